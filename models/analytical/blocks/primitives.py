@@ -1,0 +1,159 @@
+"""The operations that transformer code is made of, as PyTorch runs them eagerly: what each allocates and autograd keeps.
+
+`rows` counts the elements of all leading dimensions (micro_batch_size × sequence_length on the rank); widths are the last
+dimension. Every rule is torch's own derivative formula (tools/autograd/derivatives.yaml, torch 2.11-2.13).
+"""
+
+from __future__ import annotations
+
+from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
+
+FP32 = 4
+
+
+def linear(
+    tape: Tape,
+    x: Tensor,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    name: str,
+    *,
+    element_bytes: int,
+    bias: bool = False,
+    trainable: bool = True,
+) -> Tensor:
+    """x·Wᵀ (+ b). Keeps its input when the weight trains; the weight itself is a parameter anyway."""
+    gradients = [WeightGradient(f"{name}.weight.grad", in_features * out_features * element_bytes)]
+    if bias:
+        gradients.append(WeightGradient(f"{name}.bias.grad", out_features * element_bytes))
+    return tape.operation(
+        name,
+        [x],
+        rows * out_features * element_bytes,
+        saves=[x] if trainable else [],
+        gradients=[(x, rows * in_features * element_bytes)],
+        weight_gradients=gradients if trainable else [],
+    )
+
+
+def cast(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
+    """A dtype conversion: a new tensor of `num_bytes`; its gradient is converted back."""
+    return tape.operation(name, [x], num_bytes)
+
+
+def add(tape: Tape, x: Tensor, y: Tensor, name: str) -> Tensor:
+    """x + y: keeps nothing and passes the gradient on; a narrower operand gets its own converted one."""
+    size = max(x.num_bytes, y.num_bytes)
+    gradients = [(operand, None if operand.num_bytes == size else operand.num_bytes) for operand in (x, y)]
+    return tape.operation(name, [x, y], size, gradients=gradients)
+
+
+def multiply(tape: Tape, x: Tensor, y: Tensor, name: str) -> Tensor:
+    """x · y of one shape: keeps each factor that the other's gradient needs."""
+    saves = ([y] if x.requires_grad else []) + ([x] if y.requires_grad else [])
+    return tape.operation(name, [x, y], x.num_bytes, saves=saves)
+
+
+def scale(tape: Tape, x: Tensor, name: str) -> Tensor:
+    """x times a number or a constant tensor that lives elsewhere: keeps nothing; a new gradient."""
+    return tape.operation(name, [x], x.num_bytes)
+
+
+def unary(tape: Tape, x: Tensor, name: str, *, backward_temporary_bytes: int = 0) -> Tensor:
+    """An elementwise function that keeps its input (silu, gelu, pow)."""
+    return tape.operation(name, [x], x.num_bytes, saves=[x], backward_temporary_bytes=backward_temporary_bytes)
+
+
+def unary_of_result(tape: Tape, x: Tensor, name: str) -> Tensor:
+    """An elementwise function that keeps its result (tanh, sigmoid, rsqrt, softmax)."""
+    return tape.operation(name, [x], x.num_bytes, saves_output=True)
+
+
+def dropout(tape: Tape, x: Tensor, probability: float, elements: int, name: str) -> Tensor:
+    """nn.Dropout on CUDA (native_dropout): keeps a 1-byte mask per element; nothing at probability 0."""
+    if probability <= 0:
+        return x
+    return tape.operation(name, [x], x.num_bytes, extra_saved_bytes=[elements])
+
+
+def python_rms_norm(
+    tape: Tape,
+    x: Tensor,
+    rows: int,
+    width: int,
+    name: str,
+    *,
+    element_bytes: int,
+    trainable: bool = True,
+    weight_offset_in_fp32: bool = False,
+) -> Tensor:
+    """Hugging Face's RMSNorm, line by line (modeling_llama.py): fp32 copy, x·rsqrt(mean(x²) + eps), back, times weight.
+
+    `weight_offset_in_fp32`: Gemma's variant, which multiplies by (1 + weight) in fp32 before converting back.
+    """
+    wide = rows * width * FP32
+    x32 = cast(tape, x, wide, f"{name}.to_float32") if element_bytes != FP32 else x
+    # pow(2): backward makes x.pow(1) and 2·that beside the gradient itself
+    squared = unary(tape, x32, f"{name}.pow", backward_temporary_bytes=2 * wide)
+    mean = tape.operation(f"{name}.mean", [squared], rows * FP32, gradients=[(squared, wide)])
+    rsqrt = unary_of_result(tape, mean, f"{name}.rsqrt")
+    # x32 · rsqrt broadcasts: the gradient of rsqrt is made in full and then summed
+    normalized = tape.operation(
+        f"{name}.normalize",
+        [x32, rsqrt],
+        wide,
+        saves=[x32, rsqrt],
+        gradients=[(x32, wide), (rsqrt, rows * FP32)],
+        backward_temporary_bytes=wide,
+    )
+    narrow = rows * width * element_bytes
+    if weight_offset_in_fp32:
+        weighted = _times_weight(tape, normalized, rows, width, name, FP32, element_bytes, trainable)
+        return cast(tape, weighted, narrow, f"{name}.to_narrow") if element_bytes != FP32 else weighted
+    if element_bytes != FP32:
+        normalized = cast(tape, normalized, narrow, f"{name}.to_narrow")
+    return _times_weight(tape, normalized, rows, width, name, element_bytes, element_bytes, trainable)
+
+
+def _times_weight(
+    tape: Tape, x: Tensor, rows: int, width: int, name: str, compute_bytes: int, weight_bytes: int, trainable: bool
+) -> Tensor:
+    size = rows * width * compute_bytes
+    return tape.operation(
+        f"{name}.weight",
+        [x],
+        size,
+        saves=[x] if trainable else [],
+        gradients=[(x, size)],
+        weight_gradients=[WeightGradient(f"{name}.weight.grad", width * weight_bytes)] if trainable else [],
+        backward_temporary_bytes=size if trainable else 0,  # grad · x in full before it is summed over the rows
+    )
+
+
+def layer_norm(
+    tape: Tape,
+    x: Tensor,
+    rows: int,
+    width: int,
+    name: str,
+    *,
+    element_bytes: int,
+    trainable: bool = True,
+    affine: bool = True,
+    bias: bool = True,
+) -> Tensor:
+    """nn.LayerNorm (native_layer_norm): keeps its input and fp32 mean and rstd per row."""
+    gradients = []
+    if affine and trainable:
+        gradients = [WeightGradient(f"{name}.weight.grad", width * element_bytes)]
+        if bias:
+            gradients.append(WeightGradient(f"{name}.bias.grad", width * element_bytes))
+    return tape.operation(
+        name,
+        [x],
+        rows * width * element_bytes,
+        saves=[x],
+        extra_saved_bytes=[rows * FP32, rows * FP32],
+        weight_gradients=gradients,
+    )

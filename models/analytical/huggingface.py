@@ -1,0 +1,203 @@
+"""The ledger of a Hugging Face (or plain PyTorch) training step on one rank: blocks placed on the step's instants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from peakcast.architecture import Architecture
+from peakcast.catalog import Device
+from peakcast.conventions import conventions
+from peakcast.models.analytical.blocks import huggingface as blocks
+from peakcast.models.analytical.optimizers import TrainedTensor, optimizer_rule
+from peakcast.models.analytical.parameters import (
+    ParameterTensor,
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+)
+from peakcast.models.analytical.step import Run, Step
+from peakcast.models.analytical.tape import Template
+from peakcast.models.analytical.workspaces import training_workspaces
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category, Phase, Timeline
+from peakcast.units import DTYPE_BYTES
+
+FP32 = 4
+INT64 = 8
+NORM_BYTES = 4
+"""One fp32 norm per gradient, 512 bytes after rounding: clip_grad_norm_ makes no other tensor of size."""
+
+
+def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: str = "steady") -> Timeline:
+    """Every tensor of one step of `job` on one GPU. `step`: "first" (no optimizer states until its optimizer step) or
+    "steady" (any later one). `device` adds what kernels and libraries allocate inside themselves on that GPU type;
+    without it the timeline is what a trace sees."""
+    context = _context(job, device)
+    trained, frozen = _parameters(job)
+    timeline = Step()
+    timeline.hold_all(frozen, Category.PARAMETERS)
+    timeline.hold_all(((t.name, t.module, t.num_bytes) for t in trained), Category.PARAMETERS)
+    timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
+    _hold_inputs(timeline, job)
+    runs: list[Run] = []
+    for micro_batch in range(min(job.gradient_accumulation_steps, 2)):
+        runs += _micro_batch(timeline, job, context, keeps_gradients=micro_batch == 0)
+    _optimizer_step(timeline, job, trained, step)
+    return timeline.timeline()
+
+
+def _context(job: TrainingJob, device: Device | None) -> blocks.HFContext:
+    convention = conventions(job)
+    weight = int(DTYPE_BYTES[job.precision.parameters])
+    autocast = bool(convention.get("autocast")) and weight == FP32
+    adapter = job.finetuning.adapter_dtype or convention.get("adapter_dtype", job.precision.parameters)
+    return blocks.HFContext(
+        architecture=job.architecture,
+        batch=job.micro_batch_size,
+        sequence=job.sequence_length,
+        weight_bytes=weight,
+        compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
+        attention=job.attention,
+        finetuning=job.finetuning,
+        adapter_bytes=int(DTYPE_BYTES[adapter]),
+        logits_upcast=str(convention.get("logits_upcast", "loss")),
+        checkpointed=False,
+        kernel_temporaries=device is not None,
+    )
+
+
+# -- parameters ---------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=512)
+def _parameters(job: TrainingJob) -> tuple[tuple[TrainedTensor, ...], tuple[tuple[str, str, int], ...]]:
+    """What trains, and (name, module, bytes) of what does not."""
+    size = int(DTYPE_BYTES[job.precision.parameters])
+    everything = list(_all_parameters(job.architecture))
+    if job.finetuning.method == "full":
+        trained = [
+            TrainedTensor(tensor.name, module, tensor.shape, size, decays=len(tensor.shape) > 1)
+            for module, tensor in everything
+        ]
+        return tuple(trained), ()
+    frozen = tuple((tensor.name, module, tensor.numel * size) for module, tensor in everything)
+    adapter = job.finetuning.adapter_dtype or conventions(job).get("adapter_dtype", "float32")
+    rank, width = job.finetuning.rank or 0, int(DTYPE_BYTES[adapter])
+    adapters = []
+    for module, tensor in everything:
+        name = tensor.name.removesuffix(".weight")
+        if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):
+            adapters.append(TrainedTensor(f"{name}.lora_A", module, (rank, tensor.shape[1]), width))
+            adapters.append(TrainedTensor(f"{name}.lora_B", module, (tensor.shape[0], rank), width))
+    return tuple(adapters), frozen
+
+
+def _adapted(name: str, job: TrainingJob) -> bool:
+    return blocks.is_adapter_target(name, job.finetuning, job.architecture)
+
+
+def _all_parameters(architecture: Architecture) -> Iterator[tuple[str, ParameterTensor]]:
+    for tensor in embedding_parameters(architecture):
+        yield "embedding", tensor
+    for layer in range(architecture.num_hidden_layers):
+        for tensor in layer_parameters(architecture, layer):
+            yield f"layers.{layer}", tensor
+    for tensor in head_parameters(architecture):
+        yield "head", tensor
+
+
+# -- one micro-batch ----------------------------------------------------------------------------------------------------
+
+
+def _hold_inputs(timeline: Step, job: TrainingJob) -> None:
+    tokens = job.micro_batch_size * job.sequence_length
+    for name in ("input_ids", "labels"):
+        timeline.hold(name, Category.INPUTS, tokens * INT64, 0)
+    if conventions(job).get("trainer"):  # data collators send a mask of ones along
+        timeline.hold("attention_mask", Category.INPUTS, tokens * INT64, 0)
+
+
+def _micro_batch(timeline: Step, job: TrainingJob, context: blocks.HFContext, *, keeps_gradients: bool) -> list[Run]:
+    checkpointing = job.activation_checkpointing
+    start = timeline.now
+    layers = range(job.architecture.num_hidden_layers)
+    embedding = timeline.run_forward(blocks.embedding(context), "embedding", keeps_gradients=keeps_gradients)
+    checkpointed = [checkpointing.mode == "full" and layer % checkpointing.every_n_layers == 0 for layer in layers]
+    layer = blocks.decoder_layer(context)
+    recomputed = blocks.decoder_layer(replace(context, checkpointed=True))
+    runs: dict[int, Run] = {}
+    begins: dict[int, int] = {}
+    for index in layers:
+        module = f"layers.{index}"
+        if checkpointed[index]:
+            begins[index] = timeline.run_without_graph(recomputed, module)
+        else:
+            runs[index] = timeline.run_forward(layer, module, keeps_gradients=keeps_gradients)
+    loss_template = blocks.head(context)
+    loss = timeline.run_forward(loss_template, "head", keeps_gradients=keeps_gradients)
+    _hold_logits(timeline, job, context, loss)
+    timeline.run_backward(loss)
+    for index in reversed(layers):
+        if checkpointed[index]:
+            _recompute(timeline, recomputed, f"layers.{index}", begins[index], checkpointing.use_reentrant, keeps_gradients)
+        else:
+            timeline.run_backward(runs[index])
+    _hold_rotary_tables(timeline, job, context, start)
+    timeline.run_backward(embedding)
+    return [embedding, loss, *runs.values()]
+
+
+def _recompute(
+    timeline: Step, template: Template, module: str, begin: int, use_reentrant: bool, keeps_gradients: bool
+) -> None:
+    """A checkpointed layer in backward: forward again, then its backward; the checkpoint holds the input all along."""
+    start = timeline.now
+    run = timeline.run_forward(template, module, Phase.BACKWARD, keeps_gradients=keeps_gradients)
+    recomputed = timeline.now
+    timeline.run_backward(run)
+    hidden = template.input_bytes
+    timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, timeline.now, module)
+    timeline.hold("gradient", Category.TEMPORARIES, hidden, start, recomputed, module)
+    if use_reentrant:  # CheckpointFunction.backward keeps its recomputed outputs (torch/utils/checkpoint.py)
+        timeline.hold("recomputed_output", Category.ACTIVATIONS, hidden, recomputed, timeline.now, module)
+
+
+def _hold_logits(timeline: Step, job: TrainingJob, context: blocks.HFContext, loss: Run) -> None:
+    """A plain loop keeps `outputs.logits` until the next forward; the Trainer drops them before backward."""
+    if not conventions(job).get("trainer"):
+        size = blocks.logits_bytes_kept_by_outputs(context)
+        timeline.hold("outputs.logits", Category.LOGITS, size, loss.forward_start + loss.template.num_forward, module="head")
+
+
+def _hold_rotary_tables(timeline: Step, job: TrainingJob, context: blocks.HFContext, start: int) -> None:
+    """cos and sin [1, sequence_length, head_dim], shared by all layers until the first layer's backward is done."""
+    if job.architecture.position_embedding == "rope":
+        size = job.sequence_length * job.architecture.head_dim * context.compute_bytes
+        for name in ("rotary.cos", "rotary.sin"):
+            timeline.hold(name, Category.ACTIVATIONS, size, start, timeline.now)
+
+
+# -- clipping and optimizer -----------------------------------------------------------------------------------------------
+
+
+def _optimizer_step(timeline: Step, job: TrainingJob, trained: Sequence[TrainedTensor], step: str) -> None:
+    clip = timeline.moment("clip_grad_norm_", Phase.GRADIENT_CLIPPING)
+    timeline.hold_all(((f"{t.name}.norm", t.module, NORM_BYTES) for t in trained), Category.TEMPORARIES, clip, clip + 1)
+    rule = optimizer_rule(job.optimizer)
+    groups: list[list[TrainedTensor]] = [list(trained)]
+    if conventions(job).get("trainer"):  # the Trainer makes two groups: with and without weight decay
+        groups = [[t for t in trained if t.decays], [t for t in trained if not t.decays]]
+    born = timeline.now if step == "first" else 0
+    for tensor in trained:
+        timeline.hold_all(
+            ((f"{tensor.name}.{name}", tensor.module, size) for name, size in rule.states(tensor)),
+            Category.OPTIMIZER_STATES,
+            born,
+        )
+    for group in groups:
+        now = timeline.moment("optimizer.step", Phase.OPTIMIZER_STEP)
+        timeline.hold_all(
+            ((name, "optimizer", size) for name, size in rule.temporaries(group)), Category.OPTIMIZER_TEMPORARIES, now, now + 1
+        )

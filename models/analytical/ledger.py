@@ -1,0 +1,26 @@
+"""The ledger's one door: a job and a rank in, a `Timeline` out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from peakcast.catalog import Device
+from peakcast.models.analytical.huggingface import huggingface_ledger
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Timeline
+
+Step = Literal["first", "steady"]
+
+
+def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: Step = "steady") -> Timeline:
+    """Every tensor of one training step of `job` on `rank` (None: rank 0), in closed form.
+
+    `step`: "first", or "steady" for any later one. `device` adds library workspaces and what kernels allocate inside
+    themselves on that GPU type; without it the timeline is what a trace sees.
+    A job outside `scope.out_of_scope` is answered as far as the ledger goes: ask that function first.
+    """
+    if job.framework == "megatron":
+        from peakcast.models.analytical.megatron import megatron_ledger
+
+        return megatron_ledger(job, device=device, rank=rank, step=step)
+    return huggingface_ledger(job, device=device, step=step)

@@ -1,0 +1,53 @@
+"""What the ledger covers. A job outside is named with its reason; it is never answered as if it were inside."""
+
+from __future__ import annotations
+
+from peakcast.architecture import Architecture
+from peakcast.spec import TrainingJob
+
+DENSE_FAMILIES = (
+    "llama mistral qwen2 qwen3 olmo olmo2 phi phi3 gemma gemma2 gpt2 gpt_neox gpt_bigcode falcon bloom opt mpt stablelm "
+    "starcoder2 cohere cohere2 granite glm glm4 smollm3 internlm2 gpt_neo gptj baichuan nemotron seed_oss"
+).split()
+
+
+def out_of_scope(job: TrainingJob) -> str:
+    """Why the ledger does not cover `job`, as one sentence; "" when it does."""
+    if job.framework == "megatron":
+        from peakcast.models.analytical.megatron import megatron_out_of_scope
+
+        return megatron_out_of_scope(job)
+    return _architecture_reason(job.architecture) or _huggingface_reason(job)
+
+
+def _architecture_reason(architecture: Architecture) -> str:
+    if architecture.kind != "decoder":
+        return f"{architecture.name!r} is not a decoder-only transformer (kind={architecture.kind!r})."
+    if architecture.moe is not None:
+        return f"{architecture.name!r} is a mixture of experts; only dense feed-forwards are modelled here."
+    if architecture.mla is not None:
+        return f"{architecture.name!r} has multi-latent attention, which is not modelled here."
+    return ""
+
+
+def _huggingface_reason(job: TrainingJob) -> str:
+    layout = job.parallelism
+    checks = [
+        (job.task != "train", f"task={job.task!r} is not modelled; only training is."),
+        (
+            job.framework == "deepspeed" or layout.world_size > 1 or layout.zero_stage > 0,
+            f"framework={job.framework!r} on {layout.world_size} GPUs (sharding={layout.sharding!r}, "
+            f"zero_stage={layout.zero_stage}) is not modelled; one GPU is.",
+        ),
+        (
+            job.finetuning.method == "qlora" or job.finetuning.quantization is not None,
+            f"quantization={job.finetuning.quantization!r} is not modelled; full and LoRA are.",
+        ),
+        (job.compile, "compile=true is not modelled: the compiler decides what is kept."),
+        (job.loss.fused_linear_cross_entropy, "fused linear cross entropy is not modelled."),
+        (any((job.offload.parameters, job.offload.optimizer, job.offload.activations)), "offload is not modelled."),
+        (job.activation_checkpointing.mode == "selective", "selective checkpointing is not modelled."),
+        (bool(job.framework_options.get("fused_kernels")), "fused LoRA, loss and norm kernels are not modelled."),
+        (job.precision.compute == "float8", "float8 compute is not modelled."),
+    ]
+    return next((sentence for fails, sentence in checks if fails), "")

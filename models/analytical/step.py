@@ -1,0 +1,153 @@
+"""Assembles a step: places block templates on the instants of a step and gives the `Timeline`.
+
+A ledger reserves instants in the order in which the framework runs them (`run_forward`, `run_backward`, `moment`) and
+says what else lives when (`persist`, `hold`). Everything of a template is placed by one vectorised addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from peakcast.models.analytical.tape import ALLOCATION_UNIT_BYTES, Template
+from peakcast.timeline import Category, Phase, Timeline
+from peakcast.units import round_up
+
+FOREVER = 2**62
+"""A `dies` beyond every instant: alive to the end of the step."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of a block: `forward_start` is where it ran forward with a graph, until its backward is placed."""
+
+    template: Template
+    module: str
+    forward_start: int
+    backward_start: int | None = None
+    keeps_gradients: bool = True
+    """Whether its parameter gradients become new `.grad` tensors (else they are added to ones that exist)."""
+
+
+@dataclass
+class Step:
+    """The instants and entries of one step, in the making."""
+
+    phases: list[int] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    _runs: list[Run] = field(default_factory=list)
+    _rows: list[tuple[str, str, int, int, int, int, int]] = field(default_factory=list)
+    gradients_die: int = FOREVER
+    """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
+
+    @property
+    def now(self) -> int:
+        """The instant that comes next."""
+        return len(self.phases)
+
+    def moment(self, label: str, phase: Phase) -> int:
+        """Reserve one instant; returns it."""
+        self.phases.append(int(phase))
+        self.labels.append(label)
+        return len(self.phases) - 1
+
+    def _span(self, labels: Sequence[str], phase: Phase) -> int:
+        start = len(self.phases)
+        self.phases.extend([int(phase)] * len(labels))
+        self.labels.extend(labels)
+        return start
+
+    def run_forward(
+        self, template: Template, module: str, phase: Phase = Phase.FORWARD, *, keeps_gradients: bool = True
+    ) -> Run:
+        """Run a block forward, keeping what autograd keeps; place its backward later with `run_backward`."""
+        start = self._span(template.forward_labels, phase)
+        for instant in range(start + template.loss_from, start + template.num_forward):
+            self.phases[instant] = int(Phase.LOSS)
+        run = Run(template, module, start, None, keeps_gradients)
+        self._runs.append(run)
+        return run
+
+    def run_backward(self, run: Run, phase: Phase = Phase.BACKWARD) -> None:
+        """Run the backward of an earlier forward."""
+        run.backward_start = self._span(run.template.backward_labels, phase)
+
+    def run_without_graph(self, template: Template, module: str, phase: Phase = Phase.FORWARD) -> int:
+        """Run a block forward under no_grad (checkpointing): nothing outlives it but its input, which the caller
+        holds (`hold`). Returns its first instant."""
+        run = self.run_forward(template, module, phase)
+        run.backward_start = -1
+        return run.forward_start
+
+    def hold(
+        self, name: str, category: Category, num_bytes: int, born: int, dies: int = FOREVER, module: str = "", stream: int = 0
+    ) -> None:
+        """One tensor alive from `born` until before `dies`; its bytes are rounded as the allocator does."""
+        if num_bytes > 0:
+            size = round_up(num_bytes, ALLOCATION_UNIT_BYTES)
+            self._rows.append((name, module, int(category), size, born, dies, stream))
+
+    def hold_all(
+        self, tensors: Iterable[tuple[str, str, int]], category: Category, born: int = 0, dies: int = FOREVER
+    ) -> None:
+        """(name, module, bytes) tensors of one category with one life, such as all parameters."""
+        for name, module, num_bytes in tensors:
+            self.hold(name, category, num_bytes, born, dies, module)
+
+    def timeline(self) -> Timeline:
+        """The finished `Timeline`."""
+        n = len(self.phases)
+        groups: dict[int, list[Run]] = {}
+        for run in self._runs:
+            groups.setdefault(id(run.template), []).append(run)
+        names: list[str] = [row[0] for row in self._rows]
+        modules: list[str] = [row[1] for row in self._rows]
+        loose = np.array([row[2:] for row in self._rows], dtype=np.int64).reshape(-1, 5)
+        categories, sizes, born, dies = [loose[:, 0]], [loose[:, 1]], [loose[:, 2]], [loose[:, 3]]
+        for runs in groups.values():
+            template = runs[0].template
+            start, end = _place(template, runs, self.gradients_die, n)
+            born.append(start)
+            dies.append(end)
+            categories.append(np.tile(template.categories, len(runs)))
+            sizes.append(np.tile(template.num_bytes, len(runs)))
+            names.extend(template.names * len(runs))
+            for run in runs:
+                modules.extend([run.module] * len(template.names))
+        streams = np.zeros(len(names), dtype=np.int8)
+        streams[: len(loose)] = loose[:, 4]
+        return Timeline(
+            names=names,
+            modules=modules,
+            categories=np.concatenate(categories).astype(np.int8),
+            num_bytes=np.concatenate(sizes),
+            born=np.concatenate(born),
+            dies=np.minimum(np.concatenate(dies), n),
+            phases=np.array(self.phases, dtype=np.int8),
+            labels=self.labels,
+            streams=streams,
+        )
+
+
+def _place(
+    template: Template, runs: list[Run], gradients_die: int, end_of_step: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """`born` and `dies` of every entry of every run of one template, flattened run by run."""
+    forward = np.array([run.forward_start for run in runs], dtype=np.int64)[:, None]
+    backward = np.array(
+        [end_of_step if run.backward_start is None else run.backward_start for run in runs], dtype=np.int64
+    )[:, None]
+    without_graph = backward < 0
+    keeps = np.array([run.keeps_gradients for run in runs], dtype=bool)[:, None]
+    born = np.where(template.born_backward, backward, forward) + template.born
+    dies = np.where(template.dies_backward, backward, forward) + template.dies
+    dies = np.where(keeps & template.weight_gradient, gradients_die, dies)
+    # under no_grad nothing is kept for backward: it dies with the block, and the backward's entries never are
+    dies = np.where(without_graph & template.dies_backward, forward + template.num_forward, dies)
+    never = without_graph & template.born_backward
+    born = np.where(never, end_of_step, born)
+    dies = np.where(never, end_of_step, dies)
+    return born.ravel(), dies.ravel()

@@ -1,0 +1,41 @@
+"""peakcast predicts the peak GPU memory of LLM training, with error bars that hold.
+
+Importing it loads neither torch nor mlflow; names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peakcast.api import predict as predict
+    from peakcast.api import predict_batch as predict_batch
+    from peakcast.architecture import Architecture as Architecture
+    from peakcast.catalog import Device as Device
+    from peakcast.errors import PeakcastError as PeakcastError
+    from peakcast.prediction import Prediction as Prediction
+    from peakcast.records import Measurement as Measurement
+    from peakcast.spec import TrainingJob as TrainingJob
+    from peakcast.timeline import Timeline as Timeline
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Architecture": "peakcast.architecture",
+    "Device": "peakcast.catalog",
+    "Measurement": "peakcast.records",
+    "PeakcastError": "peakcast.errors",
+    "Prediction": "peakcast.prediction",
+    "Timeline": "peakcast.timeline",
+    "TrainingJob": "peakcast.spec",
+    "predict": "peakcast.api",
+    "predict_batch": "peakcast.api",
+}
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'peakcast' has no attribute {name!r}")

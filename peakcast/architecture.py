@@ -1,0 +1,161 @@
+"""`Architecture`: the network that is trained, in Hugging Face's names for shapes. A frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from peakcast.errors import SpecError
+from peakcast.fields import require_not_negative, require_positive
+
+Normalization = Literal["rmsnorm", "layernorm", "layernorm_no_bias", "nonparametric"]
+PositionEmbedding = Literal["rope", "learned", "alibi", "relative", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureOfExperts:
+    """The routed feed-forward of a mixture-of-experts layer."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int = 0
+    """Total width of the always-on experts (all shared experts together), 0 for none."""
+    shared_expert_gate: bool = False
+    """Qwen2-MoE's sigmoid gate on the shared expert: one [1, hidden_size] weight."""
+    first_k_dense_replace: int = 0
+    """Layers at the start that keep a dense feed-forward of `intermediate_size`."""
+    moe_layer_freq: int = 1
+    """After those, every `moe_layer_freq`-th layer is routed; the others are dense."""
+    router_correction_bias: bool = False
+    """DeepSeek-V3's per-expert correction bias (a buffer of num_experts fp32 values, not trained by gradient)."""
+    expert_bias: bool = False
+    """Whether expert projections carry biases (gpt-oss)."""
+    router_bias: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive(
+            self, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_layer_freq", where="moe."
+        )
+        require_not_negative(self, "shared_expert_intermediate_size", "first_k_dense_replace", where="moe.")
+        if self.num_experts_per_tok > self.num_experts:
+            raise SpecError(
+                f"moe.num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}; "
+                "a token is routed to at most every expert.",
+                parameter="moe.num_experts_per_tok",
+                value=self.num_experts_per_tok,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiLatentAttention:
+    """DeepSeek's low-rank attention."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(
+            self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank", where="mla."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A decoder-only transformer (or, by `kind`, another shape that is known only by its parameters)."""
+
+    name: str
+    model_type: str
+    """Hugging Face's `model_type`: the family. Accuracy is judged on families the fit has not seen."""
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int = 0
+    tie_word_embeddings: bool = False
+    position_embedding: PositionEmbedding = "rope"
+    normalization: Normalization = "rmsnorm"
+    norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
+    """`pre` (Llama), `post` (OLMo-2: norm on each sub-layer's output), `pre_and_post` (Gemma 2/3: both)."""
+    parallel_block: bool = False
+    """Attention and feed-forward read the same input and are added together (GPT-NeoX, Falcon, Phi, Cohere)."""
+    norms_per_parallel_block: int = 1
+    """1: one shared input norm (Falcon-7B, Phi, Cohere); 2: one each (GPT-NeoX, Falcon-40B)."""
+    hidden_act: str = "silu"
+    gated_mlp: bool = True
+    """Three matrices (gate, up, down) instead of two."""
+    fused_qkv: bool = False
+    """One projection for q, k and v (GPT-2, GPT-NeoX, Falcon, Phi-3)."""
+    attention_bias: bool = False
+    """Bias on the q, k and v projections."""
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    lm_head_bias: bool = False
+    embedding_norm: bool = False
+    """A norm right after the token embedding (BLOOM)."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """`head`: one [head_dim] weight each for q and k (Qwen3); `full`: [heads·head_dim] (OLMo-2)."""
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    embedding_dropout: float = 0.0
+    sliding_window: int | None = None
+    final_logit_softcapping: float | None = None
+    attention_sinks: bool = False
+    """One learned logit per head (gpt-oss)."""
+    moe: MixtureOfExperts | None = None
+    mla: MultiLatentAttention | None = None
+    num_nextn_predict_layers: int = 0
+    """Multi-token-prediction layers (DeepSeek-V3)."""
+    kind: Literal["decoder", "encoder", "encoder_decoder", "hybrid", "multimodal"] = "decoder"
+    """Only `decoder` has a complete ledger; the others are refused or marked out of scope by name."""
+
+    def __post_init__(self) -> None:
+        require_positive(
+            self,
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "vocab_size",
+            "sliding_window",
+        )
+        require_not_negative(
+            self,
+            "max_position_embeddings",
+            "attention_dropout",
+            "hidden_dropout",
+            "embedding_dropout",
+            "num_nextn_predict_layers",
+        )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise SpecError(
+                f"num_key_value_heads={self.num_key_value_heads} does not divide "
+                f"num_attention_heads={self.num_attention_heads} of {self.name!r}; "
+                f"use a divisor of {self.num_attention_heads}.",
+                parameter="num_key_value_heads",
+                value=self.num_key_value_heads,
+            )
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together, elements."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key heads together (the values' is the same without MLA), elements."""
+        return self.num_key_value_heads * self.head_dim
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether decoder layer `layer` (from 0) has a routed feed-forward."""
+        if self.moe is None or layer < self.moe.first_k_dense_replace:
+            return False
+        return (layer - self.moe.first_k_dense_replace) % self.moe.moe_layer_freq == self.moe.moe_layer_freq - 1

@@ -1,0 +1,93 @@
+"""Framework conventions by version: what a framework does when it is not asked. Data, in `catalog/frameworks.toml`.
+
+A convention is a named value ("logits_upcast", "transformer_impl", ...). The base stanza of a framework gives each one's
+default; stanzas with `when` (packages and version ranges, or a `model_type`) override it in file order; `framework_options` of a job
+override all. So a ledger asks for a convention and never compares versions.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from peakcast.errors import SpecError, near_misses
+from peakcast.fields import FrozenMapping
+from peakcast.spec import TrainingJob
+
+
+@functools.cache
+def _stanzas() -> dict[str, list[dict[str, Any]]]:
+    text = resources.files("peakcast").joinpath("catalog", "frameworks.toml").read_text(encoding="utf-8")
+    stanzas: dict[str, list[dict[str, Any]]] = tomllib.loads(text)
+    return stanzas
+
+
+def conventions(job: TrainingJob) -> Mapping[str, Any]:
+    """Every convention that holds for `job`, by name."""
+    return _resolve(job.framework, job.architecture.model_type, job.versions, job.framework_options)
+
+
+@functools.lru_cache(maxsize=4096)
+def _resolve(
+    framework: str, model_type: str, versions: FrozenMapping, options: FrozenMapping
+) -> Mapping[str, Any]:
+    values: dict[str, Any] = {}
+    facts = {**versions, "model_type": model_type}
+    for stanza in _stanzas().get(framework, []):
+        if _holds(stanza.get("when", {}), facts):
+            values.update(stanza["conventions"])
+    values.update(options)
+    return values
+
+
+def unmodelled_versions(job: TrainingJob) -> list[str]:
+    """Sentences for each entry of `job.versions` that no stanza of its framework knows."""
+    stanzas = _stanzas().get(job.framework, [])
+    known = {package for stanza in stanzas for package in stanza.get("when", {})}
+    known |= {package for stanza in stanzas for package in stanza.get("packages", [])}
+    return [
+        f"versions.{package}={version!r} has no conventions of its own here; those of {job.framework} are assumed."
+        for package, version in job.versions.items()
+        if package not in known
+    ]
+
+
+def check_framework_options(job: TrainingJob) -> None:
+    """Refuse an option that is no convention of the job's framework. Raises: SpecError."""
+    known = {name for stanza in _stanzas().get(job.framework, []) for name in stanza["conventions"]}
+    for name, value in job.framework_options.items():
+        if name not in known:
+            raise SpecError(
+                f"framework_options.{name} is not an option of framework={job.framework!r}"
+                f"{near_misses(name, known) or '; known: ' + ', '.join(sorted(known))}",
+                parameter=f"framework_options.{name}",
+                value=value,
+            )
+
+
+def _holds(when: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
+    """Whether every `package = ">=a,<b"` of `when` holds; a package whose version is not given does not."""
+    return all(
+        package in facts and all(_compare(str(facts[package]), clause) for clause in ranges.split(","))
+        for package, ranges in when.items()
+    )
+
+
+def _compare(version: str, clause: str) -> bool:
+    match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\w.]+)\s*", clause)
+    if match is None:
+        raise ValueError(f"malformed version clause {clause!r} in frameworks.toml")
+    operator, wanted = match.groups()
+    if operator == "==" and not wanted[0].isdigit():
+        return version == wanted
+    a, b = release(version), release(wanted)
+    return {">=": a >= b, "<=": a <= b, "==": a == b, "<": a < b, ">": a > b}[operator]
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numeric release of a version text: `'2.11.0+cu130'` gives (2, 11, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])

@@ -1,0 +1,53 @@
+"""What peakcast raises. Every message names the parameter, the value, the rule and the way out.
+
+    PeakcastError
+    ├── SpecError          a job, an architecture or a configuration that cannot be (also a ValueError)
+    ├── CatalogError       a name the catalog does not know (also a LookupError)
+    ├── RecordError        a dataset file that cannot be read or written as it stands
+    ├── CollectorError     a measurement that cannot be started
+    └── CalibrationError   a calibration that is missing, damaged or of another schema version
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PeakcastError(Exception):
+    """Base of everything raised on purpose; `parameter` and `value` say what was wrong, where known."""
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: object = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.parameter = parameter
+        self.value = value
+
+
+class SpecError(PeakcastError, ValueError):
+    """A job, an architecture or a configuration that cannot be."""
+
+
+class CatalogError(PeakcastError, LookupError):
+    """A GPU, an architecture or a framework that the catalog does not know."""
+
+    __str__ = Exception.__str__
+
+
+class RecordError(PeakcastError):
+    """A dataset file that cannot be read or written as it stands."""
+
+
+class CollectorError(PeakcastError):
+    """A measurement that cannot be started."""
+
+
+class CalibrationError(PeakcastError):
+    """A calibration that is missing, damaged or of another schema version."""
+
+
+def near_misses(word: str, known: Iterable[str], *, most: int = 3) -> str:
+    """`"; did you mean 'a' or 'b'?"` for the known words nearest to `word`, or `""` when none is near."""
+    lowered = {k.lower(): k for k in known}
+    close = difflib.get_close_matches(word.lower(), lowered, n=most, cutoff=0.5)
+    return "; did you mean " + " or ".join(repr(lowered[c]) for c in close) + "?" if close else ""

@@ -1,0 +1,170 @@
+"""Mappings (YAML, JSON) to frozen dataclasses and back, strictly: unknown keys and wrong types are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from peakcast.errors import SpecError, near_misses
+
+T = TypeVar("T")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def build(cls: type[T], mapping: object, where: str = "") -> T:
+    """An instance of the dataclass `cls` from `mapping`, whose keys are the field names.
+
+    `where` prefixes the parameter name in messages ("parallelism.").
+    Raises: SpecError naming the key, the value, what is allowed and near misses.
+    """
+    if not isinstance(mapping, Mapping):
+        raise SpecError(
+            f"{where.rstrip('.') or 'the job'}={mapping!r} must be a mapping with the keys "
+            f"{', '.join(_hints(cls))}.",
+            parameter=where.rstrip(".") or None,
+            value=mapping,
+        )
+    known = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    for key in mapping:
+        if key not in known:
+            raise SpecError(
+                f"{where}{key} is not a known key{near_misses(str(key), known) or '; known: ' + ', '.join(sorted(known))}",
+                parameter=f"{where}{key}",
+                value=mapping[key],
+            )
+    values = {key: _coerce(_hints(cls)[key], value, where + key) for key, value in mapping.items()}
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if f.init
+        and f.name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise SpecError(
+            f"{where}{missing[0]} is required and missing; add it to the mapping.", parameter=where + missing[0]
+        )
+    return cls(**values)
+
+
+def to_mapping(value: object) -> Any:
+    """The plain JSON-able form of a dataclass built by `build`; `build(type(v), to_mapping(v)) == v`."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: to_mapping(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+    if isinstance(value, FrozenMapping):
+        return {key: to_mapping(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [to_mapping(item) for item in value]
+    return value
+
+
+class FrozenMapping(Mapping[str, Any]):
+    """A hashable mapping of names to plain values, in sorted order; for open-ended options of a job."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, mapping: Mapping[str, Any] | None = None) -> None:
+        freeze = lambda v: tuple(v) if isinstance(v, list) else v  # noqa: E731
+        self._items = {key: freeze(value) for key, value in sorted((mapping or {}).items())}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> typing.Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and dict(self) == dict(other)
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+def _refuse(where: str, value: object, rule: str) -> SpecError:
+    return SpecError(f"{where}={value!r} must be {rule}.", parameter=where, value=value)
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        options = get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        return _coerce(next(o for o in options if o is not type(None)), value, where)
+    if origin is Literal:
+        return _one_of(get_args(hint), value, where)
+    if origin is tuple:
+        if isinstance(value, str) or not hasattr(value, "__iter__"):
+            raise _refuse(where, value, "a list")
+        return tuple(_coerce(get_args(hint)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if hint is FrozenMapping:
+        if not isinstance(value, Mapping):
+            raise _refuse(where, value, "a mapping")
+        return FrozenMapping(value)
+    if dataclasses.is_dataclass(hint):
+        return value if isinstance(value, typing.cast(type, hint)) else build(typing.cast(Any, hint), value, where + ".")
+    return _scalar(hint, value, where)
+
+
+def _one_of(allowed: tuple[Any, ...], value: Any, where: str) -> Any:
+    if any(value == option and type(value) is type(option) for option in allowed):
+        return value
+    names = [str(option) for option in allowed]
+    raise _refuse(where, value, f"one of {', '.join(names)}{near_misses(str(value), names)}".rstrip("?"))
+
+
+def _scalar(hint: Any, value: Any, where: str) -> Any:
+    if hint is bool:
+        if isinstance(value, bool):
+            return value
+        raise _refuse(where, value, "true or false")
+    if hint is int:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or int_like(value) is None:
+            raise _refuse(where, value, "a whole number")
+        return int(value)
+    if hint is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise _refuse(where, value, "a finite number")
+        return float(value)
+    if hint is str:
+        if not isinstance(value, str):
+            raise _refuse(where, value, "a text")
+        return value
+    return value
+
+
+def int_like(value: float) -> int | None:
+    """`value` as an int when it is a whole number, else None (infinities included)."""
+    return int(value) if math.isfinite(value) and float(value).is_integer() else None
+
+
+def require_positive(owner: object, *names: str, where: str = "") -> None:
+    """Refuse a field of `owner` among `names` that is set and not at least 1."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < 1:
+            raise SpecError(f"{where}{name}={value} must be at least 1.", parameter=where + name, value=value)
+
+
+def require_not_negative(owner: object, *names: str, where: str = "") -> None:
+    """Refuse a field of `owner` among `names` that is below 0."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < 0:
+            raise SpecError(f"{where}{name}={value} must not be negative.", parameter=where + name, value=value)

@@ -1,0 +1,80 @@
+"""`Prediction`: the answer to "how much memory", each quantity with its bars."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+QUANTITIES = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "peak_host_bytes")
+"""The four quantities of every answer, and of every measurement that has them."""
+
+Fits = Literal["yes", "no", "uncertain"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """One quantity in bytes: `baseline` (analytical), `point` (baseline + residual), a two-sided 90 % interval
+    `lower`..`upper`, and `upper_95`, the one-sided 95 % bound that decides whether a job fits."""
+
+    baseline: int
+    point: int
+    lower: int
+    upper: int
+    upper_95: int
+
+    def to_mapping(self) -> dict[str, int]:
+        """The five numbers by name."""
+        return {name: getattr(self, name) for name in ("baseline", "point", "lower", "upper", "upper_95")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What one rank of a job needs on a GPU type. Bytes are ints."""
+
+    gpu: str
+    rank: int
+    """The rank the numbers are of: the one asked for, or the worst."""
+    peak_allocated_bytes: Interval
+    peak_reserved_bytes: Interval
+    peak_device_bytes: Interval
+    peak_host_bytes: Interval
+    capacity_bytes: int
+    """What CUDA can use on this GPU."""
+    fits: Fits
+    peak_phase: str
+    phase_peaks_bytes: dict[str, int] = field(default_factory=dict)
+    """Allocated peak of each phase of a steady step."""
+    steady_state_bytes: int = 0
+    """Allocated between steps, from the second on."""
+    first_step_peak_bytes: int = 0
+    """Allocated peak of the first step."""
+    largest: tuple[tuple[str, str, int, int], ...] = ()
+    """(name, category, bytes, number of tensors) of the biggest groups alive at the peak."""
+    composition: dict[str, int] = field(default_factory=dict)
+    inside_calibrated_domain: bool = False
+    calibration: str = "none"
+    assumptions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The answer as a JSON-able mapping (DESIGN section 5)."""
+        return {
+            "gpu": self.gpu,
+            "rank": self.rank,
+            **{name: getattr(self, name).to_mapping() for name in QUANTITIES},
+            "capacity_bytes": self.capacity_bytes,
+            "fits": self.fits,
+            "peak_phase": self.peak_phase,
+            "phase_peaks_bytes": dict(self.phase_peaks_bytes),
+            "steady_state_bytes": self.steady_state_bytes,
+            "first_step_peak_bytes": self.first_step_peak_bytes,
+            "largest": [
+                {"name": name, "category": category, "bytes": size, "tensors": number}
+                for name, category, size, number in self.largest
+            ],
+            "composition_bytes": dict(self.composition),
+            "inside_calibrated_domain": self.inside_calibrated_domain,
+            "calibration": self.calibration,
+            "assumptions": list(self.assumptions),
+            "warnings": list(self.warnings),
+        }

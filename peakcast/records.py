@@ -1,0 +1,88 @@
+"""`Measurement`: one measured (or published, or traced) run of one rank. The schema; the files are `peakcast.store`'s.
+
+Schema history: 1 (first).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from peakcast.spec import TrainingJob, canonical_json
+
+SCHEMA_VERSION = 1
+
+Provenance = Literal["measured", "published", "traced"]
+Outcome = Literal["ok", "out_of_memory", "failed"]
+Collectives = Literal["nccl", "fake", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One row. All byte counts are of one rank over the whole run (first step included) unless the name says otherwise;
+    None means that this source does not have the number. Out of memory is an outcome: its peaks are lower bounds."""
+
+    job: TrainingJob
+    gpu: str
+    """Catalog name of the GPU type."""
+    provenance: Provenance
+    source: str
+    """Who measured: a project and file for published rows, "peakcast" for ours."""
+    source_version: str = ""
+    """Commit of the source for published rows, our version for ours."""
+    case: str = ""
+    """The source's own name of the run, which tells repeats and variants of one configuration apart."""
+    rank: int = 0
+    collectives: Collectives = "none"
+    outcome: Outcome = "ok"
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_device_bytes: int | None = None
+    peak_host_bytes: int | None = None
+    peak_requested_bytes: int | None = None
+    peak_active_bytes: int | None = None
+    first_step_peak_allocated_bytes: int | None = None
+    steady_allocated_bytes: int | None = None
+    """Allocated right after a step's end, from step 2 on."""
+    context_bytes: int | None = None
+    """NVML used after the context's creation, minus idle."""
+    num_alloc_retries: int | None = None
+    phase_peaks: dict[str, int] = field(default_factory=dict)
+    """Allocated peak in bytes by phase name (`forward`, `loss`, `backward`, ...) of the last step."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Versions, driver, allocator settings, chosen attention backend, optimizer path, platform."""
+    assumptions: tuple[str, ...] = ()
+    """What the mapping to a `TrainingJob` took for granted."""
+    out_of_scope: str = ""
+    """Why the ledger does not cover this row ("" when it does). Such rows are kept and left out of accuracy claims."""
+    spoiled: tuple[str, ...] = ()
+    """Hidden state that may have spoiled the numbers: retries, another process on the GPU, missing optimizer states."""
+    observed: str = ""
+    """ISO date of the measurement, or of the source's commit where known."""
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def key(self) -> str:
+        """16 hex digits that name this row: the same configuration measured the same way has the same key."""
+        identity = [
+            self.job.config_hash,
+            self.gpu,
+            self.provenance,
+            self.source,
+            self.case,
+            self.rank,
+            self.collectives,
+            self.environment,
+        ]
+        return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:16]
+
+    @property
+    def counts(self) -> bool:
+        """Whether the row may stand in an accuracy claim: real, finished, in scope, unspoiled."""
+        return (
+            self.provenance in ("measured", "published")
+            and self.outcome == "ok"
+            and not self.out_of_scope
+            and not self.spoiled
+        )

@@ -1,0 +1,283 @@
+"""`TrainingJob`: what is trained and how. Frozen, hashable, plain values; equal means interchangeable.
+
+Words settled here: a *rank* is a process on one GPU; *data_parallel_size* counts full replicas of the data stream
+(sharded or not); sizes of 1 change nothing. A YAML or JSON job file has the same keys as the dataclasses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from peakcast.architecture import Architecture
+from peakcast.errors import SpecError
+from peakcast.fields import FrozenMapping, require_not_negative, require_positive, to_mapping
+
+Framework = Literal["huggingface", "torch", "megatron", "deepspeed"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+OptimizerName = Literal[
+    "adamw", "adam", "sgd", "lion", "adafactor", "adamw_8bit", "adamw_4bit", "paged_adamw_32bit", "lomo", "muon", "galore"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Element types. `main_parameters` is a separate master copy (Megatron, ZeRO), null for none."""
+
+    parameters: Dtype = "bfloat16"
+    compute: Literal["float32", "bfloat16", "float16", "float8"] = "bfloat16"
+    gradients: Dtype = "bfloat16"
+    optimizer_states: Dtype = "bfloat16"
+    main_parameters: Dtype | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """The optimizer and how it is implemented (which decides its temporaries)."""
+
+    name: OptimizerName = "adamw"
+    implementation: Literal["fused", "foreach", "loop"] = "foreach"
+    momentum: float = 0.0
+    """SGD's only; above 0 it keeps one state per parameter."""
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "momentum", where="optimizer.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finetuning:
+    """Which parameters train. `adapter_dtype` null means the framework's default."""
+
+    method: Literal["full", "lora", "qlora"] = "full"
+    rank: int | None = None
+    alpha: float | None = None
+    targets: tuple[str, ...] = ()
+    """Names of the projections that get an adapter (`q_proj`, ...); empty means the method's usual default."""
+    dropout: float = 0.0
+    adapter_dtype: Dtype | None = None
+    quantization: Literal["nf4", "gptq", "int8"] | None = None
+    double_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, "rank", where="finetuning.")
+        require_not_negative(self, "dropout", "alpha", where="finetuning.")
+        if self.method != "full" and self.rank is None:
+            raise SpecError(
+                f"finetuning.rank is missing and finetuning.method={self.method!r} needs it; give the adapter rank, "
+                "for example rank: 16.",
+                parameter="finetuning.rank",
+            )
+        if self.method == "qlora" and self.quantization is None:
+            raise SpecError(
+                "finetuning.quantization is missing and finetuning.method='qlora' needs it; use nf4, gptq or int8.",
+                parameter="finetuning.quantization",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationCheckpointing:
+    """What is recomputed in backward. `every_n_layers` checkpoints each n-th layer of mode `full`."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+    use_reentrant: bool = False
+    every_n_layers: int = 1
+    num_layers: int | None = None
+    """Megatron's `recompute-num-layers`: layers per checkpointed group (uniform) or per stage (block)."""
+    method: Literal["uniform", "block"] = "uniform"
+    modules: tuple[str, ...] = ()
+    """For `selective`: what is recomputed; empty means the attention core."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "every_n_layers", "num_layers", where="activation_checkpointing.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """How logits become a loss."""
+
+    fused_linear_cross_entropy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """The layout. `sharding` is of PyTorch's FSDP, `zero_stage` of DeepSpeed (1 with Megatron: distributed optimizer)."""
+
+    data_parallel_size: int = 1
+    sharding: Literal["none", "fsdp1", "fsdp2", "hsdp", "no_shard"] = "none"
+    tensor_parallel_size: int = 1
+    sequence_parallel: bool = False
+    pipeline_parallel_size: int = 1
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
+    virtual_pipeline_stages: int = 1
+    pipeline_layers: tuple[int, ...] = ()
+    """Layers on each virtual stage in model order; empty means an even split."""
+    context_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    """null means `tensor_parallel_size`."""
+    zero_stage: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive(
+            self,
+            "data_parallel_size",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "virtual_pipeline_stages",
+            "context_parallel_size",
+            "expert_parallel_size",
+            "expert_tensor_parallel_size",
+            where="parallelism.",
+        )
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise SpecError(
+                f"parallelism.zero_stage={self.zero_stage} must be 0, 1, 2 or 3.",
+                parameter="parallelism.zero_stage",
+                value=self.zero_stage,
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        return (
+            self.data_parallel_size
+            * self.tensor_parallel_size
+            * self.pipeline_parallel_size
+            * self.context_parallel_size
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What lives in host memory instead."""
+
+    parameters: bool = False
+    optimizer: bool = False
+    activations: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocator:
+    """Settings of PyTorch's CUDA caching allocator."""
+
+    expandable_segments: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inference:
+    """For `task: inference`: a prefill of `prompt_length` tokens, then `new_tokens` decoded."""
+
+    prompt_length: int | None = None
+    new_tokens: int | None = None
+    cache: Literal["dynamic", "static"] = "dynamic"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "prompt_length", where="inference.")
+        require_not_negative(self, "new_tokens", where="inference.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """One training (or inference) job, the same for every rank. Job files are read by `dialects.job_file`."""
+
+    architecture: Architecture
+    task: Literal["train", "inference"] = "train"
+    framework: Framework = "huggingface"
+    versions: FrozenMapping = field(default_factory=FrozenMapping)
+    """Package versions (`torch: "2.4.1"`) and the stack whose conventions hold, where they matter."""
+    micro_batch_size: int = 1
+    sequence_length: int = 2048
+    gradient_accumulation_steps: int = 1
+    """Micro-batches per optimizer step and rank (with pipelining: those in flight come out of these)."""
+    precision: Precision = Precision()
+    optimizer: Optimizer = Optimizer()
+    finetuning: Finetuning = Finetuning()
+    attention: Literal["eager", "sdpa", "flash_attention_2", "flex"] = "sdpa"
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    loss: Loss = Loss()
+    compile: bool = False
+    parallelism: Parallelism = Parallelism()
+    offload: Offload = Offload()
+    allocator: Allocator = Allocator()
+    inference: Inference = Inference()
+    framework_options: FrozenMapping = field(default_factory=FrozenMapping)
+    """Switches that only one framework has; each must be a known convention of `framework` (catalog/frameworks.toml)."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "micro_batch_size", "sequence_length", "gradient_accumulation_steps")
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        layout, architecture = self.parallelism, self.architecture
+        t, p = layout.tensor_parallel_size, layout.pipeline_parallel_size
+        if architecture.num_attention_heads % t:
+            raise SpecError(
+                f"tensor_parallel_size={t} does not divide num_attention_heads={architecture.num_attention_heads} of "
+                f"{architecture.name!r}; use a divisor of {architecture.num_attention_heads}.",
+                parameter="parallelism.tensor_parallel_size",
+                value=t,
+            )
+        num_stages = p * layout.virtual_pipeline_stages
+        if layout.pipeline_layers:
+            if len(layout.pipeline_layers) != num_stages or sum(layout.pipeline_layers) != architecture.num_hidden_layers:
+                raise SpecError(
+                    f"parallelism.pipeline_layers={list(layout.pipeline_layers)} must list {num_stages} stages that add "
+                    f"up to num_hidden_layers={architecture.num_hidden_layers} of {architecture.name!r}.",
+                    parameter="parallelism.pipeline_layers",
+                    value=list(layout.pipeline_layers),
+                )
+        elif architecture.num_hidden_layers % num_stages:
+            raise SpecError(
+                f"pipeline_parallel_size={p} × virtual_pipeline_stages={layout.virtual_pipeline_stages} does not divide "
+                f"num_hidden_layers={architecture.num_hidden_layers} of {architecture.name!r}; use a divisor or give "
+                "parallelism.pipeline_layers.",
+                parameter="parallelism.pipeline_parallel_size",
+                value=p,
+            )
+        if self.sequence_length % (layout.context_parallel_size * (t if layout.sequence_parallel else 1)):
+            raise SpecError(
+                f"sequence_length={self.sequence_length} is not divisible by the ranks that share it "
+                f"(context_parallel_size={layout.context_parallel_size}"
+                + (f" × tensor_parallel_size={t}" if layout.sequence_parallel else "")
+                + "); use a multiple.",
+                parameter="sequence_length",
+                value=self.sequence_length,
+            )
+        if architecture.moe is None and layout.expert_parallel_size > 1:
+            raise SpecError(
+                f"expert_parallel_size={layout.expert_parallel_size} needs a mixture-of-experts architecture and "
+                f"{architecture.name!r} is dense; use 1.",
+                parameter="parallelism.expert_parallel_size",
+                value=layout.expert_parallel_size,
+            )
+        if architecture.moe is not None and architecture.moe.num_experts % layout.expert_parallel_size:
+            raise SpecError(
+                f"expert_parallel_size={layout.expert_parallel_size} does not divide num_experts="
+                f"{architecture.moe.num_experts} of {architecture.name!r}; use a divisor.",
+                parameter="parallelism.expert_parallel_size",
+                value=layout.expert_parallel_size,
+            )
+
+    @cached_property
+    def config_hash(self) -> str:
+        """16 hex digits of the SHA-256 of the canonical JSON: equal jobs, equal hashes."""
+        return hashlib.sha256(canonical_json(job_to_mapping(self)).encode()).hexdigest()[:16]
+
+    def replace(self, **changes: Any) -> TrainingJob:
+        """The same job with `changes`."""
+        return replace(self, **changes)
+
+
+def canonical_json(value: object) -> str:
+    """`value` as JSON with sorted keys and no spaces, for hashing and for CSV cells."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def job_to_mapping(job: TrainingJob) -> dict[str, Any]:
+    """The job as a plain mapping with every default written out; `dialects.job_file.job_from_mapping` reads it back equal."""
+    mapping: dict[str, Any] = to_mapping(job)
+    return mapping
+

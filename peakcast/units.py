@@ -1,0 +1,26 @@
+"""Units. Bytes are ints everywhere; GiB (2**30) appears only here, at the command line and in reports."""
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+
+DTYPE_BYTES: dict[str, float] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8": 1,
+    "int8": 1,
+    "nf4": 0.5,
+    "int4": 0.5,
+}
+"""Bytes of one element, by the dtype names of `spec.Precision`."""
+
+
+def format_gib(num_bytes: float, digits: int = 2) -> str:
+    """`num_bytes` written in GiB for a person, for example `'62.76 GiB'`."""
+    return f"{num_bytes / GIB:,.{digits}f} GiB"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
