@@ -1,8 +1,8 @@
 """Framework conventions by version: what a framework does when it is not asked. Data, in `catalog/frameworks.toml`.
 
 A convention is a named value ("logits_upcast", "transformer_impl", ...). The base stanza of a framework gives each one's
-default; stanzas with `when` (packages and version ranges, or a `model_type`) override it in file order; `framework_options` of a job
-override all. So a ledger asks for a convention and never compares versions.
+default; stanzas with `when` (packages and version ranges, or a `model_type`) override it in file order;
+`framework_options` of a job override all. So a ledger asks for a convention and never compares versions.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ def conventions(job: TrainingJob) -> Mapping[str, Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolve(
-    framework: str, model_type: str, versions: FrozenMapping, options: FrozenMapping
-) -> Mapping[str, Any]:
+def _resolve(framework: str, model_type: str, versions: FrozenMapping, options: FrozenMapping) -> Mapping[str, Any]:
     values: dict[str, Any] = {}
     facts = {**versions, "model_type": model_type}
     for stanza in _stanzas().get(framework, []):

@@ -1,11 +1,11 @@
 """What peakcast raises. Every message names the parameter, the value, the rule and the way out.
 
-    PeakcastError
-    ├── SpecError          a job, an architecture or a configuration that cannot be (also a ValueError)
-    ├── CatalogError       a name the catalog does not know (also a LookupError)
-    ├── RecordError        a dataset file that cannot be read or written as it stands
-    ├── CollectorError     a measurement that cannot be started
-    └── CalibrationError   a calibration that is missing, damaged or of another schema version
+PeakcastError
+├── SpecError          a job, an architecture or a configuration that cannot be (also a ValueError)
+├── CatalogError       a name the catalog does not know (also a LookupError)
+├── RecordError        a dataset file that cannot be read or written as it stands
+├── CollectorError     a measurement that cannot be started
+└── CalibrationError   a calibration that is missing, damaged or of another schema version
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -26,10 +26,10 @@ def build(cls: type[T], mapping: object, where: str = "") -> T:
     `where` prefixes the parameter name in messages ("parallelism.").
     Raises: SpecError naming the key, the value, what is allowed and near misses.
     """
+    hints: dict[str, Any] = _hints(cls)  # type: ignore[arg-type]
     if not isinstance(mapping, Mapping):
         raise SpecError(
-            f"{where.rstrip('.') or 'the job'}={mapping!r} must be a mapping with the keys "
-            f"{', '.join(_hints(cls))}.",
+            f"{where.rstrip('.') or 'the job'}={mapping!r} must be a mapping with the keys {', '.join(hints)}.",
             parameter=where.rstrip(".") or None,
             value=mapping,
         )
@@ -41,14 +41,11 @@ def build(cls: type[T], mapping: object, where: str = "") -> T:
                 parameter=f"{where}{key}",
                 value=mapping[key],
             )
-    values = {key: _coerce(_hints(cls)[key], value, where + key) for key, value in mapping.items()}
+    values = {key: _coerce(hints[key], value, where + key) for key, value in mapping.items()}
     missing = [
         f.name
         for f in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if f.init
-        and f.name not in values
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
+        if f.init and f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if missing:
         raise SpecError(
@@ -74,8 +71,9 @@ class FrozenMapping(Mapping[str, Any]):
     __slots__ = ("_items",)
 
     def __init__(self, mapping: Mapping[str, Any] | None = None) -> None:
-        freeze = lambda v: tuple(v) if isinstance(v, list) else v  # noqa: E731
-        self._items = {key: freeze(value) for key, value in sorted((mapping or {}).items())}
+        self._items = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in sorted((mapping or {}).items())
+        }
 
     def __getitem__(self, key: str) -> Any:
         return self._items[key]

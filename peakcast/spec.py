@@ -19,7 +19,17 @@ from peakcast.fields import FrozenMapping, require_not_negative, require_positiv
 Framework = Literal["huggingface", "torch", "megatron", "deepspeed"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 OptimizerName = Literal[
-    "adamw", "adam", "sgd", "lion", "adafactor", "adamw_8bit", "adamw_4bit", "paged_adamw_32bit", "lomo", "muon", "galore"
+    "adamw",
+    "adam",
+    "sgd",
+    "lion",
+    "adafactor",
+    "adamw_8bit",
+    "adamw_4bit",
+    "paged_adamw_32bit",
+    "lomo",
+    "muon",
+    "galore",
 ]
 
 
@@ -143,10 +153,7 @@ class Parallelism:
     def world_size(self) -> int:
         """Number of ranks of the job."""
         return (
-            self.data_parallel_size
-            * self.tensor_parallel_size
-            * self.pipeline_parallel_size
-            * self.context_parallel_size
+            self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
         )
 
 
@@ -277,7 +284,6 @@ def canonical_json(value: object) -> str:
 
 
 def job_to_mapping(job: TrainingJob) -> dict[str, Any]:
-    """The job as a plain mapping with every default written out; `dialects.job_file.job_from_mapping` reads it back equal."""
+    """The job as a plain mapping, every default written out; `dialects.job_file.job_from_mapping` reads it back."""
     mapping: dict[str, Any] = to_mapping(job)
     return mapping
-

@@ -85,9 +85,7 @@ class Timeline:
     streams: npt.NDArray[np.int8] | None = None
 
     @classmethod
-    def from_entries(
-        cls, entries: Iterable[Entry], phases: Sequence[Phase | int], labels: Sequence[str] = ()
-    ) -> Timeline:
+    def from_entries(cls, entries: Iterable[Entry], phases: Sequence[Phase | int], labels: Sequence[str] = ()) -> Timeline:
         """A timeline of `entries` over the instants whose phases are given."""
         rows = list(entries)
         return cls(
@@ -142,7 +140,7 @@ class Timeline:
     def largest_at(self, instant: int, count: int = 5) -> list[tuple[str, Category, int, int]]:
         """The `count` biggest (name, category, bytes, how many tensors) at `instant`, alike tensors added up."""
         groups: dict[tuple[str, int], list[int]] = {}
-        for i in np.flatnonzero(self.alive_at(instant)):
+        for i in np.flatnonzero(self.alive_at(instant)).tolist():
             group = groups.setdefault((self.names[i], int(self.categories[i])), [0, 0])
             group[0] += int(self.num_bytes[i])
             group[1] += 1

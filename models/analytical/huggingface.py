@@ -17,6 +17,7 @@ from peakcast.models.analytical.parameters import (
     head_parameters,
     layer_parameters,
 )
+from peakcast.models.analytical.quantization import quantized_linear_bytes
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.tape import Template
 from peakcast.models.analytical.workspaces import training_workspaces
@@ -43,7 +44,8 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
     _hold_inputs(timeline, job)
     runs: list[Run] = []
     for micro_batch in range(min(job.gradient_accumulation_steps, 2)):
-        runs += _micro_batch(timeline, job, context, keeps_gradients=micro_batch == 0)
+        cached = blocks.autocast_cache_bytes(context, sum(t.numel for t in trained if len(t.shape) > 1))
+        runs += _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0)
     _optimizer_step(timeline, job, trained, step)
     return timeline.timeline()
 
@@ -51,7 +53,7 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
 def _context(job: TrainingJob, device: Device | None) -> blocks.HFContext:
     convention = conventions(job)
     weight = int(DTYPE_BYTES[job.precision.parameters])
-    autocast = bool(convention.get("autocast")) and weight == FP32
+    autocast = bool(convention.get("autocast"))
     adapter = job.finetuning.adapter_dtype or convention.get("adapter_dtype", job.precision.parameters)
     return blocks.HFContext(
         architecture=job.architecture,
@@ -59,11 +61,12 @@ def _context(job: TrainingJob, device: Device | None) -> blocks.HFContext:
         sequence=job.sequence_length,
         weight_bytes=weight,
         compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
+        autocast=autocast,
+        norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
         attention=job.attention,
         finetuning=job.finetuning,
         adapter_bytes=int(DTYPE_BYTES[adapter]),
         logits_upcast=str(convention.get("logits_upcast", "loss")),
-        checkpointed=False,
         kernel_temporaries=device is not None,
     )
 
@@ -82,7 +85,7 @@ def _parameters(job: TrainingJob) -> tuple[tuple[TrainedTensor, ...], tuple[tupl
             for module, tensor in everything
         ]
         return tuple(trained), ()
-    frozen = tuple((tensor.name, module, tensor.numel * size) for module, tensor in everything)
+    frozen = [part for module, tensor in everything for part in _frozen(tensor, module, job, size)]
     adapter = job.finetuning.adapter_dtype or conventions(job).get("adapter_dtype", "float32")
     rank, width = job.finetuning.rank or 0, int(DTYPE_BYTES[adapter])
     adapters = []
@@ -91,7 +94,19 @@ def _parameters(job: TrainingJob) -> tuple[tuple[TrainedTensor, ...], tuple[tupl
         if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):
             adapters.append(TrainedTensor(f"{name}.lora_A", module, (rank, tensor.shape[1]), width))
             adapters.append(TrainedTensor(f"{name}.lora_B", module, (tensor.shape[0], rank), width))
-    return tuple(adapters), frozen
+    return tuple(adapters), tuple(frozen)
+
+
+def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int) -> list[tuple[str, str, int]]:
+    """What stands in memory for a weight that does not train: quantised when it is a Linear inside a layer."""
+    if job.finetuning.quantization and len(tensor.shape) == 2 and tensor.role in ("attention", "mlp"):
+        parts = quantized_linear_bytes(
+            (tensor.shape[0], tensor.shape[1]), job.finetuning, int(conventions(job).get("gptq_group_size", 128))
+        )
+        return [(f"{tensor.name}.{name}", module, num_bytes) for name, num_bytes in parts]
+    if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
+        size = FP32
+    return [(tensor.name, module, tensor.numel * size)]
 
 
 def _adapted(name: str, job: TrainingJob) -> bool:
@@ -119,29 +134,35 @@ def _hold_inputs(timeline: Step, job: TrainingJob) -> None:
         timeline.hold("attention_mask", Category.INPUTS, tokens * INT64, 0)
 
 
-def _micro_batch(timeline: Step, job: TrainingJob, context: blocks.HFContext, *, keeps_gradients: bool) -> list[Run]:
+def _micro_batch(
+    timeline: Step, job: TrainingJob, context: blocks.HFContext, autocast_cache_bytes: int, *, keeps_gradients: bool
+) -> list[Run]:
     checkpointing = job.activation_checkpointing
     start = timeline.now
     layers = range(job.architecture.num_hidden_layers)
     embedding = timeline.run_forward(blocks.embedding(context), "embedding", keeps_gradients=keeps_gradients)
     checkpointed = [checkpointing.mode == "full" and layer % checkpointing.every_n_layers == 0 for layer in layers]
-    layer = blocks.decoder_layer(context)
-    recomputed = blocks.decoder_layer(replace(context, checkpointed=True))
+    variants = [replace(context, first_layer=context.stream_bytes != context.weight_bytes), context]
+    plain = [blocks.decoder_layer(variant) for variant in variants]
+    recomputed = [blocks.decoder_layer(replace(variant, checkpointed=True)) for variant in variants]
     runs: dict[int, Run] = {}
     begins: dict[int, int] = {}
     for index in layers:
         module = f"layers.{index}"
         if checkpointed[index]:
-            begins[index] = timeline.run_without_graph(recomputed, module)
+            begins[index] = timeline.run_without_graph(recomputed[index > 0], module)
         else:
-            runs[index] = timeline.run_forward(layer, module, keeps_gradients=keeps_gradients)
+            runs[index] = timeline.run_forward(plain[index > 0], module, keeps_gradients=keeps_gradients)
     loss_template = blocks.head(context)
     loss = timeline.run_forward(loss_template, "head", keeps_gradients=keeps_gradients)
     _hold_logits(timeline, job, context, loss)
+    if any(checkpointed):  # where a graph is kept, it owns the copies
+        timeline.hold("autocast_cache", Category.TEMPORARIES, autocast_cache_bytes, loss.forward_start, timeline.now)
     timeline.run_backward(loss)
     for index in reversed(layers):
         if checkpointed[index]:
-            _recompute(timeline, recomputed, f"layers.{index}", begins[index], checkpointing.use_reentrant, keeps_gradients)
+            template = recomputed[index > 0]
+            _recompute(timeline, template, f"layers.{index}", begins[index], checkpointing.use_reentrant, keeps_gradients)
         else:
             timeline.run_backward(runs[index])
     _hold_rotary_tables(timeline, job, context, start)
@@ -168,7 +189,9 @@ def _hold_logits(timeline: Step, job: TrainingJob, context: blocks.HFContext, lo
     """A plain loop keeps `outputs.logits` until the next forward; the Trainer drops them before backward."""
     if not conventions(job).get("trainer"):
         size = blocks.logits_bytes_kept_by_outputs(context)
-        timeline.hold("outputs.logits", Category.LOGITS, size, loss.forward_start + loss.template.num_forward, module="head")
+        timeline.hold(
+            "outputs.logits", Category.LOGITS, size, loss.forward_start + loss.template.num_forward, module="head"
+        )
 
 
 def _hold_rotary_tables(timeline: Step, job: TrainingJob, context: blocks.HFContext, start: int) -> None:
@@ -199,5 +222,9 @@ def _optimizer_step(timeline: Step, job: TrainingJob, trained: Sequence[TrainedT
     for group in groups:
         now = timeline.moment("optimizer.step", Phase.OPTIMIZER_STEP)
         timeline.hold_all(
-            ((name, "optimizer", size) for name, size in rule.temporaries(group)), Category.OPTIMIZER_TEMPORARIES, now, now + 1
+            ((name, "optimizer", size) for name, size in rule.temporaries(group)),
+            Category.OPTIMIZER_TEMPORARIES,
+            now,
+            now + 1,
         )
+    timeline.gradients_die = timeline.moment("zero_grad", Phase.OPTIMIZER_STEP)

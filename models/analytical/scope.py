@@ -5,10 +5,39 @@ from __future__ import annotations
 from peakcast.architecture import Architecture
 from peakcast.spec import TrainingJob
 
-DENSE_FAMILIES = (
-    "llama mistral qwen2 qwen3 olmo olmo2 phi phi3 gemma gemma2 gpt2 gpt_neox gpt_bigcode falcon bloom opt mpt stablelm "
-    "starcoder2 cohere cohere2 granite glm glm4 smollm3 internlm2 gpt_neo gptj baichuan nemotron seed_oss"
-).split()
+DENSE_FAMILIES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "olmo",
+    "olmo2",
+    "phi",
+    "phi3",
+    "gemma",
+    "gemma2",
+    "gpt2",
+    "gpt_neox",
+    "gpt_bigcode",
+    "falcon",
+    "bloom",
+    "opt",
+    "mpt",
+    "stablelm",
+    "starcoder2",
+    "cohere",
+    "cohere2",
+    "granite",
+    "glm",
+    "glm4",
+    "smollm3",
+    "internlm2",
+    "gpt_neo",
+    "gptj",
+    "baichuan",
+    "nemotron",
+    "seed_oss",
+]
 
 
 def out_of_scope(job: TrainingJob) -> str:
@@ -38,10 +67,6 @@ def _huggingface_reason(job: TrainingJob) -> str:
             job.framework == "deepspeed" or layout.world_size > 1 or layout.zero_stage > 0,
             f"framework={job.framework!r} on {layout.world_size} GPUs (sharding={layout.sharding!r}, "
             f"zero_stage={layout.zero_stage}) is not modelled; one GPU is.",
-        ),
-        (
-            job.finetuning.method == "qlora" or job.finetuning.quantization is not None,
-            f"quantization={job.finetuning.quantization!r} is not modelled; full and LoRA are.",
         ),
         (job.compile, "compile=true is not modelled: the compiler decides what is kept."),
         (job.loss.fused_linear_cross_entropy, "fused linear cross entropy is not modelled."),

@@ -83,7 +83,14 @@ class Step:
         return run.forward_start
 
     def hold(
-        self, name: str, category: Category, num_bytes: int, born: int, dies: int = FOREVER, module: str = "", stream: int = 0
+        self,
+        name: str,
+        category: Category,
+        num_bytes: int,
+        born: int,
+        dies: int = FOREVER,
+        module: str = "",
+        stream: int = 0,
     ) -> None:
         """One tensor alive from `born` until before `dies`; its bytes are rounded as the allocator does."""
         if num_bytes > 0:

@@ -266,7 +266,9 @@ class Tape:
                 if size is None and incoming:
                     gradient = incoming[0]
                 else:
-                    gradient = _Gradient(tensor.num_bytes if size is None else size, instant, name=f"{operation.name}.gradient")
+                    gradient = _Gradient(
+                        tensor.num_bytes if size is None else size, instant, name=f"{operation.name}.gradient"
+                    )
                     made.append(gradient)
                 existing = held.get(id(tensor))
                 if existing is None:
@@ -278,9 +280,7 @@ class Tape:
                     made.append(total)
                     held[id(tensor)] = total
             for weight in operation.weight_gradients:
-                rows.add(
-                    weight.name, Category.GRADIENTS, weight.num_bytes, (instant, True), (instant + 1, True), True
-                )
+                rows.add(weight.name, Category.GRADIENTS, weight.num_bytes, (instant, True), (instant + 1, True), True)
             if operation.backward_temporary_bytes:
                 rows.add(
                     f"{operation.name}.temporary",
@@ -301,9 +301,7 @@ class Tape:
                         (instant + 1, True),
                     )
         for gradient in {id(g): g for g in held.values()}.values():  # the input's gradient, handed on at the end
-            rows.add(
-                gradient.name, gradient.category, gradient.num_bytes, (gradient.born, True), (len(backward), True)
-            )
+            rows.add(gradient.name, gradient.category, gradient.num_bytes, (gradient.born, True), (len(backward), True))
 
     def _template(self, rows: _Rows, backward: list[int]) -> Template:
         columns = list(zip(*rows.rows, strict=True)) if rows.rows else [()] * 8

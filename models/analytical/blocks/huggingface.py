@@ -28,16 +28,21 @@ class HFContext:
     batch: int
     sequence: int
     weight_bytes: int
-    """Bytes of one element of the (base) weights."""
+    """Bytes of one element of the (unquantised) base weights."""
     compute_bytes: int
-    """Bytes of one element inside matrix products; differs from `weight_bytes` only under autocast."""
+    """Bytes of one element inside matrix products; narrower than the weights' or inputs' only under autocast."""
+    autocast: bool
+    norm_weight_bytes: int
+    """Bytes of one element of the norms' weights: wider than `weight_bytes` where a trainer casts norms to fp32."""
     attention: str
     finetuning: Finetuning
     adapter_bytes: int
     logits_upcast: str
-    checkpointed: bool
+    first_layer: bool = False
+    """The first layer reads what the embedding gives, in the weights' dtype, where later ones read a wider stream."""
+    checkpointed: bool = False
     """Whether a layer's input is held by the checkpoint, which then owns it, instead of by the layer."""
-    kernel_temporaries: bool
+    kernel_temporaries: bool = False
     """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""
 
     @property
@@ -46,8 +51,10 @@ class HFContext:
         return self.batch * self.sequence
 
     @property
-    def autocast(self) -> bool:
-        return self.compute_bytes != self.weight_bytes
+    def input_bytes(self) -> int:
+        """Bytes of one layer's input."""
+        size = self.weight_bytes if self.first_layer else self.stream_bytes
+        return self.rows * self.architecture.hidden_size * size
 
     @property
     def trainable(self) -> bool:
@@ -56,8 +63,9 @@ class HFContext:
 
     @property
     def stream_bytes(self) -> int:
-        """Bytes of one element of the residual stream."""
-        return self.weight_bytes
+        """Bytes of one element of the residual stream between layers: what the embedding gives, or wider where an
+        fp32 norm makes a quantised Linear answer in fp32 (bitsandbytes `Linear4bit.forward` returns its input's dtype)."""
+        return self.norm_weight_bytes if self.finetuning.quantization else self.weight_bytes
 
 
 @dataclass(slots=True)
@@ -68,75 +76,75 @@ class _Builder:
     context: HFContext
 
     def projection(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
-        """A Linear of the network, with its adapter where `finetuning` gives it one (peft `lora/layer.py`)."""
+        """A Linear of the network, with its adapter where `finetuning` gives it one (peft `lora/layer.py`, `bnb.py`)."""
         context, tuning = self.context, self.context.finetuning
-        result = self._linear(x, in_features, out_features, name, bias, context.trainable, context.weight_bytes)
-        if tuning.method == "full" or not is_adapter_target(name, tuning, context.architecture):
-            return result
-        rank, wide = tuning.rank or 0, context.adapter_bytes
+        adapted = tuning.method != "full" and is_adapter_target(name, tuning, context.architecture)
+        if tuning.quantization is not None:
+            result = self._quantized_linear(x, in_features, out_features, name)
+            if adapted:  # "defensively clone" (peft lora/bnb.py)
+                result = self.tape.operation(f"{name}.clone", [result], result.num_bytes, gradients=[(result, None)])
+        else:
+            result = self._linear(x, in_features, out_features, name, bias, context.trainable, context.weight_bytes)
+        return self._adapter(x, result, in_features, out_features, name) if adapted else result
+
+    def _adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
+        context, tape, tuning = self.context, self.tape, self.context.finetuning
+        rank, wide, rows = tuning.rank or 0, context.adapter_bytes, context.rows
         narrow_bytes = result.num_bytes
-        y = x
-        if x.num_bytes != context.rows * in_features * wide:  # x.to(lora_A.weight.dtype): one copy per target
-            y = ops.cast(self.tape, x, context.rows * in_features * wide, f"{name}.lora.to_adapter_dtype")
-        y = ops.dropout(self.tape, y, tuning.dropout, context.rows * in_features, f"{name}.lora.dropout")
-        y = self._linear(y, in_features, rank, f"{name}.lora_A", False, True, wide)
+        if x.num_bytes != rows * in_features * wide and not (tuning.quantization and context.autocast):
+            x = ops.cast(tape, x, rows * in_features * wide, f"{name}.lora.to_adapter_dtype")  # a copy per target
+        x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
+        y = self._linear(x, in_features, rank, f"{name}.lora_A", False, True, wide)
         y = self._linear(y, rank, out_features, f"{name}.lora_B", False, True, wide)
-        y = ops.scale(self.tape, y, f"{name}.lora.scaling")
-        result = ops.add(self.tape, result, y, f"{name}.lora.add")
+        y = ops.scale(tape, y, f"{name}.lora.scaling")
+        result = ops.add(tape, result, y, f"{name}.lora.add")
         if result.num_bytes != narrow_bytes:
-            result = ops.cast(self.tape, result, narrow_bytes, f"{name}.lora.to_result_dtype")
+            result = ops.cast(tape, result, narrow_bytes, f"{name}.lora.to_result_dtype")
+        return result
+
+    def _quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
+        """bitsandbytes MatMul4Bit / GPTQ: keeps no input; the whole matrix is dequantised in forward and backward."""
+        context, tape = self.context, self.tape
+        rows, compute = context.rows, context.compute_bytes
+        wide = x.num_bytes
+        if wide > rows * in_features * compute:
+            x = ops.cast(tape, x, rows * in_features * compute, f"{name}.to_compute_dtype")
+        matrix = in_features * out_features * compute
+        result = tape.operation(
+            name,
+            [x],
+            rows * out_features * compute,
+            forward_temporary_bytes=matrix,
+            backward_temporary_bytes=matrix,
+        )
+        if wide > rows * in_features * compute:
+            result = ops.cast(tape, result, rows * out_features * (wide // (rows * in_features)), f"{name}.to_input_dtype")
         return result
 
     def _linear(
         self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool, trainable: bool, weight_bytes: int
     ) -> Tensor:
         context = self.context
-        compute = min(context.compute_bytes, weight_bytes)
-        if compute != weight_bytes or x.num_bytes > context.rows * in_features * compute:
-            return self._autocast_linear(x, in_features, out_features, name, bias, trainable, weight_bytes, compute)
-        return ops.linear(
-            self.tape,
-            x,
-            context.rows,
-            in_features,
-            out_features,
-            name,
-            element_bytes=compute,
-            bias=bias,
-            trainable=trainable,
-        )
-
-    def _autocast_linear(
-        self,
-        x: Tensor,
-        in_features: int,
-        out_features: int,
-        name: str,
-        bias: bool,
-        trainable: bool,
-        weight_bytes: int,
-        compute: int,
-    ) -> Tensor:
-        """A Linear under autocast: its own narrow copy of a wide input, and of the weight (cached for the forward)."""
-        rows, tape = self.context.rows, self.tape
-        if x.num_bytes > rows * in_features * compute:
+        rows, tape = context.rows, self.tape
+        compute = context.compute_bytes if context.autocast else weight_bytes
+        if x.num_bytes > rows * in_features * compute:  # autocast: each Linear makes its own narrow copy of a wide input
             x = ops.cast(tape, x, rows * in_features * compute, f"{name}.input_cast")
-        weight: list[Tensor] = []
-        if weight_bytes != compute:
-            numel = in_features * out_features
-            weight = [
-                tape.operation(
-                    f"{name}.weight_cast",
-                    [],
-                    numel * compute,
-                    weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * weight_bytes)] if trainable else [],
-                )
-            ]
+        if weight_bytes <= compute:
+            return ops.linear(
+                tape, x, rows, in_features, out_features, name, element_bytes=compute, bias=bias, trainable=trainable
+            )
+        numel = in_features * out_features
+        weight = tape.operation(  # and a narrow copy of a wide weight, which autocast caches
+            f"{name}.weight_cast",
+            [],
+            numel * compute,
+            weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * weight_bytes)] if trainable else [],
+        )
         return tape.operation(
             name,
-            [x, *weight],
+            [x, weight],
             rows * out_features * compute,
-            saves=([x] if trainable else []) + weight,
+            saves=([x] if trainable else []) + [weight],
             weight_gradients=[WeightGradient(f"{name}.bias.grad", out_features * weight_bytes)]
             if bias and trainable
             else [],
@@ -154,6 +162,7 @@ class _Builder:
                 width,
                 name,
                 element_bytes=x.num_bytes // (rows * width),
+                weight_bytes=context.norm_weight_bytes,
                 trainable=context.trainable,
                 weight_offset_in_fp32=context.architecture.model_type.startswith("gemma"),
             )
@@ -190,7 +199,7 @@ def decoder_layer(context: HFContext) -> Template:
     architecture = context.architecture
     tape = Tape()
     build = _Builder(tape, context)
-    hidden = tape.input(context.rows * architecture.hidden_size * context.stream_bytes, owned=not context.checkpointed)
+    hidden = tape.input(context.input_bytes, owned=not context.checkpointed)
     if architecture.parallel_block:
         output = _parallel_block(build, hidden)
     else:
@@ -198,6 +207,13 @@ def decoder_layer(context: HFContext) -> Template:
         output = _sublayer(build, output, _feed_forward, "pre_feedforward_layernorm", "post_feedforward_layernorm")
     tape.hold(hidden)  # the model's loop variable keeps the layer's input until the layer returns
     return tape.finish(output)
+
+
+def autocast_cache_bytes(context: HFContext, trained_numel: int) -> int:
+    """Bytes of the narrow weight copies that autocast caches in one forward: also under no_grad, where no graph would
+    keep them, until the outermost context exits (torch/csrc/autograd autocast_mode.cpp, `cached_cast`)."""
+    wide = context.adapter_bytes if context.finetuning.method != "full" else context.weight_bytes
+    return trained_numel * context.compute_bytes if context.autocast and wide > context.compute_bytes else 0
 
 
 def _sublayer(build: _Builder, x: Tensor, body: object, norm_before: str, norm_after: str) -> Tensor:
@@ -284,6 +300,17 @@ def _attention_core(build: _Builder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context, architecture = build.context, build.context.architecture
     if context.attention == "eager":
         return _eager_attention(build, q, k, v)
+    if context.autocast:  # flash and sdpa run in the compute dtype and keep narrow copies of wide q, k, v
+        q, k, v = (
+            ops.cast(build.tape, x, context.rows * width * context.compute_bytes, f"self_attn.{name}_cast")
+            if x.num_bytes > context.rows * width * context.compute_bytes
+            else x
+            for x, width, name in (
+                (q, architecture.query_size, "q"),
+                (k, architecture.key_value_size, "k"),
+                (v, architecture.key_value_size, "v"),
+            )
+        )
     heads = architecture.num_attention_heads
     log_sum_exp = FP32 * context.rows * heads
     hidden_bytes = flash_backward_bytes(context) if context.kernel_temporaries else 0
@@ -374,7 +401,9 @@ def _activation(build: _Builder, x: Tensor) -> Tensor:
         shifted = tape.operation("mlp.gelu_new.one_plus", [tanh], tanh.num_bytes, gradients=[(tanh, None)])
         return ops.multiply(tape, half, shifted, "mlp.gelu_new.product")
     if name == "relu2":
-        return ops.unary(tape, ops.unary_of_result(tape, x, "mlp.relu"), "mlp.square", backward_temporary_bytes=2 * x.num_bytes)
+        return ops.unary(
+            tape, ops.unary_of_result(tape, x, "mlp.relu"), "mlp.square", backward_temporary_bytes=2 * x.num_bytes
+        )
     if name == "relu":
         return ops.unary_of_result(tape, x, "mlp.relu")
     return ops.unary(tape, x, f"mlp.{name}")
@@ -389,7 +418,7 @@ def embedding(context: HFContext) -> Template:
     architecture, tape = context.architecture, Tape()
     build = _Builder(tape, context)
     rows, width = context.rows, architecture.hidden_size
-    size = context.stream_bytes
+    size = context.weight_bytes
     weight = architecture.vocab_size * width * context.weight_bytes
     trains = context.trainable
     hidden = tape.operation(
@@ -409,7 +438,9 @@ def embedding(context: HFContext) -> Template:
             [],
             context.sequence * width * size,
             weight_gradients=[
-                WeightGradient("embed_positions.weight.grad", architecture.max_position_embeddings * width * context.weight_bytes)
+                WeightGradient(
+                    "embed_positions.weight.grad", architecture.max_position_embeddings * width * context.weight_bytes
+                )
             ]
             if trains
             else [],
@@ -471,7 +502,12 @@ def head(context: HFContext) -> Template:
         else:
             tape.operation("pad_labels", [], rows * INT64, category=Category.INPUTS)
     log_probabilities = tape.operation(
-        "log_softmax", [logits], logits.num_bytes, saves_output=True, category=Category.LOGITS, output_name="log_softmax"
+        "log_softmax",
+        [logits],
+        logits.num_bytes,
+        saves_output=True,
+        category=Category.LOGITS,
+        output_name="log_softmax",
     )
     tape.operation("nll_loss", [log_probabilities], FP32, saves=[log_probabilities])
     for tensor in (*kept, final):  # variables of the model's and the loss's forward

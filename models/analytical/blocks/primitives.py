@@ -85,11 +85,13 @@ def python_rms_norm(
     name: str,
     *,
     element_bytes: int,
+    weight_bytes: int | None = None,
     trainable: bool = True,
     weight_offset_in_fp32: bool = False,
 ) -> Tensor:
     """Hugging Face's RMSNorm, line by line (modeling_llama.py): fp32 copy, x·rsqrt(mean(x²) + eps), back, times weight.
 
+    `weight_bytes`: of one element of the weight, when it is wider than the input: the output then is as wide.
     `weight_offset_in_fp32`: Gemma's variant, which multiplies by (1 + weight) in fp32 before converting back.
     """
     wide = rows * width * FP32
@@ -113,7 +115,8 @@ def python_rms_norm(
         return cast(tape, weighted, narrow, f"{name}.to_narrow") if element_bytes != FP32 else weighted
     if element_bytes != FP32:
         normalized = cast(tape, normalized, narrow, f"{name}.to_narrow")
-    return _times_weight(tape, normalized, rows, width, name, element_bytes, element_bytes, trainable)
+    weight_bytes = weight_bytes or element_bytes
+    return _times_weight(tape, normalized, rows, width, name, max(element_bytes, weight_bytes), weight_bytes, trainable)
 
 
 def _times_weight(
@@ -125,7 +128,6 @@ def _times_weight(
         [x],
         size,
         saves=[x] if trainable else [],
-        gradients=[(x, size)],
         weight_gradients=[WeightGradient(f"{name}.weight.grad", width * weight_bytes)] if trainable else [],
         backward_temporary_bytes=size if trainable else 0,  # grad · x in full before it is summed over the rows
     )

@@ -1,0 +1,306 @@
+"""The store of `Measurement` rows: JSON-lines shards while collecting, one sorted CSV per GPU type for keeping.
+
+A shard is appended to by any number of processes that may be killed at any instant; a CSV is only ever replaced whole.
+Reading a CSV is strict: a file that was damaged is refused, never repaired by guessing.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from peakcast.errors import RecordError
+from peakcast.records import Measurement
+from peakcast.rows import COLUMNS, CellError, from_cells, from_row, parse_json, to_cells, to_row
+from peakcast.spec import TrainingJob, canonical_json
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows has no advisory locks of this kind; lines are still written whole
+    fcntl = None
+
+MAX_FILE_BYTES = 2**30
+"""A shard or table larger than this is refused before it is read (100,000 rows are about 300 MB)."""
+SOURCES_FOLDER = "sources"
+"""Raw files that tables were imported from live in folders of this name and are no tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadLine:
+    """A line of a shard that could not be read (line numbers start at 1)."""
+
+    line: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """What `merge` did: counts of rows, and the shard lines it could not read, by file."""
+
+    kept: int
+    added: int
+    replaced: int
+    bad_lines: tuple[tuple[Path, BadLine], ...] = ()
+
+
+def append(path: Path, measurement: Measurement) -> None:
+    """Add `measurement` to the shard at `path`, durably: when this returns, a crash cannot lose or damage the row.
+
+    One `write` of a whole line under an advisory lock, then fsync. A line that an earlier crash left unfinished is closed
+    first, so that it never swallows this row.
+    Raises: RecordError when the row cannot be stored or the file cannot be written.
+    """
+    path = Path(path)
+    try:
+        line = canonical_json(to_row(measurement)).encode() + b"\n"
+    except (CellError, ValueError) as error:
+        raise RecordError(f"a row for {path} cannot be stored: {error}.") from error
+    with _explained(path, "written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            with _locked(descriptor):
+                size = os.fstat(descriptor).st_size
+                torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+                line = b"\n" + line if torn else line
+                if os.write(descriptor, line) != len(line):
+                    os.ftruncate(descriptor, size)
+                    raise OSError(28, "No space left on device")
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read_shard(path: Path) -> tuple[list[Measurement], list[BadLine]]:
+    """The rows of the shard at `path` in file order, and its unreadable lines. A shard that is not there yet is empty.
+
+    Raises: RecordError only when the file itself cannot be read.
+    """
+    path = Path(path)
+    rows: list[Measurement] = []
+    bad: list[BadLine] = []
+    jobs: dict[str, TrainingJob] = {}
+    if not path.exists():
+        return rows, bad
+    for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line.decode())
+            if not isinstance(row, dict):
+                raise ValueError("a line must hold a JSON mapping")
+            rows.append(from_row(row, jobs))
+        except (ValueError, RecursionError) as error:
+            bad.append(BadLine(line=number, reason=f"{type(error).__name__}: {error}"))
+    return rows, bad
+
+
+def keys_in(path: Path) -> set[str]:
+    """The `Measurement.key` of every readable row of a shard, or of a CSV: what need not be measured again."""
+    path = Path(path)
+    if path.suffix == ".csv":
+        return {row.key for row in read_csv(path)} if path.exists() else set()
+    return {row.key for row in read_shard(path)[0]}
+
+
+def write_csv(path: Path, rows: Iterable[Measurement]) -> None:
+    """Replace the table at `path` by `rows`: sorted by configuration and key, one row per key (newest `observed`, then last).
+
+    The old file stays until the new one is safely on disk.
+    Raises: RecordError when a row cannot be stored or the folder cannot be written; the old file is then untouched.
+    """
+    path = Path(path)
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    try:
+        encoded = [to_row(row) for row in _newest(rows)]
+        for row in sorted(encoded, key=lambda row: (row["config_hash"], row["key"])):
+            writer.writerow(to_cells(row))
+        data = buffer.getvalue().encode()
+    except (CellError, ValueError) as error:
+        raise RecordError(f"a row for {path} cannot be stored: {error}.") from error
+    _replace(path, data)
+
+
+def read_csv(path: Path) -> list[Measurement]:
+    """The rows of the table at `path`, in file order. `write_csv(path, read_csv(path))` changes no byte.
+
+    Raises: RecordError naming file, line, column, value, rule and way out, for anything that `write_csv` would not write.
+    """
+    path = Path(path)
+    data = _read_bytes(path)
+    restore = "restore it from version control"
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise RecordError(f"{path}, line {line}: not UTF-8 text; {restore}.") from error
+    first = text.partition("\n")[0]
+    if first.rstrip("\r").split(",") != list(COLUMNS):
+        raise RecordError(_header_message(path, first, restore), parameter="header", value=first)
+    if first.endswith("\r"):
+        raise RecordError(f"{path}, line 1: line ends are CRLF and must be LF; turn off core.autocrlf and {restore}.")
+    if not text.endswith("\n"):
+        raise RecordError(f"{path}, line {text.count(chr(10)) + 1}: the last line is cut off; {restore}.")
+    return list(_rows(path, text, restore))
+
+
+def merge(shards: Iterable[Path], table: Path) -> Merged:
+    """Add the rows of `shards` to the CSV `table`. No key that the table has is ever lost; of two rows of one key the newest
+    `observed` stays (a shard's, when both are of one date).
+
+    Raises: RecordError when the table cannot be read or written; nothing is touched then.
+    """
+    table = Path(table)
+    with _explained(table.parent, "written"):
+        table.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(table.parent, os.O_RDONLY)
+    try:
+        with _locked(descriptor):
+            existing = read_csv(table) if table.exists() else []
+            found: list[Measurement] = []
+            bad_lines: list[tuple[Path, BadLine]] = []
+            for shard in map(Path, shards):
+                rows, bad = read_shard(shard)
+                found += rows
+                bad_lines += [(shard, line) for line in bad]
+            before = {row.key: row for row in existing}
+            after = {row.key: row for row in _newest([*existing, *found])}
+            replaced = sum(after[key] != row for key, row in before.items())
+            if after != before or not table.exists():
+                write_csv(table, after.values())
+    finally:
+        os.close(descriptor)
+    return Merged(kept=len(before), added=len(after) - len(before), replaced=replaced, bad_lines=tuple(bad_lines))
+
+
+def load(folder: Path | None = None, gpu: str | None = None) -> list[Measurement]:
+    """Every row of the tables under `folder` (default `datasets_folder()`), of GPU type `gpu` when given.
+
+    Raises: RecordError when the folder is missing or a table is damaged.
+    """
+    folder = Path(folder) if folder is not None else datasets_folder()
+    if not folder.is_dir():
+        raise RecordError(f"{folder} is not a folder of tables; give one, or set PEAKCAST_DATASETS.")
+    tables = [table for table in sorted(folder.rglob("*.csv")) if SOURCES_FOLDER not in table.relative_to(folder).parts]
+    rows = [row for table in tables for row in read_csv(table)]
+    return [row for row in rows if gpu is None or row.gpu == gpu]
+
+
+def datasets_folder() -> Path:
+    """The folder of the tables: the environment's PEAKCAST_DATASETS, else `datasets/` of the checkout. Raises: RecordError."""
+    named = os.environ.get("PEAKCAST_DATASETS")
+    if named:
+        if not Path(named).is_dir():
+            raise RecordError(
+                f"PEAKCAST_DATASETS={named!r} is not a folder; create it or unset the variable.",
+                parameter="PEAKCAST_DATASETS",
+                value=named,
+            )
+        return Path(named)
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file() and (checkout / "datasets").is_dir():
+        return checkout / "datasets"
+    raise RecordError(
+        "no datasets folder: peakcast is installed without its tables; set PEAKCAST_DATASETS to a folder of them.",
+        parameter="PEAKCAST_DATASETS",
+    )
+
+
+def _newest(rows: Iterable[Measurement]) -> list[Measurement]:
+    newest: dict[str, Measurement] = {}
+    for row in rows:
+        key = row.key
+        if key not in newest or row.observed >= newest[key].observed:
+            newest[key] = row
+    return list(newest.values())
+
+
+def _rows(path: Path, text: str, restore: str) -> Iterator[Measurement]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    jobs: dict[str, TrainingJob] = {}
+    seen: dict[str, int] = {}
+    try:
+        next(reader)
+        for cells in reader:
+            where = f"{path}, line {reader.line_num}"
+            if len(cells) != len(COLUMNS):
+                raise RecordError(f"{where}: {len(cells)} cells instead of {len(COLUMNS)}; the line is cut off or edited; {restore}.")
+            try:
+                row = from_row(from_cells(cells), jobs)
+            except CellError as error:
+                raise RecordError(f"{where}: {error}; {restore}.", parameter=error.column, value=error.value) from error
+            if row.key in seen:
+                raise RecordError(f"{where}: key={row.key!r} stands on line {seen[row.key]} too; keep one row, or {restore}.")
+            seen[row.key] = reader.line_num
+            yield row
+    except csv.Error as error:
+        raise RecordError(f"{path}, line {reader.line_num}: not valid CSV ({error}); {restore}.") from error
+
+
+def _header_message(path: Path, first: str, restore: str) -> str:
+    if not first:
+        return f"{path}, line 1: the header is missing; {restore}, or delete the file if it is empty."
+    if first.startswith("\ufeff"):
+        return f"{path}, line 1: begins with a byte-order mark that a spreadsheet wrote; {restore}."
+    found = first.split(",")
+    wrong = next(
+        (f"column {i + 1} is {a!r} instead of {b!r}" for i, (a, b) in enumerate(zip(found, COLUMNS, strict=False)) if a != b),
+        f"{len(found)} columns instead of {len(COLUMNS)}",
+    )
+    return f"{path}, line 1: {wrong[:200]}; this is not a table of this version; {restore}."
+
+
+def _read_bytes(path: Path) -> bytes:
+    with _explained(path, "read"):
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise RecordError(f"{path} has {size:,} bytes; at most {MAX_FILE_BYTES:,} are read; split the file.")
+        return path.read_bytes()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _explained(path, "written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+@contextmanager
+def _explained(path: Path, done: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(
+            f"{path} cannot be {done}: {error.strerror or error}; check the path and its permissions, or name another folder.",
+            parameter="path",
+            value=str(path),
+        ) from error
+
+
+@contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)

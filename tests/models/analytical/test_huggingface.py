@@ -1,0 +1,160 @@
+"""The Hugging Face ledger: hand-counted bytes, properties, and published runs replayed."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peakcast import catalog
+from peakcast.architecture import Architecture
+from peakcast.fields import FrozenMapping
+from peakcast.models.analytical.ledger import ledger
+from peakcast.spec import ActivationCheckpointing, Finetuning, Optimizer, Precision, TrainingJob
+from peakcast.timeline import Category, Phase
+
+TINY = Architecture(
+    name="tiny",
+    model_type="llama",
+    hidden_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=512,
+    vocab_size=1024,
+)
+PARAMETERS = 2 * 1024 * 256 + 2 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256) + 256
+FULL = ActivationCheckpointing(mode="full")
+
+
+def job(**changes):
+    return TrainingJob(**{"architecture": TINY, "sequence_length": 128, **changes})
+
+
+def test_states_of_adamw_are_two_copies_and_the_foreach_step_makes_a_third():
+    timeline = ledger(job(optimizer=Optimizer(implementation="foreach"), framework="torch"))
+    inside = timeline.composition(timeline.peak(Phase.OPTIMIZER_STEP).instant)
+    assert inside[Category.PARAMETERS] == 2 * PARAMETERS
+    assert inside[Category.GRADIENTS] == 2 * PARAMETERS
+    assert inside[Category.OPTIMIZER_STATES] == 4 * PARAMETERS
+    assert inside[Category.OPTIMIZER_TEMPORARIES] == 2 * PARAMETERS
+
+
+def test_fused_adamw_has_no_temporaries():
+    timeline = ledger(job(optimizer=Optimizer(implementation="fused")))
+    assert Category.OPTIMIZER_TEMPORARIES not in timeline.composition(timeline.peak(Phase.OPTIMIZER_STEP).instant)
+
+
+def test_saved_activations_of_a_llama_layer_are_those_of_the_table():
+    """where-memory-goes F1: 20h + 4k + 8f + 4a + 8 bytes per token and layer (two 512-byte random states on top)."""
+    two, three = (ledger(job(architecture=replace(TINY, num_hidden_layers=n))) for n in (2, 3))
+
+    def at_end_of_forward(timeline):
+        instant = int((timeline.phases == Phase.FORWARD).nonzero()[0][-1])
+        return timeline.composition(instant)[Category.ACTIVATIONS]
+
+    tokens, h, k, f, a = 128, 256, 256, 512, 4
+    per_layer = at_end_of_forward(three) - at_end_of_forward(two)
+    # the residual stream itself is not kept: RMSNorm keeps its fp32 copy
+    assert per_layer == tokens * (20 * h + 4 * k + 8 * f + 4 * a + 8) + 1024
+
+
+def test_the_first_step_has_no_states_before_its_optimizer_step():
+    first, steady = (ledger(job(), step=step) for step in ("first", "steady"))
+    assert steady.peak(Phase.FORWARD).num_bytes - first.peak(Phase.FORWARD).num_bytes == 4 * PARAMETERS
+    assert first.peak(Phase.OPTIMIZER_STEP).num_bytes == steady.peak(Phase.OPTIMIZER_STEP).num_bytes
+
+
+def test_gradient_accumulation_adds_the_gradients_to_the_forward():
+    one, two = (ledger(job(gradient_accumulation_steps=n)) for n in (1, 2))
+    assert two.peak(Phase.FORWARD).num_bytes - one.peak(Phase.FORWARD).num_bytes == 2 * PARAMETERS
+
+
+def test_full_checkpointing_keeps_only_the_inputs_of_the_layers():
+    big = job(micro_batch_size=8, sequence_length=1024)
+    plain, checkpointed = ledger(big), ledger(replace(big, activation_checkpointing=FULL))
+    instant = int((checkpointed.phases == Phase.FORWARD).nonzero()[0][-1])
+    alive = checkpointed.alive_at(instant)
+    kept = [
+        int(n) for n, x, a in zip(checkpointed.num_bytes, checkpointed.names, alive, strict=True) if a and x == "checkpoint"
+    ]
+    assert kept == [2 * 8 * 1024 * 256] * TINY.num_hidden_layers
+    assert checkpointed.peak(Phase.FORWARD).num_bytes < plain.peak(Phase.FORWARD).num_bytes
+
+
+def test_lora_trains_only_its_adapters():
+    tuning = Finetuning(method="lora", rank=8, targets=("q_proj", "v_proj"))
+    timeline = ledger(job(finetuning=tuning))
+    adapters = 2 * 2 * (8 * 256 + 256 * 8)  # layers × targets × (A + B)
+    inside = timeline.composition(timeline.peak(Phase.OPTIMIZER_STEP).instant)
+    assert inside[Category.OPTIMIZER_STATES] == 2 * 4 * adapters  # fp32 adapters are peft's default
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.integers(1, 6),
+    sequence=st.sampled_from([64, 128, 200, 512]),
+    mode=st.sampled_from(["none", "full"]),
+    implementation=st.sampled_from(["foreach", "fused", "loop"]),
+    attention=st.sampled_from(["eager", "sdpa"]),
+)
+def test_peak_is_monotone_in_batch_and_sequence_and_adds_up(batch, sequence, mode, implementation, attention):
+    base = job(
+        micro_batch_size=batch,
+        sequence_length=sequence,
+        activation_checkpointing=ActivationCheckpointing(mode=mode),
+        optimizer=Optimizer(implementation=implementation),
+        attention=attention,
+    )
+    timeline = ledger(base)
+    peak = timeline.peak()
+    assert (timeline.num_bytes > 0).all()
+    assert (timeline.dies > timeline.born).any()
+    assert sum(timeline.composition(peak.instant).values()) == peak.num_bytes
+    assert ledger(replace(base, micro_batch_size=batch + 1)).peak().num_bytes >= peak.num_bytes
+    assert ledger(replace(base, sequence_length=sequence + 64)).peak().num_bytes >= peak.num_bytes
+
+
+# -- published runs (fms-acceleration, A100-80GB, torch 2.4.1, transformers 4.48.1; datasets/published) -------------------
+
+VERSIONS = FrozenMapping({"torch": "2.4.1", "transformers": "4.48.1", "peft": "0.13.2"})
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+LORA = Finetuning(method="lora", rank=16, dropout=0.1, targets=PROJECTIONS)
+NF4 = replace(LORA, method="qlora", quantization="nf4", double_quantization=True)
+GPTQ = replace(LORA, method="qlora", quantization="gptq")
+
+
+@pytest.mark.parametrize(
+    ("model", "finetuning", "options", "micro_batch_size", "peak_bytes", "steady_bytes"),
+    [
+        ("mistral-7b-v0.1", Finetuning(), {}, 4, 72434837504, 43467876352),
+        ("mistral-7b-v0.1", Finetuning(), {}, 8, 72435230720, 43468269568),
+        ("mistral-7b-v0.1", LORA, {}, 4, 26704571904, 14664493056),
+        ("mistral-7b-v0.1", LORA, {}, 8, 38742912512, 14664886272),
+        ("mistral-7b-v0.1", NF4, {"autocast": True}, 8, 28412178944, 4306889728),
+        ("mistral-7b-v0.1", NF4, {"autocast": True, "norms_in_float32": True}, 4, 20669338112, 4307028992),
+        ("mistral-7b-v0.1", GPTQ, {"autocast": True}, 8, 28442489344, 4337200128),
+        ("llama-2-70b", GPTQ, {"autocast": True, "gptq_group_size": -1}, 4, 67069711872, 36122332160),
+        ("llama-2-70b", NF4, {"autocast": True}, 4, 68126381056, 37179001856),
+    ],
+)
+def test_published_runs_are_repeated_to_two_in_ten_thousand(
+    model, finetuning, options, micro_batch_size, peak_bytes, steady_bytes
+):
+    timeline = ledger(
+        TrainingJob(
+            architecture=catalog.architecture(model),
+            versions=VERSIONS,
+            micro_batch_size=micro_batch_size,
+            sequence_length=4096,
+            finetuning=finetuning,
+            precision=Precision(),
+            attention="flash_attention_2",
+            activation_checkpointing=ActivationCheckpointing(mode="full", use_reentrant=True),
+            framework_options=FrozenMapping(options),
+        ),
+        device=catalog.gpu("A100-80GB"),
+    )
+    assert timeline.peak().num_bytes == pytest.approx(peak_bytes, rel=2e-4)
+    assert int(timeline.totals[-1]) == pytest.approx(steady_bytes, rel=4e-4)

@@ -1,0 +1,118 @@
+"""The tape's rules of life, counted by hand."""
+
+from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.step import Step
+from peakcast.models.analytical.tape import Tape, WeightGradient
+from peakcast.timeline import Category, Phase
+
+KIB = 1024
+
+
+def _life(template, name):
+    rows = [i for i, n in enumerate(template.names) if n == name]
+    assert len(rows) == 1, f"{name}: {rows}"
+    i = rows[0]
+    return (
+        (int(template.born[i]), bool(template.born_backward[i])),
+        (int(template.dies[i]), bool(template.dies_backward[i])),
+    )
+
+
+def test_a_tensor_that_nobody_keeps_dies_after_its_last_reader():
+    tape = Tape()
+    x = tape.input(KIB)
+    y = tape.operation("a", [x], KIB)
+    z = tape.operation("b", [y], KIB)
+    tape.finish(tape.operation("c", [z], KIB))
+    template = _finished(["a", "b", "c"])
+    assert _life(template, "a") == ((0, False), (2, False))
+
+
+def _finished(names):
+    tape = Tape()
+    x = tape.input(KIB)
+    for name in names:
+        x = tape.operation(name, [x], KIB)
+    return tape.finish(x)
+
+
+def test_a_kept_tensor_lives_until_the_backward_of_the_earliest_operation_that_keeps_it():
+    tape = Tape()
+    x = tape.input(KIB)
+    y = tape.operation("y", [x], KIB)
+    first = tape.operation("first", [y], KIB, saves=[y])
+    second = tape.operation("second", [first, y], KIB, saves=[y])
+    template = tape.finish(second)
+    # backward order: second (0), first (1), y (2); y is kept by `first` and so is released after instant 1
+    assert _life(template, "y") == ((0, False), (2, True))
+
+
+def test_a_second_gradient_is_added_in_place_and_its_own_storage_is_freed_at_once():
+    tape = Tape()
+    x = tape.input(4 * KIB)
+    a = tape.operation("a", [x], KIB)
+    b = tape.operation("b", [x], KIB)
+    template = tape.finish(ops.add(tape, a, b, "sum"))
+    gradients = [(n, int(template.born[i]), int(template.dies[i])) for i, n in enumerate(template.names) if "gradient" in n]
+    # sum passes its gradient on to both: one storage, alive over sum, b and a; x's first gradient comes from b
+    assert ("gradient", 0, 3) in gradients
+    assert ("b.gradient", 1, 3) in gradients
+    assert ("a.gradient", 2, 3) in gradients
+
+
+def test_linear_keeps_its_input_only_when_its_weight_trains():
+    for trainable in (True, False):
+        tape = Tape()
+        x = tape.operation("x", [tape.input(KIB)], KIB)
+        y = ops.linear(tape, x, 2, 256, 128, "linear", element_bytes=2, trainable=trainable)
+        template = tape.finish(y)
+        (_, dies) = _life(template, "x")
+        assert dies[1] is trainable
+        assert ("linear.weight.grad" in template.names) is trainable
+
+
+def test_views_share_their_storage_and_their_gradients_are_concatenated():
+    tape = Tape()
+    fused = tape.operation("fused", [tape.input(KIB)], 3 * KIB)
+    q, k, v = tape.split(fused, [KIB, KIB, KIB])
+    y = tape.operation("attend", [q, k, v], KIB, saves=[q])
+    template = tape.finish(y)
+    # q alone is kept, but it pins the whole storage until `attend` has run backward (instant 0)
+    assert _life(template, "fused") == ((0, False), (1, True))
+    split = [int(template.num_bytes[i]) for i, n in enumerate(template.names) if n == "split.gradient"]
+    assert split == [3 * KIB]
+
+
+def test_sizes_are_rounded_to_the_allocators_unit():
+    tape = Tape()
+    template = tape.finish(tape.operation("tiny", [tape.input(1)], 1))
+    assert set(template.num_bytes.tolist()) == {512}
+
+
+def test_a_step_places_blocks_and_adds_up():
+    tape = Tape()
+    x = tape.input(KIB)
+    y = tape.operation("y", [x], 2 * KIB, saves=[x], weight_gradients=[WeightGradient("w.grad", 4 * KIB)])
+    template = tape.finish(y)
+    step = Step()
+    step.hold("w", Category.PARAMETERS, 4 * KIB, 0)
+    runs = [step.run_forward(template, f"layers.{i}") for i in range(3)]
+    for run in reversed(runs):
+        step.run_backward(run)
+    step.gradients_die = step.moment("zero_grad", Phase.OPTIMIZER_STEP)
+    timeline = step.timeline()
+    # forward: the weight, the inputs of the layers so far (1 KiB each), the newest output (2 KiB)
+    assert timeline.totals[:3].tolist() == [4 * KIB + n * KIB + 2 * KIB for n in (1, 2, 3)]
+    # backward of layer 2: inputs 0..2, the gradient handed in (2) and out (1), its weight's gradient (4)
+    assert timeline.totals[3] == (4 + 3 + 2 + 1 + 4) * KIB
+    assert timeline.totals[-1] == 4 * KIB
+    for instant in range(len(timeline.phases)):
+        assert sum(timeline.composition(instant).values()) == timeline.totals[instant]
+
+
+def test_without_a_graph_only_what_is_held_outlives_the_block():
+    template = _finished(["a", "b"])
+    step = Step()
+    step.run_without_graph(template, "layers.0")
+    step.moment("after", Phase.FORWARD)
+    assert step.timeline().totals[-1] == 0
