@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,6 +19,7 @@ from peakcast.models.analytical.parameters import (
     layer_parameters,
 )
 from peakcast.models.analytical.quantization import quantized_linear_bytes
+from peakcast.models.analytical.sharding import Sharding, shard, sharding
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.tape import Template
 from peakcast.models.analytical.workspaces import training_workspaces
@@ -27,6 +29,8 @@ from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
 INT64 = 8
+QUANTISED_ROLES = ("attention", "mlp", "expert", "shared_expert", "router")
+"""Every Linear inside the layers; embeddings, norms and lm_head are not quantised."""
 NORM_BYTES = 4
 """One fp32 norm per gradient, 512 bytes after rounding: clip_grad_norm_ makes no other tensor of size."""
 
@@ -35,19 +39,36 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
     """Every tensor of one step of `job` on one GPU. `step`: "first" (no optimizer states until its optimizer step) or
     "steady" (any later one). `device` adds what kernels and libraries allocate inside themselves on that GPU type;
     without it the timeline is what a trace sees."""
-    context = _context(job, device)
+    context, shards = _context(job, device), sharding(job)
     trained, frozen = _parameters(job)
-    timeline = Step()
-    timeline.hold_all(frozen, Category.PARAMETERS)
-    timeline.hold_all(((t.name, t.module, t.num_bytes) for t in trained), Category.PARAMETERS)
+    timeline = Step(gradient_shards=shards.gradients)
+    timeline.hold_all(
+        ((name, module, shard(size, shards.parameters)) for name, module, size in frozen), Category.PARAMETERS
+    )
+    timeline.hold_all(((t.name, t.module, shard(t.num_bytes, shards.parameters)) for t in trained), Category.PARAMETERS)
     timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
+    for _ in range(shards.gradient_copies):
+        timeline.hold_all(((f"{t.name}.bucket", t.module, t.num_bytes) for t in trained), Category.COMMUNICATION_BUFFERS)
     _hold_inputs(timeline, job)
-    runs: list[Run] = []
+    cached = blocks.autocast_cache_bytes(context, sum(t.numel for t in trained if len(t.shape) > 1))
     for micro_batch in range(min(job.gradient_accumulation_steps, 2)):
-        cached = blocks.autocast_cache_bytes(context, sum(t.numel for t in trained if len(t.shape) > 1))
-        runs += _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0)
-    _optimizer_step(timeline, job, trained, step)
+        start = timeline.now
+        _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0)
+        if shards.gathers:
+            _hold_gathered(timeline, shards, (*frozen, *((t.name, t.module, t.num_bytes) for t in trained)), start)
+    _optimizer_step(timeline, job, trained, shards.states, step)
     return timeline.timeline()
+
+
+def _hold_gathered(timeline: Step, shards: Sharding, parameters: Iterable[tuple[str, str, int]], start: int) -> None:
+    """The unsharded weights at hand while computing: the root's all along, and some layers at a time."""
+    sizes: dict[str, int] = {}
+    for _, module, num_bytes in parameters:
+        sizes[module] = sizes.get(module, 0) + num_bytes
+    layers = [size for module, size in sizes.items() if module.startswith("layers.")]
+    root = sum(sizes.values()) - sum(layers)
+    for name, size in [("gathered.root", root)] + [("gathered.layer", max(layers))] * shards.gathered_units:
+        timeline.hold(name, Category.COMMUNICATION_BUFFERS, size, start, timeline.now)
 
 
 def _context(job: TrainingJob, device: Device | None) -> blocks.HFContext:
@@ -99,11 +120,12 @@ def _parameters(job: TrainingJob) -> tuple[tuple[TrainedTensor, ...], tuple[tupl
 
 def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int) -> list[tuple[str, str, int]]:
     """What stands in memory for a weight that does not train: quantised when it is a Linear inside a layer."""
-    if job.finetuning.quantization and len(tensor.shape) == 2 and tensor.role in ("attention", "mlp"):
+    if job.finetuning.quantization and len(tensor.shape) >= 2 and tensor.role in QUANTISED_ROLES:
+        *stacked, out_features, in_features = tensor.shape  # experts may be stacked along a first dimension
         parts = quantized_linear_bytes(
-            (tensor.shape[0], tensor.shape[1]), job.finetuning, int(conventions(job).get("gptq_group_size", 128))
+            (out_features, in_features), job.finetuning, int(conventions(job).get("gptq_group_size", 128))
         )
-        return [(f"{tensor.name}.{name}", module, num_bytes) for name, num_bytes in parts]
+        return [(f"{tensor.name}.{name}", module, size) for name, size in parts] * math.prod(stacked)
     if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
         size = FP32
     return [(tensor.name, module, tensor.numel * size)]
@@ -136,23 +158,23 @@ def _hold_inputs(timeline: Step, job: TrainingJob) -> None:
 
 def _micro_batch(
     timeline: Step, job: TrainingJob, context: blocks.HFContext, autocast_cache_bytes: int, *, keeps_gradients: bool
-) -> list[Run]:
+) -> None:
     checkpointing = job.activation_checkpointing
     start = timeline.now
     layers = range(job.architecture.num_hidden_layers)
     embedding = timeline.run_forward(blocks.embedding(context), "embedding", keeps_gradients=keeps_gradients)
     checkpointed = [checkpointing.mode == "full" and layer % checkpointing.every_n_layers == 0 for layer in layers]
-    variants = [replace(context, first_layer=context.stream_bytes != context.weight_bytes), context]
-    plain = [blocks.decoder_layer(variant) for variant in variants]
-    recomputed = [blocks.decoder_layer(replace(variant, checkpointed=True)) for variant in variants]
+    contexts = [_layer_context(context, index) for index in layers]
     runs: dict[int, Run] = {}
     begins: dict[int, int] = {}
     for index in layers:
         module = f"layers.{index}"
         if checkpointed[index]:
-            begins[index] = timeline.run_without_graph(recomputed[index > 0], module)
+            begins[index] = timeline.run_without_graph(_checkpointed_layer(contexts[index]), module)
         else:
-            runs[index] = timeline.run_forward(plain[index > 0], module, keeps_gradients=keeps_gradients)
+            runs[index] = timeline.run_forward(
+                blocks.decoder_layer(contexts[index]), module, keeps_gradients=keeps_gradients
+            )
     loss_template = blocks.head(context)
     loss = timeline.run_forward(loss_template, "head", keeps_gradients=keeps_gradients)
     _hold_logits(timeline, job, context, loss)
@@ -161,13 +183,23 @@ def _micro_batch(
     timeline.run_backward(loss)
     for index in reversed(layers):
         if checkpointed[index]:
-            template = recomputed[index > 0]
+            template = _checkpointed_layer(contexts[index])
             _recompute(timeline, template, f"layers.{index}", begins[index], checkpointing.use_reentrant, keeps_gradients)
         else:
             timeline.run_backward(runs[index])
     _hold_rotary_tables(timeline, job, context, start)
     timeline.run_backward(embedding)
-    return [embedding, loss, *runs.values()]
+
+
+def _layer_context(context: blocks.HFContext, index: int) -> blocks.HFContext:
+    """The context of decoder layer `index`: equal layers get equal contexts, and so share a template."""
+    first = index == 0 and context.stream_bytes != context.weight_bytes
+    routed = context.architecture.is_moe_layer(index)
+    return replace(context, first_layer=first, routed=routed) if first or routed else context
+
+
+def _checkpointed_layer(context: blocks.HFContext) -> Template:
+    return blocks.decoder_layer(replace(context, checkpointed=True))
 
 
 def _recompute(
@@ -205,7 +237,8 @@ def _hold_rotary_tables(timeline: Step, job: TrainingJob, context: blocks.HFCont
 # -- clipping and optimizer -----------------------------------------------------------------------------------------------
 
 
-def _optimizer_step(timeline: Step, job: TrainingJob, trained: Sequence[TrainedTensor], step: str) -> None:
+def _optimizer_step(timeline: Step, job: TrainingJob, trained: Sequence[TrainedTensor], shards: int, step: str) -> None:
+    trained = [tensor.sharded(shards) for tensor in trained]
     clip = timeline.moment("clip_grad_norm_", Phase.GRADIENT_CLIPPING)
     timeline.hold_all(((f"{t.name}.norm", t.module, NORM_BYTES) for t in trained), Category.TEMPORARIES, clip, clip + 1)
     rule = optimizer_rule(job.optimizer)

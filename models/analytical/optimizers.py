@@ -6,7 +6,7 @@ Sources: torch 2.11 `torch/optim/*.py` read and traced (where-memory-goes D). Si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peakcast.errors import SpecError
 from peakcast.spec import Optimizer
@@ -32,6 +32,13 @@ class TrainedTensor:
     @property
     def num_bytes(self) -> int:
         return self.numel * self.element_bytes
+
+    def sharded(self, shards: int) -> TrainedTensor:
+        """One rank's part when its rows are split over `shards` ranks."""
+        if shards == 1:
+            return self
+        rows, *rest = self.shape or (1,)
+        return replace(self, shape=(-(-rows // shards), *rest))
 
 
 @dataclass(frozen=True, slots=True)

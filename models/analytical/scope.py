@@ -52,8 +52,6 @@ def out_of_scope(job: TrainingJob) -> str:
 def _architecture_reason(architecture: Architecture) -> str:
     if architecture.kind != "decoder":
         return f"{architecture.name!r} is not a decoder-only transformer (kind={architecture.kind!r})."
-    if architecture.moe is not None:
-        return f"{architecture.name!r} is a mixture of experts; only dense feed-forwards are modelled here."
     if architecture.mla is not None:
         return f"{architecture.name!r} has multi-latent attention, which is not modelled here."
     return ""
@@ -64,9 +62,9 @@ def _huggingface_reason(job: TrainingJob) -> str:
     checks = [
         (job.task != "train", f"task={job.task!r} is not modelled; only training is."),
         (
-            job.framework == "deepspeed" or layout.world_size > 1 or layout.zero_stage > 0,
-            f"framework={job.framework!r} on {layout.world_size} GPUs (sharding={layout.sharding!r}, "
-            f"zero_stage={layout.zero_stage}) is not modelled; one GPU is.",
+            layout.data_parallel_size > 1 or layout.context_parallel_size > 1,
+            f"{layout.world_size} ranks (sharding={layout.sharding!r}, zero_stage={layout.zero_stage}): gathered weights and "
+            "communication buffers are a rule of thumb, not yet modelled one by one.",
         ),
         (job.compile, "compile=true is not modelled: the compiler decides what is kept."),
         (job.loss.fused_linear_cross_entropy, "fused linear cross entropy is not modelled."),

@@ -42,6 +42,8 @@ class Step:
     _rows: list[tuple[str, str, int, int, int, int, int]] = field(default_factory=list)
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
+    gradient_shards: int = 1
+    """Above 1, a parameter's gradient lives in full until its block's backward ends (reduce-scatter), then one shard of it."""
 
     @property
     def now(self) -> int:
@@ -104,28 +106,56 @@ class Step:
         for name, module, num_bytes in tensors:
             self.hold(name, category, num_bytes, born, dies, module)
 
+    def _shard_gradients(
+        self,
+        template: Template,
+        runs: list[Run],
+        born: npt.NDArray[np.int64],
+        dies: npt.NDArray[np.int64],
+        end_of_step: int,
+    ) -> None:
+        """End the full gradients with their block and append a shard of each; changes `dies` in place."""
+        weights = np.flatnonzero(template.weight_gradient)
+        for row, run in enumerate(runs):
+            end = (run.backward_start or 0) + template.num_backward
+            dies[row, weights] = np.where(born[row, weights] < end_of_step, end, end_of_step)
+            if run.keeps_gradients and run.backward_start is not None and run.backward_start >= 0:
+                for index in weights.tolist():
+                    size = -(-int(template.num_bytes[index]) // self.gradient_shards)
+                    self.hold(template.names[index], Category.GRADIENTS, size, end, self.gradients_die, run.module)
+
     def timeline(self) -> Timeline:
         """The finished `Timeline`."""
         n = len(self.phases)
         groups: dict[int, list[Run]] = {}
         for run in self._runs:
             groups.setdefault(id(run.template), []).append(run)
-        names: list[str] = [row[0] for row in self._rows]
-        modules: list[str] = [row[1] for row in self._rows]
-        loose = np.array([row[2:] for row in self._rows], dtype=np.int64).reshape(-1, 5)
-        categories, sizes, born, dies = [loose[:, 0]], [loose[:, 1]], [loose[:, 2]], [loose[:, 3]]
+        names: list[str] = []
+        modules: list[str] = []
+        categories: list[npt.NDArray[np.generic]] = []
+        sizes: list[npt.NDArray[np.int64]] = []
+        born: list[npt.NDArray[np.int64]] = []
+        dies: list[npt.NDArray[np.int64]] = []
         for runs in groups.values():
             template = runs[0].template
             start, end = _place(template, runs, self.gradients_die, n)
-            born.append(start)
-            dies.append(end)
+            if self.gradient_shards > 1:
+                self._shard_gradients(template, runs, start, end, n)
+            born.append(start.ravel())
+            dies.append(end.ravel())
             categories.append(np.tile(template.categories, len(runs)))
             sizes.append(np.tile(template.num_bytes, len(runs)))
             names.extend(template.names * len(runs))
             for run in runs:
                 modules.extend([run.module] * len(template.names))
-        streams = np.zeros(len(names), dtype=np.int8)
-        streams[: len(loose)] = loose[:, 4]
+        loose = np.array([row[2:] for row in self._rows], dtype=np.int64).reshape(-1, 5)
+        streams = np.concatenate([np.zeros(len(names), dtype=np.int8), loose[:, 4].astype(np.int8)])
+        names.extend(row[0] for row in self._rows)
+        modules.extend(row[1] for row in self._rows)
+        categories.append(loose[:, 0])
+        sizes.append(loose[:, 1])
+        born.append(loose[:, 2])
+        dies.append(loose[:, 3])
         return Timeline(
             names=names,
             modules=modules,
@@ -142,7 +172,7 @@ class Step:
 def _place(
     template: Template, runs: list[Run], gradients_die: int, end_of_step: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """`born` and `dies` of every entry of every run of one template, flattened run by run."""
+    """`born` and `dies` of every entry of every run of one template, each [num_runs, num_entries]."""
     forward = np.array([run.forward_start for run in runs], dtype=np.int64)[:, None]
     backward = np.array(
         [end_of_step if run.backward_start is None else run.backward_start for run in runs], dtype=np.int64
@@ -157,4 +187,4 @@ def _place(
     never = without_graph & template.born_backward
     born = np.where(never, end_of_step, born)
     dies = np.where(never, end_of_step, dies)
-    return born.ravel(), dies.ravel()
+    return born, dies

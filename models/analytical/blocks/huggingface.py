@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.blocks.routed import routed_feed_forward
 from peakcast.models.analytical.tape import Tape, Template, Tensor, WeightGradient
 from peakcast.spec import Finetuning
 from peakcast.timeline import Category
@@ -40,6 +41,8 @@ class HFContext:
     logits_upcast: str
     first_layer: bool = False
     """The first layer reads what the embedding gives, in the weights' dtype, where later ones read a wider stream."""
+    routed: bool = False
+    """Whether the layer's feed-forward is a mixture of experts."""
     checkpointed: bool = False
     """Whether a layer's input is held by the checkpoint, which then owns it, instead of by the layer."""
     kernel_temporaries: bool = False
@@ -69,11 +72,22 @@ class HFContext:
 
 
 @dataclass(slots=True)
-class _Builder:
+class BlockBuilder:
     """A tape and its context, with the operations that every block of a model shares."""
 
     tape: Tape
     context: HFContext
+    rows: int = 0
+    """Rows of the tensors at hand; 0 for the context's."""
+    num_matrices: int = 1
+    """Equal matrices that one projection stands for, used one after the other on equal shares of the rows (experts)."""
+
+    def __post_init__(self) -> None:
+        self.rows = self.rows or self.context.rows
+
+    def for_rows(self, rows: int, num_matrices: int) -> BlockBuilder:
+        """The same builder for tensors of other rows, split over `num_matrices` matrices."""
+        return BlockBuilder(self.tape, self.context, rows, num_matrices)
 
     def projection(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
         """A Linear of the network, with its adapter where `finetuning` gives it one (peft `lora/layer.py`, `bnb.py`)."""
@@ -89,7 +103,7 @@ class _Builder:
 
     def _adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
         context, tape, tuning = self.context, self.tape, self.context.finetuning
-        rank, wide, rows = tuning.rank or 0, context.adapter_bytes, context.rows
+        rank, wide, rows = tuning.rank or 0, context.adapter_bytes, self.rows
         narrow_bytes = result.num_bytes
         if x.num_bytes != rows * in_features * wide and not (tuning.quantization and context.autocast):
             x = ops.cast(tape, x, rows * in_features * wide, f"{name}.lora.to_adapter_dtype")  # a copy per target
@@ -105,7 +119,7 @@ class _Builder:
     def _quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
         """bitsandbytes MatMul4Bit / GPTQ: keeps no input; the whole matrix is dequantised in forward and backward."""
         context, tape = self.context, self.tape
-        rows, compute = context.rows, context.compute_bytes
+        rows, compute = self.rows, context.compute_bytes
         wide = x.num_bytes
         if wide > rows * in_features * compute:
             x = ops.cast(tape, x, rows * in_features * compute, f"{name}.to_compute_dtype")
@@ -125,15 +139,24 @@ class _Builder:
         self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool, trainable: bool, weight_bytes: int
     ) -> Tensor:
         context = self.context
-        rows, tape = context.rows, self.tape
+        rows, tape = self.rows, self.tape
         compute = context.compute_bytes if context.autocast else weight_bytes
         if x.num_bytes > rows * in_features * compute:  # autocast: each Linear makes its own narrow copy of a wide input
             x = ops.cast(tape, x, rows * in_features * compute, f"{name}.input_cast")
         if weight_bytes <= compute:
             return ops.linear(
-                tape, x, rows, in_features, out_features, name, element_bytes=compute, bias=bias, trainable=trainable
+                tape,
+                x,
+                rows,
+                in_features,
+                out_features,
+                name,
+                element_bytes=compute,
+                bias=bias,
+                trainable=trainable,
+                num_matrices=self.num_matrices,
             )
-        numel = in_features * out_features
+        numel = in_features * out_features * self.num_matrices
         weight = tape.operation(  # and a narrow copy of a wide weight, which autocast caches
             f"{name}.weight_cast",
             [],
@@ -153,7 +176,7 @@ class _Builder:
     def norm(self, x: Tensor, width: int, name: str, rows: int | None = None) -> Tensor:
         """The architecture's norm over the last `width` elements."""
         context, kind = self.context, self.context.architecture.normalization
-        rows = context.rows if rows is None else rows
+        rows = self.rows if rows is None else rows
         if kind == "rmsnorm":
             return ops.python_rms_norm(
                 self.tape,
@@ -198,7 +221,7 @@ def decoder_layer(context: HFContext) -> Template:
     """One dense decoder layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     architecture = context.architecture
     tape = Tape()
-    build = _Builder(tape, context)
+    build = BlockBuilder(tape, context)
     hidden = tape.input(context.input_bytes, owned=not context.checkpointed)
     if architecture.parallel_block:
         output = _parallel_block(build, hidden)
@@ -216,7 +239,7 @@ def autocast_cache_bytes(context: HFContext, trained_numel: int) -> int:
     return trained_numel * context.compute_bytes if context.autocast and wide > context.compute_bytes else 0
 
 
-def _sublayer(build: _Builder, x: Tensor, body: object, norm_before: str, norm_after: str) -> Tensor:
+def _sublayer(build: BlockBuilder, x: Tensor, body: object, norm_before: str, norm_after: str) -> Tensor:
     architecture, width = build.context.architecture, build.context.architecture.hidden_size
     placement = architecture.norm_placement
     y = build.norm(x, width, norm_before) if placement != "post" else x
@@ -226,7 +249,7 @@ def _sublayer(build: _Builder, x: Tensor, body: object, norm_before: str, norm_a
     return ops.add(build.tape, x, y, "residual_add")
 
 
-def _parallel_block(build: _Builder, x: Tensor) -> Tensor:
+def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
     """Attention and feed-forward side by side (GPT-NeoX, Falcon, Phi, Cohere)."""
     architecture, width = build.context.architecture, build.context.architecture.hidden_size
     first = build.norm(x, width, "input_layernorm")
@@ -236,7 +259,7 @@ def _parallel_block(build: _Builder, x: Tensor) -> Tensor:
     return ops.add(build.tape, ops.add(build.tape, feed_forward, attention, "parallel_add"), x, "residual_add")
 
 
-def _attention(build: _Builder, x: Tensor) -> Tensor:
+def _attention(build: BlockBuilder, x: Tensor) -> Tensor:
     context, architecture, tape = build.context, build.context.architecture, build.tape
     rows, width = context.rows, architecture.hidden_size
     query, key_value = architecture.query_size, architecture.key_value_size
@@ -274,7 +297,7 @@ _FUSED_QKV_NAMES = {
 _OUTPUT_NAMES = {"gpt2": "c_proj", "gpt_bigcode": "c_proj", "gpt_neox": "dense", "falcon": "dense", "bloom": "dense"}
 
 
-def _qk_norm(build: _Builder, x: Tensor, width: int, name: str) -> Tensor:
+def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
     architecture = build.context.architecture
     if architecture.qk_norm == "head":
         rows = build.context.rows * width // architecture.head_dim
@@ -296,7 +319,7 @@ def _rotate(tape: Tape, x: Tensor, name: str) -> Tensor:
     return ops.add(tape, straight, rotated, f"{name}.add")
 
 
-def _attention_core(build: _Builder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attention_core(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context, architecture = build.context, build.context.architecture
     if context.attention == "eager":
         return _eager_attention(build, q, k, v)
@@ -339,7 +362,7 @@ def flash_backward_bytes(context: HFContext) -> int:
     return accumulator + row_sums + expanded
 
 
-def _eager_attention(build: _Builder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`eager_attention_forward`: scores, fp32 softmax, converted back, times v; k and v repeated to all heads."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     heads, size = architecture.num_attention_heads, context.compute_bytes
@@ -367,7 +390,9 @@ def _eager_attention(build: _Builder, q: Tensor, k: Tensor, v: Tensor) -> Tensor
     )
 
 
-def _feed_forward(build: _Builder, x: Tensor) -> Tensor:
+def _feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
+    if build.context.routed:
+        return routed_feed_forward(build, x)
     architecture, tape = build.context.architecture, build.tape
     width, inner = architecture.hidden_size, architecture.intermediate_size
     bias = architecture.mlp_bias
@@ -388,7 +413,7 @@ def _feed_forward(build: _Builder, x: Tensor) -> Tensor:
     return build.dropout(output, architecture.hidden_dropout, rows * width, "mlp.dropout")
 
 
-def _activation(build: _Builder, x: Tensor) -> Tensor:
+def _activation(build: BlockBuilder, x: Tensor) -> Tensor:
     """The activation function. gelu_new is Python code in transformers (activations.py NewGELUActivation)."""
     tape, name = build.tape, build.context.architecture.hidden_act
     if name in ("gelu_new", "gelu_fast"):
@@ -416,7 +441,7 @@ def _activation(build: _Builder, x: Tensor) -> Tensor:
 def embedding(context: HFContext) -> Template:
     """Token (and learned position) embedding: ids in, [micro_batch_size, sequence_length, hidden_size] out."""
     architecture, tape = context.architecture, Tape()
-    build = _Builder(tape, context)
+    build = BlockBuilder(tape, context)
     rows, width = context.rows, architecture.hidden_size
     size = context.weight_bytes
     weight = architecture.vocab_size * width * context.weight_bytes
@@ -468,7 +493,7 @@ def head(context: HFContext) -> Template:
     """Final norm, lm_head and the loss over all positions; where the logits are converted decides their copies
     (where-memory-goes F2; transformers `loss/loss_utils.py`)."""
     architecture, tape = context.architecture, Tape()
-    build = _Builder(tape, context)
+    build = BlockBuilder(tape, context)
     rows, width, vocabulary = context.rows, architecture.hidden_size, architecture.vocab_size
     hidden = tape.input(rows * width * context.stream_bytes)
     final = build.norm(hidden, width, "final_norm")

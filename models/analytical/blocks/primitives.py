@@ -22,9 +22,11 @@ def linear(
     element_bytes: int,
     bias: bool = False,
     trainable: bool = True,
+    num_matrices: int = 1,
 ) -> Tensor:
-    """x·Wᵀ (+ b). Keeps its input when the weight trains; the weight itself is a parameter anyway."""
-    gradients = [WeightGradient(f"{name}.weight.grad", in_features * out_features * element_bytes)]
+    """x·Wᵀ (+ b). Keeps its input when the weight trains; the weight itself is a parameter anyway. `num_matrices`: that many
+    weights in a row, each on its share of the rows."""
+    gradients = [WeightGradient(f"{name}.weight.grad", in_features * out_features * element_bytes)] * num_matrices
     if bias:
         gradients.append(WeightGradient(f"{name}.bias.grad", out_features * element_bytes))
     return tape.operation(

@@ -1,0 +1,164 @@
+"""The attention core as Megatron-LM runs it: unfused, flash-attn, cuDNN fused attention, or megatron-core's own.
+
+Sources: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/backends.py`, megatron-core 0.13.1
+`transformer/dot_product_attention.py`, `fusions/fused_softmax.py`, `models/common/embeddings/rope_utils.py`.
+"""
+
+from __future__ import annotations
+
+from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.blocks.megatron_primitives import BOOL, FP32, norm
+from peakcast.models.analytical.tape import Tape, Tensor
+from peakcast.units import round_up
+
+RNG_STATE_BYTES = 16
+
+
+def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> Tensor:
+    """From the fused projection [rows, query + 2·key_value] to the context layer [rows, query]."""
+    size = context.rows * context.element_bytes
+    # views of one storage until something copies them: split_along_dim's backward makes one gradient of all three
+    query, key, value = tape.split(
+        mixed, [size * context.query, size * context.key_value, size * context.key_value], "split_qkv"
+    )
+    copied = False
+    if context.key_value_heads != context.heads:  # reshape of a strided view
+        query = tape.operation("query_reshape", [query], query.num_bytes)
+        copied = True
+    if context.qk_norm:
+        query = norm(tape, query, context, context.rows * context.heads, context.head_dim, "q_layernorm")
+        key = norm(tape, key, context, context.rows * context.key_value_heads, context.head_dim, "k_layernorm")
+        copied = True
+    if context.rotary_dim:
+        query, key = _rotate(tape, query, context, "rotary_q"), _rotate(tape, key, context, "rotary_k")
+        copied = True
+    if context.recompute_attention:
+        return _recomputed(tape, query, key, value, context)
+    if context.attention == "flash":
+        return _flash(tape, query, key, value, context)
+    if copied and context.transformer_engine:  # get_qkv_layout: strides differ, so all three become contiguous
+        value = tape.operation("value_contiguous", [value], value.num_bytes)
+    if context.attention == "fused":
+        return _fused(tape, query, key, value, context)
+    return _unfused(tape, query, key, value, context)
+
+
+def _rotate(tape: Tape, x: Tensor, context: MegatronContext, name: str) -> Tensor:
+    """Fused: a new tensor, nothing kept but the shared table. Unfused: t·cos + rotate_half(t)·sin, keeping this call's own
+    cos and sin [sequence, 1, 1, rotary_dim], and a concatenation with the part that is not rotated."""
+    if context.rotary_fused:
+        return tape.operation(name, [x], x.num_bytes)
+    table = context.sequence * context.rotary_dim * context.element_bytes
+    rotated = x.num_bytes * context.rotary_dim // context.head_dim
+    return tape.operation(
+        name,
+        [x],
+        x.num_bytes,
+        extra_saved_bytes=[table, table],
+        forward_temporary_bytes=3 * rotated,
+        backward_temporary_bytes=2 * rotated,
+    )
+
+
+def _flash(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
+    """flash-attn 2 on [batch, sequence, heads, dim] copies of q, k, v; its output is kept and also copied back to
+    [sequence, batch, ...] for the projection."""
+    query, key, value = (
+        tape.operation(f"{name}_to_bshd", [x], x.num_bytes)
+        for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    statistics = FP32 * context.rows * context.heads
+    output = tape.operation(
+        "flash_attention",
+        [query, key, value],
+        query.num_bytes,
+        saves=[query, key, value],
+        saves_output=True,
+        extra_saved_bytes=[statistics, RNG_STATE_BYTES],
+        forward_temporary_bytes=_ring_forward_bytes(context),
+        backward_temporary_bytes=flash_backward_bytes(context) if context.kernel_temporaries else 0,
+    )
+    return tape.operation("output_to_sbhd", [output], output.num_bytes)
+
+
+def _ring_forward_bytes(context: MegatronContext) -> int:
+    """Context parallelism: two more K/V pairs in flight and the partial outputs of every step of the ring."""
+    if context.context_parallel_size == 1:
+        return 0
+    pair = 2 * context.rows * context.key_value * context.element_bytes
+    partial = context.rows * context.query * context.element_bytes
+    return pair * 2 + partial * context.context_parallel_size
+
+
+def flash_backward_bytes(context: MegatronContext) -> int:
+    """Bytes that flash-attn's backward allocates inside itself: fp32 dq accumulator and row sums, and for grouped queries
+    dk, dv at all heads. Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp mha_bwd."""
+    padded = round_up(context.sequence, 128)
+    dim = round_up(context.head_dim, 64 if context.head_dim > 128 else 32)
+    accumulator = FP32 * context.batch * context.heads * padded * dim
+    row_sums = FP32 * context.batch * context.heads * padded
+    expanded = 2 * context.element_bytes * context.rows * context.query if context.key_value_heads != context.heads else 0
+    return accumulator + row_sums + expanded
+
+
+def _fused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
+    """cuDNN attention reads the projection's own layout; its output is the projection's input."""
+    return tape.operation(
+        "fused_attention",
+        [query, key, value],
+        query.num_bytes,
+        saves=[query, key, value],
+        saves_output=True,
+        extra_saved_bytes=[FP32 * context.rows * context.heads, RNG_STATE_BYTES],
+        backward_temporary_bytes=flash_backward_bytes(context) if context.kernel_temporaries else 0,
+    )
+
+
+def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
+    """Scores, softmax, dropout and weighted sum as separate kernels: 5 bytes per score with the fused softmax (its result,
+    the dropout mask, the dropped result), 7 with an fp32 one."""
+    scores = context.score_elements
+    narrow = scores * context.element_bytes
+    if context.key_value_heads != context.heads:
+        key = tape.operation("repeat_key", [key], query.num_bytes)
+        value = tape.operation("repeat_value", [value], query.num_bytes)
+    # megatron-core's baddbmm takes a preallocated input; torch still makes the result a new tensor
+    probabilities = tape.operation(
+        "attention_scores",
+        [query, key],
+        narrow,
+        saves=[query, key],
+        forward_temporary_bytes=narrow if context.transformer_engine else 0,
+    )
+    if context.fused_softmax:
+        probabilities = tape.operation("softmax", [probabilities], narrow, saves_output=True)
+    else:
+        probabilities = tape.operation("softmax.to_float32", [probabilities], scores * FP32)
+        probabilities = tape.operation("softmax.scale", [probabilities], scores * FP32)
+        probabilities = tape.operation("softmax", [probabilities], scores * FP32, saves_output=True)
+        if context.element_bytes != FP32:
+            probabilities = tape.operation("softmax.to_narrow", [probabilities], narrow)
+    if context.attention_dropout > 0:
+        probabilities = tape.operation("attention_dropout", [probabilities], narrow, extra_saved_bytes=[scores * BOOL])
+    output = tape.operation("weighted_sum", [probabilities, value], query.num_bytes, saves=[probabilities, value])
+    return tape.operation("context_contiguous", [output], output.num_bytes)
+
+
+def _recomputed(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
+    """`--recompute-activations`: the core keeps q, k, v only and runs again in backward, whose temporaries are then all
+    that it would have kept."""
+    scores, narrow = context.score_elements, context.score_elements * context.element_bytes
+    inside = FP32 * context.rows * context.heads
+    forward = 2 * query.num_bytes
+    if context.attention in ("unfused", "local"):
+        softmax = narrow if context.fused_softmax else scores * FP32
+        inside = softmax + (scores * BOOL + narrow if context.attention_dropout > 0 else 0)
+        forward = 2 * narrow + (narrow + scores * BOOL if context.attention_dropout > 0 else 0)
+    return tape.operation(
+        "checkpointed_core_attention",
+        [query, key, value],
+        query.num_bytes,
+        saves=[query, key, value],
+        forward_temporary_bytes=forward,
+        backward_temporary_bytes=inside + 2 * narrow if context.attention in ("unfused", "local") else inside + forward,
+    )

@@ -1,0 +1,80 @@
+"""The ends of a Megatron-LM model on one rank: embedding on the first stage; final norm, output layer and the
+vocabulary-parallel cross-entropy on the last.
+
+Sources: megatron-core 0.13.1 `models/common/embeddings/language_model_embedding.py`, `models/gpt/gpt_model.py`,
+`tensor_parallel/cross_entropy.py`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.blocks.megatron_primitives import BOOL, FP32, column_linear, norm
+from peakcast.models.analytical.tape import Tape, Template, WeightGradient
+from peakcast.timeline import Category
+
+INT64 = 8
+
+
+@lru_cache(maxsize=256)
+def embedding(context: MegatronContext) -> Template:
+    """Token (and learned position) embedding: ids in, [stream_rows, hidden] out."""
+    tape = Tape()
+    full, size = context.gathered_bytes, context.element_bytes
+    weight = context.vocabulary * context.hidden * size
+    hidden = tape.operation(
+        "word_embeddings",
+        [],
+        full,
+        weight_gradients=[WeightGradient("word_embeddings.weight.grad", weight)],
+        extra_saved_bytes=[context.rows * INT64, context.rows * BOOL] if context.tensor_parallel_size > 1 else [],
+    )
+    if context.positions:
+        positions = tape.operation(
+            "position_embeddings",
+            [],
+            full,
+            weight_gradients=[WeightGradient("position_embeddings.weight.grad", context.positions * context.hidden * size)],
+        )
+        hidden = tape.operation("add_positions", [hidden, positions], full, gradients=[(hidden, None), (positions, None)])
+    hidden = tape.operation("transpose", [hidden], full, gradients=[(hidden, None)])
+    if context.sequence_parallel:
+        hidden = tape.operation("scatter_to_sequence_parallel", [hidden], context.stream_bytes)
+    if context.hidden_dropout > 0:
+        hidden = tape.operation(
+            "embedding_dropout",
+            [hidden],
+            context.stream_bytes,
+            extra_saved_bytes=[context.stream_rows * context.hidden * BOOL],
+        )
+    return tape.finish(hidden)
+
+
+@lru_cache(maxsize=256)
+def head(context: MegatronContext) -> Template:
+    """Final norm, output layer [rows, vocabulary] and cross-entropy.
+
+    The loss converts the logits to fp32 inside its autograd function and turns that copy into the softmax in place; it is
+    kept for backward, which turns it into the gradient in place. The narrow logits live until the model's forward returns.
+    """
+    tape = Tape()
+    hidden = tape.input(context.stream_bytes)
+    final = norm(tape, hidden, context, context.stream_rows, context.hidden, "final_layernorm")
+    logits = column_linear(tape, final, context, context.vocabulary, "output_layer", False)
+    logits.storage.category = Category.LOGITS
+    tape.begin_loss()
+    wide = context.rows * context.vocabulary * FP32
+    in_place = context.element_bytes == FP32  # .float() of fp32 logits is the logits themselves
+    loss = tape.operation(
+        "vocab_parallel_cross_entropy",
+        [logits],
+        context.rows * FP32,
+        saves=[logits] if in_place else [],
+        extra_saved_bytes=[context.rows * BOOL, context.rows * INT64] + ([] if in_place else [wide]),
+        gradients=[(logits, None if in_place else logits.num_bytes)],
+        category=Category.LOGITS,
+    )
+    tape.hold(logits)
+    tape.operation("loss_function", [loss], FP32, forward_temporary_bytes=2 * context.rows * FP32)
+    return tape.finish()

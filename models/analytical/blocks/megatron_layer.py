@@ -1,0 +1,50 @@
+"""A dense Megatron-LM decoder layer on one rank, for both `--transformer-impl` values, written on the tape.
+
+Sources: megatron-core 0.13.1 `transformer/transformer_layer.py`, `attention.py`, `mlp.py`. With GELU, dropout, biases and
+unfused attention its kept bytes are Korthikanti et al. 2022 (arXiv:2205.05198), Table 2: sbh·(34 + 5·a·s/h).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from peakcast.models.analytical.blocks.megatron_attention import attention
+from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.blocks.megatron_primitives import bias_dropout_add, norm_column_linear, row_linear
+from peakcast.models.analytical.tape import Tape, Template, Tensor
+
+
+@lru_cache(maxsize=512)
+def decoder_layer(context: MegatronContext) -> Template:
+    """One decoder layer: [stream_rows, hidden] in and out."""
+    tape = Tape()
+    hidden = tape.input(context.stream_bytes, owned=not context.checkpointed)
+    mixed = norm_column_linear(tape, hidden, context, context.query + 2 * context.key_value, "linear_qkv", context.qkv_bias)
+    projected = row_linear(tape, attention(tape, mixed, context), context, context.query, "linear_proj")
+    middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
+    output = bias_dropout_add(tape, feed_forward(tape, middle, context), middle, context, "mlp_bda")
+    tape.hold(hidden)
+    return tape.finish(output)
+
+
+def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
+    """Norm, first projection, activation, second projection; the second's bias is left to the residual addition."""
+    inner = norm_column_linear(tape, x, context, context.ffn * (2 if context.gated else 1), "linear_fc1", False)
+    activated = _activation(tape, inner, context)
+    return row_linear(tape, activated, context, context.ffn, "linear_fc2")
+
+
+def _activation(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
+    """bias + activation. Fused kernels (bias_gelu, bias_swiglu) and the compiled squared ReLU keep their input only."""
+    output = context.rows * context.ffn * context.element_bytes
+    if context.bias_activation_fusion or (context.activation == "squared_relu" and not context.gated):
+        if context.linear_bias and not context.bias_activation_fusion:
+            x = tape.operation("add_bias", [x], x.num_bytes, gradients=[(x, None)])
+        return tape.operation("activation", [x], output, saves=[x])
+    if context.linear_bias:
+        x = tape.operation("add_bias", [x], x.num_bytes, gradients=[(x, None)])
+    if not context.gated:
+        return tape.operation("activation", [x], output, saves=[x])
+    gate, up = tape.split(x, [output, output], "chunk")
+    activated = tape.operation("activation", [gate], output, saves=[gate])
+    return tape.operation("glu_product", [activated, up], output, saves=[activated, up])

@@ -1,0 +1,131 @@
+"""The operations that Megatron-LM layers are made of: parallel projections, norms, bias-dropout-add.
+
+Sources: megatron-core 0.13.1 `tensor_parallel/layers.py`, `fusions/`; Transformer Engine 2.8 `pytorch/module/`.
+A weight gradient is a new tensor in the parameters' dtype that is added to the persistent main gradient at once, except
+under gradient-accumulation fusion, where the product is written into the main gradient directly.
+"""
+
+from __future__ import annotations
+
+from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
+
+FP32 = 4
+BOOL = 1
+
+
+def norm_statistics(context: MegatronContext, rows: int) -> list[int]:
+    """Bytes of fp32 mean and reciprocal deviation per row (RMSNorm keeps the latter only)."""
+    return [rows * FP32] if context.normalization == "rmsnorm" else [rows * FP32, rows * FP32]
+
+
+def norm_gradients(context: MegatronContext, name: str, width: int) -> list[WeightGradient]:
+    """The norm's parameter gradients; `--disable-bias-linear` leaves LayerNorm's bias."""
+    gradients = [WeightGradient(f"{name}.weight.grad", width * context.element_bytes)]
+    if context.normalization == "layernorm":
+        gradients.append(WeightGradient(f"{name}.bias.grad", width * context.element_bytes))
+    return gradients
+
+
+def weight_gradients(context: MegatronContext, name: str, numel: int, bias: int) -> list[WeightGradient]:
+    """What a projection's backward allocates for its parameters: `numel` weight and `bias` bias elements."""
+    gradients = []
+    if not context.gradient_accumulation_fusion:
+        gradients.append(WeightGradient(f"{name}.weight.grad", numel * context.element_bytes))
+    if bias:
+        gradients.append(WeightGradient(f"{name}.bias.grad", bias * context.element_bytes))
+    return gradients
+
+
+def norm(tape: Tape, x: Tensor, context: MegatronContext, rows: int, width: int, name: str) -> Tensor:
+    """LayerNorm or RMSNorm: keeps its input and the statistics."""
+    return tape.operation(
+        name,
+        [x],
+        rows * width * context.element_bytes,
+        saves=[x],
+        extra_saved_bytes=norm_statistics(context, rows),
+        weight_gradients=norm_gradients(context, name, width),
+    )
+
+
+def norm_column_linear(tape: Tape, x: Tensor, context: MegatronContext, out_features: int, name: str, bias: bool) -> Tensor:
+    """Norm and column-parallel projection: [stream_rows, hidden] in, [rows, out_features] out.
+
+    Transformer Engine's LayerNormLinear keeps the input, the norm's output (ungathered) and the statistics; the local
+    implementation keeps the same from two modules. Under sequence parallelism the norm's output is gathered for the
+    product and again in backward (Transformer Engine: a temporary each time; local: the global memory buffer).
+    """
+    if not context.transformer_engine:
+        normalized = norm(tape, x, context, context.stream_rows, context.hidden, f"{name}.norm")
+        return column_linear(tape, normalized, context, out_features, name, bias)
+    gathered = context.gathered_bytes if context.sequence_parallel else 0
+    before_norm = context.stream_bytes if context.sequence_parallel else 0  # the reduce-scattered gradient
+    return tape.operation(
+        name,
+        [x],
+        context.rows * out_features * context.element_bytes,
+        saves=[x],
+        extra_saved_bytes=[context.stream_bytes, *norm_statistics(context, context.stream_rows)],
+        weight_gradients=[
+            *weight_gradients(context, name, out_features * context.hidden, out_features if bias else 0),
+            *norm_gradients(context, f"{name}.norm", context.hidden),
+        ],
+        forward_temporary_bytes=gathered,
+        backward_temporary_bytes=context.gathered_bytes + before_norm + max(gathered - context.stream_bytes, 0),
+    )
+
+
+def column_linear(tape: Tape, x: Tensor, context: MegatronContext, out_features: int, name: str, bias: bool) -> Tensor:
+    """megatron-core's ColumnParallelLinear: keeps its (ungathered) input; gathers into the global memory buffer."""
+    output = context.rows * out_features * context.element_bytes
+    return tape.operation(
+        name,
+        [x],
+        output,
+        saves=[x],
+        weight_gradients=weight_gradients(context, name, out_features * context.hidden, out_features if bias else 0),
+        forward_temporary_bytes=output if bias else 0,  # the product before `+ bias`
+        backward_temporary_bytes=(context.gathered_bytes if context.sequence_parallel else 0)
+        + fused_weight_gradient_bytes(context, out_features * context.hidden),
+    )
+
+
+def fused_weight_gradient_bytes(context: MegatronContext, numel: int) -> int:
+    """Bytes of the placeholder that a fused weight gradient hands to autograd in megatron-core's own projections."""
+    return numel * context.element_bytes if context.gradient_accumulation_fusion else 0
+
+
+def row_linear(tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str) -> Tensor:
+    """Row-parallel projection: [rows, in_features] in, [stream_rows, hidden] out, its bias left to the caller.
+
+    Keeps its input. Under sequence parallelism the product is made in full and reduce-scattered, and its gradient is
+    gathered in backward.
+    """
+    full = context.gathered_bytes if context.sequence_parallel else 0
+    placeholder = 0 if context.transformer_engine else fused_weight_gradient_bytes(context, in_features * context.hidden)
+    return tape.operation(
+        name,
+        [x],
+        context.stream_bytes,
+        saves=[x],
+        weight_gradients=weight_gradients(context, name, in_features * context.hidden, 0),
+        forward_temporary_bytes=full,
+        backward_temporary_bytes=full + placeholder,
+    )
+
+
+def bias_dropout_add(tape: Tape, x: Tensor, residual: Tensor, context: MegatronContext, name: str) -> Tensor:
+    """residual + dropout(x + bias). Fused (compiled): keeps the 1-byte mask only; unfused: the same and two temporaries."""
+    drops = context.hidden_dropout > 0
+    bias = [WeightGradient(f"{name}.bias.grad", context.hidden * context.element_bytes)] if context.linear_bias else []
+    unfused = 0 if context.bias_dropout_fusion else context.stream_bytes * (int(context.linear_bias) + int(drops))
+    return tape.operation(
+        name,
+        [x, residual],
+        context.stream_bytes,
+        extra_saved_bytes=[context.stream_rows * context.hidden * BOOL] if drops else [],
+        gradients=[(x, context.stream_bytes if drops else None), (residual, None)],
+        weight_gradients=bias,
+        forward_temporary_bytes=unfused,
+    )

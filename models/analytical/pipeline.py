@@ -1,0 +1,128 @@
+"""Pipelining: which layers a rank holds, and the order in which it runs micro-batches forward and backward.
+
+Reusable by every framework that runs 1F1B or its interleaved form (Narayanan et al. 2021, arXiv:2104.04473). The orders
+are those of megatron-core 0.13.1 `pipeline_parallel/schedules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from peakcast.errors import SpecError
+from peakcast.spec import Parallelism
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A model chunk (virtual stage) of a rank: its layers, and whether it has the model's ends."""
+
+    layers: range
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One entry of a rank's schedule: run `chunk` on `micro_batch`, forward or backward."""
+
+    forward: bool
+    micro_batch: int
+    chunk: int
+
+
+def pipeline_rank(layout: Parallelism, rank: int, *, pipeline_innermost: bool = False) -> int:
+    """The pipeline stage of global `rank`. Megatron's default order is tp-cp-ep-dp-pp: stages are outermost
+    (`pipeline_innermost`: tp-pp-dp, `--use-tp-pp-dp-mapping`). Raises: SpecError for a rank that does not exist."""
+    if not 0 <= rank < layout.world_size:
+        raise SpecError(
+            f"rank={rank} does not exist in a job of {layout.world_size} ranks; use 0 to {layout.world_size - 1}.",
+            parameter="rank",
+            value=rank,
+        )
+    inside = layout.tensor_parallel_size * layout.context_parallel_size
+    if pipeline_innermost:
+        return rank // inside % layout.pipeline_parallel_size
+    return rank // (inside * layout.data_parallel_size)
+
+
+@lru_cache(maxsize=4096)
+def stage_chunks(
+    num_layers: int, stages: int, virtual_stages: int, pipeline_rank: int, pipeline_layers: tuple[int, ...] = ()
+) -> tuple[Chunk, ...]:
+    """The chunks of stage `pipeline_rank`: chunk c is virtual stage c·stages + pipeline_rank in model order.
+
+    `pipeline_layers`: layers of every virtual stage in model order; empty for an even split.
+    """
+    total = stages * virtual_stages
+    sizes = pipeline_layers or (num_layers // total,) * total
+    chunks = []
+    for chunk in range(virtual_stages):
+        stage = chunk * stages + pipeline_rank
+        start = sum(sizes[:stage])
+        chunks.append(Chunk(layers=range(start, start + sizes[stage]), is_first=stage == 0, is_last=stage == total - 1))
+    return tuple(chunks)
+
+
+def warmup_turns(stages: int, virtual_stages: int, pipeline_rank: int, group: int, num_micro_batches: int) -> int:
+    """Forward turns before the first backward turn's own forward (`get_pp_rank_microbatches`)."""
+    if stages == 1:
+        return 0
+    if virtual_stages == 1:
+        warmup = stages - pipeline_rank - 1
+    else:
+        warmup = (stages - pipeline_rank - 1) * 2 + (virtual_stages - 1) * group
+    return min(warmup, num_micro_batches * virtual_stages)
+
+
+@lru_cache(maxsize=1024)
+def schedule(
+    stages: int, virtual_stages: int, pipeline_rank: int, num_micro_batches: int, group: int | None = None
+) -> tuple[Turn, ...]:
+    """The turns of stage `pipeline_rank` in order; `group`: micro-batches per virtual stage in a row (default: stages).
+
+    `gpipe` is the special case in which every forward comes first: `schedule(1, ...)` per micro-batch does not give it.
+    """
+    group = group or stages
+    table = _table(num_micro_batches, virtual_stages, group)
+    warmup = warmup_turns(stages, virtual_stages, pipeline_rank, group, num_micro_batches)
+    forward = [Turn(True, micro_batch, chunk) for micro_batch, chunk in table]
+    backward = [Turn(False, micro_batch, virtual_stages - 1 - chunk) for micro_batch, chunk in table]
+    turns = forward[:warmup]
+    for done in range(len(table) - warmup):
+        turns += [forward[warmup + done], backward[done]]
+    return (*turns, *backward[len(table) - warmup :])
+
+
+def _table(num_micro_batches: int, virtual_stages: int, group: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) of every virtual micro-batch (`get_schedule_table`)."""
+    if virtual_stages == 1:
+        return [(micro_batch, 0) for micro_batch in range(num_micro_batches)]
+    return [
+        (micro_batch, chunk)
+        for start in range(0, num_micro_batches, group)
+        for chunk in range(virtual_stages)
+        for micro_batch in range(start, min(start + group, num_micro_batches))
+    ]
+
+
+def representative_micro_batches(
+    stages: int, virtual_stages: int, pipeline_rank: int, num_micro_batches: int, group: int | None = None
+) -> int:
+    """The fewest micro-batches whose schedule reaches the same most in flight, and two more: what is worth simulating."""
+    group = group or stages
+    if virtual_stages == 1:
+        return min(num_micro_batches, stages - pipeline_rank + 2)
+    in_flight = warmup_turns(stages, virtual_stages, pipeline_rank, group, num_micro_batches) + 1
+    groups = -(-(in_flight + 2 * virtual_stages) // (virtual_stages * group)) + 1
+    return min(num_micro_batches, groups * group)
+
+
+def most_in_flight(turns: Sequence[Turn]) -> int:
+    """The largest number of forward turns whose backward has not run yet."""
+    most = now = 0
+    for turn in turns:
+        now += 1 if turn.forward else -1
+        most = max(most, now)
+    return most
