@@ -10,7 +10,9 @@ from functools import lru_cache
 from peakcast.architecture import Architecture
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
-from peakcast.models.analytical.blocks import huggingface as blocks
+from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_cache_bytes, is_adapter_target
+from peakcast.models.analytical.blocks.hf_ends import embedding, head, logits_bytes_kept_by_outputs
+from peakcast.models.analytical.blocks.hf_layer import decoder_layer
 from peakcast.models.analytical.optimizers import TrainedTensor, optimizer_rule
 from peakcast.models.analytical.parameters import (
     ParameterTensor,
@@ -50,7 +52,7 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
     for _ in range(shards.gradient_copies):
         timeline.hold_all(((f"{t.name}.bucket", t.module, t.num_bytes) for t in trained), Category.COMMUNICATION_BUFFERS)
     _hold_inputs(timeline, job)
-    cached = blocks.autocast_cache_bytes(context, sum(t.numel for t in trained if len(t.shape) > 1))
+    cached = autocast_cache_bytes(context, sum(t.numel for t in trained if len(t.shape) > 1))
     for micro_batch in range(min(job.gradient_accumulation_steps, 2)):
         start = timeline.now
         _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0)
@@ -71,12 +73,12 @@ def _hold_gathered(timeline: Step, shards: Sharding, parameters: Iterable[tuple[
         timeline.hold(name, Category.COMMUNICATION_BUFFERS, size, start, timeline.now)
 
 
-def _context(job: TrainingJob, device: Device | None) -> blocks.HFContext:
+def _context(job: TrainingJob, device: Device | None) -> HFContext:
     convention = conventions(job)
     weight = int(DTYPE_BYTES[job.precision.parameters])
     autocast = bool(convention.get("autocast"))
     adapter = job.finetuning.adapter_dtype or convention.get("adapter_dtype", job.precision.parameters)
-    return blocks.HFContext(
+    return HFContext(
         architecture=job.architecture,
         batch=job.micro_batch_size,
         sequence=job.sequence_length,
@@ -132,7 +134,7 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int) -
 
 
 def _adapted(name: str, job: TrainingJob) -> bool:
-    return blocks.is_adapter_target(name, job.finetuning, job.architecture)
+    return is_adapter_target(name, job.finetuning, job.architecture)
 
 
 def _all_parameters(architecture: Architecture) -> Iterator[tuple[str, ParameterTensor]]:
@@ -156,13 +158,11 @@ def _hold_inputs(timeline: Step, job: TrainingJob) -> None:
         timeline.hold("attention_mask", Category.INPUTS, tokens * INT64, 0)
 
 
-def _micro_batch(
-    timeline: Step, job: TrainingJob, context: blocks.HFContext, autocast_cache_bytes: int, *, keeps_gradients: bool
-) -> None:
+def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, cached_bytes: int, *, keeps_gradients: bool) -> None:
     checkpointing = job.activation_checkpointing
     start = timeline.now
     layers = range(job.architecture.num_hidden_layers)
-    embedding = timeline.run_forward(blocks.embedding(context), "embedding", keeps_gradients=keeps_gradients)
+    embedded = timeline.run_forward(embedding(context), "embedding", keeps_gradients=keeps_gradients)
     checkpointed = [checkpointing.mode == "full" and layer % checkpointing.every_n_layers == 0 for layer in layers]
     contexts = [_layer_context(context, index) for index in layers]
     runs: dict[int, Run] = {}
@@ -172,14 +172,12 @@ def _micro_batch(
         if checkpointed[index]:
             begins[index] = timeline.run_without_graph(_checkpointed_layer(contexts[index]), module)
         else:
-            runs[index] = timeline.run_forward(
-                blocks.decoder_layer(contexts[index]), module, keeps_gradients=keeps_gradients
-            )
-    loss_template = blocks.head(context)
+            runs[index] = timeline.run_forward(decoder_layer(contexts[index]), module, keeps_gradients=keeps_gradients)
+    loss_template = head(context)
     loss = timeline.run_forward(loss_template, "head", keeps_gradients=keeps_gradients)
     _hold_logits(timeline, job, context, loss)
     if any(checkpointed):  # where a graph is kept, it owns the copies
-        timeline.hold("autocast_cache", Category.TEMPORARIES, autocast_cache_bytes, loss.forward_start, timeline.now)
+        timeline.hold("autocast_cache", Category.TEMPORARIES, cached_bytes, loss.forward_start, timeline.now)
     timeline.run_backward(loss)
     for index in reversed(layers):
         if checkpointed[index]:
@@ -188,18 +186,18 @@ def _micro_batch(
         else:
             timeline.run_backward(runs[index])
     _hold_rotary_tables(timeline, job, context, start)
-    timeline.run_backward(embedding)
+    timeline.run_backward(embedded)
 
 
-def _layer_context(context: blocks.HFContext, index: int) -> blocks.HFContext:
+def _layer_context(context: HFContext, index: int) -> HFContext:
     """The context of decoder layer `index`: equal layers get equal contexts, and so share a template."""
     first = index == 0 and context.stream_bytes != context.weight_bytes
     routed = context.architecture.is_moe_layer(index)
     return replace(context, first_layer=first, routed=routed) if first or routed else context
 
 
-def _checkpointed_layer(context: blocks.HFContext) -> Template:
-    return blocks.decoder_layer(replace(context, checkpointed=True))
+def _checkpointed_layer(context: HFContext) -> Template:
+    return decoder_layer(replace(context, checkpointed=True))
 
 
 def _recompute(
@@ -217,16 +215,16 @@ def _recompute(
         timeline.hold("recomputed_output", Category.ACTIVATIONS, hidden, recomputed, timeline.now, module)
 
 
-def _hold_logits(timeline: Step, job: TrainingJob, context: blocks.HFContext, loss: Run) -> None:
+def _hold_logits(timeline: Step, job: TrainingJob, context: HFContext, loss: Run) -> None:
     """A plain loop keeps `outputs.logits` until the next forward; the Trainer drops them before backward."""
     if not conventions(job).get("trainer"):
-        size = blocks.logits_bytes_kept_by_outputs(context)
+        size = logits_bytes_kept_by_outputs(context)
         timeline.hold(
             "outputs.logits", Category.LOGITS, size, loss.forward_start + loss.template.num_forward, module="head"
         )
 
 
-def _hold_rotary_tables(timeline: Step, job: TrainingJob, context: blocks.HFContext, start: int) -> None:
+def _hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, start: int) -> None:
     """cos and sin [1, sequence_length, head_dim], shared by all layers until the first layer's backward is done."""
     if job.architecture.position_embedding == "rope":
         size = job.sequence_length * job.architecture.head_dim * context.compute_bytes

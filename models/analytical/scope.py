@@ -5,40 +5,6 @@ from __future__ import annotations
 from peakcast.architecture import Architecture
 from peakcast.spec import TrainingJob
 
-DENSE_FAMILIES = [
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "olmo",
-    "olmo2",
-    "phi",
-    "phi3",
-    "gemma",
-    "gemma2",
-    "gpt2",
-    "gpt_neox",
-    "gpt_bigcode",
-    "falcon",
-    "bloom",
-    "opt",
-    "mpt",
-    "stablelm",
-    "starcoder2",
-    "cohere",
-    "cohere2",
-    "granite",
-    "glm",
-    "glm4",
-    "smollm3",
-    "internlm2",
-    "gpt_neo",
-    "gptj",
-    "baichuan",
-    "nemotron",
-    "seed_oss",
-]
-
 
 def out_of_scope(job: TrainingJob) -> str:
     """Why the ledger does not cover `job`, as one sentence; "" when it does."""
@@ -63,8 +29,8 @@ def _huggingface_reason(job: TrainingJob) -> str:
         (job.task != "train", f"task={job.task!r} is not modelled; only training is."),
         (
             layout.data_parallel_size > 1 or layout.context_parallel_size > 1,
-            f"{layout.world_size} ranks (sharding={layout.sharding!r}, zero_stage={layout.zero_stage}): gathered weights and "
-            "communication buffers are a rule of thumb, not yet modelled one by one.",
+            f"{layout.world_size} ranks (sharding={layout.sharding!r}, zero_stage={layout.zero_stage}): gathered "
+            "weights and communication buffers are a rule of thumb, not yet modelled one by one.",
         ),
         (job.compile, "compile=true is not modelled: the compiler decides what is kept."),
         (job.loss.fused_linear_cross_entropy, "fused linear cross entropy is not modelled."),

@@ -8,13 +8,10 @@ Assumes balanced routing: with a skewed router the share of one expert grows, th
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.tape import Tensor
-
-if TYPE_CHECKING:
-    from peakcast.models.analytical.blocks.huggingface import BlockBuilder
 
 MOST_GROUPS = 16
 FP32 = 4

@@ -1,0 +1,215 @@
+"""What a Hugging Face block depends on, and the operations that all its blocks share: projections with their adapters,
+quantised or cast by autocast, and norms.
+
+Source: peft 0.13-0.21 `tuners/lora/{layer,bnb}.py`, bitsandbytes 0.43 `nn/modules.py`, torch autocast_mode.cpp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peakcast.architecture import Architecture
+from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
+from peakcast.spec import Finetuning
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFContext:
+    """All that a block's tensors depend on. Hashable: equal contexts share one template."""
+
+    architecture: Architecture
+    batch: int
+    sequence: int
+    weight_bytes: int
+    """Bytes of one element of the (unquantised) base weights."""
+    compute_bytes: int
+    """Bytes of one element inside matrix products; narrower than the weights' or inputs' only under autocast."""
+    autocast: bool
+    norm_weight_bytes: int
+    """Bytes of one element of the norms' weights: wider than `weight_bytes` where a trainer casts norms to fp32."""
+    attention: str
+    finetuning: Finetuning
+    adapter_bytes: int
+    logits_upcast: str
+    first_layer: bool = False
+    """The first layer reads what the embedding gives, in the weights' dtype, where later ones read a wider stream."""
+    routed: bool = False
+    """Whether the layer's feed-forward is a mixture of experts."""
+    checkpointed: bool = False
+    """Whether a layer's input is held by the checkpoint, which then owns it, instead of by the layer."""
+    kernel_temporaries: bool = False
+    """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.batch * self.sequence
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of one layer's input."""
+        size = self.weight_bytes if self.first_layer else self.stream_bytes
+        return self.rows * self.architecture.hidden_size * size
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the base weights train."""
+        return self.finetuning.method == "full"
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of one element of the residual stream between layers: what the embedding gives, or wider where an
+        fp32 norm makes a quantised Linear answer in fp32 (bitsandbytes `Linear4bit.forward` returns its input's dtype)."""
+        return self.norm_weight_bytes if self.finetuning.quantization else self.weight_bytes
+
+
+@dataclass(slots=True)
+class BlockBuilder:
+    """A tape and its context, with the operations that every block of a model shares."""
+
+    tape: Tape
+    context: HFContext
+    rows: int = 0
+    """Rows of the tensors at hand; 0 for the context's."""
+    num_matrices: int = 1
+    """Equal matrices that one projection stands for, used one after the other on equal shares of the rows (experts)."""
+
+    def __post_init__(self) -> None:
+        self.rows = self.rows or self.context.rows
+
+    def for_rows(self, rows: int, num_matrices: int) -> BlockBuilder:
+        """The same builder for tensors of other rows, split over `num_matrices` matrices."""
+        return BlockBuilder(self.tape, self.context, rows, num_matrices)
+
+    def projection(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
+        """A Linear of the network, with its adapter where `finetuning` gives it one (peft `lora/layer.py`, `bnb.py`)."""
+        context, tuning = self.context, self.context.finetuning
+        adapted = tuning.method != "full" and is_adapter_target(name, tuning, context.architecture)
+        if tuning.quantization is not None:
+            result = self._quantized_linear(x, in_features, out_features, name)
+            if adapted:  # "defensively clone" (peft lora/bnb.py)
+                result = self.tape.operation(f"{name}.clone", [result], result.num_bytes, gradients=[(result, None)])
+        else:
+            result = self.linear(x, in_features, out_features, name, bias, context.trainable, context.weight_bytes)
+        return self._adapter(x, result, in_features, out_features, name) if adapted else result
+
+    def _adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
+        context, tape, tuning = self.context, self.tape, self.context.finetuning
+        rank, wide, rows = tuning.rank or 0, context.adapter_bytes, self.rows
+        narrow_bytes = result.num_bytes
+        if x.num_bytes != rows * in_features * wide and not (tuning.quantization and context.autocast):
+            x = ops.cast(tape, x, rows * in_features * wide, f"{name}.lora.to_adapter_dtype")  # a copy per target
+        x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
+        y = self.linear(x, in_features, rank, f"{name}.lora_A", False, True, wide)
+        y = self.linear(y, rank, out_features, f"{name}.lora_B", False, True, wide)
+        y = ops.scale(tape, y, f"{name}.lora.scaling")
+        result = ops.add(tape, result, y, f"{name}.lora.add")
+        if result.num_bytes != narrow_bytes:
+            result = ops.cast(tape, result, narrow_bytes, f"{name}.lora.to_result_dtype")
+        return result
+
+    def _quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
+        """bitsandbytes MatMul4Bit / GPTQ: keeps no input; the whole matrix is dequantised in forward and backward."""
+        context, tape = self.context, self.tape
+        rows, compute = self.rows, context.compute_bytes
+        wide = x.num_bytes
+        if wide > rows * in_features * compute:
+            x = ops.cast(tape, x, rows * in_features * compute, f"{name}.to_compute_dtype")
+        matrix = in_features * out_features * compute
+        result = tape.operation(
+            name,
+            [x],
+            rows * out_features * compute,
+            forward_temporary_bytes=matrix,
+            backward_temporary_bytes=matrix,
+        )
+        if wide > rows * in_features * compute:
+            result = ops.cast(tape, result, rows * out_features * (wide // (rows * in_features)), f"{name}.to_input_dtype")
+        return result
+
+    def linear(
+        self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool, trainable: bool, weight_bytes: int
+    ) -> Tensor:
+        context = self.context
+        rows, tape = self.rows, self.tape
+        compute = context.compute_bytes if context.autocast else weight_bytes
+        if x.num_bytes > rows * in_features * compute:  # autocast: each Linear makes its own narrow copy of a wide input
+            x = ops.cast(tape, x, rows * in_features * compute, f"{name}.input_cast")
+        if weight_bytes <= compute:
+            return ops.linear(
+                tape,
+                x,
+                rows,
+                in_features,
+                out_features,
+                name,
+                element_bytes=compute,
+                bias=bias,
+                trainable=trainable,
+                num_matrices=self.num_matrices,
+            )
+        numel = in_features * out_features * self.num_matrices
+        weight = tape.operation(  # and a narrow copy of a wide weight, which autocast caches
+            f"{name}.weight_cast",
+            [],
+            numel * compute,
+            weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * weight_bytes)] if trainable else [],
+        )
+        return tape.operation(
+            name,
+            [x, weight],
+            rows * out_features * compute,
+            saves=([x] if trainable else []) + [weight],
+            weight_gradients=[WeightGradient(f"{name}.bias.grad", out_features * weight_bytes)]
+            if bias and trainable
+            else [],
+        )
+
+    def norm(self, x: Tensor, width: int, name: str, rows: int | None = None) -> Tensor:
+        """The architecture's norm over the last `width` elements."""
+        context, kind = self.context, self.context.architecture.normalization
+        rows = self.rows if rows is None else rows
+        if kind == "rmsnorm":
+            return ops.python_rms_norm(
+                self.tape,
+                x,
+                rows,
+                width,
+                name,
+                element_bytes=x.num_bytes // (rows * width),
+                weight_bytes=context.norm_weight_bytes,
+                trainable=context.trainable,
+                weight_offset_in_fp32=context.architecture.model_type.startswith("gemma"),
+            )
+        return ops.layer_norm(
+            self.tape,
+            x,
+            rows,
+            width,
+            name,
+            element_bytes=x.num_bytes // (rows * width),
+            trainable=context.trainable,
+            affine=kind != "nonparametric",
+            bias=kind == "layernorm",
+        )
+
+    def dropout(self, x: Tensor, probability: float, elements: int, name: str) -> Tensor:
+        return ops.dropout(self.tape, x, probability, elements, name)
+
+
+def is_adapter_target(name: str, tuning: Finetuning, architecture: Architecture) -> bool:
+    """Whether the projection `name` ("self_attn.q_proj") gets an adapter; peft's default is q and v (or the fused qkv)."""
+    leaf = name.rsplit(".", 1)[-1]
+    if tuning.targets:
+        return leaf in tuning.targets or ("all-linear" in tuning.targets and leaf != "lm_head")
+    return leaf in (("c_attn", "query_key_value", "qkv_proj") if architecture.fused_qkv else ("q_proj", "v_proj"))
+
+
+def autocast_cache_bytes(context: HFContext, trained_numel: int) -> int:
+    """Bytes of the narrow weight copies that autocast caches in one forward: also under no_grad, where no graph would
+    keep them, until the outermost context exits (torch/csrc/autograd autocast_mode.cpp, `cached_cast`)."""
+    wide = context.adapter_bytes if context.finetuning.method != "full" else context.weight_bytes
+    return trained_numel * context.compute_bytes if context.autocast and wide > context.compute_bytes else 0

@@ -1,0 +1,232 @@
+"""The decoder layer as Hugging Face transformers runs it, written on the tape.
+
+One mechanism for all families: what differs between Llama, GPT-2, GPT-NeoX, Gemma, ... are fields of `Architecture`.
+Read line by line from transformers 4.48-5.17 `modeling_*.py`; the saved set equals the table in where-memory-goes F1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
+from peakcast.models.analytical.blocks.routed import routed_feed_forward
+from peakcast.models.analytical.tape import Tape, Template, Tensor
+from peakcast.units import round_up
+
+FP32 = 4
+INT64 = 8
+
+
+@lru_cache(maxsize=256)
+def decoder_layer(context: HFContext) -> Template:
+    """One dense decoder layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
+    architecture = context.architecture
+    tape = Tape()
+    build = BlockBuilder(tape, context)
+    hidden = tape.input(context.input_bytes, owned=not context.checkpointed)
+    if architecture.parallel_block:
+        output = _parallel_block(build, hidden)
+    else:
+        output = _sublayer(build, hidden, _attention, "input_layernorm", "post_attention_layernorm")
+        output = _sublayer(build, output, _feed_forward, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    tape.hold(hidden)  # the model's loop variable keeps the layer's input until the layer returns
+    return tape.finish(output)
+
+
+def _sublayer(
+    build: BlockBuilder, x: Tensor, body: Callable[[BlockBuilder, Tensor], Tensor], norm_before: str, norm_after: str
+) -> Tensor:
+    architecture, width = build.context.architecture, build.context.architecture.hidden_size
+    placement = architecture.norm_placement
+    y = build.norm(x, width, norm_before) if placement != "post" else x
+    y = body(build, y)
+    if placement != "pre":
+        y = build.norm(y, width, norm_after)
+    return ops.add(build.tape, x, y, "residual_add")
+
+
+def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
+    """Attention and feed-forward side by side (GPT-NeoX, Falcon, Phi, Cohere)."""
+    architecture, width = build.context.architecture, build.context.architecture.hidden_size
+    first = build.norm(x, width, "input_layernorm")
+    second = build.norm(x, width, "post_attention_layernorm") if architecture.norms_per_parallel_block == 2 else first
+    attention = _attention(build, first)
+    feed_forward = _feed_forward(build, second)
+    return ops.add(build.tape, ops.add(build.tape, feed_forward, attention, "parallel_add"), x, "residual_add")
+
+
+def _attention(build: BlockBuilder, x: Tensor) -> Tensor:
+    context, architecture, tape = build.context, build.context.architecture, build.tape
+    rows, width = context.rows, architecture.hidden_size
+    query, key_value = architecture.query_size, architecture.key_value_size
+    size = context.compute_bytes
+    bias = architecture.attention_bias
+    if architecture.fused_qkv:
+        name = "self_attn." + _FUSED_QKV_NAMES.get(architecture.model_type, "qkv_proj")
+        fused = build.projection(x, width, query + 2 * key_value, name, bias)
+        q, k, v = tape.split(fused, [rows * query * size, rows * key_value * size, rows * key_value * size], "qkv_split")
+    else:
+        q = build.projection(x, width, query, "self_attn.q_proj", bias)
+        if architecture.qk_norm != "none":
+            q = _qk_norm(build, q, query, "self_attn.q_norm")
+        k = build.projection(x, width, key_value, "self_attn.k_proj", bias)
+        if architecture.qk_norm != "none":
+            k = _qk_norm(build, k, key_value, "self_attn.k_norm")
+        v = build.projection(x, width, key_value, "self_attn.v_proj", bias)
+    if architecture.position_embedding == "rope":
+        q = _rotate(tape, q, "self_attn.rotary_q")
+        k = _rotate(tape, k, "self_attn.rotary_k")
+    output = _attention_core(build, q, k, v)
+    out = "self_attn." + _OUTPUT_NAMES.get(architecture.model_type, "o_proj")
+    output = build.projection(output, query, width, out, architecture.attention_output_bias)
+    return build.dropout(output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
+
+
+_FUSED_QKV_NAMES = {
+    "gpt2": "c_attn",
+    "gpt_bigcode": "c_attn",
+    "gpt_neox": "query_key_value",
+    "falcon": "query_key_value",
+    "bloom": "query_key_value",
+    "mpt": "Wqkv",
+}
+_OUTPUT_NAMES = {"gpt2": "c_proj", "gpt_bigcode": "c_proj", "gpt_neox": "dense", "falcon": "dense", "bloom": "dense"}
+
+
+def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
+    architecture = build.context.architecture
+    if architecture.qk_norm == "head":
+        rows = build.context.rows * width // architecture.head_dim
+        return build.norm(x, architecture.head_dim, name, rows)
+    return build.norm(x, width, name)
+
+
+def _rotate(tape: Tape, x: Tensor, name: str) -> Tensor:
+    """x·cos + rotate_half(x)·sin: keeps nothing of its own (cos and sin belong to the model)."""
+    straight = ops.scale(tape, x, f"{name}.cos")
+    rotated = tape.operation(
+        f"{name}.rotate_half",
+        [x],
+        x.num_bytes,
+        forward_temporary_bytes=x.num_bytes // 2,
+        backward_temporary_bytes=x.num_bytes + x.num_bytes // 2,
+    )
+    rotated = ops.scale(tape, rotated, f"{name}.sin")
+    return ops.add(tape, straight, rotated, f"{name}.add")
+
+
+def _attention_core(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    context, architecture = build.context, build.context.architecture
+    if context.attention == "eager":
+        return _eager_attention(build, q, k, v)
+    if context.autocast:  # flash and sdpa run in the compute dtype and keep narrow copies of wide q, k, v
+        q, k, v = (
+            ops.cast(build.tape, x, context.rows * width * context.compute_bytes, f"self_attn.{name}_cast")
+            if x.num_bytes > context.rows * width * context.compute_bytes
+            else x
+            for x, width, name in (
+                (q, architecture.query_size, "q"),
+                (k, architecture.key_value_size, "k"),
+                (v, architecture.key_value_size, "v"),
+            )
+        )
+    heads = architecture.num_attention_heads
+    log_sum_exp = FP32 * context.rows * heads
+    hidden_bytes = flash_backward_bytes(context) if context.kernel_temporaries else 0
+    return build.tape.operation(
+        "self_attn.scaled_dot_product_attention",
+        [q, k, v],
+        q.num_bytes,
+        saves=[q, k, v],
+        saves_output=True,
+        extra_saved_bytes=[log_sum_exp, INT64, INT64],  # softmax statistics, random seed and offset
+        backward_temporary_bytes=hidden_bytes,
+    )
+
+
+def flash_backward_bytes(context: HFContext) -> int:
+    """Bytes that the flash-attention backward allocates inside itself: fp32 dq accumulator and row sums, and for grouped
+    queries dk, dv at all heads. Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp mha_bwd."""
+    architecture = context.architecture
+    heads, dim = architecture.num_attention_heads, architecture.head_dim
+    padded = round_up(context.sequence, 128)
+    accumulator = FP32 * context.batch * heads * padded * round_up(dim, 64 if dim > 128 else 32)
+    row_sums = FP32 * context.batch * heads * padded
+    expanded = 0
+    if architecture.num_key_value_heads != heads:
+        expanded = 2 * context.compute_bytes * context.rows * heads * dim
+    return accumulator + row_sums + expanded
+
+
+def _eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`eager_attention_forward`: scores, fp32 softmax, converted back, times v; k and v repeated to all heads."""
+    context, architecture, tape = build.context, build.context.architecture, build.tape
+    heads, size = architecture.num_attention_heads, context.compute_bytes
+    scores_elements = context.batch * heads * context.sequence * context.sequence
+    if architecture.num_key_value_heads != heads:
+        k = tape.operation("self_attn.repeat_k", [k], q.num_bytes)
+        v = tape.operation("self_attn.repeat_v", [v], q.num_bytes)
+    scores = tape.operation("self_attn.scores", [q, k], scores_elements * size, saves=[q, k])
+    scores = ops.scale(tape, scores, "self_attn.scaling")
+    scores = tape.operation("self_attn.add_mask", [scores], scores.num_bytes, gradients=[(scores, None)])
+    if size != FP32:
+        scores = ops.cast(tape, scores, scores_elements * FP32, "self_attn.softmax.to_float32")
+    probabilities = ops.unary_of_result(tape, scores, "self_attn.softmax")
+    if size != FP32:
+        probabilities = ops.cast(tape, probabilities, scores_elements * size, "self_attn.softmax.to_narrow")
+    probabilities = build.dropout(
+        probabilities, architecture.attention_dropout, scores_elements, "self_attn.attention_dropout"
+    )
+    return tape.operation(
+        "self_attn.weighted_sum",
+        [probabilities, v],
+        q.num_bytes,
+        saves=[probabilities, v],
+        forward_temporary_bytes=q.num_bytes,  # the product before .transpose(1, 2).contiguous()
+    )
+
+
+def _feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
+    if build.context.routed:
+        return routed_feed_forward(build, x)
+    architecture, tape = build.context.architecture, build.tape
+    width, inner = architecture.hidden_size, architecture.intermediate_size
+    bias = architecture.mlp_bias
+    rows, size = build.context.rows, build.context.compute_bytes
+    if architecture.gated_mlp:
+        if architecture.model_type in ("phi3", "glm", "glm4"):  # gate_up_proj is one matrix; the halves are views
+            fused = build.projection(x, width, 2 * inner, "mlp.gate_up_proj", bias)
+            gate, up = tape.split(fused, [rows * inner * size] * 2, "mlp.chunk")
+            activated = _activation(build, gate)
+        else:
+            gate = build.projection(x, width, inner, "mlp.gate_proj", bias)
+            activated = _activation(build, gate)
+            up = build.projection(x, width, inner, "mlp.up_proj", bias)
+        product = ops.multiply(tape, activated, up, "mlp.product")
+    else:
+        product = _activation(build, build.projection(x, width, inner, "mlp.up_proj", bias))
+    output = build.projection(product, inner, width, "mlp.down_proj", bias)
+    return build.dropout(output, architecture.hidden_dropout, rows * width, "mlp.dropout")
+
+
+def _activation(build: BlockBuilder, x: Tensor) -> Tensor:
+    """The activation function. gelu_new is Python code in transformers (activations.py NewGELUActivation)."""
+    tape, name = build.tape, build.context.architecture.hidden_act
+    if name in ("gelu_new", "gelu_fast"):
+        half = ops.scale(tape, x, "mlp.gelu_new.half")
+        cube = ops.unary(tape, x, "mlp.gelu_new.pow", backward_temporary_bytes=2 * x.num_bytes)
+        cube = ops.scale(tape, cube, "mlp.gelu_new.coefficient")
+        inner = ops.add(tape, x, cube, "mlp.gelu_new.add")
+        inner = ops.scale(tape, inner, "mlp.gelu_new.scale")
+        tanh = ops.unary_of_result(tape, inner, "mlp.gelu_new.tanh")
+        shifted = tape.operation("mlp.gelu_new.one_plus", [tanh], tanh.num_bytes, gradients=[(tanh, None)])
+        return ops.multiply(tape, half, shifted, "mlp.gelu_new.product")
+    if name == "relu2":
+        return ops.unary(
+            tape, ops.unary_of_result(tape, x, "mlp.relu"), "mlp.square", backward_temporary_bytes=2 * x.num_bytes
+        )
+    if name == "relu":
+        return ops.unary_of_result(tape, x, "mlp.relu")
+    return ops.unary(tape, x, f"mlp.{name}")
