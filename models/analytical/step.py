@@ -43,7 +43,7 @@ class Step:
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
     gradient_shards: int = 1
-    """Above 1, a parameter's gradient lives in full until its block's backward ends (reduce-scatter), then a shard of it."""
+    """Above 1, a parameter's gradient lives in full until its block's backward ends (reduce-scatter), then one shard."""
 
     @property
     def now(self) -> int:

@@ -24,8 +24,8 @@ def linear(
     trainable: bool = True,
     num_matrices: int = 1,
 ) -> Tensor:
-    """x·Wᵀ (+ b). Keeps its input when the weight trains; the weight itself is a parameter anyway. `num_matrices`: that many
-    weights in a row, each on its share of the rows."""
+    """x·Wᵀ (+ b). Keeps its input when the weight trains; the weight itself is a parameter anyway. `num_matrices`: so
+    many weights in a row, each on its share of the rows."""
     gradients = [WeightGradient(f"{name}.weight.grad", in_features * out_features * element_bytes)] * num_matrices
     if bias:
         gradients.append(WeightGradient(f"{name}.bias.grad", out_features * element_bytes))

@@ -1,7 +1,8 @@
 """The routed feed-forward of a mixture of experts in Hugging Face: a loop over the experts, with balanced routing.
 
-Experts run one after the other, each on its share of `num_experts_per_tok` rows per token; many experts are written in
-at most `MOST_GROUPS` groups of equals, which keeps what they save exact and what they need in passing a little high. Source: transformers 4.48-5.17 `models/mixtral/modeling_mixtral.py`.
+Experts run one after the other, each on its share of `num_experts_per_tok` rows per token; many experts are written in at
+most `MOST_GROUPS` groups of equals, which keeps what they save exact and what they need in passing a little high.
+Source: transformers 4.48-5.17 `models/mixtral/modeling_mixtral.py`.
 Assumes balanced routing: with a skewed router the share of one expert grows, the kept rows do not.
 """
 
