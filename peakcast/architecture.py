@@ -78,6 +78,10 @@ class Architecture:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int = 0
+    position_embedding_offset: int = 0
+    """Rows of a learned position table beyond `max_position_embeddings` (OPT: 2)."""
+    type_vocab_size: int = 0
+    """Rows of a token-type table (BERT: 2)."""
     tie_word_embeddings: bool = False
     position_embedding: PositionEmbedding = "rope"
     normalization: Normalization = "rmsnorm"
@@ -90,6 +94,8 @@ class Architecture:
     hidden_act: str = "silu"
     gated_mlp: bool = True
     """Three matrices (gate, up, down) instead of two."""
+    fused_gate_up: bool = False
+    """gate and up are one [2·intermediate_size, hidden_size] matrix (Phi-3, GLM)."""
     fused_qkv: bool = False
     """One projection for q, k and v (GPT-2, GPT-NeoX, Falcon, Phi-3)."""
     attention_bias: bool = False
@@ -99,8 +105,9 @@ class Architecture:
     lm_head_bias: bool = False
     embedding_norm: bool = False
     """A norm right after the token embedding (BLOOM)."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """`head`: one [head_dim] weight each for q and k (Qwen3); `full`: [heads·head_dim] (OLMo-2)."""
+    qk_norm: Literal["none", "head", "full", "per_head"] = "none"
+    """`head`: one [head_dim] weight each for q and k (Qwen3); `full`: [heads·head_dim] (OLMo-2);
+    `per_head`: [heads, head_dim], a weight of its own for every head (Command R+)."""
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     embedding_dropout: float = 0.0
@@ -130,6 +137,8 @@ class Architecture:
         require_not_negative(
             self,
             "max_position_embeddings",
+            "position_embedding_offset",
+            "type_vocab_size",
             "attention_dropout",
             "hidden_dropout",
             "embedding_dropout",

@@ -22,7 +22,7 @@ from peakcast.models.analytical.parameters import (
 )
 from peakcast.models.analytical.quantization import quantized_linear_bytes
 from peakcast.models.analytical.sharding import Sharding, shard, sharding
-from peakcast.models.analytical.step import Run, Step
+from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.models.analytical.tape import Template
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import TrainingJob
@@ -175,7 +175,6 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, cached_by
             runs[index] = timeline.run_forward(decoder_layer(contexts[index]), module, keeps_gradients=keeps_gradients)
     loss_template = head(context)
     loss = timeline.run_forward(loss_template, "head", keeps_gradients=keeps_gradients)
-    _hold_logits(timeline, job, context, loss)
     if any(checkpointed):  # where a graph is kept, it owns the copies
         timeline.hold("autocast_cache", Category.TEMPORARIES, cached_bytes, loss.forward_start, timeline.now)
     timeline.run_backward(loss)
@@ -187,6 +186,7 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, cached_by
             timeline.run_backward(runs[index])
     _hold_rotary_tables(timeline, job, context, start)
     timeline.run_backward(embedded)
+    _hold_logits(timeline, job, context, loss)
 
 
 def _layer_context(context: HFContext, index: int) -> HFContext:
@@ -216,12 +216,12 @@ def _recompute(
 
 
 def _hold_logits(timeline: Step, job: TrainingJob, context: HFContext, loss: Run) -> None:
-    """A plain loop keeps `outputs.logits` until the next forward; the Trainer drops them before backward."""
-    if not conventions(job).get("trainer"):
+    """A plain loop keeps `outputs.logits` until the next forward; the Trainer drops them before backward, or at its end."""
+    if not conventions(job).get("outputs_dropped"):
         size = logits_bytes_kept_by_outputs(context)
-        timeline.hold(
-            "outputs.logits", Category.LOGITS, size, loss.forward_start + loss.template.num_forward, module="head"
-        )
+        dies = timeline.now if conventions(job).get("trainer") else FOREVER
+        born = loss.forward_start + loss.template.num_forward
+        timeline.hold("outputs.logits", Category.LOGITS, size, born, dies, "head")
 
 
 def _hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, start: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 from peakcast.spec import Finetuning
 
@@ -63,7 +64,14 @@ class HFContext:
     def stream_bytes(self) -> int:
         """Bytes of one element of the residual stream between layers: what the embedding gives, or wider where an
         fp32 norm makes a quantised Linear answer in fp32 (bitsandbytes `Linear4bit.forward` returns its input's dtype)."""
-        return self.norm_weight_bytes if self.finetuning.quantization else self.weight_bytes
+        if not self.finetuning.quantization:
+            return self.weight_bytes
+        return FP32 if self.native_norm_in_float32 else self.norm_weight_bytes
+
+    @property
+    def native_norm_in_float32(self) -> bool:
+        """Whether norms run in fp32 because torch's own layer_norm is on autocast's fp32 list."""
+        return self.autocast and self.architecture.normalization != "rmsnorm"
 
 
 @dataclass(slots=True)
@@ -184,6 +192,8 @@ class BlockBuilder:
                 trainable=context.trainable,
                 weight_offset_in_fp32=context.architecture.model_type.startswith("gemma"),
             )
+        if self.context.native_norm_in_float32 and x.num_bytes < rows * width * FP32:
+            x = ops.cast(self.tape, x, rows * width * FP32, f"{name}.to_float32")
         return ops.layer_norm(
             self.tape,
             x,
@@ -205,7 +215,7 @@ def is_adapter_target(name: str, tuning: Finetuning, architecture: Architecture)
     leaf = name.rsplit(".", 1)[-1]
     if tuning.targets:
         return leaf in tuning.targets or ("all-linear" in tuning.targets and leaf != "lm_head")
-    return leaf in (("c_attn", "query_key_value", "qkv_proj") if architecture.fused_qkv else ("q_proj", "v_proj"))
+    return leaf == leaf_names(architecture).qkv if architecture.fused_qkv else leaf in ("q_proj", "v_proj")
 
 
 def autocast_cache_bytes(context: HFContext, trained_numel: int) -> int:

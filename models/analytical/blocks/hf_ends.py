@@ -44,7 +44,10 @@ def embedding(context: HFContext) -> Template:
             context.sequence * width * size,
             weight_gradients=[
                 WeightGradient(
-                    "embed_positions.weight.grad", architecture.max_position_embeddings * width * context.weight_bytes
+                    "embed_positions.weight.grad",
+                    (architecture.max_position_embeddings + architecture.position_embedding_offset)
+                    * width
+                    * context.weight_bytes,
                 )
             ]
             if trains
@@ -96,6 +99,8 @@ def head(context: HFContext) -> Template:
         tape.begin_loss()
         kept = [narrow]
         logits = _shift(tape, logits, shifted_rows, rows)
+        if context.autocast and context.compute_bytes != FP32:  # cross_entropy is on autocast's fp32 list
+            logits = _logits_op(tape, logits, logits.num_bytes // context.compute_bytes * FP32, "logits.to_float32")
     else:
         tape.begin_loss()
         kept = [narrow]
@@ -130,6 +135,7 @@ def _shift(tape: Tape, x: Tensor, shifted_rows: int, rows: int) -> Tensor:
 
 
 def logits_bytes_kept_by_outputs(context: HFContext) -> int:
-    """Bytes of the logits that live on in the model's outputs when the caller keeps them."""
-    element = FP32 if context.logits_upcast == "model" else context.compute_bytes
+    """Bytes of the logits that live on in the model's outputs when the caller keeps them; under
+    autocast accelerate's `convert_outputs_to_fp32` has widened them."""
+    element = FP32 if context.logits_upcast == "model" or context.autocast else context.compute_bytes
     return context.rows * context.architecture.vocab_size * element

@@ -12,6 +12,7 @@ from functools import lru_cache
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
 from peakcast.models.analytical.blocks.routed import routed_feed_forward
+from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.tape import Tape, Template, Tensor
 from peakcast.units import round_up
 
@@ -62,10 +63,9 @@ def _attention(build: BlockBuilder, x: Tensor) -> Tensor:
     rows, width = context.rows, architecture.hidden_size
     query, key_value = architecture.query_size, architecture.key_value_size
     size = context.compute_bytes
-    bias = architecture.attention_bias
+    bias, names = architecture.attention_bias, leaf_names(architecture)
     if architecture.fused_qkv:
-        name = "self_attn." + _FUSED_QKV_NAMES.get(architecture.model_type, "qkv_proj")
-        fused = build.projection(x, width, query + 2 * key_value, name, bias)
+        fused = build.projection(x, width, query + 2 * key_value, f"self_attn.{names.qkv}", bias)
         q, k, v = tape.split(fused, [rows * query * size, rows * key_value * size, rows * key_value * size], "qkv_split")
     else:
         q = build.projection(x, width, query, "self_attn.q_proj", bias)
@@ -79,25 +79,13 @@ def _attention(build: BlockBuilder, x: Tensor) -> Tensor:
         q = _rotate(tape, q, "self_attn.rotary_q")
         k = _rotate(tape, k, "self_attn.rotary_k")
     output = _attention_core(build, q, k, v)
-    out = "self_attn." + _OUTPUT_NAMES.get(architecture.model_type, "o_proj")
-    output = build.projection(output, query, width, out, architecture.attention_output_bias)
+    output = build.projection(output, query, width, f"self_attn.{names.out}", architecture.attention_output_bias)
     return build.dropout(output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
-
-
-_FUSED_QKV_NAMES = {
-    "gpt2": "c_attn",
-    "gpt_bigcode": "c_attn",
-    "gpt_neox": "query_key_value",
-    "falcon": "query_key_value",
-    "bloom": "query_key_value",
-    "mpt": "Wqkv",
-}
-_OUTPUT_NAMES = {"gpt2": "c_proj", "gpt_bigcode": "c_proj", "gpt_neox": "dense", "falcon": "dense", "bloom": "dense"}
 
 
 def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
     architecture = build.context.architecture
-    if architecture.qk_norm == "head":
+    if architecture.qk_norm in ("head", "per_head"):
         rows = build.context.rows * width // architecture.head_dim
         return build.norm(x, architecture.head_dim, name, rows)
     return build.norm(x, width, name)
@@ -193,21 +181,21 @@ def _feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
         return routed_feed_forward(build, x)
     architecture, tape = build.context.architecture, build.tape
     width, inner = architecture.hidden_size, architecture.intermediate_size
-    bias = architecture.mlp_bias
+    bias, names = architecture.mlp_bias, leaf_names(architecture)
     rows, size = build.context.rows, build.context.compute_bytes
     if architecture.gated_mlp:
-        if architecture.model_type in ("phi3", "glm", "glm4"):  # gate_up_proj is one matrix; the halves are views
+        if architecture.fused_gate_up:  # one matrix; the halves are views
             fused = build.projection(x, width, 2 * inner, "mlp.gate_up_proj", bias)
             gate, up = tape.split(fused, [rows * inner * size] * 2, "mlp.chunk")
             activated = _activation(build, gate)
         else:
-            gate = build.projection(x, width, inner, "mlp.gate_proj", bias)
+            gate = build.projection(x, width, inner, f"mlp.{names.gate}", bias)
             activated = _activation(build, gate)
-            up = build.projection(x, width, inner, "mlp.up_proj", bias)
+            up = build.projection(x, width, inner, f"mlp.{names.up}", bias)
         product = ops.multiply(tape, activated, up, "mlp.product")
     else:
-        product = _activation(build, build.projection(x, width, inner, "mlp.up_proj", bias))
-    output = build.projection(product, inner, width, "mlp.down_proj", bias)
+        product = _activation(build, build.projection(x, width, inner, f"mlp.{names.up}", bias))
+    output = build.projection(product, inner, width, f"mlp.{names.down}", bias)
     return build.dropout(output, architecture.hidden_dropout, rows * width, "mlp.dropout")
 
 

@@ -1,0 +1,166 @@
+"""Facts with their sources: GPUs, architectures, framework conventions. Read lazily from TOML, looked up by any name."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from peakcast.architecture import Architecture
+from peakcast.errors import CatalogError, near_misses
+
+_HERE = files("peakcast.catalog")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A GPU type: where a job runs. Numbers are per GPU."""
+
+    name: str
+    generation: str
+    """NVIDIA's name of the GPU architecture ("Hopper")."""
+    memory_bytes: int
+    """Nominal memory, as sold: bytes."""
+    nvml_memory_bytes: int
+    """Total that nvidia-smi shows: bytes, error correction's share already taken off."""
+    cuda_memory_bytes: int
+    """Total that `cudaMemGetInfo` reports, which is what CUDA programs can use, all of them together: bytes."""
+    num_sms: int
+    """Streaming multiprocessors."""
+    max_threads_per_sm: int
+    compute_capability: tuple[int, int]
+    source: str
+    """Where the multiprocessors, threads and nominal memory are from."""
+    cuda_memory_source: str
+    """"measured report: ..." or "estimated: ...": how `cuda_memory_bytes` is known."""
+
+
+# -- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def gpu(name: str) -> Device:
+    """The GPU type called `name`: ours ("H100-80GB") or torch's ("NVIDIA H100 80GB HBM3"); case does not matter.
+
+    Raises: CatalogError with near misses.
+    """
+    key = _gpu_aliases().get(_folded(name, "gpu"))
+    if key is None:
+        hint = near_misses(name, gpu_names()) or f"; known: {', '.join(gpu_names())}."
+        raise CatalogError(
+            f"gpu={name!r} is not in the catalog{hint} A new GPU is a stanza in peakcast/catalog/gpus.toml.",
+            parameter="gpu",
+            value=name,
+        )
+    return _device(key)
+
+
+def gpu_names() -> tuple[str, ...]:
+    """The catalog's own GPU names, as written in gpus.toml."""
+    return tuple(_gpus())
+
+
+@cache
+def _gpus() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(_HERE.joinpath("gpus.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _device(name: str) -> Device:
+    row = {key: value for key, value in _gpus()[name].items() if key != "aliases"}
+    major, minor = row.pop("compute_capability")
+    return Device(name=name, compute_capability=(major, minor), **row)
+
+
+@cache
+def _gpu_aliases() -> Mapping[str, str]:
+    return {_folded(alias): name for name, row in _gpus().items() for alias in (name, *row.get("aliases", ()))}
+
+
+# -- architectures ------------------------------------------------------------------------------------------------------
+
+
+def architecture(name: str) -> Architecture:
+    """The network called `name`: ours ("llama-3.1-8b") or a hub id ("meta-llama/Llama-3.1-8B"); case does not matter.
+
+    Raises: CatalogError with near misses.
+    """
+    return _architecture(_architecture_key(name))
+
+
+def architecture_names() -> tuple[str, ...]:
+    """The catalog's own architecture names, sorted."""
+    folder = _HERE.joinpath("architectures")
+    return tuple(sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml")))
+
+
+def published_num_parameters(name: str) -> int:
+    """Parameters of the network called `name` as its makers state them: tied weights once. See also the tolerance."""
+    return int(_file(_architecture_key(name))["num_parameters"])
+
+
+def published_num_parameters_tolerance(name: str) -> int:
+    """How far `published_num_parameters` may be from the truth because it was published rounded; 0 for exact counts."""
+    return int(_file(_architecture_key(name)).get("num_parameters_tolerance", 0))
+
+
+@cache
+def _architecture(key: str) -> Architecture:
+    from peakcast.dialects.hf_config import architecture_from_hf_config
+
+    return architecture_from_hf_config(_file(key)["config"], name=key)
+
+
+@cache
+def _file(key: str) -> dict[str, Any]:
+    """One architecture's file: its own keys, and `config`, the excerpt of its config.json ("null" stands for null,
+    which TOML has not)."""
+    mapping = tomllib.loads(_HERE.joinpath("architectures", f"{key}.toml").read_text(encoding="utf-8"))
+    mapping["config"] = {field: None if value == "null" else value for field, value in mapping["config"].items()}
+    return mapping
+
+
+@cache
+def _known_architectures() -> Mapping[str, str]:
+    return {_folded(name): name for name in architecture_names()}
+
+
+@cache
+def _architecture_aliases() -> Mapping[str, str]:
+    text = _HERE.joinpath("aliases.toml").read_text(encoding="utf-8")
+    pairs = [(alias, name) for name, aliases in tomllib.loads(text).items() for alias in aliases]
+    bare = {_folded(alias.rsplit("/", 1)[-1]): name for alias, name in reversed(pairs)}
+    return bare | {_folded(alias): name for alias, name in pairs}
+
+
+def _architecture_key(name: str) -> str:
+    folded = _folded(name, "architecture")
+    bare = _folded(_without_packaging(name))
+    for known in (_known_architectures(), _architecture_aliases()):
+        for candidate in (folded, bare):
+            if candidate in known:
+                return known[candidate]
+    raise CatalogError(
+        f"architecture={name!r} is not in the catalog{near_misses(name.rsplit('/', 1)[-1], architecture_names()) or '.'}"
+        " Give the network's config.json (its path or its mapping) instead.",
+        parameter="architecture",
+        value=name,
+    )
+
+
+_PACKAGING = re.compile(r"[-_.](gptq|awq|gguf|bnb|4bit|8bit|int4|int8|fp16|fp8|bf16|hf)(?=$|[-_.])", re.IGNORECASE)
+
+
+def _without_packaging(name: str) -> str:
+    """A hub id without its owner and without how the weights are stored: `TheBloke/Llama-2-70B-GPTQ` -> `Llama-2-70B`."""
+    return _PACKAGING.sub("", name.rsplit("/", 1)[-1])
+
+
+def _folded(name: str, parameter: str = "name") -> str:
+    """`name` for comparison: lower case, one kind of separator, no vendor."""
+    if not isinstance(name, str):
+        raise CatalogError(f"{parameter}={name!r} must be a name, as text.", parameter=parameter, value=name)
+    return re.sub(r"[\s_]+", "-", name.strip().lower()).removeprefix("nvidia-")

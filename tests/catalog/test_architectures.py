@@ -1,0 +1,84 @@
+"""The architecture catalog: our inventory counts what the makers published, for every file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from peakcast import catalog
+from peakcast.errors import CatalogError
+from peakcast.models.analytical.parameters import num_parameters
+
+
+@pytest.mark.parametrize("name", catalog.architecture_names())
+def test_the_inventory_counts_what_is_published(name: str) -> None:
+    computed, published = num_parameters(catalog.architecture(name)), catalog.published_num_parameters(name)
+    assert abs(computed - published) <= catalog.published_num_parameters_tolerance(name)
+
+
+@pytest.mark.parametrize("name", catalog.architecture_names())
+def test_a_rounded_count_says_how_rounded_it_is(name: str) -> None:
+    published, tolerance = catalog.published_num_parameters(name), catalog.published_num_parameters_tolerance(name)
+    assert 0 <= tolerance <= 0.01 * published
+    assert tolerance or published % 10**6, "a round number needs a tolerance"
+    assert catalog._file(name)["num_parameters_source"]
+
+
+@pytest.mark.parametrize("name", catalog.architecture_names())
+def test_the_name_of_the_file_is_the_name_of_the_architecture(name: str) -> None:
+    assert catalog.architecture(name).name == name
+
+
+def test_the_catalog_spans_the_sizes_people_train() -> None:
+    counts = sorted(map(catalog.published_num_parameters, catalog.architecture_names()))
+    assert len(counts) >= 70
+    assert counts[0] < 10**8
+    assert counts[-1] >= 671 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("LLAMA-3.1-8B", "llama-3.1-8b"),
+        ("Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("NousResearch/Llama-2-70b-hf", "llama-2-70b"),
+        ("TheBloke/Llama-2-70B-GPTQ", "llama-2-70b"),
+        ("TheBloke/Mistral-7B-v0.1-GPTQ", "mistral-7b"),
+        ("TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ", "mixtral-8x7b"),
+        ("bigcode/gpt_bigcode-santacoder", "santacoder"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("unsloth/Qwen3-8B-bnb-4bit", "qwen3-8b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+    ],
+)
+def test_hub_ids_and_customary_spellings_are_found(written: str, name: str) -> None:
+    assert catalog.architecture(written).name == name
+
+
+def test_every_alias_leads_to_a_file() -> None:
+    assert set(catalog._architecture_aliases().values()) <= set(catalog.architecture_names())
+
+
+def test_an_unknown_architecture_is_refused_with_near_misses_and_the_way_out() -> None:
+    with pytest.raises(CatalogError, match=r"'lama-3-8b' is not in the catalog; did you mean 'llama-3-8b'.*config.json"):
+        catalog.architecture("lama-3-8b")
+
+
+@pytest.mark.parametrize("name", ["../gpus", "a/../../gpus", "", ".", "llama\n"])
+def test_a_name_is_never_a_path(name: str) -> None:
+    with pytest.raises(CatalogError):
+        catalog.architecture(name)
+
+
+def test_one_lookup_parses_one_file() -> None:
+    program = (
+        "from peakcast import catalog\n"
+        "catalog.architecture('llama-3.1-8b'); catalog.architecture('LLAMA-3.1-8B')\n"
+        "import sys; print(catalog._file.cache_info().currsize, 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["1", "False"]
