@@ -66,7 +66,7 @@ def stage_chunks(
 
 
 def warmup_turns(stages: int, virtual_stages: int, pipeline_rank: int, group: int, num_micro_batches: int) -> int:
-    """Forward turns before the first backward turn's own forward (`get_pp_rank_microbatches`)."""
+    """Forward turns before forward and backward alternate (`get_pp_rank_microbatches`)."""
     if stages == 1:
         return 0
     if virtual_stages == 1:
@@ -80,10 +80,7 @@ def warmup_turns(stages: int, virtual_stages: int, pipeline_rank: int, group: in
 def schedule(
     stages: int, virtual_stages: int, pipeline_rank: int, num_micro_batches: int, group: int | None = None
 ) -> tuple[Turn, ...]:
-    """The turns of stage `pipeline_rank` in order; `group`: micro-batches per virtual stage in a row (default: stages).
-
-    `gpipe` is the special case in which every forward comes first: `schedule(1, ...)` per micro-batch does not give it.
-    """
+    """The turns of stage `pipeline_rank` in order; `group`: micro-batches per virtual stage in a row (default: stages)."""
     group = group or stages
     table = _table(num_micro_batches, virtual_stages, group)
     warmup = warmup_turns(stages, virtual_stages, pipeline_rank, group, num_micro_batches)

@@ -25,7 +25,9 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> Tensor:
     if context.key_value_heads != context.heads:  # reshape of a strided view
         query = tape.operation("query_reshape", [query], query.num_bytes)
         copied = True
-    if context.qk_norm:
+    if context.qk_norm:  # Transformer Engine's norms copy the strided views first and keep the copies
+        query = tape.operation("query_contiguous", [query], query.num_bytes)
+        key = tape.operation("key_contiguous", [key], key.num_bytes)
         query = norm(tape, query, context, context.rows * context.heads, context.head_dim, "q_layernorm")
         key = norm(tape, key, context, context.rows * context.key_value_heads, context.head_dim, "k_layernorm")
         copied = True

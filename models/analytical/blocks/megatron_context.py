@@ -50,6 +50,10 @@ class MegatronContext:
     bias_activation_fusion: bool
     bias_dropout_fusion: bool
     gradient_accumulation_fusion: bool
+    cached_placeholders: bool
+    """Whether Transformer Engine caches the placeholders that fused weight gradients hand to autograd."""
+    cached_output_placeholder: bool
+    """The same for the output layer, which is megatron-core's."""
     fused_cross_entropy: bool
     recompute_attention: bool
     """`recompute-granularity: selective` with the attention core."""

@@ -66,6 +66,8 @@ def head(context: MegatronContext) -> Template:
     tape.begin_loss()
     wide = context.rows * context.vocabulary * FP32
     in_place = context.element_bytes == FP32  # .float() of fp32 logits is the logits themselves
+    # compiled kernels cannot work in place: the exponentials are a second fp32 copy, and so is their gradient
+    second_copy = wide if context.fused_cross_entropy else 0
     loss = tape.operation(
         "vocab_parallel_cross_entropy",
         [logits],
@@ -73,6 +75,8 @@ def head(context: MegatronContext) -> Template:
         saves=[logits] if in_place else [],
         extra_saved_bytes=[context.rows * BOOL, context.rows * INT64] + ([] if in_place else [wide]),
         gradients=[(logits, None if in_place else logits.num_bytes)],
+        forward_temporary_bytes=second_copy,
+        backward_temporary_bytes=second_copy,
         category=Category.LOGITS,
     )
     tape.hold(logits)

@@ -30,7 +30,8 @@ def norm_gradients(context: MegatronContext, name: str, width: int) -> list[Weig
 def weight_gradients(context: MegatronContext, name: str, numel: int, bias: int) -> list[WeightGradient]:
     """What a projection's backward allocates for its parameters: `numel` weight and `bias` bias elements."""
     gradients = []
-    if not context.gradient_accumulation_fusion:
+    placeholder = context.transformer_engine and not context.cached_placeholders
+    if not context.gradient_accumulation_fusion or placeholder:
         gradients.append(WeightGradient(f"{name}.weight.grad", numel * context.element_bytes))
     if bias:
         gradients.append(WeightGradient(f"{name}.bias.grad", bias * context.element_bytes))
@@ -79,12 +80,13 @@ def norm_column_linear(tape: Tape, x: Tensor, context: MegatronContext, out_feat
 def column_linear(tape: Tape, x: Tensor, context: MegatronContext, out_features: int, name: str, bias: bool) -> Tensor:
     """megatron-core's ColumnParallelLinear: keeps its (ungathered) input; gathers into the global memory buffer."""
     output = context.rows * out_features * context.element_bytes
+    gradients = weight_gradients(context, name, out_features * context.hidden, out_features if bias else 0)
     return tape.operation(
         name,
         [x],
         output,
         saves=[x],
-        weight_gradients=weight_gradients(context, name, out_features * context.hidden, out_features if bias else 0),
+        weight_gradients=gradients,
         forward_temporary_bytes=output if bias else 0,  # the product before `+ bias`
         backward_temporary_bytes=(context.gathered_bytes if context.sequence_parallel else 0)
         + fused_weight_gradient_bytes(context, out_features * context.hidden),
@@ -93,7 +95,8 @@ def column_linear(tape: Tape, x: Tensor, context: MegatronContext, out_features:
 
 def fused_weight_gradient_bytes(context: MegatronContext, numel: int) -> int:
     """Bytes of the placeholder that a fused weight gradient hands to autograd in megatron-core's own projections."""
-    return numel * context.element_bytes if context.gradient_accumulation_fusion else 0
+    made = context.gradient_accumulation_fusion and not context.transformer_engine
+    return numel * context.element_bytes if made else 0
 
 
 def row_linear(tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str) -> Tensor:
@@ -103,7 +106,7 @@ def row_linear(tape: Tape, x: Tensor, context: MegatronContext, in_features: int
     gathered in backward.
     """
     full = context.gathered_bytes if context.sequence_parallel else 0
-    placeholder = 0 if context.transformer_engine else fused_weight_gradient_bytes(context, in_features * context.hidden)
+    placeholder = fused_weight_gradient_bytes(context, in_features * context.hidden)
     return tape.operation(
         name,
         [x],

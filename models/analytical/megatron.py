@@ -1,0 +1,241 @@
+"""The ledger of a Megatron-LM training step on one rank: blocks placed on the instants of the rank's pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from peakcast.catalog import Device
+from peakcast.models.analytical.blocks.megatron_ends import embedding, head
+from peakcast.models.analytical.blocks.megatron_layer import decoder_layer
+from peakcast.models.analytical.megatron_persistent import (
+    FP32,
+    hold_parameters,
+    hold_workspaces,
+    optimizer_step,
+    owned_parameters,
+    rank_share,
+)
+from peakcast.models.analytical.megatron_scope import megatron_out_of_scope
+from peakcast.models.analytical.pipeline import Chunk, Turn, representative_micro_batches, schedule
+from peakcast.models.analytical.step import Run, Step
+from peakcast.models.analytical.tape import Template
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category, Phase, Timeline
+
+__all__ = ["megatron_ledger", "megatron_out_of_scope"]
+
+INT64 = 8
+
+
+def megatron_ledger(
+    job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
+) -> Timeline:
+    """Every tensor of one step of `job` on global `rank` (None: the first). `step`: "first" (no optimizer states until its
+    optimizer step, no workspace of the backward thread until its first product) or "steady". `device` adds what libraries
+    and kernels allocate inside themselves on that GPU type."""
+    return _Ledger(job, device, rank or 0).timeline(first=step == "first")
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    """A group of checkpointed layers: its first forward instant, and its layers."""
+
+    begin: int
+    layers: range
+    received: bool
+    """Whether its input was received from another stage, which is then held as such."""
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """What a forward turn leaves for its backward turn."""
+
+    start: int
+    runs: list[Run | _Checkpoint]
+
+
+class _Ledger:
+    """One step of one rank in the making."""
+
+    def __init__(self, job: TrainingJob, device: Device | None, rank: int) -> None:
+        self.share = rank_share(job, device, rank)
+        self.recomputed = replace(self.share.context, checkpointed=True)
+        self.step = Step()
+        self.alive: dict[tuple[int, int], _MicroBatch] = {}
+        self.received: dict[int, list[tuple[int, int]]] = {}
+        """Per chunk, the turns that received an input: first instant of the forward, end of the backward."""
+        self.forward_ends: dict[int, int] = {}
+        """End of every forward turn, by its first instant."""
+        self.backward_turns: list[tuple[int, int]] = []
+        """End and chunk of every backward turn."""
+        self.first_product = self.deferred = 0
+        self.deferred_tensors: list[tuple[str, Category, int, int]] = []
+
+    def timeline(self, *, first: bool) -> Timeline:
+        chunks = owned_parameters(self.share)
+        hold_parameters(self.step, self.share, chunks)
+        for turn in self._turns():
+            if turn.forward:
+                self._forward(turn)
+            else:
+                self._backward(turn)
+        for name, category, num_bytes, born in self.deferred_tensors:
+            self.step.hold(name, category, num_bytes, born, self.step.now, "head")
+        hold_workspaces(self.step, self.share, self.first_product if first else 0)
+        optimizer_step(self.step, self.share, chunks, first=first)
+        self._hold_received()
+        return self.step.timeline()
+
+    # -- forward and backward -----------------------------------------------------------------------------------------
+
+    def _turns(self) -> Sequence[Turn]:
+        layout = self.share.job.parallelism
+        sizes = layout.pipeline_parallel_size, layout.virtual_pipeline_stages, self.share.stage
+        group = int(self.share.convention.get("microbatch_group_size_per_virtual_pipeline_stage", 0) or 0) or None
+        steps = representative_micro_batches(*sizes, self.share.job.gradient_accumulation_steps, group)
+        return schedule(*sizes, steps, group)
+
+    def _forward(self, turn: Turn) -> None:
+        chunk, step = self.share.chunks[turn.chunk], self.step
+        state = _MicroBatch(step.now, [])
+        if chunk.is_first:
+            state.runs.append(step.run_forward(embedding(self.share.context), "embedding", keeps_gradients=False))
+        for layers, checkpointed in self._groups(chunk.layers):
+            if checkpointed:
+                state.runs.append(_Checkpoint(step.now, layers, received=self._receives(chunk, layers[0])))
+                for layer in layers:
+                    step.run_without_graph(self._layer(layer == layers[0]), f"layers.{layer}")
+            else:
+                for i in layers:
+                    template = self._layer(self._receives(chunk, i))
+                    state.runs.append(step.run_forward(template, f"layers.{i}", keeps_gradients=False))
+        if chunk.is_last:
+            state.runs.append(step.run_forward(head(self.share.context), "head", keeps_gradients=False))
+        else:
+            sent = step.moment("send_forward", Phase.FORWARD)
+            step.hold("output_tensor", Category.ACTIVATIONS, self.share.context.stream_bytes, sent, sent + 1)
+        self.forward_ends[state.start] = step.now
+        self.alive[turn.micro_batch, turn.chunk] = state
+
+    @staticmethod
+    def _receives(chunk: Chunk, layer: int) -> bool:
+        """Whether the layer's input comes from another stage."""
+        return not chunk.is_first and layer == chunk.layers[0]
+
+    def _layer(self, input_held: bool) -> Template:
+        """The layer whose input somebody else holds (a checkpoint, the receiving buffer) or the layer itself."""
+        return decoder_layer(self.recomputed if input_held else self.share.context)
+
+    def _groups(self, layers: range) -> list[tuple[range, bool]]:
+        """Layers of a chunk in the groups in which they are checkpointed (`_checkpointed_forward`)."""
+        recompute = self.share.job.activation_checkpointing
+        if recompute.mode != "full" or not layers:
+            return [(layers, False)]
+        size = recompute.num_layers or 1
+        if recompute.method == "uniform":
+            return [(layers[i : i + size], True) for i in range(0, len(layers), size)]
+        return [(layers[i : i + 1], True) for i in range(min(size, len(layers)))] + [(layers[size:], False)]
+
+    def _backward(self, turn: Turn) -> None:
+        state, step = self.alive.pop((turn.micro_batch, turn.chunk)), self.step
+        chunk, context, started = self.share.chunks[turn.chunk], self.share.context, self.step.now
+        if not self.first_product:  # the loss itself multiplies no matrices: the output layer is the first that does
+            self.first_product = started + (head(context).backward_labels.index("output_layer") if chunk.is_last else 0)
+        if not chunk.is_last:
+            step.moment("receive_backward", Phase.BACKWARD)
+            step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
+        for run in reversed(state.runs):
+            if isinstance(run, _Checkpoint):
+                self._recompute(run)
+            else:
+                step.run_backward(run)
+        self.backward_turns.append((step.now, turn.chunk))
+        self._hold_inputs(chunk, state.start)
+        if chunk.is_last and self.share.convention.get("defer_embedding_wgrad_compute"):
+            self._defer_output_layer(started)
+        if not chunk.is_first:
+            sent = step.moment("send_backward", Phase.BACKWARD)
+            self.received.setdefault(turn.chunk, []).append((state.start, sent))
+
+    def _defer_output_layer(self, started: int) -> None:
+        """`--defer-embedding-wgrad-compute`: up to `--wgrad-deferral-limit` micro-batches (0: all) keep the logits gradient
+        and the output layer's input until the step's cooldown."""
+        context, micro_batches = self.share.context, self.share.job.gradient_accumulation_steps
+        limit = min(int(self.share.convention.get("wgrad_deferral_limit", 0) or 0) or micro_batches, micro_batches)
+        if self.deferred >= limit:
+            return
+        count = 1 if self.deferred else limit - min(limit, len(self._turns()) // 2) + 1
+        self.deferred += count
+        logits = context.rows * context.vocabulary * context.element_bytes
+        self.deferred_tensors += [
+            ("deferred_logits_gradient", Category.LOGITS, count * logits, started),
+            ("deferred_output_layer_input", Category.ACTIVATIONS, count * context.gathered_bytes, started),
+        ]
+
+    def _recompute(self, checkpoint: _Checkpoint) -> None:
+        """A checkpointed group in backward: all its layers forward again, then backward; the checkpoint holds the input."""
+        step, start, size = self.step, self.step.now, self.share.context.stream_bytes
+        runs = [
+            step.run_forward(self._layer(i == checkpoint.layers[0]), f"layers.{i}", Phase.BACKWARD, keeps_gradients=False)
+            for i in checkpoint.layers
+        ]
+        recomputed = step.now
+        for run in reversed(runs):
+            step.run_backward(run)
+        held = size
+        if self.share.convention.get("distribute_saved_activations"):
+            held //= self.share.context.tensor_parallel_size
+        if not checkpoint.received:
+            step.hold("checkpoint", Category.ACTIVATIONS, held, checkpoint.begin, step.now, "checkpoint")
+        step.hold("gradient", Category.TEMPORARIES, size, start, recomputed, "checkpoint")
+        step.hold("recomputed_output", Category.ACTIVATIONS, size, recomputed, step.now, "checkpoint")
+
+    def _hold_received(self) -> None:
+        """Inputs from other stages and their gradients. The model keeps the last one (`set_input_tensor`), and it its
+        gradient, until the chunk's next forward, into the next step too. Without interleaving the schedule's variable
+        `output_tensor` keeps the last graph, and the graph its input, until that forward has returned."""
+        size, last = self.share.context.stream_bytes, self.step.now
+        interleaved = self.share.job.parallelism.virtual_pipeline_stages > 1
+        for chunk, turns in self.received.items():
+            starts = [start for start, _ in turns] + [last]
+            module = f"chunk.{chunk}"
+            self.step.hold("input_tensor", Category.ACTIVATIONS, size, 0, starts[0], module)
+            self.step.hold("input_tensor.grad", Category.TEMPORARIES, size, 0, starts[0], module)
+            for (start, sent), following in zip(turns, starts[1:], strict=True):
+                replaced = max(following, sent + 1)
+                if not interleaved and following > sent:
+                    replaced = self.forward_ends.get(following, replaced)
+                self.step.hold("input_tensor", Category.ACTIVATIONS, size, start, replaced, module)
+                self.step.hold("input_tensor.grad", Category.TEMPORARIES, size, sent, replaced, module)
+        if interleaved:
+            self._hold_interleaved_gradients(size)
+
+    def _hold_interleaved_gradients(self, size: int) -> None:
+        """The interleaved schedule keeps the gradient it sent last in a variable until the next backward has returned, and
+        receives the next backward's gradient right after the backward before it, one forward early."""
+        turns = self.backward_turns
+        for (done, chunk), (following, next_chunk) in pairwise(turns):
+            if not self.share.chunks[chunk].is_first:
+                self.step.hold("input_tensor_grad", Category.TEMPORARIES, size, done, following, f"chunk.{chunk}")
+            if not self.share.chunks[next_chunk].is_last:
+                module = f"chunk.{next_chunk}"
+                self.step.hold("output_tensor_grad", Category.COMMUNICATION_BUFFERS, size, done, following, module)
+
+    def _hold_inputs(self, chunk: Chunk, start: int) -> None:
+        """The micro-batch on the GPU: ids and labels until its backward is done, the attention mask until its forward is
+        (checkpoints keep it until their backward). Stages between the ends read none of them."""
+        share, context, hold, now = self.share, self.share.context, self.step.hold, self.step.now
+        tokens = context.batch * context.sequence
+        names = (["tokens", "position_ids"] if chunk.is_first else []) + (["labels"] if chunk.is_last else [])
+        for name in names:
+            hold(name, Category.INPUTS, tokens * INT64, start, now)
+        if chunk.is_last:
+            hold("loss_mask", Category.INPUTS, tokens * FP32, start, now)
+        if share.convention.get("create_attention_mask_in_dataloader", True) and (chunk.is_first or chunk.is_last):
+            dies = now if share.job.activation_checkpointing.mode == "full" else self.forward_ends[start]
+            hold("attention_mask", Category.INPUTS, tokens * share.job.sequence_length, start, dies)
+        if context.rotary_dim:
+            table = share.job.sequence_length * context.rotary_dim * FP32
+            hold("rotary_table", Category.ACTIVATIONS, table, start, now)

@@ -1,0 +1,164 @@
+"""What a Megatron-LM rank holds all along: parameters, buffers, optimizer states, library workspaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peakcast.catalog import Device
+from peakcast.conventions import conventions
+from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.distributed_optimizer import BufferRules, bucket_size, buffer_elements, shard_pieces
+from peakcast.models.analytical.megatron_context import layer_context
+from peakcast.models.analytical.megatron_parameters import Parameter, chunk_parameters, layer_parameters
+from peakcast.models.analytical.pipeline import Chunk, pipeline_rank, stage_chunks
+from peakcast.models.analytical.step import FOREVER, Step
+from peakcast.models.analytical.workspaces import cublas_workspace_bytes
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category, Phase
+from peakcast.units import DTYPE_BYTES
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """One rank's share of a job: its stage, its model chunks and what their blocks depend on."""
+
+    job: TrainingJob
+    device: Device | None
+    stage: int
+    chunks: tuple[Chunk, ...]
+    context: MegatronContext
+    convention: Mapping[str, Any]
+
+    @property
+    def has_head(self) -> bool:
+        return any(chunk.is_last for chunk in self.chunks)
+
+
+def rank_share(job: TrainingJob, device: Device | None, rank: int) -> RankShare:
+    """The share of global `rank`. Raises: SpecError for a rank that does not exist."""
+    layout, convention = job.parallelism, conventions(job)
+    stage = pipeline_rank(layout, rank, pipeline_innermost=bool(convention.get("use_tp_pp_dp_mapping")))
+    chunks = stage_chunks(
+        job.architecture.num_hidden_layers,
+        layout.pipeline_parallel_size,
+        layout.virtual_pipeline_stages,
+        stage,
+        layout.pipeline_layers,
+    )
+    return RankShare(job, device, stage, chunks, layer_context(job, device), convention)
+
+
+def owned_parameters(share: RankShare) -> list[list[Parameter]]:
+    """The parameters of each model chunk."""
+    tied, pipelined = share.job.architecture.tie_word_embeddings, share.job.parallelism.pipeline_parallel_size > 1
+    return [chunk_parameters(share.context, chunk, tied=tied, pipelined=pipelined) for chunk in share.chunks]
+
+
+def buffer_rules(share: RankShare) -> BufferRules:
+    """How the buffers of the rank's chunks are laid out and sharded."""
+    layout, convention = share.job.parallelism, share.convention
+    replicas = layout.data_parallel_size * layout.context_parallel_size
+    overlaps, asked = bool(convention.get("overlap_grad_reduce")), int(convention.get("ddp_bucket_size", 0) or 0)
+    return BufferRules(
+        sharded=layout.zero_stage > 0,
+        shards=max(1, replicas // int(convention.get("num_distributed_optimizer_instances", 1) or 1)),
+        bucket_size=bucket_size(overlaps, share.stage, replicas, asked),
+        high_bandwidth_padding=bool(convention.get("ddp_pad_buckets_for_high_nccl_busbw")),
+    )
+
+
+def hold_parameters(step: Step, share: RankShare, chunks: Sequence[Sequence[Parameter]]) -> None:
+    """Parameters, gradient buffer and fp32 main parameters of every chunk."""
+    precision, rules = share.job.precision, buffer_rules(share)
+    weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
+    for parameters in chunks:
+        elements = buffer_elements(parameters, rules)
+        if rules.sharded:
+            step.hold("parameter_buffer", Category.PARAMETERS, elements * weight, 0, module="model")
+        else:
+            for p in parameters:
+                step.hold(p.name, Category.PARAMETERS, p.numel * weight, 0, module=p.module)
+        step.hold("gradient_buffer", Category.GRADIENTS, elements * gradient, 0, module="model")
+        if weight != FP32:
+            for p, owned in shard_pieces(parameters, rules):
+                step.hold(f"{p.name}.main", Category.MAIN_PARAMETERS, owned * FP32, 0, module=p.module)
+
+
+def optimizer_step(step: Step, share: RankShare, chunks: Sequence[Sequence[Parameter]], *, first: bool) -> None:
+    """Adam on the owned fp32 shards: states made by the first step; gradients narrower than fp32 get an fp32 copy that
+    lives until the next step's `zero_grad`."""
+    rules, precision = buffer_rules(share), share.job.precision
+    now = step.moment("optimizer.step", Phase.OPTIMIZER_STEP)
+    born = now if first else 0
+    width = int(DTYPE_BYTES[precision.optimizer_states])
+    widened = DTYPE_BYTES[precision.gradients] < FP32 and precision.main_parameters == "float32"
+    for parameters in chunks:
+        for p, owned in shard_pieces(parameters, rules):
+            for name in ("exp_avg", "exp_avg_sq"):
+                step.hold(f"{p.name}.{name}", Category.OPTIMIZER_STATES, owned * width, born, module=p.module)
+            if widened:
+                step.hold(f"{p.name}.main_grad", Category.GRADIENTS, owned * FP32, now, FOREVER, p.module)
+
+
+# -- library workspaces and buffers that are made at first use and never freed ------------------------------------------
+
+
+def hold_workspaces(step: Step, share: RankShare, first_backward: int) -> None:
+    """The global memory buffer, placeholder gradients, and the workspaces of both threads. `first_backward`: the instant of
+    the backward thread's first matrix product, 0 in a steady step."""
+    context, device = share.context, share.device
+    step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")
+    for rows, columns in sorted(placeholder_shapes(share)):
+        size = rows * columns * context.element_bytes
+        step.hold("placeholder_weight_gradient", Category.OTHER, size, first_backward, module="transformer_engine")
+    if device is None:
+        return
+    if context.transformer_engine:
+        size = transformer_engine_workspace_bytes(device)
+        step.hold("transformer_engine_workspace", Category.WORKSPACES, size, 0)
+    if _uses_torch_products(share):
+        config = str(share.convention.get("cublas_workspace_config") or "") or None
+        size = cublas_workspace_bytes(device, share.job.versions, config)
+        step.hold("cublas_workspace", Category.WORKSPACES, size, 0, module="forward thread")
+        step.hold("cublas_workspace", Category.WORKSPACES, size, first_backward, module="autograd thread")
+
+
+def _uses_torch_products(share: RankShare) -> bool:
+    """Transformer Engine's projections have their own workspace: torch's is for the output layer and unfused attention."""
+    unfused = share.context.attention in ("unfused", "local")
+    return not share.context.transformer_engine or unfused or share.has_head
+
+
+def memory_buffer_bytes(share: RankShare) -> int:
+    """Bytes of `GlobalMemoryBuffer`'s "mpu" tensor, the largest of what asks for it: gathered inputs of megatron-core's own
+    projections under sequence parallelism, and the local attention's scores."""
+    context = share.context
+    gathers = context.sequence_parallel and (not context.transformer_engine or share.has_head)
+    scores = 0 if context.transformer_engine else context.score_elements * context.element_bytes
+    return max(context.gathered_bytes if gathers else 0, scores)
+
+
+def placeholder_shapes(share: RankShare) -> set[tuple[int, int]]:
+    """Shapes of the placeholder gradients that Transformer Engine caches (`get_dummy_wgrad`) under gradient-accumulation
+    fusion: one per shape of a projection on this rank, and the output layer's."""
+    context = share.context
+    shapes: set[tuple[int, int]] = set()
+    if not context.gradient_accumulation_fusion or not context.transformer_engine:
+        return shapes
+    if context.cached_placeholders and any(chunk.layers for chunk in share.chunks):
+        shapes |= {(p.shape[0], p.shape[1]) for p in layer_parameters(context) if len(p.shape) == 2}
+    if context.cached_output_placeholder and share.has_head:
+        shapes.add((context.vocabulary, context.hidden))
+    return shapes
+
+
+def transformer_engine_workspace_bytes(device: Device) -> int:
+    """Bytes of Transformer Engine's cuBLAS workspace: 32 MiB and 1 KiB from Hopper on, else 4 MiB.
+
+    Source: Transformer Engine 2.8 `pytorch/module/base.py`, `get_cublas_workspace_size_bytes`.
+    """
+    return 32 * 2**20 + 1024 if device.compute_capability[0] >= 9 else 4 * 2**20
