@@ -85,7 +85,7 @@ def to_row(measurement: Measurement) -> dict[str, Any]:
         row = {**_fields(measurement), "config_hash": measurement.job.config_hash, "key": measurement.key}
         row["job"] = job_to_mapping(measurement.job)
         row["assumptions"], row["spoiled"] = list(measurement.assumptions), list(measurement.spoiled)
-        row = json.loads(canonical_json(row))
+        row = dict(json.loads(canonical_json(row)))
     except (ValueError, TypeError, RecursionError) as error:
         rule = f"cannot be written as JSON: {error}; keep only finite numbers, texts, lists and mappings"
         raise CellError("environment", measurement.environment, rule) from error
@@ -113,8 +113,9 @@ def from_row(row: Mapping[str, Any], jobs: dict[str, TrainingJob] | None = None)
         except SpecError as error:
             raise CellError("job", error.value, f"is not a job: {error.message}") from error
     job = cache[text]
-    values = {name: row[name] for name in COLUMNS if name not in ("config_hash", "key", "job", *_LISTS)}
-    measurement = Measurement(job=job, **values, **{name: tuple(row[name]) for name in _LISTS})
+    values: dict[str, Any] = {name: row[name] for name in COLUMNS if name not in ("config_hash", "key", "job")}
+    values |= {name: tuple(row[name]) for name in _LISTS}
+    measurement = Measurement(job=job, **values)
     if text == canonical_json(job_to_mapping(job)):  # else an older job form: its defaults were filled in, so hashes move
         for column in ("config_hash", "key"):
             expected = job.config_hash if column == "config_hash" else measurement.key

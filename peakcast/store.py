@@ -9,25 +9,19 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import TypeVar
 
+from peakcast.durable import explained, locked, read_bytes, replace_file
 from peakcast.errors import RecordError
 from peakcast.records import Measurement
 from peakcast.rows import COLUMNS, CellError, from_cells, from_row, parse_json, to_cells, to_row
 from peakcast.spec import TrainingJob, canonical_json
 
-fcntl: ModuleType | None
-try:
-    import fcntl
-except ImportError:  # Windows has no advisory locks of this kind; lines are still written whole
-    fcntl = None
+T = TypeVar("T")
 
-MAX_FILE_BYTES = 2**30
-"""A shard or table larger than this is refused before it is read (100,000 rows are about 300 MB)."""
 SOURCES_FOLDER = "sources"
 """Raw files that tables were imported from live in folders of this name and are no tables."""
 
@@ -53,8 +47,8 @@ class Merged:
 def append(path: Path, measurement: Measurement) -> None:
     """Add `measurement` to the shard at `path`, durably: when this returns, a crash cannot lose or damage the row.
 
-    One `write` of a whole line under an advisory lock, then fsync. A line that an earlier crash left unfinished is closed
-    first, so that it never swallows this row.
+    One `write` of a whole line under an advisory lock, then fsync. A line that a process killed inside its write left
+    unfinished is closed first, so that it never swallows this row.
     Raises: RecordError when the row cannot be stored or the file cannot be written.
     """
     path = Path(path)
@@ -62,11 +56,11 @@ def append(path: Path, measurement: Measurement) -> None:
         line = canonical_json(to_row(measurement)).encode() + b"\n"
     except (CellError, ValueError) as error:
         raise RecordError(f"a row for {path} cannot be stored: {error}.") from error
-    with _explained(path, "written"):
+    with explained(path, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            with _locked(descriptor):
+            with locked(descriptor):
                 size = os.fstat(descriptor).st_size
                 torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
                 line = b"\n" + line if torn else line
@@ -89,7 +83,7 @@ def read_shard(path: Path) -> tuple[list[Measurement], list[BadLine]]:
     jobs: dict[str, TrainingJob] = {}
     if not path.exists():
         return rows, bad
-    for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
+    for number, line in enumerate(read_bytes(path).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -111,7 +105,8 @@ def keys_in(path: Path) -> set[str]:
 
 
 def write_csv(path: Path, rows: Iterable[Measurement]) -> None:
-    """Replace the table at `path` by `rows`: sorted by configuration and key, one row per key (newest `observed`, then last).
+    """Replace the table at `path` by `rows`, sorted by configuration and key: one row per key (newest `observed`, then
+    last).
 
     The old file stays until the new one is safely on disk.
     Raises: RecordError when a row cannot be stored or the folder cannot be written; the old file is then untouched.
@@ -121,13 +116,13 @@ def write_csv(path: Path, rows: Iterable[Measurement]) -> None:
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(COLUMNS)
     try:
-        encoded = [to_row(row) for row in _newest(rows)]
-        for row in sorted(encoded, key=lambda row: (row["config_hash"], row["key"])):
+        encoded = _newest(map(to_row, rows), lambda row: (row["key"], row["observed"]))
+        for row in sorted(encoded.values(), key=lambda row: (row["config_hash"], row["key"])):
             writer.writerow(to_cells(row))
         data = buffer.getvalue().encode()
     except (CellError, ValueError) as error:
         raise RecordError(f"a row for {path} cannot be stored: {error}.") from error
-    _replace(path, data)
+    replace_file(path, data)
 
 
 def read_csv(path: Path) -> list[Measurement]:
@@ -136,7 +131,7 @@ def read_csv(path: Path) -> list[Measurement]:
     Raises: RecordError naming file, line, column, value, rule and way out, for anything that `write_csv` would not write.
     """
     path = Path(path)
-    data = _read_bytes(path)
+    data = read_bytes(path)
     restore = "restore it from version control"
     try:
         text = data.decode()
@@ -154,17 +149,17 @@ def read_csv(path: Path) -> list[Measurement]:
 
 
 def merge(shards: Iterable[Path], table: Path) -> Merged:
-    """Add the rows of `shards` to the CSV `table`. No key that the table has is ever lost; of two rows of one key the newest
-    `observed` stays (a shard's, when both are of one date).
+    """Add the rows of `shards` to the CSV `table`. No key that the table has is ever lost; of two rows of one key the
+    newest `observed` stays (a shard's, when both are of one date).
 
     Raises: RecordError when the table cannot be read or written; nothing is touched then.
     """
     table = Path(table)
-    with _explained(table.parent, "written"):
+    with explained(table.parent, "written"):
         table.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(table.parent, os.O_RDONLY)
     try:
-        with _locked(descriptor):
+        with locked(descriptor):
             existing = read_csv(table) if table.exists() else []
             found: list[Measurement] = []
             bad_lines: list[tuple[Path, BadLine]] = []
@@ -173,7 +168,7 @@ def merge(shards: Iterable[Path], table: Path) -> Merged:
                 found += rows
                 bad_lines += [(shard, line) for line in bad]
             before = {row.key: row for row in existing}
-            after = {row.key: row for row in _newest([*existing, *found])}
+            after = _newest([*existing, *found], lambda row: (row.key, row.observed))
             replaced = sum(after[key] != row for key, row in before.items())
             if after != before or not table.exists():
                 write_csv(table, after.values())
@@ -196,7 +191,10 @@ def load(folder: Path | None = None, gpu: str | None = None) -> list[Measurement
 
 
 def datasets_folder() -> Path:
-    """The folder of the tables: the environment's PEAKCAST_DATASETS, else `datasets/` of the checkout. Raises: RecordError."""
+    """The folder of the tables: the environment's PEAKCAST_DATASETS, else `datasets/` of the checkout.
+
+    Raises: RecordError when there is neither.
+    """
     named = os.environ.get("PEAKCAST_DATASETS")
     if named:
         if not Path(named).is_dir():
@@ -215,13 +213,14 @@ def datasets_folder() -> Path:
     )
 
 
-def _newest(rows: Iterable[Measurement]) -> list[Measurement]:
-    newest: dict[str, Measurement] = {}
+def _newest(rows: Iterable[T], identify: Callable[[T], tuple[str, str]]) -> dict[str, T]:
+    """The rows by key; of one key the newest `observed` stays, and of one date the last. `identify` gives both."""
+    newest: dict[str, tuple[str, T]] = {}
     for row in rows:
-        key = row.key
-        if key not in newest or row.observed >= newest[key].observed:
-            newest[key] = row
-    return list(newest.values())
+        key, observed = identify(row)
+        if key not in newest or observed >= newest[key][0]:
+            newest[key] = (observed, row)
+    return {key: row for key, (_, row) in newest.items()}
 
 
 def _rows(path: Path, text: str, restore: str) -> Iterator[Measurement]:
@@ -233,13 +232,15 @@ def _rows(path: Path, text: str, restore: str) -> Iterator[Measurement]:
         for cells in reader:
             where = f"{path}, line {reader.line_num}"
             if len(cells) != len(COLUMNS):
-                raise RecordError(f"{where}: {len(cells)} cells instead of {len(COLUMNS)}; the line is cut off or edited; {restore}.")
+                found = f"{len(cells)} cells instead of {len(COLUMNS)}"
+                raise RecordError(f"{where}: {found}; the line is cut off or edited; {restore}.")
             try:
                 row = from_row(from_cells(cells), jobs)
             except CellError as error:
                 raise RecordError(f"{where}: {error}; {restore}.", parameter=error.column, value=error.value) from error
             if row.key in seen:
-                raise RecordError(f"{where}: key={row.key!r} stands on line {seen[row.key]} too; keep one row, or {restore}.")
+                again = f"key={row.key!r} stands on line {seen[row.key]} too"
+                raise RecordError(f"{where}: {again}; keep one row, or {restore}.", parameter="key", value=row.key)
             seen[row.key] = reader.line_num
             yield row
     except csv.Error as error:
@@ -252,55 +253,9 @@ def _header_message(path: Path, first: str, restore: str) -> str:
     if first.startswith("\ufeff"):
         return f"{path}, line 1: begins with a byte-order mark that a spreadsheet wrote; {restore}."
     found = first.split(",")
+    pairs = enumerate(zip(found, COLUMNS, strict=False), start=1)
     wrong = next(
-        (f"column {i + 1} is {a!r} instead of {b!r}" for i, (a, b) in enumerate(zip(found, COLUMNS, strict=False)) if a != b),
+        (f"column {number} is {name!r} instead of {column!r}" for number, (name, column) in pairs if name != column),
         f"{len(found)} columns instead of {len(COLUMNS)}",
     )
     return f"{path}, line 1: {wrong[:200]}; this is not a table of this version; {restore}."
-
-
-def _read_bytes(path: Path) -> bytes:
-    with _explained(path, "read"):
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise RecordError(f"{path} has {size:,} bytes; at most {MAX_FILE_BYTES:,} are read; split the file.")
-        return path.read_bytes()
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _explained(path, "written"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
-
-
-@contextmanager
-def _explained(path: Path, done: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RecordError(
-            f"{path} cannot be {done}: {error.strerror or error}; check the path and its permissions, or name another folder.",
-            parameter="path",
-            value=str(path),
-        ) from error
-
-
-@contextmanager
-def _locked(descriptor: int) -> Iterator[None]:
-    if fcntl is not None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -1,0 +1,1 @@
+"""Where measurements come from: real GPUs, traces without one, and what others published."""

@@ -1,0 +1,53 @@
+"""`python -P -m peakcast.collectors.published SOURCES FOLDER`: import the published measurements into tables.
+
+Reads `megatron_ci.jsonl` and `fms_a100.csv` in SOURCES and writes one table per GPU type into FOLDER. The same sources
+give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+from peakcast.collectors.published.fms_a100 import read_fms_a100
+from peakcast.collectors.published.megatron_ci import read_megatron_ci
+from peakcast.errors import PeakcastError
+from peakcast.records import Measurement
+from peakcast.store import write_csv
+
+READERS = {"megatron_ci.jsonl": read_megatron_ci, "fms_a100.csv": read_fms_a100}
+
+
+def import_published(sources: Path, folder: Path) -> list[Measurement]:
+    """Every published row of the files in `sources`, written to `folder` as one table per GPU type.
+
+    Raises: RecordError when a source is missing or damaged, or `folder` cannot be written.
+    """
+    rows = [row for name, read in READERS.items() for row in read(sources / name)]
+    for gpu in sorted({row.gpu for row in rows}):
+        write_csv(folder / f"{gpu.lower()}.csv", [row for row in rows if row.gpu == gpu])
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command: prints a count per GPU type, and returns 0, or 1 after an error's sentence."""
+    parser = argparse.ArgumentParser(prog="python -P -m peakcast.collectors.published", description=__doc__)
+    parser.add_argument("sources", type=Path, help="folder of the source files")
+    parser.add_argument("folder", type=Path, help="folder of the tables")
+    options = parser.parse_args(arguments)
+    try:
+        rows = import_published(options.sources, options.folder)
+    except PeakcastError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    for gpu, number in sorted(Counter(row.gpu for row in rows).items()):
+        own = [row for row in rows if row.gpu == gpu]
+        outside, spoiled = sum(bool(row.out_of_scope) for row in own), sum(bool(row.spoiled) for row in own)
+        print(f"{gpu}: {number} rows, {outside} out of scope, {spoiled} spoiled, {sum(row.counts for row in own)} count")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The analytical baseline of every quantity: what the ledger, the simulated allocator and known constants give.
+
+Nothing here is fitted to measurements. `residual.py` learns what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from peakcast.models.allocator import Replay, replay_run
+from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
+from peakcast.models.host import host_bytes
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category, Timeline
+from peakcast.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from peakcast.catalog import Device
+
+Ledger = Callable[..., Timeline]
+"""`ledger(job, device=..., rank=..., step="first" | "steady") -> Timeline`."""
+
+BASE_CONTEXT_BYTES = 213 * MIB
+"""CUDA context and the kernels loaded with it, without the local-memory arena. An estimate.
+Source: RTX 6000 Ada, torch 2.10+cu130, bare context 426 MiB (unslothai/unsloth-zoo #1053), less its arena of 213 MiB."""
+LOCAL_MEMORY_BYTES_PER_THREAD = 1 * KIB
+"""Default stack of a thread; the driver reserves it for every thread that the GPU can hold at once.
+Source: NVIDIA developer forums 289339 and 39558; A100 216 MiB = 108 × 2048 KiB as reported."""
+COMMUNICATOR_BYTES = (544 * 10**6, 688 * 10**6)
+"""Device memory of one NCCL communicator, of 2 ranks and of more. An estimate: it depends on the machine's links.
+Source: 4 × A100, NVIDIA/nccl #964."""
+NUM_LARGEST = 8
+
+_HELD = (Category.PARAMETERS, Category.MAIN_PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The analytical answer for one rank, in bytes. Peaks are over the whole run: the first step and any later one."""
+
+    rank: int
+    peak_allocated_bytes: int
+    """Largest sum of the timeline's tensors, each rounded to 512 bytes."""
+    replayed_allocated_bytes: int
+    """The same peak as the allocator counts it, with the unsplit rest of its blocks: where the residual starts from."""
+    peak_reserved_bytes: int
+    """As the simulated allocator of this GPU ends up with: it gives cached segments back where they would not fit. Of a
+    roomy GPU where the job does not fit at all."""
+    num_retries: int
+    """How often it has to give segments back; each costs time, and 0 is the only comfortable number."""
+    context_bytes: int
+    """Estimate of what the context and its kernels take outside PyTorch."""
+    communicator_bytes: int
+    """Estimate of what NCCL takes outside PyTorch; 0 for one rank."""
+    peak_device_bytes: int
+    """reserved + context + communicators."""
+    peak_host_bytes: int
+    held_bytes: int
+    """Parameters, gradients and optimizer states at the instant where they are most: no run needs less."""
+    peak_phase: str
+    phase_peaks_bytes: dict[str, int] = field(default_factory=dict)
+    """Allocated peak by phase name of a steady step."""
+    steady_state_bytes: int = 0
+    """Allocated between steps, once gradients are released."""
+    first_step_peak_bytes: int = 0
+    largest: tuple[tuple[str, str, int, int], ...] = ()
+    """(name, category, bytes, number of tensors) of the biggest groups at the peak."""
+    composition: dict[str, int] = field(default_factory=dict)
+    """Bytes by category name at the peak, largest first."""
+
+    def start(self, quantity: str) -> int:
+        """Bytes from which the residual of a quantity counts: its baseline, for allocated with the allocator's slack."""
+        value: int = self.replayed_allocated_bytes if quantity == "peak_allocated_bytes" else getattr(self, quantity)
+        return value
+
+
+def baseline(job: TrainingJob, device: Device, rank: int | None = None, *, ledger: Ledger | None = None) -> Baseline:
+    """The analytical peaks of `rank`, or, with None, of the worst rank: the one whose steady step allocates most among
+    the first ranks of all pipeline stages (ranks of one stage hold the same shapes).
+
+    `ledger` is `peakcast.models.analytical.ledger.ledger` unless another source of timelines is given.
+    """
+    ledger = ledger or _analytical_ledger()
+    candidates = stage_ranks(job) if rank is None else (rank,)
+    steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
+    worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)
+    chosen, steady = candidates[worst], steadies[worst]
+    first = ledger(job, device=device, rank=chosen, step="first")
+    context, communicators = context_bytes(device), communicator_bytes(job)
+    run = _replay((first, steady), job, device.cuda_memory_bytes - context - communicators)
+    higher = max((steady, first), key=lambda step: step.peak().num_bytes)
+    peak = higher.peak()
+    return Baseline(
+        rank=chosen,
+        peak_allocated_bytes=peak.num_bytes,
+        replayed_allocated_bytes=run.peak_allocated_bytes,
+        peak_reserved_bytes=run.peak_reserved_bytes,
+        num_retries=run.num_retries,
+        context_bytes=context,
+        communicator_bytes=communicators,
+        peak_device_bytes=run.peak_reserved_bytes + context + communicators,
+        peak_host_bytes=host_bytes(job, lambda j: ledger(j, device=device, rank=chosen, step="steady")),
+        held_bytes=_most_held(steady),
+        peak_phase=peak.phase.name.lower(),
+        phase_peaks_bytes={phase.name.lower(): size for phase, size in steady.phase_peaks().items()},
+        steady_state_bytes=_between_steps(steady),
+        first_step_peak_bytes=first.peak().num_bytes,
+        largest=tuple(
+            (name, category.name.lower(), size, number)
+            for name, category, size, number in higher.largest_at(peak.instant, NUM_LARGEST)
+        ),
+        composition={category.name.lower(): size for category, size in higher.composition(peak.instant).items()},
+    )
+
+
+def _replay(steps: Sequence[Timeline], job: TrainingJob, room_bytes: int) -> Replay:
+    """The run on an allocator with `room_bytes`, or on a roomy one where it runs out of memory. The first step and one
+    more are the whole run: further ones reserved nothing new for any of the 123 published configurations tried."""
+    expandable = job.allocator.expandable_segments
+    roomy = replay_run(steps, expandable_segments=expandable)
+    if roomy.peak_reserved_bytes <= room_bytes or roomy.peak_requested_bytes > room_bytes:
+        return roomy
+    try:
+        return replay_run(steps, expandable_segments=expandable, capacity_bytes=room_bytes)
+    except SimulatedOutOfMemoryError:
+        return roomy
+
+
+def _analytical_ledger() -> Ledger:
+    from peakcast.models.analytical.ledger import ledger
+
+    return ledger
+
+
+def stage_ranks(job: TrainingJob) -> tuple[int, ...]:
+    """The first rank of each pipeline stage; ranks of a stage are consecutive, as Megatron orders them."""
+    layout = job.parallelism
+    per_stage = layout.world_size // layout.pipeline_parallel_size
+    return tuple(stage * per_stage for stage in range(layout.pipeline_parallel_size))
+
+
+def context_bytes(device: Device) -> int:
+    """Estimate of the CUDA context: its base and the local-memory arena of `device`."""
+    arena = device.num_sms * device.max_threads_per_sm * LOCAL_MEMORY_BYTES_PER_THREAD
+    return BASE_CONTEXT_BYTES + arena
+
+
+def communicator_bytes(job: TrainingJob) -> int:
+    """Estimate of NCCL's device memory: one communicator per axis of the layout with more than one rank."""
+    layout = job.parallelism
+    axes = (
+        layout.data_parallel_size,
+        layout.tensor_parallel_size,
+        layout.pipeline_parallel_size,
+        layout.context_parallel_size,
+        layout.expert_parallel_size,
+    )
+    return sum(COMMUNICATOR_BYTES[size > 2] for size in axes if size > 1)
+
+
+def _between_steps(steady: Timeline) -> int:
+    """What a steady step begins with, less its inputs."""
+    standing = (steady.born <= 0) & (steady.dies > 0) & (steady.categories != Category.INPUTS)
+    return int(steady.num_bytes[standing].sum())
+
+
+def _most_held(timeline: Timeline) -> int:
+    """The largest sum over instants of parameters, gradients and optimizer states."""
+    held = np.isin(timeline.categories, [int(category) for category in _HELD])
+    change = np.zeros(len(timeline.phases) + 1, dtype=np.int64)
+    end = len(timeline.phases)
+    np.add.at(change, np.minimum(timeline.born[held], end), timeline.num_bytes[held])
+    np.subtract.at(change, np.minimum(timeline.dies[held], end), timeline.num_bytes[held])
+    return int(np.cumsum(change)[:-1].max(initial=0))

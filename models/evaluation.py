@@ -1,0 +1,267 @@
+"""How accurate the predictor is on what it has not seen (DESIGN section 6).
+
+Error = point / measured − 1. Every row is predicted by a calibration fitted without its group: its architecture (the
+headline), its model type, its layout, or its GPU type. Repeats of a configuration share one weight, so that a case that was
+run five times counts once; what they differ by is the floor that no predictor can pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from peakcast.models.calibration import Calibration, QuantityCalibration, distance
+from peakcast.models.fit import fit_quantity, fit_samples
+from peakcast.models.metrics import Floor, Summary, floor, summarise
+from peakcast.models.predict import combine, reasons_outside
+from peakcast.models.regressors import Regressor, candidates
+from peakcast.models.samples import BaselineOf, DeviceOf, Sample, ScopeOf, prepare, repeat_weights, rows_digest
+from peakcast.prediction import QUANTITIES, Interval
+from peakcast.records import Measurement
+
+SPLITS: dict[str, Callable[[Sample], str]] = {
+    "architecture": lambda sample: sample.architecture,
+    "model_type": lambda sample: sample.row.job.architecture.model_type,
+    "layout": lambda sample: sample.layout,
+    "gpu": lambda sample: sample.row.gpu,
+}
+"""What is held out, one group at a time. `architecture` groups by shape (`grouping.architecture_shape`): nearly all rows of
+one published source are the same 12-layer, 512-wide GPT, which must be on one side, and is one unit of evidence."""
+NAMED_ABOVE = 0.02
+"""Cells with a larger error are named."""
+NUM_FOLDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """One row, one quantity, predicted without its group. Bytes are ints."""
+
+    key: str
+    case: str
+    source: str
+    gpu: str
+    architecture: str
+    layout: str
+    framework: str
+    quantity: str
+    measured: int
+    baseline: int
+    point: int
+    lower: int
+    upper: int
+    upper_95: int
+    weight: float
+    """1 / repeats of the configuration."""
+    known: str = ""
+    """What is known about the row that may explain an error."""
+
+    @property
+    def error(self) -> float:
+        """point / measured − 1."""
+        return self.point / self.measured - 1
+
+    @property
+    def baseline_error(self) -> float:
+        """baseline / measured − 1."""
+        return self.baseline / self.measured - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One quantity under one split: overall, by layout, by architecture, by GPU type, and the cells worth naming."""
+
+    quantity: str
+    held_out: str
+    overall: Summary
+    by_layout: dict[str, Summary]
+    by_architecture: dict[str, Summary]
+    by_gpu: dict[str, Summary]
+    cells: tuple[Scored, ...]
+    """All rows, worst first."""
+
+    @property
+    def named(self) -> tuple[Scored, ...]:
+        """The cells whose error exceeds NAMED_ABOVE."""
+        return tuple(cell for cell in self.cells if abs(cell.error) > NAMED_ABOVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Everything an accuracy report needs."""
+
+    num_rows: int
+    num_configurations: int
+    left_out: dict[str, int]
+    """Rows that do not count, by reason."""
+    versions: dict[str, tuple[str, ...]]
+    rows_digest: str
+    tables: tuple[Table, ...]
+    floors: dict[str, Floor]
+    """Quantity → what repeats of one configuration differ by."""
+
+    def table(self, quantity: str, held_out: str = "architecture") -> Table | None:
+        """The table of a quantity under a split, None where no row has the quantity or nothing could be held out."""
+        return next((t for t in self.tables if (t.quantity, t.held_out) == (quantity, held_out)), None)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "num_rows": self.num_rows,
+            "num_configurations": self.num_configurations,
+            "left_out": dict(self.left_out),
+            "versions": {package: list(seen) for package, seen in self.versions.items()},
+            "rows_digest": self.rows_digest,
+            "floors": {quantity: asdict(value) for quantity, value in self.floors.items()},
+            "tables": [
+                {
+                    "quantity": table.quantity,
+                    "held_out": table.held_out,
+                    "overall": table.overall.to_mapping(),
+                    "by_layout": {name: part.to_mapping() for name, part in table.by_layout.items()},
+                    "by_architecture": {name: part.to_mapping() for name, part in table.by_architecture.items()},
+                    "by_gpu": {name: part.to_mapping() for name, part in table.by_gpu.items()},
+                    "named": [{**asdict(cell), "error": cell.error} for cell in table.named],
+                }
+                for table in self.tables
+            ],
+        }
+
+
+def evaluate(
+    rows: Iterable[Measurement],
+    *,
+    splits: Sequence[str] = tuple(SPLITS),
+    quantities: Sequence[str] = QUANTITIES,
+    make_candidates: Callable[[], list[Regressor]] = candidates,
+    device_of: DeviceOf | None = None,
+    baseline_of: BaselineOf | None = None,
+    scope_of: ScopeOf | None = None,
+) -> Evaluation:
+    """Judge the predictor on `rows`: for each split and quantity, every row is predicted without its group, by the very
+    procedure that users get (choice of candidate, bars, widening outside the domain included)."""
+    prepared = prepare(rows, device_of=device_of, baseline_of=baseline_of, scope_of=scope_of)
+    samples = prepared.samples
+    tables = []
+    for split in splits:
+        answers = _held_out(samples, SPLITS[split], make_candidates)
+        for quantity in quantities:
+            table = _table(samples, answers, quantity, split)
+            if table is not None:
+                tables.append(table)
+    versions: dict[str, set[str]] = {}
+    for sample in samples:
+        for package, version in sample.row.job.versions.items():
+            versions.setdefault(package, set()).add(str(version))
+    return Evaluation(
+        num_rows=len(samples),
+        num_configurations=len({sample.configuration for sample in samples}),
+        left_out=prepared.left_out,
+        versions={package: tuple(sorted(seen)) for package, seen in sorted(versions.items())},
+        rows_digest=rows_digest(samples),
+        tables=tuple(tables),
+        floors={quantity: floor(samples, quantity) for quantity in quantities},
+    )
+
+
+def _held_out(
+    samples: Sequence[Sample], group_of: Callable[[Sample], str], make_candidates: Callable[[], list[Regressor]]
+) -> dict[int, dict[str, Interval]]:
+    """The answer for each sample (by position) from a calibration fitted without its group."""
+    names = [group_of(sample) for sample in samples]
+    answers: dict[int, dict[str, Interval]] = {}
+    for held_out in sorted(set(names)):
+        train = [sample for sample, name in zip(samples, names, strict=True) if name != held_out]
+        learn = _Memory(make_candidates)
+        fitted: dict[str, Calibration] = {}
+        for position, sample in enumerate(samples):
+            if names[position] == held_out and train:
+                gpu = _calibrated_gpu(sample, train)
+                if gpu not in fitted:
+                    fitted[gpu] = fit_samples(train, gpu, learn=learn)
+                answers[position] = _answer(sample, fitted[gpu])
+    return answers
+
+
+class _Memory:
+    """`fit_quantity` that remembers: GPU types which share all rows share one fit."""
+
+    def __init__(self, make_candidates: Callable[[], list[Regressor]]) -> None:
+        self.make_candidates = make_candidates
+        self.known: dict[tuple[str, tuple[int, ...]], QuantityCalibration] = {}
+
+    def __call__(self, rows: Sequence[Sample], quantity: str) -> QuantityCalibration:
+        key = (quantity, tuple(id(sample) for sample in rows))
+        if key not in self.known:
+            self.known[key] = fit_quantity(rows, quantity, make_candidates=self.make_candidates, num_folds=NUM_FOLDS)
+        return self.known[key]
+
+
+def _calibrated_gpu(sample: Sample, train: Sequence[Sample]) -> str:
+    """The GPU type whose calibration answers: the sample's own where it was fitted, else its nearest relative."""
+    devices = {other.row.gpu: other.device for other in train}
+    if sample.row.gpu in devices:
+        return sample.row.gpu
+    return min(devices, key=lambda gpu: distance(sample.device, devices[gpu]))
+
+
+def _answer(sample: Sample, calibration: Calibration) -> dict[str, Interval]:
+    reasons = reasons_outside(sample.row.job, sample.device, sample.features, calibration, scope="")
+    return combine(sample.baseline, sample.features, sample.groups, calibration, reasons).intervals
+
+
+def _table(samples: Sequence[Sample], answers: dict[int, dict[str, Interval]], quantity: str, split: str) -> Table | None:
+    positions = [p for p, sample in enumerate(samples) if p in answers and sample.measured(quantity) is not None]
+    if not positions:
+        return None
+    chosen = [samples[p] for p in positions]
+    weights = repeat_weights(chosen)
+    repeats: dict[Any, list[int]] = {}
+    for sample in chosen:
+        repeats.setdefault(sample.configuration, []).append(sample.measured(quantity) or 1)
+    cells = [
+        _scored(samples[p], answers[p][quantity], quantity, weight, repeats[samples[p].configuration])
+        for p, weight in zip(positions, weights, strict=True)
+    ]
+    parts: dict[str, dict[str, Summary]] = {}
+    for name in ("layout", "architecture", "gpu"):
+        values = sorted({getattr(cell, name) for cell in cells})
+        parts[name] = {v: summarise([cell for cell in cells if getattr(cell, name) == v]) for v in values}
+    return Table(
+        quantity=quantity,
+        held_out=split,
+        overall=summarise(cells),
+        by_layout=parts["layout"],
+        by_architecture=parts["architecture"],
+        by_gpu=parts["gpu"],
+        cells=tuple(sorted(cells, key=lambda cell: (-abs(cell.error), cell.key))),
+    )
+
+
+def _scored(sample: Sample, interval: Interval, quantity: str, weight: float, repeats: Sequence[int]) -> Scored:
+    row = sample.row
+    facts = []
+    if len(repeats) > 1:
+        facts.append(f"{len(repeats)} runs of this configuration differ by {max(repeats) / min(repeats) - 1:.2%}")
+    if row.assumptions:
+        facts.append("assumed: " + "; ".join(row.assumptions))
+    if row.environment.get("environment") or row.environment.get("platform"):
+        facts.append(f"environment {row.environment.get('environment', '')} {row.environment.get('platform', '')}".strip())
+    return Scored(
+        key=row.key,
+        case=row.case,
+        source=row.source,
+        gpu=row.gpu,
+        architecture=sample.architecture,
+        layout=sample.layout,
+        framework=row.job.framework,
+        quantity=quantity,
+        measured=sample.measured(quantity) or 1,
+        baseline=interval.baseline,
+        point=interval.point,
+        lower=interval.lower,
+        upper=interval.upper,
+        upper_95=interval.upper_95,
+        weight=weight,
+        known=". ".join(facts),
+    )

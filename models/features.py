@@ -1,0 +1,136 @@
+"""What the residual may look at: numbers with a physical reason, by name. A row of them per (job, device, baseline).
+
+The residual is relative, log(measured / baseline), so a fixed amount of hidden memory enters as a share of the baseline.
+Flags are 0 or 1. Everything is known before the run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from peakcast.conventions import release
+from peakcast.models.baseline import Baseline
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category, Phase
+from peakcast.units import GIB
+
+if TYPE_CHECKING:
+    from peakcast.catalog import Device
+
+_CATEGORIES = tuple(category.name.lower() for category in Category)
+_PHASES = tuple(phase.name.lower() for phase in Phase)
+_ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flex")
+_FRAMEWORKS = ("huggingface", "torch", "megatron", "deepspeed")
+
+FEATURES: dict[str, str] = {
+    "gib_over_allocated": "1 GiB / baseline: the weight of any fixed hidden amount (workspaces, buffers)",
+    "log2_allocated": "log2 of the allocated baseline in GiB",
+    "log2_reserved_over_allocated": "what the simulated allocator keeps beyond the tensors",
+    "log2_device_over_reserved": "what is estimated outside PyTorch",
+    "allocator_slack": "replayed / tensor peak − 1: unsplit rests of blocks, which torch counts as allocated",
+    "held_share": "parameters, gradients and states as a share of the peak: exact bytes, no residual expected",
+    **{f"share_{name}": f"share of the peak that is {name}" for name in _CATEGORIES},
+    "temporaries_share": "share of the peak that lives for one operation: where kernels hide memory of their own",
+    **{f"peak_in_{name}": f"the peak is in phase {name}" for name in _PHASES},
+    "second_phase_ratio": "peak of the runner-up phase / peak: near 1, a small fault moves the peak elsewhere",
+    "log2_tokens": "log2 of tokens per micro-batch and rank",
+    "log2_sequence_length": "log2 of the sequence length per rank",
+    "log2_hidden_size": "log2 of the width",
+    "log2_num_hidden_layers": "log2 of the depth",
+    "log2_vocab_size": "log2 of the vocabulary per tensor-parallel rank",
+    "log2_head_dim": "log2 of the head dimension (attention kernels pad it)",
+    "log2_query_groups": "log2 of query heads per key-value head (kernels may expand keys and values)",
+    "log2_num_experts": "log2 of the experts, 0 for a dense network (routing makes sizes vary)",
+    "log2_experts_per_token": "log2 of the experts each token visits, 0 for dense",
+    "log2_data_parallel": "log2 of data_parallel_size",
+    "log2_tensor_parallel": "log2 of tensor_parallel_size",
+    "log2_pipeline_parallel": "log2 of pipeline_parallel_size",
+    "log2_virtual_stages": "log2 of virtual_pipeline_stages",
+    "log2_context_parallel": "log2 of context_parallel_size",
+    "log2_expert_parallel": "log2 of expert_parallel_size",
+    "num_parallel_axes": "axes with more than one rank: communicators and streams",
+    "sequence_parallel": "activations are split along the sequence",
+    "sharded": "parameters are sharded (FSDP or ZeRO 3): gathers on streams of their own",
+    "distributed_optimizer": "optimizer states are sharded (any ZeRO stage or FSDP)",
+    "accumulates": "more than one micro-batch per optimizer step",
+    **{f"attention_{name}": f"attention={name}: its kernels' own temporaries" for name in _ATTENTIONS},
+    **{f"framework_{name}": f"framework={name}" for name in _FRAMEWORKS},
+    "checkpointing_full": "full activation checkpointing",
+    "checkpointing_selective": "selective activation checkpointing",
+    "adapters": "LoRA or QLoRA: most weights are frozen",
+    "quantized": "frozen weights are quantised: dequantised temporaries",
+    "optimizer_foreach": "foreach implementation: temporaries of a whole parameter group",
+    "optimizer_low_bit": "8-bit or 4-bit optimizer states",
+    "fused_cross_entropy": "the loss never holds all logits",
+    "compile": "the compiler decides what is kept",
+    "float8": "float8 compute: extra scaled copies and workspaces",
+    "float32_main_gradients": "gradients in float32",
+    "expandable_segments": "the allocator's expandable segments",
+    "torch_release": "torch's major.minor as a number (2.11 is 2.11 → 211), 0 where not given",
+    "compute_capability": "GPU generation (9.0 is 90)",
+    "num_sms": "multiprocessors in hundreds: split kernels and the local-memory arena grow with them",
+}
+"""Name → why it may matter. The order is the order of a row."""
+
+
+def features(job: TrainingJob, device: Device, base: Baseline) -> dict[str, float]:
+    """The row of `FEATURES` for one job, device and baseline; every value is finite."""
+    layout, a = job.parallelism, job.architecture
+    peak = max(base.peak_allocated_bytes, 1)
+    axes = {
+        "data": layout.data_parallel_size,
+        "tensor": layout.tensor_parallel_size,
+        "pipeline": layout.pipeline_parallel_size,
+        "context": layout.context_parallel_size,
+        "expert": layout.expert_parallel_size,
+    }
+    phases = sorted(base.phase_peaks_bytes.values(), reverse=True)
+    shares = {name: base.composition.get(name, 0) / peak for name in _CATEGORIES}
+    torch = release(str(job.versions.get("torch", "0.0")))
+    major, minor = device.compute_capability
+    values: dict[str, float] = {
+        "gib_over_allocated": GIB / peak,
+        "log2_allocated": math.log2(peak / GIB),
+        "log2_reserved_over_allocated": math.log2(max(base.peak_reserved_bytes, 1) / peak),
+        "log2_device_over_reserved": math.log2(max(base.peak_device_bytes, 1) / max(base.peak_reserved_bytes, 1)),
+        "allocator_slack": base.replayed_allocated_bytes / peak - 1,
+        "held_share": base.held_bytes / peak,
+        **{f"share_{name}": share for name, share in shares.items()},
+        "temporaries_share": shares["temporaries"] + shares["optimizer_temporaries"],
+        **{f"peak_in_{name}": base.peak_phase == name for name in _PHASES},
+        "second_phase_ratio": phases[1] / max(phases[0], 1) if len(phases) > 1 else 0.0,
+        "log2_tokens": math.log2(job.micro_batch_size * job.sequence_length / axes["context"]),
+        "log2_sequence_length": math.log2(job.sequence_length / axes["context"]),
+        "log2_hidden_size": math.log2(a.hidden_size),
+        "log2_num_hidden_layers": math.log2(a.num_hidden_layers),
+        "log2_vocab_size": math.log2(a.vocab_size / axes["tensor"]),
+        "log2_head_dim": math.log2(a.head_dim),
+        "log2_query_groups": math.log2(a.num_attention_heads / a.num_key_value_heads),
+        "log2_num_experts": math.log2(a.moe.num_experts) if a.moe else 0.0,
+        "log2_experts_per_token": math.log2(a.moe.num_experts_per_tok) if a.moe else 0.0,
+        **{f"log2_{name}_parallel": math.log2(size) for name, size in axes.items()},
+        "log2_virtual_stages": math.log2(layout.virtual_pipeline_stages),
+        "num_parallel_axes": sum(size > 1 for size in axes.values()),
+        "sequence_parallel": layout.sequence_parallel,
+        "sharded": layout.sharding in ("fsdp1", "fsdp2", "hsdp") or layout.zero_stage == 3,
+        "distributed_optimizer": layout.sharding in ("fsdp1", "fsdp2", "hsdp") or layout.zero_stage > 0,
+        "accumulates": job.gradient_accumulation_steps > 1,
+        **{f"attention_{name}": job.attention == name for name in _ATTENTIONS},
+        **{f"framework_{name}": job.framework == name for name in _FRAMEWORKS},
+        "checkpointing_full": job.activation_checkpointing.mode == "full",
+        "checkpointing_selective": job.activation_checkpointing.mode == "selective",
+        "adapters": job.finetuning.method != "full",
+        "quantized": job.finetuning.quantization is not None,
+        "optimizer_foreach": job.optimizer.implementation == "foreach",
+        "optimizer_low_bit": job.optimizer.name in ("adamw_8bit", "adamw_4bit"),
+        "fused_cross_entropy": job.loss.fused_linear_cross_entropy,
+        "compile": job.compile,
+        "float8": job.precision.compute == "float8",
+        "float32_main_gradients": job.precision.gradients == "float32",
+        "expandable_segments": job.allocator.expandable_segments,
+        "torch_release": float(torch[0] * 100 + torch[1]) if len(torch) > 1 else 0.0,
+        "compute_capability": float(major * 10 + minor),
+        "num_sms": device.num_sms / 100,
+    }
+    return {name: float(values[name]) for name in FEATURES}

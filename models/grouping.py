@@ -1,0 +1,45 @@
+"""The names by which rows are grouped: the architecture (what "unseen" means), the layout, the group of an error bar."""
+
+from __future__ import annotations
+
+from peakcast.spec import Parallelism, TrainingJob
+
+EVERYTHING = "all"
+"""The group that every job belongs to."""
+
+
+def architecture_shape(job: TrainingJob) -> str:
+    """The architecture as a unit of evidence, such as `gpt/512x12/8`: model_type, hidden_size x num_hidden_layers,
+    num_attention_heads, and the experts of a mixture.
+
+    Finer than `model_type`, because one published source trains one small GPT in hundreds of layouts and would otherwise
+    be a single unit beside a model that was run once; never finer than the shape, because rows of one shape share their
+    tensors and would leak from the fit into its judgement.
+    """
+    a = job.architecture
+    experts = f"/e{a.moe.num_experts}" if a.moe else ""
+    return f"{a.model_type}/{a.hidden_size}x{a.num_hidden_layers}/{a.num_attention_heads}{experts}"
+
+
+def layout_of(parallelism: Parallelism) -> str:
+    """The layout by its parts, such as `single`, `fsdp2`, `tp+pp` or `ddp+tp+sp`; sizes do not matter."""
+    p = parallelism
+    parts = {
+        p.sharding: p.sharding != "none",
+        f"zero{p.zero_stage}": p.zero_stage > 0,
+        "ddp": p.data_parallel_size > 1 and p.sharding == "none" and p.zero_stage == 0,
+        "tp": p.tensor_parallel_size > 1,
+        "sp": p.sequence_parallel and p.tensor_parallel_size > 1,
+        "pp": p.pipeline_parallel_size > 1,
+        "cp": p.context_parallel_size > 1,
+        "ep": p.expert_parallel_size > 1,
+    }
+    return "+".join(name for name, holds in parts.items() if holds) or "single"
+
+
+def bar_groups(job: TrainingJob) -> tuple[str, ...]:
+    """Groups whose residuals may set the error bar of `job`, finest first, each inside the next:
+    framework and layout, framework and whether it is parallel at all, everything."""
+    layout = layout_of(job.parallelism)
+    coarse = "single" if layout == "single" else "parallel"
+    return (f"{job.framework}/{layout}", f"{job.framework}/{coarse}*", EVERYTHING)

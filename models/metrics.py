@@ -1,0 +1,127 @@
+"""Accuracy figures of a set of cells: each a weighted statistic, so that repeats of a configuration count once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from peakcast.models.evaluation import Scored
+    from peakcast.models.samples import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Absolute relative errors of a point, as fractions, and the share of points below the measurement."""
+
+    median: float
+    mean: float
+    p95: float
+    worst: float
+    bias: float
+    """Median of the signed error: below 0 means too low."""
+    under_predicted: float
+    within_one_percent: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Accuracy and bars of a set of cells. Shares and errors are fractions."""
+
+    num_rows: int
+    num_configurations: float
+    """Sum of weights: repeats count once."""
+    num_architectures: int
+    errors: Errors
+    """Of baseline + residual."""
+    baseline_errors: Errors
+    """Of the baseline alone."""
+    coverage: float
+    """Share of measurements inside the two-sided 90 % interval."""
+    upper_coverage: float
+    """Share of measurements at or below the one-sided 95 % bound."""
+    median_half_width: float
+    """Half of the interval's width over its point."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """What repeats of one configuration differ by: (largest / smallest − 1) over configurations with repeats."""
+
+    num_configurations: int
+    median: float
+    p95: float
+    worst: float
+
+
+def summarise(cells: Sequence[Scored]) -> Summary:
+    """The figures of `cells` (at least one)."""
+    weights = np.array([cell.weight for cell in cells])
+    measured = np.array([cell.measured for cell in cells], dtype=np.float64)
+    lower = np.array([cell.lower for cell in cells], dtype=np.float64)
+    upper = np.array([cell.upper for cell in cells], dtype=np.float64)
+    point = np.array([cell.point for cell in cells], dtype=np.float64)
+    bound = np.array([cell.upper_95 for cell in cells], dtype=np.float64)
+    half_width = (upper - lower) / 2 / np.maximum(point, 1)
+    return Summary(
+        num_rows=len(cells),
+        num_configurations=float(weights.sum()),
+        num_architectures=len({cell.architecture for cell in cells}),
+        errors=_errors(np.array([cell.error for cell in cells]), weights),
+        baseline_errors=_errors(np.array([cell.baseline_error for cell in cells]), weights),
+        coverage=_share((lower <= measured) & (measured <= upper), weights),
+        upper_coverage=_share(measured <= bound, weights),
+        median_half_width=weighted_quantile(half_width, weights, 0.5),
+    )
+
+
+def floor(samples: Sequence[Sample], quantity: str) -> Floor:
+    """The floor of a quantity: how far repeats lie apart."""
+    repeats: dict[Any, list[int]] = {}
+    for sample in samples:
+        value = sample.measured(quantity)
+        if value is not None:
+            repeats.setdefault(sample.configuration, []).append(value)
+    spreads = np.array([max(values) / min(values) - 1 for values in repeats.values() if len(values) > 1])
+    if not len(spreads):
+        return Floor(num_configurations=0, median=0.0, p95=0.0, worst=0.0)
+    ones = np.ones(len(spreads))
+    return Floor(
+        num_configurations=len(spreads),
+        median=weighted_quantile(spreads, ones, 0.5),
+        p95=weighted_quantile(spreads, ones, 0.95),
+        worst=float(spreads.max()),
+    )
+
+
+def weighted_quantile(values: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], level: float) -> float:
+    """The smallest value below or at which `level` of the weight lies."""
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order])
+    at = int(np.searchsorted(reached, level * reached[-1] * (1 - 1e-12)))
+    return float(values[order][min(at, len(values) - 1)])
+
+
+def _errors(errors: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> Errors:
+    size = np.abs(errors)
+    return Errors(
+        median=weighted_quantile(size, weights, 0.5),
+        mean=float((weights * size).sum() / weights.sum()),
+        p95=weighted_quantile(size, weights, 0.95),
+        worst=float(size.max()),
+        bias=weighted_quantile(errors, weights, 0.5),
+        under_predicted=_share(errors < 0, weights),
+        within_one_percent=_share(size <= 0.01 + 1e-12, weights),
+    )
+
+
+def _share(holds: npt.NDArray[np.bool_], weights: npt.NDArray[np.float64]) -> float:
+    return float(weights[holds].sum() / weights.sum())

@@ -1,0 +1,207 @@
+"""The candidates for the residual: small regressors of log(measured / start), from nothing to boosted trees.
+
+Each stores in the constructor, learns in `fit` (attributes ending in `_`), predicts with numpy only, and turns into plain
+JSON and back without running anything. Inputs: X [rows, features] as floats, y [rows] log ratios, weights [rows],
+groups [rows] names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from peakcast.errors import CalibrationError
+from peakcast.models.strict import WAY_OUT, number, numbers, read
+from peakcast.models.trees import Trees
+
+Floats = npt.NDArray[np.float64]
+
+
+class Regressor(Protocol):
+    """What a candidate can do."""
+
+    name: ClassVar[str]
+
+    def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> Any:
+        """Learn, forgetting any earlier fit; returns self."""
+
+    def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
+        """Log ratios, [rows]."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain JSON, with the candidate's `name`."""
+
+
+class Zero:
+    """The baseline alone."""
+
+    name: ClassVar[str] = "zero"
+
+    def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> Zero:
+        """Nothing to learn."""
+        return self
+
+    def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
+        """Zeros."""
+        return np.zeros(len(x))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The name only."""
+        return {"name": self.name}
+
+
+class GroupMedian:
+    """The median log ratio of the job's group, pulled towards the median of all rows as if `prior_weight` rows of that
+    value had been seen too. Learned: `medians_` (group → value), `overall_`."""
+
+    name: ClassVar[str] = "group_median"
+
+    def __init__(self, *, prior_weight: float = 3.0) -> None:
+        self.prior_weight = prior_weight
+
+    def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> GroupMedian:
+        """Learn the medians."""
+        self.overall_ = weighted_median(y, weights)
+        self.medians_: dict[str, float] = {}
+        for name in sorted(set(groups)):
+            rows = np.array([group == name for group in groups])
+            own = float(weights[rows].sum())
+            trust = own / (own + self.prior_weight)
+            self.medians_[name] = trust * weighted_median(y[rows], weights[rows]) + (1 - trust) * self.overall_
+        return self
+
+    def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
+        """The group's value, or that of all rows for a group never seen."""
+        return np.array([self.medians_.get(group, self.overall_) for group in groups], dtype=np.float64)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The medians."""
+        return {"name": self.name, "overall": self.overall_, "medians": dict(self.medians_)}
+
+
+class Ridge:
+    """Linear in the standardised features, shrunk: (XᵀWX/Σw + alpha·I)⁻¹, the mean left free. Learned: `mean_`, `scale_`,
+    `coefficients_`, `intercept_`. Features beyond the range seen are held at its edge when predicting."""
+
+    name: ClassVar[str] = "ridge"
+
+    def __init__(self, *, alpha: float = 0.3) -> None:
+        self.alpha = alpha
+
+    def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> Ridge:
+        """Solve the weighted normal equations."""
+        w = weights / weights.sum()
+        self.low_, self.high_ = x.min(axis=0), x.max(axis=0)
+        self.mean_ = w @ x
+        spread = np.sqrt(w @ (x - self.mean_) ** 2)
+        self.scale_ = np.where(spread > 1e-9, spread, 1.0)
+        z = (x - self.mean_) / self.scale_
+        self.intercept_ = float(w @ y)
+        gram = (z * w[:, None]).T @ z + self.alpha * np.eye(z.shape[1])
+        self.coefficients_ = np.linalg.solve(gram, (z * w[:, None]).T @ (y - self.intercept_))
+        return self
+
+    def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
+        """Intercept + standardised features · coefficients."""
+        z = (np.clip(x, self.low_, self.high_) - self.mean_) / self.scale_
+        result: Floats = self.intercept_ + z @ self.coefficients_
+        return result
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The linear map."""
+        arrays = ("low", "high", "mean", "scale", "coefficients")
+        return {
+            "name": self.name,
+            "alpha": self.alpha,
+            "intercept": self.intercept_,
+            **{key: getattr(self, key + "_").tolist() for key in arrays},
+        }
+
+
+class BoostedTrees:
+    """scikit-learn's HistGradientBoostingRegressor, learned with scikit-learn and evaluated without. Learned: `trees_`."""
+
+    name: ClassVar[str] = "boosted_trees"
+
+    def __init__(self, *, max_iter: int = 40, learning_rate: float = 0.12, max_leaf_nodes: int = 8) -> None:
+        self.max_iter = max_iter
+        self.learning_rate = learning_rate
+        self.max_leaf_nodes = max_leaf_nodes
+
+    def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> BoostedTrees:
+        """Boost trees and keep them as arrays."""
+        from sklearn.ensemble import HistGradientBoostingRegressor
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+        model = HistGradientBoostingRegressor(
+            max_iter=self.max_iter,
+            learning_rate=self.learning_rate,
+            max_leaf_nodes=self.max_leaf_nodes,
+            max_bins=32,  # a few hundred rows: more bins cost six times the time and gain nothing
+            min_samples_leaf=5,
+            l2_regularization=1.0,
+            early_stopping=False,
+            random_state=0,
+        )
+        with threadpool_limits(1):  # so few rows that more threads only wait for each other
+            model.fit(x, y, sample_weight=weights)
+        self.trees_ = Trees.from_scikit_learn(model)
+        return self
+
+    def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
+        """Sum of the leaves reached."""
+        return self.trees_.predict(x)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The trees as arrays."""
+        return {"name": self.name, **self.trees_.to_mapping()}
+
+
+def candidates() -> list[Regressor]:
+    """Fresh candidates, simplest first."""
+    return [Zero(), GroupMedian(), Ridge(alpha=1.0), BoostedTrees()]
+
+
+def regressor_from_mapping(mapping: Mapping[str, Any], num_features: int) -> Regressor:
+    """The regressor of a `to_mapping`, checked. Raises: CalibrationError."""
+    name = mapping.get("name") if isinstance(mapping, Mapping) else None
+    if name == Zero.name:
+        read(mapping, {"name"}, "regressor")
+        return Zero()
+    if name == GroupMedian.name:
+        values = read(mapping, {"name", "overall", "medians"}, "regressor")
+        if not isinstance(values["medians"], Mapping):
+            raise CalibrationError(f"regressor.medians must be a mapping; {WAY_OUT}.", parameter="medians")
+        median = GroupMedian()
+        median.overall_ = number(values["overall"], "overall")
+        median.medians_ = {str(key): number(value, f"medians[{key!r}]") for key, value in values["medians"].items()}
+        return median
+    if name == Ridge.name:
+        arrays = ("low", "high", "mean", "scale", "coefficients")
+        values = read(mapping, {"name", "alpha", "intercept", *arrays}, "regressor")
+        ridge = Ridge(alpha=number(values["alpha"], "alpha", low=0))
+        ridge.intercept_ = number(values["intercept"], "intercept")
+        for key in arrays:
+            setattr(ridge, key + "_", numbers(values[key], key, num_features, limit=1e9))
+        if (ridge.scale_ < 1e-10).any():
+            raise CalibrationError(f"regressor.scale must be positive; {WAY_OUT}.", parameter="scale")
+        return ridge
+    if name == BoostedTrees.name:
+        boosted = BoostedTrees()
+        boosted.trees_ = Trees.from_mapping({k: v for k, v in mapping.items() if k != "name"}, num_features)
+        return boosted
+    raise CalibrationError(
+        f"regressor.name={name!r} is not known to this version; {WAY_OUT}.", parameter="name", value=name
+    )
+
+
+def weighted_median(values: Floats, weights: Floats) -> float:
+    """The middle of `values` by weight; the mean of the two middle ones where they tie."""
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order]) / weights.sum()
+    low = int(np.searchsorted(reached, 0.5 - 1e-12))
+    high = int(np.searchsorted(reached, 0.5 + 1e-12))
+    return float((values[order][low] + values[order][min(high, len(values) - 1)]) / 2)

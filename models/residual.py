@@ -1,0 +1,170 @@
+"""The learned residual: what measurements have beyond the analytical baseline, as log(measured / start), the start being
+the baseline, for allocated memory with the simulated allocator's slack (`Baseline.start`).
+
+Candidates of growing freedom (nothing, a median per group, ridge, boosted trees) compete by predicting architectures they
+were not fitted on. The simplest that is within one standard error of the best wins, and is then shrunk towards the
+baseline by as much as unseen architectures ask for: where it does not help them, the residual is nothing at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from peakcast.models.features import FEATURES
+from peakcast.models.regressors import Regressor, Zero, candidates, regressor_from_mapping, weighted_median
+from peakcast.models.strict import number, read, texts
+
+NUM_FOLDS = 10
+SHRINKAGES = (0.0, 0.25, 0.5, 0.75, 1.0)
+WORST_COUNTED = 0.1
+"""Log ratios further than this from the median are learned, and errors beyond it counted, as just this far: such a row is
+a fault of the ledger, not something a residual should chase."""
+
+Floats = npt.NDArray[np.float64]
+
+
+class Residual:
+    """Predicts log(measured / baseline) from features.
+
+    `make_candidates` makes the candidates, simplest first; `num_folds` is the most folds of the grouped cross-validation
+    (each architecture its own fold where there are fewer).
+
+    Learned: `regressor_`, `shrinkage_` (0 to 1), `low_` and `high_` (the range of log ratios seen; predictions stay in it),
+    `scores_` (candidate → mean absolute error on unseen architectures), `out_of_fold_` [rows] (what this procedure
+    predicted for each row without its architecture).
+    """
+
+    def __init__(self, *, make_candidates: Callable[[], list[Regressor]] = candidates, num_folds: int = NUM_FOLDS) -> None:
+        self.make_candidates = make_candidates
+        self.num_folds = num_folds
+
+    def fit(
+        self,
+        rows: Sequence[Mapping[str, float]],
+        log_ratios: Sequence[float] | Floats,
+        architectures: Sequence[str],
+        groups: Sequence[str],
+        weights: Sequence[float] | Floats | None = None,
+    ) -> Residual:
+        """Learn from rows of `features`; returns self. `architectures` are what is held out, `groups` what `GroupMedian`
+        goes by; `weights` count a row less (repeats)."""
+        x, y = matrix(rows), np.asarray(log_ratios, dtype=np.float64)
+        counts = np.ones(len(y)) if weights is None else np.asarray(weights, dtype=np.float64)
+        units = np.unique(np.asarray(architectures, dtype=object).astype(str), return_inverse=True)[1]
+        balanced = counts / np.sqrt(np.maximum(np.bincount(units, weights=counts), 1))[units]
+        folds = assign_folds(units, counts, self.num_folds)
+        self.low_, self.high_ = (float(y.min()), float(y.max())) if len(y) else (0.0, 0.0)
+        self.scores_: dict[str, float] = {}
+        self.shrinkage_ = 0.0
+        self.regressor_: Regressor = Zero()
+        self.out_of_fold_ = np.zeros(len(y))
+        if len(np.unique(units)) < 2:
+            return self
+        middle = weighted_median(y, balanced)
+        targets = np.clip(y, middle - WORST_COUNTED, middle + WORST_COUNTED)
+        tried = {
+            candidate.name: self._out_of_fold(candidate, x, targets, balanced, groups, folds)
+            for candidate in self.make_candidates()
+        }
+        errors = {name: per_unit_error(y - guess, units, counts) for name, guess in tried.items()}
+        self.scores_ = {name: float(error.mean()) for name, error in errors.items()}
+        chosen = simplest_within_one_standard_error(errors)
+        losses = {s: float(per_unit_error(y - s * tried[chosen], units, counts).mean()) for s in SHRINKAGES}
+        self.shrinkage_ = min(SHRINKAGES, key=lambda s: (losses[s], s))
+        if chosen != Zero.name and self.shrinkage_ > 0:
+            winner = next(c for c in self.make_candidates() if c.name == chosen)
+            self.regressor_ = winner.fit(x, targets, balanced, groups)
+            self.out_of_fold_ = np.clip(self.shrinkage_ * tried[chosen], self.low_, self.high_)
+        else:
+            self.shrinkage_ = 0.0
+        return self
+
+    def predict(self, rows: Sequence[Mapping[str, float]], groups: Sequence[str]) -> Floats:
+        """Log ratios to add to the baseline's logarithm, [rows]."""
+        guess = self.shrinkage_ * self.regressor_.predict(matrix(rows), groups)
+        clipped: Floats = np.clip(guess, min(self.low_, 0.0), max(self.high_, 0.0))
+        return clipped
+
+    @staticmethod
+    def _out_of_fold(
+        candidate: Regressor, x: Floats, y: Floats, weights: Floats, groups: Sequence[str], folds: npt.NDArray[np.int64]
+    ) -> Floats:
+        guess = np.zeros(len(y))
+        names = np.asarray(groups, dtype=object)
+        for fold in np.unique(folds):
+            inside, outside = folds != fold, folds == fold
+            fitted = candidate.fit(x[inside], y[inside], weights[inside], names[inside].tolist())
+            guess[outside] = fitted.predict(x[outside], names[outside].tolist())
+        return guess
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain JSON of everything `predict` needs."""
+        return {
+            "features": list(FEATURES),
+            "regressor": self.regressor_.to_mapping(),
+            "shrinkage": self.shrinkage_,
+            "low": self.low_,
+            "high": self.high_,
+            "scores": dict(self.scores_),
+        }
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Residual:
+        """The residual of `to_mapping`, ready to predict. Raises: CalibrationError."""
+        from peakcast.errors import CalibrationError
+
+        top = read(mapping, {"features", "regressor", "shrinkage", "low", "high", "scores"}, "residual")
+        if texts(top["features"], "residual.features") != list(FEATURES):
+            raise CalibrationError(
+                "residual.features are not those of this version of peakcast; fit the calibration again.",
+                parameter="features",
+            )
+        if not isinstance(top["scores"], Mapping):
+            raise CalibrationError("residual.scores must be a mapping; fit the calibration again.", parameter="scores")
+        residual = cls()
+        residual.regressor_ = regressor_from_mapping(top["regressor"], len(FEATURES))
+        residual.shrinkage_ = number(top["shrinkage"], "residual.shrinkage", low=0, high=1)
+        residual.low_ = number(top["low"], "residual.low", low=-5, high=5)
+        residual.high_ = number(top["high"], "residual.high", low=-5, high=5)
+        residual.scores_ = {str(name): number(score, "scores") for name, score in top["scores"].items()}
+        return residual
+
+
+def matrix(rows: Sequence[Mapping[str, float]]) -> Floats:
+    """[rows, features] in the order of FEATURES."""
+    return np.array([[row[name] for name in FEATURES] for row in rows], dtype=np.float64).reshape(len(rows), len(FEATURES))
+
+
+def assign_folds(units: npt.NDArray[np.int64], counts: Floats, num_folds: int) -> npt.NDArray[np.int64]:
+    """A fold for each row: whole units only, the largest first to the lightest fold."""
+    sizes = np.bincount(units, weights=counts)
+    load = np.zeros(min(num_folds, len(sizes)))
+    fold_of = np.zeros(len(sizes), dtype=np.int64)
+    for unit in np.argsort(-sizes, kind="stable"):
+        fold_of[unit] = int(np.argmin(load))
+        load[fold_of[unit]] += sizes[unit]
+    folds: npt.NDArray[np.int64] = fold_of[units]
+    return folds
+
+
+def per_unit_error(errors: Floats, units: npt.NDArray[np.int64], counts: Floats) -> Floats:
+    """Mean absolute error of each unit, every row capped at WORST_COUNTED, [units]."""
+    capped = np.minimum(np.abs(errors), WORST_COUNTED)
+    sums: Floats = np.bincount(units, weights=counts * capped) / np.bincount(units, weights=counts)
+    return sums
+
+
+def simplest_within_one_standard_error(errors: Mapping[str, Floats]) -> str:
+    """The first candidate whose mean error exceeds the best one's by at most one standard error of their difference,
+    unit by unit (paired, so that units which are hard for every candidate do not blur the comparison)."""
+    best = min(errors, key=lambda name: float(errors[name].mean()))
+    for name, error in errors.items():
+        difference = error - errors[best]
+        standard_error = float(difference.std(ddof=1)) / len(difference) ** 0.5
+        if name == best or float(difference.mean()) <= standard_error:
+            return name
+    raise AssertionError("the best candidate is within its own standard error")

@@ -1,0 +1,166 @@
+"""Measured rows beside their baselines: what the fit learns from and the evaluation judges on, and what was left out."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from peakcast.errors import CatalogError, PeakcastError
+from peakcast.models.baseline import Baseline, baseline
+from peakcast.models.features import features
+from peakcast.models.grouping import architecture_shape, bar_groups, layout_of
+from peakcast.prediction import QUANTITIES
+from peakcast.records import Measurement
+from peakcast.spec import TrainingJob, canonical_json
+
+if TYPE_CHECKING:
+    from peakcast.catalog import Device
+
+BaselineOf = Callable[[TrainingJob, "Device", int], Baseline]
+DeviceOf = Callable[[str], "Device"]
+ScopeOf = Callable[[TrainingJob], str]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sample:
+    """A measured row, the baseline of its rank, and the names it is grouped by."""
+
+    row: Measurement
+    device: Device
+    baseline: Baseline
+    features: dict[str, float]
+    architecture: str
+    """`grouping.architecture_shape`: the unit of evidence."""
+    layout: str
+    groups: tuple[str, ...]
+
+    def measured(self, quantity: str) -> int | None:
+        """Measured bytes of a quantity, None where the row has none that can be compared."""
+        value: int | None = getattr(self.row, quantity)
+        return value if value and self.baseline.start(quantity) > 0 else None
+
+    def log_ratio(self, quantity: str) -> float:
+        """log(measured / what the residual starts from)."""
+        return math.log((self.measured(quantity) or 1) / self.baseline.start(quantity))
+
+    @property
+    def configuration(self) -> tuple[str, str, int, str]:
+        """Equal for repeats: the same job on the same GPU type, rank and collectives."""
+        return (self.row.job.config_hash, self.row.gpu, self.row.rank, self.row.collectives)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Samples:
+    """The samples and, by reason, how many rows were left out."""
+
+    samples: tuple[Sample, ...]
+    left_out: dict[str, int]
+
+
+def prepare(
+    rows: Iterable[Measurement],
+    *,
+    device_of: DeviceOf | None = None,
+    baseline_of: BaselineOf | None = None,
+    scope_of: ScopeOf | None = None,
+) -> Samples:
+    """The rows that may stand in an accuracy claim, each with its baseline; the others counted by reason.
+
+    A row counts when it is `measured` or `published`, finished, in scope of its record and of the ledger, unspoiled, on a
+    GPU of the catalog and has at least one of the four quantities. The three functions default to the catalog's, the
+    analytical baseline's and the ledger's.
+    """
+    device_of = device_of or _catalog_device
+    scope_of = scope_of or _ledger_scope
+    compute = baseline_of or baseline
+    cached = functools.lru_cache(maxsize=None)(lambda job, gpu, rank: compute(job, device_of(gpu), rank))
+    kept: list[Sample] = []
+    rows = sorted(rows, key=_order)  # so that the same rows give the same fit, whatever file order they came in
+    reasons: Counter[str] = Counter()
+    for row in rows:
+        reason = _reason(row, scope_of)
+        if not reason:
+            try:
+                base, device = cached(row.job, row.gpu, row.rank), device_of(row.gpu)
+                base = base if row.collectives == "nccl" else _without_communicators(base)
+            except CatalogError:
+                reason = f"GPU {row.gpu} is not in the catalog"
+            except (PeakcastError, NotImplementedError, ImportError) as error:
+                reason = f"the ledger cannot: {error}"
+        if reason:
+            reasons[_kind(reason)] += 1
+            continue
+        kept.append(
+            Sample(
+                row=row,
+                device=device,
+                baseline=base,
+                features=features(row.job, device, base),
+                architecture=architecture_shape(row.job),
+                layout=layout_of(row.job.parallelism),
+                groups=bar_groups(row.job),
+            )
+        )
+    return Samples(samples=tuple(kept), left_out=dict(sorted(reasons.items())))
+
+
+def repeat_weights(samples: Sequence[Sample]) -> list[float]:
+    """1 / repeats for each sample, so that a configuration counts once however often it was run."""
+    counts = Counter(sample.configuration for sample in samples)
+    return [1 / counts[sample.configuration] for sample in samples]
+
+
+def rows_digest(samples: Iterable[Sample]) -> str:
+    """SHA-256 (hex) of the rows' keys and measured values, whatever their order."""
+    facts = sorted(_order(sample.row) for sample in samples)
+    return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
+
+
+def _without_communicators(base: Baseline) -> Baseline:
+    """The baseline of a run whose collectives were not NCCL's, which then has no buffers of its own on the GPU."""
+    device_bytes = base.peak_device_bytes - base.communicator_bytes
+    return replace(base, communicator_bytes=0, peak_device_bytes=device_bytes)
+
+
+def _kind(reason: str) -> str:
+    """The first sentence of a reason without the names and numbers of the row: one line per kind of row left out."""
+    for pattern in (r"\s*\([^()]*=[^()]*\)", r"'[^']*' ?", r"[-+]\d[\d.]*% "):
+        reason = re.sub(pattern, "", reason)
+    return reason.split(". ")[0].rstrip(".")
+
+
+def _order(row: Measurement) -> list[Any]:
+    return [row.key, *(getattr(row, quantity) or 0 for quantity in QUANTITIES)]
+
+
+def _reason(row: Measurement, scope_of: ScopeOf) -> str:
+    if row.provenance not in ("measured", "published"):
+        return f"provenance is {row.provenance}"
+    if row.outcome != "ok":
+        return f"outcome is {row.outcome}"
+    if row.out_of_scope:
+        return f"out of scope: {row.out_of_scope}"
+    if row.spoiled:
+        return f"spoiled: {row.spoiled[0]}"
+    if all(getattr(row, quantity) is None for quantity in QUANTITIES):
+        return "none of the four quantities was measured"
+    outside = scope_of(row.job)
+    return f"outside the ledger: {outside}" if outside else ""
+
+
+def _catalog_device(name: str) -> Device:
+    from peakcast import catalog
+
+    return catalog.gpu(name)
+
+
+def _ledger_scope(job: TrainingJob) -> str:
+    from peakcast.models.analytical.scope import out_of_scope
+
+    return out_of_scope(job)

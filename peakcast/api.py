@@ -1,0 +1,331 @@
+"""The functions behind every door: the command line calls these by the same names, with the same arguments.
+
+Heavy libraries are imported inside the functions that need them, so that asking for a prediction stays quick.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peakcast.batch import predict_batch
+from peakcast.errors import CalibrationError, CatalogError, RecordError, near_misses
+from peakcast.questions import Question, Rank, question
+
+if TYPE_CHECKING:
+    from peakcast.catalog import Device
+    from peakcast.models.calibration import Calibration
+    from peakcast.models.evaluation import Evaluation
+    from peakcast.prediction import Prediction
+    from peakcast.records import Measurement
+    from peakcast.tracking import Tracker
+
+__all__ = ["Fitted", "answer", "collect", "evaluate", "fit", "predict", "predict_batch", "report", "reproduce"]
+
+Progress = Callable[[str], None]
+"""Told what is being worked on, in a few words."""
+UNSUPPORTED_SEVERITY = 2
+UNKNOWN_SEVERITY = 1
+"""How much bars widen for each thing a configuration asks for that a job cannot say, and for each key nobody here knows.
+Severities are those of `models.domain`."""
+
+
+def predict(
+    job: object, gpu: str | Device, rank: Rank = None, calibration: Calibration | str | Path | None = None
+) -> Prediction:
+    """The four peaks of one rank of `job` on `gpu`, in bytes, with error bars, and whether it fits.
+
+    `job`: a `TrainingJob`, its mapping, the path of a job file, or the catalog name of an architecture (every default then
+    holds); a mapping `{"megatron": ...}` or `{"huggingface": ...}` is translated first.
+    `rank`: a number, "last", or "worst" (None means the same). `calibration`: one, or the path of one; None takes the
+    shipped one of the GPU type, else its nearest relative's.
+    Raises: SpecError, CatalogError or CalibrationError naming the parameter, the value, the rule and the way out.
+    """
+    return answer(question(job, gpu, rank), calibration)
+
+
+def answer(asked: Question, calibration: Calibration | str | Path | None = None) -> Prediction:
+    """The prediction for a question that was read already."""
+    from dataclasses import replace
+
+    from peakcast.models.calibration import load_calibration
+    from peakcast.models.predict import predict as predict_job
+
+    if isinstance(calibration, (str, Path)):
+        calibration = load_calibration(Path(calibration))
+    try:
+        prediction = predict_job(asked.job, asked.device, asked.rank, calibration)
+    except NotImplementedError as error:
+        from peakcast.errors import SpecError
+
+        raise SpecError(f"this job cannot be answered: {error}", parameter="job") from error
+    notes = asked.translation
+    prediction = replace(
+        prediction,
+        assumptions=tuple(dict.fromkeys((*notes.assumptions, *prediction.assumptions))),
+        warnings=tuple(dict.fromkeys((*notes.warnings, *notes.unsupported, *prediction.warnings))),
+    )
+    severity = UNSUPPORTED_SEVERITY * len(notes.unsupported) + UNKNOWN_SEVERITY * len(notes.unknown)
+    return _widened(prediction, severity) if severity else prediction
+
+
+def _widened(prediction: Prediction, severity: int) -> Prediction:
+    """The same point with bars for what the configuration asks beyond the job; no longer inside the calibrated domain."""
+    import math
+    from dataclasses import replace
+
+    from peakcast.models.domain import MOST_SEVERE
+    from peakcast.models.predict import judge, widen
+    from peakcast.prediction import QUANTITIES, Interval
+
+    intervals: dict[str, Interval] = {}
+    for quantity in QUANTITIES:
+        bar: Interval = getattr(prediction, quantity)
+        intervals[quantity] = bar
+        if bar.point > 0 and bar.lower > 0:
+            half_width, upper = widen(
+                math.log(bar.upper / bar.point), math.log(bar.upper_95 / bar.point), min(severity, MOST_SEVERE), quantity
+            )
+            intervals[quantity] = Interval(
+                baseline=bar.baseline,
+                point=bar.point,
+                lower=math.floor(bar.point * math.exp(-half_width)),
+                upper=math.ceil(bar.point * math.exp(half_width)),
+                upper_95=math.ceil(bar.point * math.exp(upper)),
+            )
+    fits, why = judge(intervals, prediction.capacity_bytes)
+    warnings = (*prediction.warnings, why) if why and why not in prediction.warnings else prediction.warnings
+    return replace(prediction, **intervals, fits=fits, warnings=warnings, inside_calibrated_domain=False)
+
+
+# -- calibration and accuracy -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A calibration and the file it was written to."""
+
+    gpu: str
+    calibration: Calibration
+    path: Path
+    changed: bool
+    """Whether the file differs from what stood there before."""
+
+
+def fit(
+    gpu: str | None = None,
+    *,
+    datasets: Path | None = None,
+    output: Path | None = None,
+    tracker: Tracker | None = None,
+    progress: Progress | None = None,
+) -> list[Fitted]:
+    """Fit and write the calibration of `gpu` (None: of every GPU type that has rows) from the tables in `datasets`.
+
+    Written to `output`/<gpu>.json, by default where `predict` finds it. Equal rows leave a file as it is, its date included.
+    Raises: RecordError, CatalogError or CalibrationError.
+    """
+    from peakcast.models.calibration import calibrations
+    from peakcast.models.fit import fit as fit_rows
+
+    rows = _rows(datasets)
+    folder = Path(output) if output is not None else calibration_folder()
+    fitted = []
+    for name in _gpu_types(rows, gpu):
+        if progress:
+            progress(f"fitting {name}")
+        calibration = fit_rows(rows, name, created=datetime.datetime.now(datetime.UTC).date().isoformat())
+        calibration, changed = _save(calibration, folder / f"{name}.json")
+        fitted.append(Fitted(gpu=name, calibration=calibration, path=folder / f"{name}.json", changed=changed))
+        if tracker:
+            tracker.log_calibration(calibration)
+    calibrations.cache_clear()
+    return fitted
+
+
+def evaluate(
+    gpu: str | None = None,
+    *,
+    datasets: Path | None = None,
+    splits: Sequence[str] | None = None,
+    tracker: Tracker | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """How accurate the predictor is on architectures, layouts and GPU types that it was not fitted on (DESIGN section 6).
+
+    `gpu` asks that this GPU type has rows; every row takes part all the same, since GPU types learn from each other.
+    """
+    from peakcast.models.evaluation import SPLITS
+    from peakcast.models.evaluation import evaluate as evaluate_rows
+
+    rows = _rows(datasets)
+    _gpu_types(rows, gpu)
+    if progress:
+        progress(f"evaluating {len(rows):,} rows, each predicted without its group")
+    evaluation = evaluate_rows(rows, splits=tuple(splits or SPLITS))
+    if tracker:
+        from peakcast.reports.plots import figures
+
+        tracker.log_evaluation(evaluation, figures=figures(evaluation))
+    return evaluation
+
+
+def report(
+    gpu: str | None = None,
+    *,
+    datasets: Path | None = None,
+    output: Path | None = None,
+    evaluation: Evaluation | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write the accuracy report of `gpu` (None: of every GPU type that has rows), and the page that lists them all.
+
+    HTML, Markdown and CSV in `output`/<gpu>/, by default in the checkout's `reports/`. The same rows give the same bytes.
+    """
+    from peakcast.reports.render import write_index, write_report
+
+    evaluation = evaluation or evaluate(gpu, datasets=datasets, progress=progress)
+    folder = Path(output) if output is not None else _checkout_folder("reports")
+    names = sorted({name for table in evaluation.tables for name in table.by_gpu})
+    written: list[Path] = []
+    with _explained(folder):
+        for name in names if gpu is None else [gpu]:
+            if progress:
+                progress(f"writing the report of {name}")
+            written += write_report(evaluation, name, folder)
+        written += write_index(evaluation, folder)
+    return written
+
+
+def reproduce(
+    *,
+    datasets: Path | None = None,
+    output: Path | None = None,
+    tracker: Tracker | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[Fitted], Evaluation, list[Path]]:
+    """Fit every GPU type, evaluate on what was held out, write all reports: everything published, from the rows.
+
+    With `output`, calibrations go to `output`/calibration and reports to `output`/reports, and nothing else is touched.
+    """
+    places = {"output": output / "calibration"} if output else {}
+    fitted = fit(None, datasets=datasets, tracker=tracker, progress=progress, **places)
+    evaluation = evaluate(None, datasets=datasets, tracker=tracker, progress=progress)
+    reports = output / "reports" if output else None
+    return fitted, evaluation, report(None, output=reports, evaluation=evaluation, progress=progress)
+
+
+def collect(grid: Path, shard: Path, **options: Any) -> Any:
+    """Measure the cells of `grid` that `shard` does not have yet, each in a process of its own. Returns a summary.
+
+    Options: `budget_minutes`, `trace` (without a GPU), `timeout_seconds`, `gpu`, `progress`; see
+    `peakcast.collectors.runner.collect`.
+    """
+    from peakcast.collectors.runner import collect as run
+
+    return run(grid, shard, **options)
+
+
+def tracker(uri: str | None = None) -> Tracker:
+    """The MLflow store at `uri`, by default `mlruns/` of the working folder (of the user's data when that is not writable).
+
+    Raises: RecordError when the store cannot be opened.
+    """
+    import os
+
+    from peakcast.tracking import Tracker
+
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    folder = Path("mlruns")
+    if not os.access(".", os.W_OK):
+        folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "peakcast" / "mlruns"
+    try:
+        return Tracker(uri=uri) if uri else Tracker(folder)
+    except Exception as error:  # whatever MLflow or its database driver raises
+        raise RecordError(
+            f"tracking-uri={uri or folder} cannot be used: {' '.join(str(error).split())[:300]}; give another, or --no-tracking.",
+            parameter="tracking_uri",
+            value=uri,
+        ) from error
+
+
+# -- where things are ----------------------------------------------------------------------------------------------------
+
+
+def calibration_folder() -> Path:
+    """Where `predict` looks for calibrations: `models/calibration` of the checkout, or of the installed package."""
+    import peakcast.models
+
+    return Path(peakcast.models.__file__).parent / "calibration"
+
+
+def _checkout_folder(name: str) -> Path:
+    root = Path(__file__).resolve().parents[1]
+    if (root / "pyproject.toml").is_file():
+        return root / name
+    return Path.cwd() / name
+
+
+def _rows(datasets: Path | None) -> list[Measurement]:
+    from peakcast.store import load
+
+    rows = load(datasets)
+    if not rows:
+        raise RecordError("no table has a row; collect some with `peakcast collect`, or name another folder.")
+    return rows
+
+
+def _gpu_types(rows: Iterable[Measurement], gpu: str | None) -> list[str]:
+    known = sorted({row.gpu for row in rows})
+    if gpu is None:
+        return known
+    from peakcast import catalog
+
+    name = catalog.gpu(gpu).name
+    if name not in known:
+        raise CatalogError(
+            f"gpu={gpu!r} has no measured rows{near_misses(gpu, known) or '; measured: ' + ', '.join(known)}",
+            parameter="gpu",
+            value=gpu,
+        )
+    return [name]
+
+
+def _save(calibration: Calibration, path: Path) -> tuple[Calibration, bool]:
+    """Write `calibration`, unless the file at `path` says the same but for its date; which one stands, and if it changed."""
+    from dataclasses import replace
+
+    from peakcast.models.calibration import load_calibration
+
+    if path.is_file():
+        try:
+            before = load_calibration(path)
+        except CalibrationError:
+            before = None
+        if before is not None and replace(calibration, created=before.created).to_bytes() == path.read_bytes():
+            return before, False
+    with _explained(path):
+        calibration.save(path)
+    return calibration, True
+
+
+def _explained(path: Path) -> Any:
+    """A context in which a file that cannot be written becomes a sentence."""
+    from contextlib import contextmanager
+
+    @contextmanager
+    def explained() -> Any:
+        try:
+            yield
+        except OSError as error:
+            raise RecordError(
+                f"{error.filename or path} cannot be written: {error.strerror}; check the path and its permissions.",
+                parameter="output",
+                value=str(path),
+            ) from error
+
+    return explained()

@@ -1,0 +1,177 @@
+"""Many questions at once: one JSON object a line in, one a line out, in order. A bad line is answered, never fatal."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from peakcast.errors import PeakcastError, SpecError, near_misses
+from peakcast.questions import FORMS, Question, question
+
+MAX_LINE_CHARACTERS = 4 * 2**20
+"""A question longer than this is not one; it is refused before it is parsed."""
+MAX_VALUE_CHARACTERS = 400
+"""A refused value longer than this, as JSON, is cut in the answer."""
+REMEMBERED = 8192
+"""Answers kept for questions that come again."""
+KEYS = ("id", "gpu", "rank", *FORMS)
+
+
+def predict_batch(lines: Iterable[str | bytes | Mapping[str, Any]], processes: int = 1) -> Iterator[dict[str, Any]]:
+    """Answer each question of `lines` (JSON texts or mappings), in order; blank lines are passed over.
+
+    A question has `gpu`, exactly one of `job`, `megatron` or `huggingface`, and optionally `rank` ("worst", "last" or a
+    number) and `id`, which is echoed. An answer is `Prediction.to_mapping()` with that `id`, or
+    `{"id", "error": {"parameter", "value", "message"}}`. Every answer is strict JSON.
+
+    `processes` above 1 reads all lines first and shares them out; with 1 each line is answered before the next is read.
+    """
+    readings = (_read(line) for line in lines if isinstance(line, Mapping) or line.strip())
+    if processes > 1:
+        yield from _shared_out(list(readings), processes)
+        return
+    for name, text, refusal in readings:
+        yield refusal or {"id": name, **json.loads(_answer_text(text))}
+
+
+Reading = tuple[object, str, dict[str, Any] | None]
+"""A line's id, its question as canonical JSON without the id, and the refusal where it could not be read."""
+
+
+def _read(line: str | bytes | Mapping[str, Any]) -> Reading:
+    name: object = None
+    try:
+        entry = dict(line) if isinstance(line, Mapping) else _parse(line)
+        name = entry.pop("id", None)
+        json.dumps(name, allow_nan=False)
+        return name, json.dumps(entry, sort_keys=True, allow_nan=False), None
+    except PeakcastError as error:
+        return name, "", _refusal(name, error.parameter, error.value, error.message)
+    except (ValueError, TypeError, RecursionError) as error:  # only a mapping that no JSON text could have given
+        return None, "", _refusal(None, None, None, f"the question cannot be written as JSON: {error}.")
+
+
+def _shared_out(readings: Sequence[Reading], processes: int) -> Iterator[dict[str, Any]]:
+    """The answers to `readings`, in order, each distinct question answered once by one of `processes`."""
+    from concurrent.futures import ProcessPoolExecutor
+
+    distinct = list(dict.fromkeys(text for _, text, refusal in readings if refusal is None))
+    answers: dict[str, str] = {}
+    with ProcessPoolExecutor(processes, initializer=_leave_interrupts_to_the_parent) as pool:
+        arriving = zip(distinct, pool.map(_answer_text, distinct, chunksize=8), strict=True)
+        for name, text, refusal in readings:
+            while refusal is None and text not in answers:
+                answers.update([next(arriving)])
+            yield refusal or {"id": name, **json.loads(answers[text])}
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _answer_text(text: str) -> str:
+    """The answer to the question in the canonical JSON `text`, as JSON and without its id."""
+    try:
+        return json.dumps(_predict(question_from_entry(json.loads(text))), allow_nan=False)
+    except PeakcastError as error:
+        refusal = _refusal(None, error.parameter, error.value, error.message)
+    except RecursionError:
+        refusal = _refusal(None, None, None, "the question is nested too deeply; a configuration is not.")
+    except Exception as error:  # a fault of ours must not take the other lines along
+        refusal = _refusal(None, None, None, f"this is a bug in peakcast: {type(error).__name__}: {error}")
+    del refusal["id"]
+    return json.dumps(refusal, allow_nan=False)
+
+
+def _predict(question: Question) -> dict[str, Any]:
+    from peakcast import api
+
+    return api.answer(question).to_mapping()
+
+
+def question_from_entry(entry: Mapping[str, Any]) -> Question:
+    """The question of one line (without its id). Raises: PeakcastError."""
+    for key in entry:
+        if key not in KEYS:
+            raise SpecError(
+                f"{key} is not a known key of a question{near_misses(key, KEYS) or '; known: ' + ', '.join(KEYS)}",
+                parameter=key,
+                value=entry[key],
+            )
+    if not isinstance(entry.get("gpu"), str):
+        raise SpecError(
+            f"gpu={entry.get('gpu')!r} must be the name of a GPU type, such as 'H100-80GB'.",
+            parameter="gpu",
+            value=entry.get("gpu"),
+        )
+    forms = {key: entry[key] for key in FORMS if key in entry}
+    if len(forms) != 1:
+        raise SpecError(
+            f"a question needs exactly one of {', '.join(FORMS)}, and has {' and '.join(forms) or 'none of them'}; keep one.",
+            parameter=" and ".join(forms) or "job",
+        )
+    if not isinstance(next(iter(forms.values())), Mapping):
+        ((form, value),) = forms.items()
+        raise SpecError(f"{form}={value!r} must be a mapping.", parameter=form, value=value)
+    return question(forms, entry["gpu"], entry.get("rank"))
+
+
+def _parse(line: str | bytes) -> dict[str, Any]:
+    try:
+        text = line.decode("utf-8-sig") if isinstance(line, bytes) else line.removeprefix("\ufeff")
+        if len(text) > MAX_LINE_CHARACTERS:
+            raise SpecError(f"a line has {len(text):,} characters; at most {MAX_LINE_CHARACTERS:,} are read.")
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
+    except SpecError:
+        raise
+    except RecursionError as error:
+        raise SpecError("the line is nested too deeply; a configuration is not.") from error
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError included
+        raise SpecError(f"the line is not valid JSON: {error}; write one JSON object a line.") from error
+    if not isinstance(value, dict):
+        raise SpecError(f"the line holds a {type(value).__name__} and must be a JSON object.", value=value)
+    return value
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is too large for a number")
+    return number
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return mapping
+
+
+def _refusal(name: object, parameter: str | None, value: object, message: str) -> dict[str, Any]:
+    return {"id": name, "error": {"parameter": parameter, "value": _jsonable(value), "message": _one_line(message)}}
+
+
+def _one_line(message: str) -> str:
+    return " ".join(str(message).encode("utf-8", "backslashreplace").decode().split())
+
+
+def _jsonable(value: object) -> object:
+    """`value` as strict JSON has it, cut when it is long."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        text = json.dumps(repr(value))
+    if len(text) > MAX_VALUE_CHARACTERS:
+        return text[:MAX_VALUE_CHARACTERS] + "..."
+    plain: object = json.loads(text)
+    return plain

@@ -1,0 +1,300 @@
+"""The command line: each command parses, calls the function of `peakcast.api` of the same name, and prints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from peakcast.errors import PeakcastError, SpecError
+
+FITS_EXIT_CODES = {"yes": 0, "no": 3, "uncertain": 4}
+"""What `peakcast predict` exits with; 2 is a question that cannot be answered."""
+
+app = typer.Typer(
+    name="peakcast",
+    help="Predicts the peak GPU memory of LLM training, with error bars that hold.",
+    epilog="Example: peakcast predict --model llama-3.1-8b --gpu H100-80GB",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+Datasets = Annotated[Path | None, typer.Option(help="Folder of measured tables; default: the checkout's datasets/.")]
+TrackingUri = Annotated[str | None, typer.Option(help="MLflow store; default: mlruns/mlflow.db of the working folder.")]
+NoTracking = Annotated[bool, typer.Option("--no-tracking", help="Do not record this in MLflow.")]
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from peakcast import __version__
+
+        print(f"peakcast {__version__}")
+        raise typer.Exit
+
+
+def _job(flag: str, help: str) -> Any:
+    return typer.Option(flag, help=help, rich_help_panel="Job")
+
+
+@app.command(epilog="Example: peakcast predict --model llama-3.1-8b --method lora --lora-rank 16 --gpu A100-80GB")
+def predict(
+    job: Annotated[str | None, typer.Argument(help="A job file (YAML or JSON); the flags below change its values.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU type, such as H100-80GB.")] = None,
+    rank: Annotated[str, typer.Option(help="worst, last, or a number.")] = "worst",
+    batch: Annotated[Path | None, typer.Option(help="Questions, one JSON object a line ('-': standard input).")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share a batch; default: all cores for a long file.")
+    ] = None,
+    calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
+    print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
+    json: Json = False,
+    model: Annotated[str | None, _job("--model", "Catalog name or the path of a config.json.")] = None,
+    framework: Annotated[str | None, _job("--framework", "huggingface, torch, megatron or deepspeed.")] = None,
+    micro_batch_size: Annotated[int | None, _job("--micro-batch-size", "Sequences per rank and forward.")] = None,
+    sequence_length: Annotated[int | None, _job("--sequence-length", "Tokens per sequence.")] = None,
+    gradient_accumulation_steps: Annotated[
+        int | None, _job("--gradient-accumulation-steps", "Micro-batches per optimizer step.")
+    ] = None,
+    precision: Annotated[str | None, _job("--precision", "Of everything: bfloat16, float16 or float32.")] = None,
+    method: Annotated[str | None, _job("--method", "full, lora or qlora.")] = None,
+    lora_rank: Annotated[int | None, _job("--lora-rank", "Rank of the adapters.")] = None,
+    quantization: Annotated[str | None, _job("--quantization", "Of frozen weights: nf4, gptq or int8.")] = None,
+    optimizer: Annotated[str | None, _job("--optimizer", "adamw, sgd, adafactor, lion, adamw_8bit, ...")] = None,
+    optimizer_implementation: Annotated[
+        str | None, _job("--optimizer-implementation", "fused, foreach or loop.")
+    ] = None,
+    checkpointing: Annotated[str | None, _job("--checkpointing", "Of activations: none, full or selective.")] = None,
+    attention: Annotated[str | None, _job("--attention", "eager, sdpa, flash_attention_2 or flex.")] = None,
+    data_parallel_size: Annotated[int | None, _job("--data-parallel-size", "Replicas of the data stream.")] = None,
+    sharding: Annotated[str | None, _job("--sharding", "none, fsdp1, fsdp2, hsdp or no_shard.")] = None,
+    zero_stage: Annotated[int | None, _job("--zero-stage", "DeepSpeed's ZeRO stage, 0 to 3.")] = None,
+    tensor_parallel_size: Annotated[int | None, _job("--tensor-parallel-size", "Ranks that share each layer.")] = None,
+    sequence_parallel: Annotated[bool | None, typer.Option(help="Share activations too.")] = None,
+    pipeline_parallel_size: Annotated[int | None, _job("--pipeline-parallel-size", "Ranks that share the layers.")] = None,
+    context_parallel_size: Annotated[int | None, _job("--context-parallel-size", "Ranks that share a sequence.")] = None,
+    expert_parallel_size: Annotated[int | None, _job("--expert-parallel-size", "Ranks that share the experts.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other field of the job: --set loss.fused_linear_cross_entropy=true")
+    ] = None,
+) -> None:
+    """Predict the peak memory of one rank of JOB, with error bars, and whether it fits.
+
+    Exits with 0 when it fits, 3 when not, 4 when that is uncertain, 2 when the question cannot be answered.
+    """
+    from peakcast import api, render
+    from peakcast.job_flags import job_from_flags
+
+    flags = {
+        "architecture": model,
+        "framework": framework,
+        "micro_batch_size": micro_batch_size,
+        "sequence_length": sequence_length,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "attention": attention,
+        **{f"precision.{part}": precision for part in ("parameters", "compute", "gradients", "optimizer_states")},
+        "finetuning.method": method,
+        "finetuning.rank": lora_rank,
+        "finetuning.quantization": quantization,
+        "optimizer.name": optimizer,
+        "optimizer.implementation": optimizer_implementation,
+        "activation_checkpointing.mode": checkpointing,
+        "parallelism.data_parallel_size": data_parallel_size,
+        "parallelism.sharding": sharding,
+        "parallelism.zero_stage": zero_stage,
+        "parallelism.tensor_parallel_size": tensor_parallel_size,
+        "parallelism.sequence_parallel": sequence_parallel,
+        "parallelism.pipeline_parallel_size": pipeline_parallel_size,
+        "parallelism.context_parallel_size": context_parallel_size,
+        "parallelism.expert_parallel_size": expert_parallel_size,
+    }
+    if batch is not None:
+        if job is not None or any(value is not None for value in flags.values()) or set_:
+            raise SpecError("--batch asks the questions of its file; give no JOB and no job flags beside it.")
+        for answer in api.predict_batch(*render.batch_of(batch, processes)):
+            print(render.json_line(answer), flush=str(batch) == "-")
+        return
+    asked = job_from_flags(job, flags, set_ or [])
+    if print_job:
+        print(render.job_text(asked, as_json=json))
+        return
+    if gpu is None:
+        raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
+    prediction = api.predict(asked, gpu, rank=rank, calibration=calibration)
+    print(render.json_text(prediction.to_mapping()) if json else render.prediction_text(prediction))
+    raise typer.Exit(FITS_EXIT_CODES[prediction.fits])
+
+
+@app.command(epilog="Example: peakcast fit --gpu H100-80GB")
+def fit(
+    gpu: Annotated[str | None, typer.Option(help="GPU type whose calibration is fitted.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Fit every GPU type that has rows.")] = False,
+    datasets: Datasets = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for <gpu>.json; default: where predict looks.")] = None,
+    tracking_uri: TrackingUri = None,
+    no_tracking: NoTracking = False,
+    json: Json = False,
+) -> None:
+    """Fit the calibration of a GPU type from its measured rows, and register it in MLflow under the GPU's name."""
+    from peakcast import api, render
+
+    name = _one_or_all(gpu, all_)
+    with render.working() as progress:
+        fitted = api.fit(
+            name, datasets=datasets, output=output, tracker=_tracker(tracking_uri, no_tracking), progress=progress
+        )
+    print(render.json_text(render.fitted_mappings(fitted)) if json else render.fitted_text(fitted))
+
+
+@app.command(epilog="Example: peakcast evaluate --markdown")
+def evaluate(
+    gpu: Annotated[str | None, typer.Option(help="Show this GPU type only.")] = None,
+    datasets: Datasets = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+    write_readme: Annotated[Path | None, typer.Option(help="Also put the table between the markers of this file.")] = None,
+    tracking_uri: TrackingUri = None,
+    no_tracking: NoTracking = False,
+    json: Json = False,
+) -> None:
+    """Judge the predictor on what it was not fitted on, print the accuracy table, and record it in MLflow."""
+    from peakcast import api, render
+
+    with render.working() as progress:
+        evaluation = api.evaluate(
+            gpu, datasets=datasets, tracker=_tracker(tracking_uri, no_tracking), progress=progress
+        )
+    _print_evaluation(evaluation, gpu, markdown=markdown, json=json)
+    if write_readme is not None:
+        from peakcast.reports.readme import write_table
+
+        write_table(evaluation, write_readme)
+
+
+@app.command(epilog="Example: peakcast report --gpu H100-80GB")
+def report(
+    gpu: Annotated[str | None, typer.Option(help="GPU type of the report.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Write the report of every GPU type that has rows.")] = False,
+    datasets: Datasets = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the reports; default: the checkout's reports/.")] = None,
+    json: Json = False,
+) -> None:
+    """Write the accuracy report of a GPU type: a self-contained HTML page, Markdown and CSV."""
+    from peakcast import api, render
+
+    with render.working() as progress:
+        written = api.report(_one_or_all(gpu, all_), datasets=datasets, output=output, progress=progress)
+    print(render.json_text([str(path) for path in written]) if json else "\n".join(str(path) for path in written))
+
+
+@app.command(epilog="Example: peakcast reproduce")
+def reproduce(
+    datasets: Datasets = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for all results; default: their places in the checkout.")] = None,
+    tracking_uri: TrackingUri = None,
+    no_tracking: NoTracking = False,
+    json: Json = False,
+) -> None:
+    """Do everything that is published here, from the measured rows: fit, evaluate on what was held out, write reports."""
+    from peakcast import api, render
+
+    with render.working() as progress:
+        fitted, evaluation, written = api.reproduce(
+            datasets=datasets, output=output, tracker=_tracker(tracking_uri, no_tracking), progress=progress
+        )
+    if json:
+        found = {"fitted": render.fitted_mappings(fitted), "evaluation": evaluation.to_mapping()}
+        print(render.json_text({**found, "reports": [str(path) for path in written]}))
+        return
+    print(render.fitted_text(fitted) + "\n")
+    _print_evaluation(evaluation, None)
+    print("\nReports: " + str(written[-1]))
+
+
+@app.command(epilog="Example: peakcast collect my-grid.yaml --budget-minutes 25")
+def collect(
+    grid: Annotated[str, typer.Argument(help="A grid file, or the name of a shipped grid.")],
+    shard: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to.")] = Path("peakcast.shard.jsonl"),
+    budget_minutes: Annotated[float | None, typer.Option(help="Start no cell after this long.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Trace on fake tensors; needs no GPU.")] = False,
+    timeout_seconds: Annotated[int, typer.Option(help="Longest that one cell may take.")] = 600,
+    gpu: Annotated[str | None, typer.Option(help="GPU type to trace for.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure the cells of GRID that SHARD does not have yet, each in a process of its own; interrupt and resume at will."""
+    from peakcast import api, render
+
+    with render.working() as progress:
+        summary = api.collect(
+            grid,
+            shard,
+            budget_minutes=budget_minutes,
+            trace=trace,
+            timeout_seconds=timeout_seconds,
+            gpu=gpu,
+            progress=progress,
+        )
+    print(render.json_text(render.plain(summary)) if json else render.summary_text(summary, shard))
+
+
+def _one_or_all(gpu: str | None, all_: bool) -> str | None:
+    if (gpu is None) == (not all_):
+        raise SpecError("give either --gpu with a GPU type, or --all.", parameter="gpu", value=gpu)
+    return gpu
+
+
+def _tracker(uri: str | None, no_tracking: bool) -> Any:
+    from peakcast import api
+
+    return None if no_tracking else api.tracker(uri)
+
+
+def _print_evaluation(evaluation: Any, gpu: str | None, *, markdown: bool = False, json: bool = False) -> None:
+    from peakcast import render
+    from peakcast.reports.tables import headline_markdown
+
+    if json:
+        print(render.json_text(evaluation.to_mapping()))
+    elif markdown:
+        print(headline_markdown(evaluation, gpu), end="")
+    else:
+        render.print_evaluation(evaluation, gpu)
+
+
+def main() -> None:
+    """The `peakcast` command. A fault becomes one sentence on standard error and exit code 2."""
+    sys.exit(_run(sys.argv[1:]))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        code = app(arguments, standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except PeakcastError as error:
+        return _say(error.message)
+    except (KeyboardInterrupt, typer.Abort):
+        print("peakcast: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # typer's own, from whichever click it brings along
+        if usage is not None:
+            return _say(f"{usage()} See peakcast {' '.join(arguments[:1])} --help.")
+        if os.environ.get("PEAKCAST_DEBUG") == "1":
+            raise
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        return _say(f"this is a bug in peakcast: {what} (PEAKCAST_DEBUG=1 shows where)", 70)
+
+
+def _say(message: str, code: int = 2) -> int:
+    print(f"peakcast: {' '.join(message.split())}", file=sys.stderr)
+    return code

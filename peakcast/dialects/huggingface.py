@@ -1,0 +1,306 @@
+"""Hugging Face training configurations, translated into a `TrainingJob`: config.json, TrainingArguments and TRL's
+SFTConfig, peft LoraConfig, DeepSpeed JSON and FSDP settings. The keys' meanings are `huggingface_keys.py`'s tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from peakcast.architecture import Architecture
+from peakcast.conventions import check_framework_options, conventions, release
+from peakcast.dialects import huggingface_keys as keys
+from peakcast.dialects.huggingface_parallelism import fsdp_settings, layout_and_offload, mapping_at
+from peakcast.dialects.job_file import resolve_architecture
+from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.errors import SpecError
+from peakcast.fields import FrozenMapping
+from peakcast.spec import (
+    ActivationCheckpointing,
+    Dtype,
+    Finetuning,
+    Framework,
+    Loss,
+    Optimizer,
+    Precision,
+    TrainingJob,
+)
+
+ATTENTIONS: dict[str, Literal["eager", "sdpa", "flash_attention_2", "flex"]] = {
+    "eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash_attention_2", "flash_attention_3": "flash_attention_2",
+    "flex_attention": "flex", "flex": "flex",
+}  # fmt: skip
+
+
+def from_huggingface(
+    config: Mapping[str, Any] | str | Architecture,
+    training_arguments: Mapping[str, Any] | None = None,
+    peft: Mapping[str, Any] | None = None,
+    deepspeed: Mapping[str, Any] | None = None,
+    fsdp: Mapping[str, Any] | str | None = None,
+    num_gpus: int = 1,
+    *,
+    versions: Mapping[str, str] | None = None,
+) -> Translation:
+    """The job of a Trainer (or SFTTrainer) run on `num_gpus` GPUs.
+
+    `config` is a config.json mapping, its path or a catalog name; `training_arguments` has the keys of TrainingArguments
+    and SFTConfig, and how the model is loaded (`torch_dtype`, `attn_implementation`, `quantization_config`); the others
+    have the keys of their libraries. `versions` names package versions (`transformers: "4.48.1"`), whose defaults hold.
+    Raises: SpecError or CatalogError naming the key, its value, the rule and the way out.
+    """
+    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1:
+        raise SpecError(
+            f"num_gpus={num_gpus!r} must be a whole number of at least 1.", parameter="num_gpus", value=num_gpus
+        )
+    notes = Notes()
+    model = dict(config) if isinstance(config, Mapping) else {}
+    architecture = resolve_architecture(config)
+    training = _settings("training_arguments", training_arguments, notes)
+    modern = release((versions or {}).get("transformers", "5"))[:1] >= (5,)
+    adapter = _settings("peft", peft, notes) if peft is not None else None
+    strategy = training.raw("deepspeed") if deepspeed is None else deepspeed
+    engine = _settings("deepspeed", strategy, notes) if isinstance(strategy, Mapping) else None
+    if isinstance(strategy, str):
+        raise training.refuse("deepspeed", "is a path; give the mapping in that file as `deepspeed`")
+    shards = fsdp_settings(fsdp, training, notes)
+    quantization = _quantization(model, training)
+    options: dict[str, Any] = {}
+    finetuning = _finetuning(adapter, quantization, notes, options)
+    precision = _precision(model, training, engine, shards, finetuning, notes, options)
+    framework: Framework = "deepspeed" if engine is not None else "huggingface"
+    parallelism, offload = layout_and_offload(engine, shards, training, num_gpus, architecture, notes, options)
+    job = TrainingJob(
+        architecture=architecture,
+        framework=framework,
+        versions=FrozenMapping(versions or {}),
+        micro_batch_size=_batch(training, engine, "per_device_train_batch_size", "train_micro_batch_size_per_gpu", 8),
+        sequence_length=_sequence_length(training, notes),
+        gradient_accumulation_steps=_batch(
+            training, engine, "gradient_accumulation_steps", "gradient_accumulation_steps", 1
+        ),
+        precision=precision,
+        optimizer=_optimizer(training, modern, notes),
+        finetuning=finetuning,
+        attention=_attention(model, training, notes),
+        activation_checkpointing=_checkpointing(training, shards, modern),
+        loss=Loss(fused_linear_cross_entropy=_liger(training, notes)),
+        compile=training.switch("torch_compile"),
+        parallelism=parallelism,
+        offload=offload,
+    )
+    known = conventions(job)
+    for name in [name for name in options if name not in known]:
+        notes.assumptions.append(f"{name}={options.pop(name)!r} is left to the default of framework={framework!r}.")
+    job = job.replace(framework_options=FrozenMapping({k: v for k, v in options.items() if known[k] != v}))
+    check_framework_options(job)
+    _account_for_the_rest(notes, training, adapter, engine, shards)
+    return notes.finish(job)
+
+
+def _settings(name: str, mapping: object, notes: Notes) -> Settings:
+    if mapping is not None and not isinstance(mapping, Mapping):
+        raise SpecError(
+            f"huggingface.{name}={mapping!r} must be a mapping of keys to values.", parameter=name, value=mapping
+        )
+    values = {key: value for key, value in (mapping or {}).items() if value is not None and value != "auto"}
+    return Settings(values, notes, {"peft": "peft", "deepspeed": "DeepSpeed"}.get(name, "transformers"))
+
+
+def _quantization(model: Mapping[str, Any], training: Settings) -> dict[str, Any]:
+    """The quantization settings of the base model, {} for none."""
+    given = training.raw("quantization_config", model.get("quantization_config")) or {}
+    if not isinstance(given, Mapping):
+        raise training.refuse("quantization_config", "must be a mapping")
+    loose = {key: training.switch(key) for key in ("load_in_4bit", "load_in_8bit") if training.given(key)}
+    return {**given, **loose}
+
+
+def _finetuning(
+    adapter: Settings | None, quantization: Mapping[str, Any], notes: Notes, options: dict[str, Any]
+) -> Finetuning:
+    kind: Literal["nf4", "gptq", "int8"] | None = None
+    if quantization.get("load_in_8bit"):
+        kind = "int8"
+    elif quantization.get("quant_method") == "gptq":
+        kind = "gptq"
+        options["gptq_group_size"] = int(quantization.get("group_size", 128))
+    elif quantization.get("load_in_4bit"):
+        kind = "nf4"
+    elif quantization:
+        notes.unsupported.append(f"Quantization {quantization.get('quant_method', dict(quantization))!r} is not modelled.")
+    if adapter is None:
+        if kind:
+            notes.warnings.append("quantized weights cannot train without peft; they are taken as unquantized.")
+        return Finetuning()
+    method = adapter.text("peft_type", "LORA").rpartition(".")[2].upper()
+    if method != "LORA":
+        notes.unsupported.append(f"peft_type={method} is not modelled; LoRA is taken in its place.")
+    if adapter.text("bias", "none") != "none":
+        notes.unsupported.append(f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.")
+    for key, what in keys.UNSUPPORTED_PEFT.items():
+        if adapter.raw(key) not in (None, False, [], {}, ()):
+            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.")
+    targets = adapter.words("target_modules")
+    if any(character in target for target in targets for character in "*|.$^\\"):
+        pattern = adapter.text("target_modules")
+        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.")
+        targets = ()
+    if not targets:
+        notes.assumptions.append("target_modules is not given; peft's usual targets of the family are taken.")
+    alpha = adapter.number("lora_alpha", 8)
+    return Finetuning(
+        method="qlora" if kind else "lora",
+        rank=adapter.size("r", 8, assume=True),
+        alpha=None if alpha is None else float(alpha),
+        targets=targets,
+        dropout=float(adapter.number("lora_dropout", 0.0) or 0.0),
+        adapter_dtype=None if adapter.switch("autocast_adapter_dtype", True) else "bfloat16",
+        quantization=kind,
+        double_quantization=kind == "nf4" and bool(quantization.get("bnb_4bit_use_double_quant", False)),
+    )
+
+
+def _precision(
+    model: Mapping[str, Any],
+    training: Settings,
+    engine: Settings | None,
+    shards: Settings | None,
+    finetuning: Finetuning,
+    notes: Notes,
+    options: dict[str, Any],
+) -> Precision:
+    weights = _weights_dtype(model, training, notes)
+    mixed = shards.text("mixed_precision", "no") if shards else "no"
+    bf16 = training.switch("bf16") or mixed == "bf16" or _enabled(engine, "bf16")
+    fp16 = training.switch("fp16") or mixed == "fp16" or _enabled(engine, "fp16")
+    if bf16 and fp16:
+        raise training.refuse("fp16", "cannot be given together with bf16; keep one", True)
+    if mixed == "fp8":
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.")
+    half: Dtype | None = "bfloat16" if bf16 else "float16" if fp16 else None
+    if engine is not None and half is not None:  # the engine casts the model and keeps a master copy
+        return Precision(
+            parameters=half, compute=half, gradients=half, optimizer_states="float32", main_parameters="float32"
+        )
+    trained: Dtype = weights
+    if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype is None:
+        trained = "float32"  # peft's autocast_adapter_dtype
+    if half is not None and (weights == "float32" or trained == "float32"):
+        options["autocast"] = True
+    elif half is not None:
+        notes.assumptions.append(f"{'bf16' if bf16 else 'fp16'}=True changes nothing: the weights are {weights} already.")
+    compute = half if options.get("autocast") and half else weights
+    return Precision(parameters=weights, compute=compute, gradients=trained, optimizer_states=trained)
+
+
+def _weights_dtype(model: Mapping[str, Any], training: Settings, notes: Notes) -> Dtype:
+    for source, value in (
+        ("dtype", training.raw("dtype")),
+        ("torch_dtype", training.raw("torch_dtype")),
+        ("the configuration's dtype", model.get("dtype") or model.get("torch_dtype")),
+    ):
+        if value is not None and str(value) != "auto":
+            if str(value) not in keys.DTYPES:
+                raise SpecError(
+                    f"{source}={value!r} must be one of float32, bfloat16, float16.", parameter=source, value=value
+                )
+            if "configuration" in source:
+                notes.assumptions.append(f"the weights are loaded as {keys.DTYPES[str(value)]}, as the configuration says.")
+            return keys.DTYPES[str(value)]
+    notes.assumptions.append("torch_dtype is not given; the weights are taken as loaded in bfloat16.")
+    return "bfloat16"
+
+
+def _batch(training: Settings, engine: Settings | None, key: str, engine_key: str, default: int) -> int:
+    if engine is not None and engine.given(engine_key) and not training.given(key):
+        return engine.size(engine_key)
+    return training.size(key, default, assume=key == "per_device_train_batch_size")
+
+
+def _sequence_length(training: Settings, notes: Notes) -> int:
+    names = ("max_length", "max_seq_length", "model_max_length", "block_size")
+    key = next((name for name in names if training.given(name)), None)
+    packed = training.switch("packing")
+    if key is None:
+        notes.assumptions.append("max_length is not given; trl's default 1024 is taken as the sequence length.")
+        return 1024
+    if not packed:
+        notes.assumptions.append(f"sequences are taken as padded to {key}; shorter batches need less.")
+    return training.size(key)
+
+
+def _optimizer(training: Settings, modern: bool, notes: Notes) -> Optimizer:
+    default = "adamw_torch_fused" if modern else "adamw_torch"
+    if not training.given("optim"):
+        version = 5 if modern else 4
+        notes.assumptions.append(f"optim is not given; the default of transformers {version}, {default}, is taken.")
+    name = training.one_of("optim", default, {**keys.OPTIMIZERS, **keys.OTHER_OPTIMIZERS})
+    if name in keys.OTHER_OPTIMIZERS:
+        notes.unsupported.append(f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.")
+    choice = keys.OPTIMIZERS.get(name) or keys.OTHER_OPTIMIZERS[name]
+    training.raw("optim_args"), training.raw("optim_target_modules")
+    return Optimizer(name=choice.name, implementation=choice.implementation)
+
+
+def _attention(
+    model: Mapping[str, Any], training: Settings, notes: Notes
+) -> Literal["eager", "sdpa", "flash_attention_2", "flex"]:
+    default = str(model.get("_attn_implementation") or model.get("attn_implementation") or "sdpa")
+    if training.switch("use_flash_attn") or training.switch("use_flash_attention_2"):
+        default = "flash_attention_2"
+    value = training.text("attn_implementation", default)
+    if value not in ATTENTIONS:
+        notes.unsupported.append(f"attn_implementation={value!r} is not modelled; flash_attention_2 is taken in its place.")
+        return "flash_attention_2"
+    if value == "flash_attention_3":
+        notes.unsupported.append("FlashAttention 3's workspaces are not modelled; those of FlashAttention 2 are taken.")
+    return ATTENTIONS[value]
+
+
+def _checkpointing(training: Settings, shards: Settings | None, modern: bool) -> ActivationCheckpointing:
+    names = ("fsdp_activation_checkpointing", "activation_checkpointing")
+    inside = shards is not None and any(list(map(shards.switch, names)))
+    settings = training.raw("gradient_checkpointing_kwargs") or {}
+    if not training.switch("gradient_checkpointing") and not inside:
+        return ActivationCheckpointing()
+    reentrant = settings.get("use_reentrant", not modern and not inside) if isinstance(settings, Mapping) else not modern
+    if not isinstance(settings, Mapping) or "use_reentrant" not in settings:
+        training.notes.assumptions.append(
+            f"use_reentrant is not given; {'transformers 5' if modern else 'transformers 4'} takes {bool(reentrant)}."
+        )
+    return ActivationCheckpointing(mode="full", use_reentrant=bool(reentrant))
+
+
+def _liger(training: Settings, notes: Notes) -> bool:
+    if not (training.switch("use_liger_kernel") or training.switch("use_liger")):
+        return False
+    notes.unsupported.append("Liger's fused norms, rotary embeddings and SwiGLU (use_liger_kernel) are not modelled.")
+    return True
+
+
+def _account_for_the_rest(
+    notes: Notes, training: Settings, adapter: Settings | None, engine: Settings | None, shards: Settings | None
+) -> None:
+    if training.switch("auto_find_batch_size"):
+        notes.warnings.append("auto_find_batch_size lowers the batch when memory runs out; the one given is taken.")
+    if training.given("torch_empty_cache_steps"):
+        notes.assumptions.append("torch_empty_cache_steps lowers reserved memory between steps only; it is left out.")
+    for key in ("padding_free", "parallelism_config"):
+        if training.raw(key) not in (None, False, {}):
+            notes.unsupported.append(f"{key}={training.raw(key)!r} is not modelled.")
+    if engine is not None:
+        for key, what in keys.UNSUPPORTED_DEEPSPEED.items():
+            if engine.raw(key) not in (None, False, {}, 1):
+                notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.")
+    for settings, ignored in (
+        (training, keys.IGNORED_TRAINING),
+        (adapter, keys.IGNORED_PEFT),
+        (engine, keys.IGNORED_DEEPSPEED),
+        (shards, keys.IGNORED_FSDP),
+    ):
+        for key in settings.left() if settings is not None else ():
+            (notes.ignored if key in ignored else notes.unknown).append(key)
+
+
+def _enabled(engine: Settings | None, key: str) -> bool:
+    return engine is not None and mapping_at(engine, key).get("enabled") is True

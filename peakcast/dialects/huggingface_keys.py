@@ -1,0 +1,145 @@
+"""Hugging Face's training settings as data: optimizers, quantization, and the keys that cannot matter to memory.
+
+Sources: transformers 4.48 and 5.17 training_args.py, peft 0.21 LoraConfig, trl 0.13-0.24 SFTConfig, DeepSpeed 0.19 runtime
+config, accelerate 1.15 FullyShardedDataParallelPlugin.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from peakcast.spec import OptimizerName
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+class OptimizerChoice(NamedTuple):
+    """What a value of TrainingArguments.optim stands for."""
+
+    name: OptimizerName
+    implementation: Literal["fused", "foreach", "loop"] = "foreach"
+
+
+OPTIMIZERS: dict[str, OptimizerChoice] = {
+    "adamw_torch": OptimizerChoice("adamw"),
+    "adamw_torch_fused": OptimizerChoice("adamw", "fused"),
+    "adamw_hf": OptimizerChoice("adamw", "loop"),
+    "adamw_apex_fused": OptimizerChoice("adamw", "fused"),
+    "adamw_bnb_8bit": OptimizerChoice("adamw_8bit", "fused"),
+    "adamw_8bit": OptimizerChoice("adamw_8bit", "fused"),
+    "adamw_torch_8bit": OptimizerChoice("adamw_8bit", "fused"),
+    "adamw_torch_4bit": OptimizerChoice("adamw_4bit", "fused"),
+    "paged_adamw": OptimizerChoice("paged_adamw_32bit", "fused"),
+    "paged_adamw_32bit": OptimizerChoice("paged_adamw_32bit", "fused"),
+    "lion_32bit": OptimizerChoice("lion", "fused"),
+    "sgd": OptimizerChoice("sgd"),
+    "adafactor": OptimizerChoice("adafactor", "loop"),
+    "lomo": OptimizerChoice("lomo", "loop"),
+    "galore_adamw": OptimizerChoice("galore", "loop"),
+}
+OTHER_OPTIMIZERS: dict[str, OptimizerChoice] = {
+    "adalomo": OptimizerChoice("lomo", "loop"),
+    "adamw_anyprecision": OptimizerChoice("adamw"),
+    "apollo_adamw": OptimizerChoice("galore", "loop"),
+    "galore_adafactor": OptimizerChoice("galore", "loop"),
+    "galore_adamw_8bit": OptimizerChoice("galore", "loop"),
+    "galore_adamw_layerwise": OptimizerChoice("galore", "loop"),
+    "lion_8bit": OptimizerChoice("lion", "fused"),
+    "paged_adamw_8bit": OptimizerChoice("adamw_8bit", "fused"),
+    "paged_lion_32bit": OptimizerChoice("lion", "fused"),
+    "paged_lion_8bit": OptimizerChoice("lion", "fused"),
+    "schedule_free_adamw": OptimizerChoice("adamw"),
+    "stable_adamw": OptimizerChoice("adamw", "loop"),
+}
+"""Optimizers that a job has no name for, with the nearest one, which is taken and reported as unsupported."""
+
+DTYPES: dict[str, Literal["float32", "bfloat16", "float16"]] = {
+    "float32": "float32", "fp32": "float32", "float": "float32", "torch.float32": "float32",
+    "bfloat16": "bfloat16", "bf16": "bfloat16", "torch.bfloat16": "bfloat16",
+    "float16": "float16", "fp16": "float16", "half": "float16", "torch.float16": "float16",
+}  # fmt: skip
+
+SHARDING: dict[str, Literal["fsdp1", "no_shard", "hsdp"]] = {
+    "full_shard": "fsdp1", "1": "fsdp1", "shard_grad_op": "fsdp1", "2": "fsdp1", "no_shard": "no_shard", "3": "no_shard",
+    "hybrid_shard": "hsdp", "4": "hsdp", "hybrid_shard_zero2": "hsdp", "5": "hsdp",
+}  # fmt: skip
+"""FSDP sharding strategies, by torch's names and accelerate's numbers, in lower case."""
+
+LAYER_LINEARS = "all-linear"
+"""peft's word for every Linear but the head."""
+
+IGNORED_TRAINING = _words("""
+    accelerator_config adam_beta1 adam_beta2 adam_epsilon assistant_only_loss average_tokens_across_devices
+    batch_eval_metrics bf16_full_eval chars_per_token chat_template_path completion_only_loss data_seed
+    dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
+    dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_kwargs dataset_num_proc
+    dataset_text_field ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph
+    ddp_timeout debug disable_tqdm do_eval do_predict do_train enable_jit_checkpoint eos_token eval_accumulation_steps
+    eval_delay eval_do_concat_batches eval_on_start eval_packing eval_steps eval_strategy eval_use_gather_object
+    evaluation_strategy fp16_backend fp16_full_eval fp16_opt_level full_determinism greater_is_better group_by_length
+    half_precision_backend hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token
+    ignore_data_skip include_for_metrics include_inputs_for_metrics include_num_input_tokens_seen
+    include_tokens_per_second label_names label_smoothing_factor learning_rate length_column_name liger_kernel_config
+    load_best_model_at_end local_rank log_level log_level_replica log_on_each_node logging_dir logging_first_step
+    logging_nan_inf_filter logging_steps logging_strategy lr_scheduler_kwargs lr_scheduler_type max_grad_norm
+    max_prompt_length max_steps metric_for_best_model neftune_noise_alpha num_of_sequences num_train_epochs output_dir
+    overwrite_output_dir pad_token per_device_eval_batch_size prediction_loss_only project push_to_hub
+    remove_unused_columns report_to restore_callback_states_from_checkpoint resume_from_checkpoint run_name
+    save_on_each_node save_only_model save_safetensors save_steps save_strategy save_total_limit seed shuffle_dataset
+    skip_memory_metrics tf32 torch_compile_backend torch_compile_mode trackio_bucket_id trackio_space_id
+    trackio_static_space_id train_sampling_strategy truncation_mode trust_remote_code use_cache use_cpu
+    use_legacy_prediction_loop warmup_ratio warmup_steps weight_decay
+""")
+IGNORED_PEFT = _words("""
+    alpha_pattern arrow_config auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
+    exclude_modules fan_in_fan_out inference_mode init_lora_weights kasa_config layers_pattern loftq_config
+    lora_ga_config megatron_config megatron_core monteclora_config peft_version qalora_group_size revision
+    runtime_config task_type use_rslora velora_config
+""")
+UNSUPPORTED_PEFT: dict[str, str] = {
+    "layer_replication": "replicated layers",
+    "layers_to_transform": "adapters on some layers only",
+    "lora_bias": "adapters with biases",
+    "modules_to_save": "fully trained modules beside the adapters",
+    "rank_pattern": "adapter ranks that differ between modules",
+    "target_parameters": "adapters on bare parameters",
+    "trainable_token_indices": "trained token embeddings beside the adapters",
+    "use_bdlora": "block-diagonal LoRA",
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "alora_invocation_tokens": "activated LoRA",
+}
+IGNORED_DEEPSPEED = _words("""
+    aio checkpoint comms_logger communication_data_type csv_monitor data_types dump_state elasticity flops_profiler
+    gradient_clipping gradient_predivide_factor memory_breakdown optimizer prescale_gradients scheduler
+    steps_per_print tensorboard train_batch_size wall_clock_breakdown wandb zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer
+""")
+ZERO_DETAILS = _words("""
+    allgather_partitions contiguous_gradients elastic_checkpoint ignore_unused_parameters log_trace_cache_warnings
+    overlap_comm reduce_scatter round_robin_gradients sub_group_size
+""")
+"""Keys of zero_optimization whose DeepSpeed defaults are taken (as are those that begin with stage3_)."""
+UNSUPPORTED_DEEPSPEED: dict[str, str] = {
+    "activation_checkpointing": "DeepSpeed's own activation checkpointing",
+    "amp": "apex AMP",
+    "compression_training": "compression training",
+    "hybrid_engine": "the hybrid engine",
+    "pipeline": "DeepSpeed's pipeline engine",
+    "sparse_attention": "sparse attention",
+    "autotuning": "autotuning",
+    "sequence_parallel_size": "Ulysses sequence parallelism",
+    "tensor_parallel": "DeepSpeed's tensor parallelism",
+}
+IGNORED_FSDP = _words("""
+    backward_prefetch compute_environment cpu_ram_efficient_loading debug distributed_type downcast_bf16
+    enable_cpu_affinity forward_prefetch fsdp_auto_wrap_policy fsdp_backward_prefetch fsdp_backward_prefetch_policy
+    fsdp_cpu_ram_efficient_loading fsdp_forward_prefetch fsdp_limit_all_gathers fsdp_min_num_params
+    fsdp_state_dict_type fsdp_sync_module_states fsdp_transformer_layer_cls_to_wrap fsdp_use_orig_params
+    limit_all_gathers machine_rank main_process_ip main_process_port main_training_function min_num_params
+    num_machines num_processes rdzv_backend same_network state_dict_type sync_module_states tpu_env tpu_use_cluster
+    tpu_use_sudo transformer_layer_cls_to_wrap use_cpu use_orig_params xla xla_fsdp_grad_ckpt xla_fsdp_settings
+    xla_fsdp_v2
+""")

@@ -1,0 +1,113 @@
+"""How a Hugging Face run is spread over GPUs: DDP, FSDP (TrainingArguments' or accelerate's settings), DeepSpeed ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from peakcast.architecture import Architecture
+from peakcast.dialects import huggingface_keys as keys
+from peakcast.dialects.translation import Notes, Settings
+from peakcast.errors import SpecError
+from peakcast.spec import Offload, Parallelism
+
+
+def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, notes: Notes) -> Settings | None:
+    """FSDP's settings from `fsdp`, or from TrainingArguments' fsdp and fsdp_config; None without FSDP."""
+    words = [word.lower() for word in training.words("fsdp") if word.lower() != "false"]
+    inside = training.raw("fsdp_config")
+    merged: dict[str, Any] = dict(inside) if isinstance(inside, Mapping) else {}
+    if isinstance(fsdp, str):
+        words += fsdp.lower().split()
+    elif isinstance(fsdp, Mapping):
+        nested = fsdp.get("fsdp_config")
+        merged |= {key: value for key, value in fsdp.items() if key != "fsdp_config"}
+        merged |= nested if isinstance(nested, Mapping) else {}
+    elif fsdp is not None:
+        raise SpecError(f"huggingface.fsdp={fsdp!r} must be a mapping or a text.", parameter="fsdp", value=fsdp)
+    elif not words:
+        return None
+    for word in words:
+        if word in keys.SHARDING:
+            merged.setdefault("fsdp_sharding_strategy", word)
+        elif word == "offload":
+            merged["fsdp_offload_params"] = True
+    return Settings(merged, notes, "accelerate")
+
+
+def layout_and_offload(
+    engine: Settings | None,
+    shards: Settings | None,
+    training: Settings,
+    num_gpus: int,
+    architecture: Architecture,
+    notes: Notes,
+    options: dict[str, Any],
+) -> tuple[Parallelism, Offload]:
+    """The layout on `num_gpus` GPUs and what lives in host memory; `options` gets ZeRO\'s bucket sizes."""
+    activations = training.switch("activation_offloading")
+    if engine is not None:
+        zero = Settings(mapping_at(engine, "zero_optimization"), notes, "DeepSpeed", lambda key: f"zero_optimization.{key}")
+        return _zero(zero, num_gpus, architecture, notes, options, activations)
+    if shards is None:
+        return Parallelism(data_parallel_size=num_gpus), Offload(activations=activations)
+    strategy = (shards.text("fsdp_sharding_strategy") or shards.text("sharding_strategy", "full_shard")).lower()
+    if strategy not in keys.SHARDING:
+        raise shards.refuse("fsdp_sharding_strategy", f"must be one of {', '.join(keys.SHARDING)}")
+    version = shards.integer("fsdp_version", shards.integer("version", 1))
+    sharding: Literal["fsdp1", "fsdp2", "no_shard", "hsdp"] = keys.SHARDING[strategy]
+    reshards = [shards.text(key, "true").lower() for key in ("fsdp_reshard_after_forward", "reshard_after_forward")]
+    if strategy in ("shard_grad_op", "2", "hybrid_shard_zero2", "5") or (version == 2 and "false" in reshards):
+        notes.unsupported.append(f"Weights kept gathered after forward (sharding strategy {strategy}) are not modelled.")
+    if version == 2 and sharding == "fsdp1":
+        sharding = "fsdp2"
+    offloads = shards.switch("fsdp_offload_params") or shards.switch("offload_params") or shards.switch("cpu_offload")
+    if num_gpus == 1:
+        notes.warnings.append("FSDP on one GPU shards nothing; it is taken as not used.")
+        sharding = "no_shard"
+    layout = Parallelism(data_parallel_size=num_gpus, sharding=sharding)
+    return layout, Offload(parameters=offloads, optimizer=offloads, activations=activations)
+
+
+def _zero(
+    zero: Settings, num_gpus: int, architecture: Architecture, notes: Notes, options: dict[str, Any], activations: bool
+) -> tuple[Parallelism, Offload]:
+    stage = zero.integer("stage", 0, least=0) or 0
+    if stage > 3:
+        raise zero.refuse("stage", "must be 0, 1, 2 or 3")
+    hidden = architecture.hidden_size
+    automatic = {"reduce_bucket_size": hidden**2}  # transformers' integration fills "auto" so
+    for key in ("reduce_bucket_size", "allgather_bucket_size"):
+        if zero.raw(key) == "auto":
+            size = automatic.get(key, 500_000_000)
+            notes.assumptions.append(f"zero_optimization.{key}='auto' is taken as {size:,} elements.")
+            options[key] = size
+        elif zero.given(key):
+            options[key] = zero.size(key)
+    moved = {key: mapping_at(zero, key).get("device", "none") for key in ("offload_optimizer", "offload_param")}
+    for key, place in moved.items():
+        if place == "nvme":
+            notes.unsupported.append(f"zero_optimization.{key} to NVMe is not modelled; host memory is taken.")
+    for key in zero.left():
+        if key in keys.ZERO_DETAILS or key.startswith("stage3_"):
+            value = zero.raw(key)
+            if value != "auto":
+                notes.assumptions.append(f"zero_optimization.{key}={value!r} is left to DeepSpeed's default.")
+        elif key.startswith("zero_"):
+            notes.unsupported.append(f"zero_optimization.{key}={zero.raw(key)!r} is not modelled.")
+        else:
+            notes.unknown.append(f"zero_optimization.{key}")
+    offload = Offload(
+        optimizer=moved["offload_optimizer"] in ("cpu", "nvme"),
+        parameters=moved["offload_param"] in ("cpu", "nvme"),
+        activations=activations,
+    )
+    return Parallelism(data_parallel_size=num_gpus, zero_stage=stage), offload
+
+
+def mapping_at(settings: Settings, key: str) -> Mapping[str, Any]:
+    """The mapping at `key`, {} when it is not given. Raises: SpecError when it is no mapping."""
+    value = settings.raw(key) or {}
+    if not isinstance(value, Mapping):
+        raise settings.refuse(key, "must be a mapping")
+    return value

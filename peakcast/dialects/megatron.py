@@ -1,0 +1,275 @@
+"""Megatron-LM command-line arguments, translated into a `TrainingJob`. The flags' meanings are tables in `megatron_flags`.
+
+Source: NVIDIA/Megatron-LM megatron/training/arguments.py (`validate_args`, `core_transformer_config_from_args`), core
+0.14 to 0.18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from peakcast.architecture import Architecture
+from peakcast.conventions import check_framework_options
+from peakcast.dialects import megatron_flags as flags
+from peakcast.dialects.megatron_architecture import megatron_architecture, one_of_table
+from peakcast.dialects.megatron_layout import virtual_stages
+from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.errors import SpecError
+from peakcast.fields import FrozenMapping
+from peakcast.spec import (
+    ActivationCheckpointing,
+    Allocator,
+    Offload,
+    Optimizer,
+    OptimizerName,
+    Parallelism,
+    Precision,
+    TrainingJob,
+)
+
+OPTIMIZERS: dict[str, OptimizerName] = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon", "lion": "lion"}
+MOST_GPUS = 2**20
+BACKENDS: dict[str, Literal["eager", "sdpa", "flash_attention_2"]] = {
+    "auto": "sdpa", "fused": "sdpa", "flash": "flash_attention_2", "unfused": "eager", "local": "eager",
+}  # fmt: skip
+
+
+def from_megatron(arguments: Mapping[str, Any], num_gpus: int = 1, env: Mapping[str, Any] | None = None) -> Translation:
+    """The job of a Megatron-LM command line: `arguments` by flag name (dashes or underscores, with or without the leading
+    ones; values may be texts), on `num_gpus` GPUs in all, with the environment variables `env`.
+
+    Raises: SpecError naming the flag, its value, the rule and the way out.
+    """
+    notes = Notes()
+    settings = Settings(_normalized(arguments), notes, "Megatron-LM", lambda key: key.replace("_", "-"))
+    layout_sizes = _layout_sizes(settings, num_gpus)
+    architecture = megatron_architecture(settings, layout_sizes["tensor_parallel_size"])
+    parallelism = _parallelism(settings, architecture, layout_sizes)
+    micro_batch_size = settings.size("micro_batch_size")
+    _note_unsupported(settings)
+    options = _options(settings, env or {})
+    job = TrainingJob(
+        architecture=architecture,
+        framework="megatron",
+        micro_batch_size=micro_batch_size,
+        sequence_length=_sequence_length(settings, parallelism),
+        gradient_accumulation_steps=_accumulation(settings, micro_batch_size, parallelism.data_parallel_size),
+        precision=_precision(settings),
+        optimizer=_optimizer(settings),
+        attention="eager" if settings.text("transformer_impl") == "local" else BACKENDS[_backend(settings)],
+        activation_checkpointing=_recomputation(settings),
+        parallelism=parallelism,
+        offload=Offload(
+            optimizer=settings.switch("optimizer_cpu_offload"),
+            activations=settings.switch("fine_grained_activation_offloading"),
+        ),
+        allocator=Allocator(
+            expandable_segments="expandable_segments:true" in str((env or {}).get("PYTORCH_CUDA_ALLOC_CONF", "")).lower()
+        ),
+        framework_options=FrozenMapping(options),
+    )
+    for key in settings.left():
+        known = key in flags.IGNORED or key.startswith(flags.DETAILS)
+        (notes.ignored if known else notes.unknown).append(settings.spell(key))
+    check_framework_options(job)
+    return notes.finish(job)
+
+
+def _normalized(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(arguments, Mapping):
+        raise SpecError(f"megatron.arguments={arguments!r} must be a mapping of flags to values.", parameter="arguments")
+    values: dict[str, Any] = {}
+    for flag, value in arguments.items():
+        key = str(flag).lstrip("-").replace("-", "_")
+        if key in values and values[key] != value:
+            raise SpecError(
+                f"{flag}={value!r} is given twice, also as {values[key]!r}; keep one.", parameter=str(flag), value=value
+            )
+        values[key] = value
+    return values
+
+
+def _layout_sizes(settings: Settings, num_gpus: int) -> dict[str, int]:
+    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or not 1 <= num_gpus <= MOST_GPUS:
+        raise SpecError(
+            f"num_gpus={num_gpus!r} must be a whole number from 1 to {MOST_GPUS}.", parameter="num_gpus", value=num_gpus
+        )
+    sizes = {
+        "tensor_parallel_size": settings.size("tensor_model_parallel_size", 1),
+        "pipeline_parallel_size": settings.size("pipeline_model_parallel_size", 1),
+        "context_parallel_size": settings.size("context_parallel_size", 1),
+    }
+    tensor, pipeline, context = sizes.values()
+    if num_gpus % (tensor * pipeline * context):
+        raise SpecError(
+            f"tensor-model-parallel-size={tensor} × pipeline-model-parallel-size={pipeline} × "
+            f"context-parallel-size={context} does not divide num_gpus={num_gpus}; use a multiple of "
+            f"{tensor * pipeline * context} GPUs.",
+            parameter="num_gpus",
+            value=num_gpus,
+        )
+    return {**sizes, "data_parallel_size": num_gpus // (tensor * pipeline * context)}
+
+
+def _parallelism(settings: Settings, architecture: Architecture, sizes: dict[str, int]) -> Parallelism:
+    tensor, pipeline, context = (
+        sizes["tensor_parallel_size"],
+        sizes["pipeline_parallel_size"],
+        sizes["context_parallel_size"],
+    )
+    experts, expert_tensor = settings.size("expert_model_parallel_size", 1), settings.integer("expert_tensor_parallel_size")
+    if experts > 1 and (architecture.moe is None or architecture.moe.num_experts % experts):
+        raise settings.refuse("expert_model_parallel_size", "needs num-experts that it divides")
+    group = experts * (expert_tensor or tensor)
+    if architecture.moe and sizes["data_parallel_size"] * tensor * context % group:
+        raise settings.refuse(
+            "expert_model_parallel_size",
+            f"times expert-tensor-parallel-size={expert_tensor or tensor} must divide the "
+            f"{sizes['data_parallel_size'] * tensor * context} GPUs of a pipeline stage; use more GPUs or a smaller size",
+            1,
+        )
+    virtual, layers = virtual_stages(settings, architecture.num_hidden_layers, pipeline)
+    sequence_parallel = settings.switch("sequence_parallel")
+    if sequence_parallel and tensor == 1:
+        settings.notes.assumptions.append("sequence-parallel has no effect with tensor-model-parallel-size=1.")
+    return Parallelism(
+        data_parallel_size=sizes["data_parallel_size"],
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        context_parallel_size=context,
+        sequence_parallel=sequence_parallel and tensor > 1,
+        pipeline_schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
+        virtual_pipeline_stages=virtual,
+        pipeline_layers=layers,
+        expert_parallel_size=experts,
+        expert_tensor_parallel_size=expert_tensor,
+        zero_stage=int(settings.switch("use_distributed_optimizer")),
+    )
+
+
+def _sequence_length(settings: Settings, layout: Parallelism) -> int:
+    length = settings.size("seq_length", settings.integer("encoder_seq_length"))
+    context = layout.context_parallel_size
+    shared = (2 * context if context > 1 else 1) * (layout.tensor_parallel_size if layout.sequence_parallel else 1)
+    if length % shared:
+        raise settings.refuse(
+            "seq_length", f"must be a multiple of {shared} (the ranks that share it, twice with context parallelism)"
+        )
+    return length
+
+
+def _accumulation(settings: Settings, micro_batch_size: int, data_parallel: int) -> int:
+    share = micro_batch_size * data_parallel
+    total = settings.integer("global_batch_size")
+    schedule = settings.text("step_batch_size_schedule")
+    if total is None and schedule:
+        first = schedule.split()[0].rpartition(":")[2]
+        total = int(first) if first.isdecimal() and len(first) < 9 else None
+        settings.notes.assumptions.append(
+            f"global-batch-size is the first of step-batch-size-schedule={schedule!r}: {total}."
+        )
+    if total is None:
+        settings.notes.assumptions.append(f"global-batch-size is not given; one micro-batch per rank is taken: {share}.")
+        return 1
+    if total % share or not total:
+        raise settings.refuse(
+            "global_batch_size",
+            f"must be a multiple of micro-batch-size={micro_batch_size} × data-parallel size {data_parallel} = {share}",
+            total,
+        )
+    return total // share
+
+
+def _precision(settings: Settings) -> Precision:
+    bf16, fp16, fp8 = settings.switch("bf16"), settings.switch("fp16"), settings.given("fp8_format")
+    if bf16 and fp16:
+        raise settings.refuse("fp16", "cannot be given together with bf16; keep one")
+    in_fp32, in_bf16 = settings.switch("accumulate_allreduce_grads_in_fp32"), settings.switch("grad_reduce_in_bf16")
+    states = {
+        key: settings.text(key, "fp32")
+        for key in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    }
+    for key, value in states.items():
+        if value != "fp32":
+            settings.notes.unsupported.append(f"{settings.spell(key)}={value!r} is not modelled; fp32 is.")
+    if not bf16 and not fp16:
+        return Precision(parameters="float32", compute="float32", gradients="float32", optimizer_states="float32")
+    dtype: Literal["bfloat16", "float16"] = "bfloat16" if bf16 else "float16"
+    return Precision(
+        parameters=dtype,
+        compute="float8" if fp8 else dtype,
+        gradients=dtype if in_bf16 or (fp16 and not in_fp32) else "float32",
+        optimizer_states="float32",
+        main_parameters="float32",
+    )
+
+
+def _optimizer(settings: Settings) -> Optimizer:
+    name = one_of_table(settings, "optimizer", "adam", OPTIMIZERS)
+    momentum = settings.number("sgd_momentum", 0.9) or 0.0
+    if name not in ("adamw", "sgd"):
+        settings.notes.unsupported.append(f"optimizer={name} is not modelled in Megatron; adam and sgd are.")
+    return Optimizer(name=name, implementation="fused", momentum=momentum if name == "sgd" else 0.0)
+
+
+def _backend(settings: Settings) -> str:
+    return settings.one_of("attention_backend", "auto", BACKENDS)
+
+
+def _recomputation(settings: Settings) -> ActivationCheckpointing:
+    granularity = settings.text("recompute_granularity") or (
+        "selective" if settings.switch("recompute_activations") else "none"
+    )
+    modules = settings.words("recompute_modules")
+    method = settings.one_of("recompute_method", "uniform", ("uniform", "block"))
+    num_layers = settings.integer("recompute_num_layers")
+    if granularity == "none":
+        return ActivationCheckpointing()
+    if granularity == "selective":
+        return ActivationCheckpointing(mode="selective", modules=tuple(m for m in modules if modules != ("core_attn",)))
+    if granularity != "full":
+        raise settings.refuse("recompute_granularity", "must be full or selective")
+    return ActivationCheckpointing(
+        mode="full", use_reentrant=True, method="block" if method == "block" else "uniform", num_layers=num_layers or 1
+    )
+
+
+def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
+    """The framework options that differ from Megatron's defaults."""
+    values: dict[str, Any] = {name: settings.switch(name) for name in flags.SWITCHES}
+    for name, default in flags.NUMBERS.items():
+        number = settings.number(name, default)
+        values[name] = (
+            number if isinstance(default, float) or number is None else int(number) if number == int(number) else number
+        )
+    values |= {name: settings.text(name, default) for name, default in flags.TEXTS.items()}
+    values["hierarchical_context_parallel_sizes"] = " ".join(settings.words("hierarchical_context_parallel_sizes"))
+    values |= {option: not settings.switch(flag) for flag, option in flags.TURNED_OFF.items()}
+    values["decoupled_lr"] = settings.given("decoupled_lr")
+    settings.one_of("transformer_impl", "transformer_engine", ("transformer_engine", "local", "inference_optimized"))
+    for name, value in env.items():
+        if name in flags.ENVIRONMENT:
+            values[flags.ENVIRONMENT[name]] = str(value)
+        elif name == "DISTILL_CONFIG":
+            settings.notes.unsupported.append("Distillation from a teacher (DISTILL_CONFIG) is not modelled.")
+        elif name == "PYTORCH_CUDA_ALLOC_CONF":
+            pass  # read where the allocator is
+        else:
+            (settings.notes.ignored if name in flags.IGNORED_ENVIRONMENT else settings.notes.unknown).append(name)
+    defaults = flags.option_defaults()
+    return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def _note_unsupported(settings: Settings) -> None:
+    for key, what in flags.UNSUPPORTED.items():
+        value = settings.raw(key)
+        if value is not None and str(value).lower() not in ("false", "0", "none", "", "[]"):
+            shown = "" if value is True or str(value).lower() == "true" else f"={value}"
+            settings.notes.unsupported.append(
+                f"{what[0].upper()}{what[1:]} ({settings.spell(key)}{shown}) is not modelled."
+            )
+    if "hybrid" in settings.text("spec").lower() or "mamba" in settings.text("spec").lower():
+        settings.notes.unsupported.append(f"A hybrid (Mamba) model (spec={settings.text('spec')}) is not modelled.")
+    elif settings.given("spec"):
+        settings.notes.unsupported.append(f"A custom layer specification (spec={settings.text('spec')}) is not modelled.")

@@ -1,0 +1,155 @@
+"""The `Architecture` of a Megatron-LM command line: shapes, biases, the padded vocabulary, experts, latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from peakcast.architecture import Architecture, MixtureOfExperts, MultiLatentAttention, Normalization, PositionEmbedding
+from peakcast.dialects import megatron_flags as flags
+from peakcast.dialects.megatron_layout import binary_pattern
+from peakcast.dialects.translation import Settings
+from peakcast.units import round_up
+
+POSITIONS: dict[str, PositionEmbedding] = {
+    "learned_absolute": "learned", "rope": "rope", "mrope": "rope", "yarn": "rope", "relative": "relative", "none": "none",
+}  # fmt: skip
+MOST_LAYERS = 2**14
+NORMALIZATIONS: dict[str, Normalization] = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+
+def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
+    """The network that the flags describe, its vocabulary padded for `tensor` ranks. Raises: SpecError naming the flag."""
+    hidden, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
+    bias = not settings.switch("disable_bias_linear")
+    swiglu, squared_relu = settings.switch("swiglu"), settings.switch("squared_relu")
+    gated = swiglu or settings.switch("quick_geglu")
+    ffn = settings.size("ffn_hidden_size", int(4 * hidden * 2 / 3 / 64) * 64 if swiglu else 4 * hidden)
+    if not settings.given("kv_channels") and hidden % heads:
+        raise settings.refuse(
+            "num_attention_heads", f"does not divide hidden-size={hidden}; use a divisor or give kv-channels"
+        )
+    if heads % tensor:
+        raise settings.refuse(
+            "tensor_model_parallel_size", f"does not divide num-attention-heads={heads}; use a divisor", 1
+        )
+    groups = settings.size("num_query_groups", 1)
+    groups = groups if settings.switch("group_query_attention") else heads
+    if heads % groups or (groups % tensor and tensor % groups):
+        raise settings.refuse(
+            "num_query_groups", f"must divide num-attention-heads={heads} and fit tensor-model-parallel-size={tensor}", 1
+        )
+    dropout = settings.number("hidden_dropout", 0.1, assume=True) or 0.0
+    position = one_of_table(settings, "position_embedding_type", "learned_absolute", POSITIONS)
+    rotary = settings.switch("use_rotary_position_embeddings")
+    kind = _kind(settings)
+    mla = settings.switch("multi_latent_attention")
+    experts = settings.integer("num_experts", least=0)
+    layers = _num_layers(settings)
+    return Architecture(
+        name=f"megatron-{layers}-layers-{hidden}",
+        model_type="megatron_" + ({"decoder": "moe" if experts else "gpt", "encoder_decoder": "t5"}.get(kind, kind)),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=settings.size("kv_channels", hidden // heads or 1),
+        intermediate_size=ffn,
+        vocab_size=_vocabulary(settings, tensor),
+        max_position_embeddings=settings.integer("max_position_embeddings", 0, least=0) or 0,
+        tie_word_embeddings=not settings.switch("untie_embeddings_and_output_weights"),
+        position_embedding="rope" if rotary else position,
+        normalization=one_of_table(settings, "normalization", "LayerNorm", NORMALIZATIONS),
+        hidden_act="silu" if swiglu else "relu2" if squared_relu else "quick_gelu" if gated else "gelu",
+        gated_mlp=gated,
+        fused_qkv=True,
+        fused_gate_up=gated,
+        attention_bias=bias or settings.switch("add_qkv_bias"),
+        attention_output_bias=bias,
+        mlp_bias=bias,
+        qk_norm="head" if settings.switch("qk_layernorm") and not mla else "none",
+        attention_dropout=settings.number("attention_dropout", 0.1, assume=True) or 0.0,
+        hidden_dropout=dropout,
+        embedding_dropout=dropout,
+        moe=_experts(settings, experts, ffn, layers, bias) if experts else None,
+        mla=_latent_attention(settings) if mla else None,
+        num_nextn_predict_layers=settings.integer("mtp_num_layers", 0, least=0) or 0,
+        kind=kind,
+    )
+
+
+def one_of_table(settings: Settings, key: str, default: str, table: Mapping[str, Any]) -> Any:
+    """The entry of `table` that the flag `key` names. Raises: SpecError with near misses."""
+    return table[settings.one_of(key, default, table)]
+
+
+def _kind(settings: Settings) -> Literal["decoder", "encoder", "encoder_decoder", "hybrid", "multimodal"]:
+    if settings.given("encoder_num_layers") or settings.given("decoder_num_layers"):
+        return "encoder_decoder"
+    if any(
+        settings.given(key)
+        for key in ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model", "mamba_num_heads")
+    ):
+        return "hybrid"
+    if settings.given("img_h"):
+        return "multimodal"
+    return "encoder" if settings.given("bert_no_binary_head") else "decoder"
+
+
+def _num_layers(settings: Settings) -> int:
+    pattern = settings.text("hybrid_layer_pattern") or settings.text("hybrid_override_pattern")
+    counted = len(pattern.replace("|", "").split("/")[0]) or None
+    layers = settings.size("num_layers", settings.integer("encoder_num_layers", counted))
+    if layers > MOST_LAYERS:
+        raise settings.refuse("num_layers", f"must be at most {MOST_LAYERS}")
+    return layers
+
+
+def _vocabulary(settings: Settings, tensor: int) -> int:
+    """The padded vocabulary, rows of the embedding over all tensor-parallel ranks."""
+    tokenizer = settings.text("tokenizer_type")
+    size = settings.integer("vocab_size")
+    extra = settings.integer("vocab_extra_ids", 0, least=0) or 0
+    if size is None:
+        known = flags.TOKENIZERS.get(tokenizer)
+        size = (known or flags.LIKELY_TOKENIZERS.get(tokenizer, 50257)) + extra
+        named = f"tokenizer-type={tokenizer!r}" if tokenizer else "neither vocab-size nor tokenizer-type is given"
+        settings.notes.assumptions.append(f"vocab-size is taken as {size}, from {named}.")
+        if known is None and tokenizer:
+            settings.notes.warnings.append(f"{named} does not settle the vocabulary; give vocab-size to be sure.")
+    elif tokenizer == "NullTokenizer":
+        size += 1  # its end-of-document token
+    return round_up(size, settings.size("make_vocab_size_divisible_by", 128) * tensor)
+
+
+def _experts(settings: Settings, experts: int, ffn: int, layers: int, bias: bool) -> MixtureOfExperts:
+    first_dense = 0
+    frequency = settings.text("moe_layer_freq", "1")
+    pattern = binary_pattern(frequency) if "[" in frequency else [1] * layers if frequency == "1" else None
+    if pattern is not None and len(pattern) == layers and pattern == sorted(pattern):
+        first_dense = pattern.count(0)
+    else:
+        settings.notes.unsupported.append(
+            f"moe-layer-freq={frequency!r} mixes dense and routed layers in an order that a job cannot express; all are "
+            "taken as routed."
+        )
+    return MixtureOfExperts(
+        num_experts=experts,
+        num_experts_per_tok=settings.size("moe_router_topk", 2),
+        moe_intermediate_size=settings.size("moe_ffn_hidden_size", ffn),
+        shared_expert_intermediate_size=settings.integer("moe_shared_expert_intermediate_size", 0, least=0) or 0,
+        shared_expert_gate=settings.switch("moe_shared_expert_gate"),
+        first_k_dense_replace=first_dense,
+        router_correction_bias=settings.switch("moe_router_enable_expert_bias"),
+        expert_bias=bias,
+    )
+
+
+def _latent_attention(settings: Settings) -> MultiLatentAttention:
+    return MultiLatentAttention(
+        q_lora_rank=settings.integer("q_lora_rank"),
+        kv_lora_rank=settings.size("kv_lora_rank", 32),
+        qk_nope_head_dim=settings.size("qk_head_dim", 128),
+        qk_rope_head_dim=settings.size("qk_pos_emb_head_dim", 64),
+        v_head_dim=settings.size("v_head_dim", 128),
+    )

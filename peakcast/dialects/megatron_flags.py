@@ -1,0 +1,186 @@
+"""Megatron-LM's flags as data: what each one means here. Names are the flags' with underscores and without the dashes.
+
+Source of names and defaults: NVIDIA/Megatron-LM megatron/training/arguments.py and
+megatron/core/transformer/transformer_config.py (core 0.14 to 0.18). A flag is read by `megatron.py` and its
+neighbours, or stands in one of these tables, or is reported as unknown.
+"""
+
+from __future__ import annotations
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SWITCHES = _words("""
+    apply_layernorm_1p apply_query_key_layer_scaling apply_residual_connection_post_layernorm
+    attention_softmax_in_fp32 calculate_per_token_loss cross_entropy_loss_fusion ddp_average_in_collective
+    ddp_pad_buckets_for_high_nccl_busbw defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode
+    distribute_saved_activations fp16_lm_cross_entropy fp32_residual_connection moe_grouped_gemm moe_layer_recompute
+    moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_fusion moe_router_padding_for_quantization
+    moe_router_pre_softmax moe_shared_expert_overlap moe_use_legacy_grouped_gemm overlap_grad_reduce
+    overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush overlap_param_gather
+    overlap_param_gather_with_optimizer_step qk_layernorm rotary_interleaved te_rng_tracker tp_comm_overlap
+    use_flash_attn use_fused_weighted_squared_relu use_precision_aware_optimizer use_tp_pp_dp_mapping
+    use_transformer_engine_op_fuser
+""")
+"""Switches that become a framework option of the same name, off by default."""
+
+NUMBERS: dict[str, float] = {
+    "ddp_bucket_size": 0,
+    "ddp_num_buckets": 0,
+    "empty_unused_memory_level": 0,
+    "microbatch_group_size_per_virtual_pipeline_stage": 0,
+    "moe_expert_capacity_factor": 0,
+    "moe_router_group_topk": 0,
+    "moe_router_num_groups": 0,
+    "moe_z_loss_coeff": 0,
+    "num_distributed_optimizer_instances": 1,
+    "rotary_percent": 1.0,
+    "wgrad_deferral_limit": 0,
+}
+"""Numbers that become a framework option of the same name, with Megatron's default (0 stands for "not set")."""
+
+TEXTS: dict[str, str] = {
+    "attention_backend": "auto",
+    "cp_comm_type": "p2p",
+    "cross_entropy_fusion_impl": "native",
+    "hierarchical_context_parallel_sizes": "",
+    "moe_router_dtype": "",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_score_function": "softmax",
+    "moe_token_dispatcher_type": "allgather",
+    "transformer_impl": "transformer_engine",
+}
+"""Texts that become a framework option of the same name, with Megatron's default ("" stands for "not set")."""
+
+TURNED_OFF: dict[str, str] = {
+    "no_bias_dropout_fusion": "bias_dropout_fusion",
+    "no_bias_gelu_fusion": "bias_gelu_fusion",
+    "no_bias_swiglu_fusion": "bias_swiglu_fusion",
+    "no_create_attention_mask_in_dataloader": "create_attention_mask_in_dataloader",
+    "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
+    "no_masked_softmax_fusion": "masked_softmax_fusion",
+    "no_overlap_p2p_communication": "overlap_p2p_communication",
+    "no_persist_layer_norm": "persist_layer_norm",
+    "no_rope_fusion": "apply_rope_fusion",
+    "no_use_layer_wise_param_layout": "use_layer_wise_param_layout",
+}
+"""Flags that turn off a framework option which is on by default."""
+
+OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {"decoupled_lr": False, "container": ""}
+"""Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image; importers set it)."""
+
+ENVIRONMENT: dict[str, str] = {
+    "CUBLAS_WORKSPACE_CONFIG": "cublas_workspace_config",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "cuda_device_max_connections",
+    "NCCL_ALGO": "nccl_algo",
+    "NCCL_NVLS_ENABLE": "nccl_nvls_enable",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "nvte_allow_nondeterministic_algo",
+    "NVTE_FLASH_ATTN": "nvte_flash_attn",
+    "NVTE_FUSED_ATTN": "nvte_fused_attn",
+    "NVTE_NORM_BWD_USE_CUDNN": "nvte_norm_bwd_use_cudnn",
+    "NVTE_NORM_FWD_USE_CUDNN": "nvte_norm_fwd_use_cudnn",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "torch_nccl_avoid_record_streams",
+    "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "nvte_cutedsl_fused_grouped_mlp",
+    "USE_MNNVL": "use_mnnvl",
+}
+"""Environment variables that become a framework option (a text, "" when not set)."""
+
+IGNORED_ENVIRONMENT = _words("""
+    CUDA_VISIBLE_DEVICES MASTER_ADDR MASTER_PORT NCCL_DEBUG NCCL_GRAPH_REGISTER NCCL_IB_SL NCCL_IB_TIMEOUT
+    NCCL_P2P_NET_CHUNKSIZE NON_DETERMINISTIC_RESULTS NON_DETERMINSTIC_RESULTS NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN
+    NUM_OF_TOKENS_PER_CHUNK_COMBINE_API NVLINK_DOMAIN_SIZE NVSHMEM_IB_ENABLE_IBGDA NVTE_BWD_LAYERNORM_SM_MARGIN
+    NVTE_CPU_OFFLOAD_V1 NVTE_FWD_LAYERNORM_SM_MARGIN N_REPEAT N_REPEATS OMP_NUM_THREADS PYTHONWARNINGS
+    QUANTIZATION_TYPE_DEBUG SKIP_PYTEST THROUGHPUT_START_STEP TOKENIZERS_PARALLELISM TORCHDYNAMO_DISABLE
+    TORCHINDUCTOR_WORKER_START TORCH_COMPILE_DISABLE TORCH_INDUCTOR_DISABLE TORCH_NCCL_HIGH_PRIORITY
+""")
+
+UNSUPPORTED: dict[str, str] = {
+    "cpu_offloading": "layer offloading to the host",
+    "cpu_offloading_num_layers": "layer offloading to the host",
+    "cuda_graph_impl": "CUDA graphs",
+    "decoder_num_layers": "an encoder-decoder (T5) model",
+    "enable_cuda_graph": "CUDA graphs",
+    "encoder_num_layers": "an encoder-decoder (T5) model",
+    "external_cuda_graph": "CUDA graphs",
+    "fine_grained_activation_offloading": "activation offloading",
+    "flextron": "FlexTron elastic training",
+    "fp4_format": "FP4 training",
+    "fp8_format": "FP8 training",
+    "fp8_param_gather": "FP8 parameters",
+    "heterogeneous_layers_config_path": "layers of unequal shape",
+    "hybrid_layer_pattern": "a hybrid (Mamba) model",
+    "hybrid_override_pattern": "a hybrid (Mamba) model",
+    "img_h": "a multimodal model",
+    "is_hybrid_model": "a hybrid (Mamba) model",
+    "moe_latent_size": "latent mixture-of-experts layers",
+    "mtp_num_layers": "multi-token prediction",
+    "bert_no_binary_head": "an encoder (BERT) model",
+    "optimizer_cpu_offload": "the optimizer's hybrid CPU offloading",
+    "perform_rl_step": "reinforcement learning (GRPO)",
+    "rampup_batch_size": "a batch size that ramps up",
+    "retro_add_retriever": "a RETRO model",
+    "export_te_mcore_model": "a ModelOpt model (quantization, pruning, distillation)",
+    "export_kd_teacher_load": "distillation from a teacher",
+    "use_legacy_models": "legacy (pre-core) models",
+    "use_megatron_fsdp": "Megatron-FSDP",
+    "use_torch_fsdp2": "PyTorch FSDP2 inside Megatron",
+    "window_size": "sliding-window attention",
+}
+"""Flags that ask for something a TrainingJob or the ledgers cannot express, and its name."""
+
+DETAILS = (
+    "fp8_", "fp4_", "cuda_graph_", "rl_", "grpo_", "mamba_", "inference_", "mtp_", "muon_", "megatron_fsdp_", "export_",
+    "outer_dp_", "retro_", "num_layers_at_", "offload_", "heterogeneous_",
+)  # fmt: skip
+"""Prefixes of flags that only refine something in `UNSUPPORTED`."""
+
+IGNORED = _words("""
+    adam_beta1 adam_beta2 adam_eps async_ckpt_use_cpu_shm async_save async_strategy auto_detect_ckpt_format
+    binary_mask budget_list budget_probs budget_type check_for_large_grads ckpt_format clip_grad data_args_path
+    data_cache_path data_parallel_sharding_strategy data_path dataloader_seq_length dataloader_type decoder_seq_length
+    decoupled_min_lr disable_gloo_process_groups disable_vision_class_token dist_ckpt_optim_fully_reshardable
+    dist_ckpt_strictness distributed_backend distributed_timeout_minutes emb_int_list enable_experimental
+    enable_router eval_global_batch_size eval_interval eval_iters exit_duration_in_mins exit_interval finetune
+    first_last_layers_bf16 hard_sample_th high_priority_stream_groups hysteresis img_w init_method_std
+    initial_loss_scale linear_scaler_end linear_scaler_start load log_interval log_memory_to_tensorboard
+    log_params_norm log_throughput logging_level loss_alpha loss_scale loss_scale_window lr lr_decay_iters
+    lr_decay_samples lr_decay_style lr_mult_router lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_samples
+    lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style manual_gc manual_gc_interval merge_file min_loss_scale
+    min_lr mlp_int_list mmap_bin_files mock_data moe_aux_loss_coeff moe_expert_int_list moe_flex_dispatcher_backend
+    moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_router_bias_update_rate moe_router_topk_scaling_factor mscale
+    mscale_all_dim no_async_tensor_model_parallel_allreduce no_check_for_nan_in_loss_and_grad
+    no_ckpt_fully_parallel_save no_ckpt_load_validate_sharding_integrity no_load_optim no_load_rng no_mmap_bin_files
+    no_save_optim no_save_rng norm_epsilon num_dataset_builder_threads num_workers original_model_sample_prob
+    override_opt_param_scheduler patch_dim reuse_grad_buf_for_mxfp8_param_ag rope_scaling_factor rotary_base
+    rotary_scaling_factor router_beta router_gbs router_inter_dim router_std save save_interval seed slice soft_mask
+    split straggler_minmax_count tau_decay tau_init tensorboard_dir test_mode tiktoken_pattern timing_log_level
+    tokenizer_model train_iters train_samples use_checkpoint_args use_checkpoint_opt_param_scheduler use_dist_ckpt
+    use_mcore_models use_packed_sequence use_persistent_ckpt_worker verify_integrity vocab_file wandb_exp_name
+    wandb_project wandb_save_dir weight_decay weight_decay_incr_style
+""")
+"""Flags that are known and do not change a training step's memory, or only refine something in `UNSUPPORTED`."""
+
+TOKENIZERS: dict[str, int] = {
+    "GPT2BPETokenizer": 50257,
+    "BertWordPieceLowerCase": 30522 + 2,
+    "BertWordPieceCase": 28996 + 2,
+    "Llama2Tokenizer": 32000,
+}
+"""Vocabulary sizes that a tokenizer's type settles; BERT's with the two tokens that Megatron adds."""
+
+LIKELY_TOKENIZERS: dict[str, int] = {"": 50257, "GPTSentencePieceTokenizer": 32000, "HuggingFaceTokenizer": 128256}
+"""Vocabulary sizes assumed (with a warning) where the type leaves it to a model file; "" is GPT-2's, Megatron's usual."""
+
+
+def option_defaults() -> dict[str, object]:
+    """Every framework option of Megatron with its default: the conventions of the stanza in `catalog/frameworks.toml`."""
+    return {
+        **dict.fromkeys(sorted(SWITCHES), False),
+        **NUMBERS,
+        **TEXTS,
+        **dict.fromkeys(TURNED_OFF.values(), True),
+        **OPTIONS_OF_OTHER_FLAGS,
+        **dict.fromkeys(ENVIRONMENT.values(), ""),
+    }

@@ -1,0 +1,158 @@
+"""What a dialect hands back, and how it reads its settings: by name, with types, leaving no key unexplained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from peakcast.errors import SpecError, near_misses
+from peakcast.spec import TrainingJob
+
+TRUE = frozenset(("true", "yes", "on", "1"))
+MOST = 2**40
+"""Largest whole number a setting may have; more is a mistake, refused before anything is built from it."""
+FALSE = frozenset(("false", "no", "off", "0", ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """A configuration of another project as a `TrainingJob`, and everything the job does not say by itself."""
+
+    job: TrainingJob
+    assumptions: tuple[str, ...] = ()
+    """Defaults taken that matter to memory, as sentences."""
+    warnings: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
+    """What the configuration asks for and a job cannot express, as sentences; empty means fully translated."""
+    ignored: tuple[str, ...] = ()
+    """Keys that are known and do not matter to memory (or only refine something in `unsupported`)."""
+    unknown: tuple[str, ...] = ()
+    """Keys that nobody here knows; they may matter."""
+
+
+@dataclass(slots=True)
+class Notes:
+    """The sentences and key lists of a translation while it is being made."""
+
+    assumptions: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def finish(self, job: TrainingJob) -> Translation:
+        """The frozen `Translation` of `job`, each sentence once."""
+        for name in self.unknown:
+            self.warnings.append(f"{name} is not known here; it is left out, and may matter.")
+        return Translation(
+            job=job,
+            assumptions=_once(self.assumptions),
+            warnings=_once(self.warnings),
+            unsupported=_once(self.unsupported),
+            ignored=tuple(sorted(set(self.ignored))),
+            unknown=tuple(sorted(set(self.unknown))),
+        )
+
+
+class Settings:
+    """Named settings of one configuration, read with a type and a default. Values may be texts ("1e-2", "true").
+
+    `spell` turns a key into the name that the user wrote, for messages. None counts as not given.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], notes: Notes, project: str, spell: Callable[[str], str] = lambda key: key
+    ) -> None:
+        self._values = {key: value for key, value in values.items() if value is not None}
+        self._read: set[str] = set()
+        self.notes, self.project, self.spell = notes, project, spell
+
+    def given(self, key: str) -> bool:
+        """Whether `key` is set; asking counts as reading it."""
+        self._read.add(key)
+        return key in self._values
+
+    def raw(self, key: str, default: Any = None) -> Any:
+        """The value of `key` as it stands."""
+        return self._values[key] if self.given(key) else default
+
+    def switch(self, key: str, default: bool = False) -> bool:
+        """`key` as true or false. Raises: SpecError."""
+        value = self.raw(key, default)
+        word = str(value).strip().lower()
+        if isinstance(value, (bool, int, str)) and (word in TRUE or word in FALSE):
+            return word in TRUE
+        raise self.refuse(key, "must be true or false")
+
+    def integer(self, key: str, default: int | None = None, *, assume: bool = False, least: int = 1) -> int | None:
+        """`key` as a whole number of at least `least`. `assume` notes the default as an assumption. Raises: SpecError."""
+        number = self.number(key, default, assume=assume)
+        if number is None:
+            return None
+        if not float(number).is_integer() or number < least:
+            raise self.refuse(key, f"must be a whole number of at least {least}")
+        if number > MOST:
+            raise self.refuse(key, f"must be at most {MOST}")
+        return int(number)
+
+    def size(self, key: str, default: int | None = None, *, assume: bool = False) -> int:
+        """`key` as a required whole number of at least 1. Raises: SpecError."""
+        number = self.integer(key, default, assume=assume)
+        if number is None:
+            raise SpecError(f"{self.spell(key)} is required and missing; add it.", parameter=self.spell(key))
+        return number
+
+    def number(self, key: str, default: float | None = None, *, assume: bool = False) -> float | None:
+        """`key` as a finite number. Raises: SpecError."""
+        if not self.given(key):
+            if assume:
+                self.notes.assumptions.append(
+                    f"{self.spell(key)} is not given; the default of {self.project}, {default}, is taken."
+                )
+            return default
+        value = self._values[key]
+        try:
+            number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+        except (ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise self.refuse(key, "must be a number")
+        return number
+
+    def text(self, key: str, default: str = "") -> str:
+        """`key` as a text. Raises: SpecError."""
+        value = self.raw(key, default)
+        if isinstance(value, (list, tuple)):
+            return " ".join(str(item) for item in value)
+        if isinstance(value, Mapping):
+            raise self.refuse(key, "must be a text")
+        return str(value)
+
+    def one_of(self, key: str, default: str, allowed: Iterable[str]) -> str:
+        """`key` as one of the words `allowed`. Raises: SpecError with near misses."""
+        value, words = self.text(key, default), list(allowed)
+        if value not in words:
+            raise self.refuse(key, f"must be one of {', '.join(words)}{near_misses(value, words)}".rstrip("?"))
+        return value
+
+    def words(self, key: str) -> tuple[str, ...]:
+        """`key` as words: a list, or a text such as "[a b]" or "a,b"."""
+        value = self.raw(key, ())
+        items = value if isinstance(value, (list, tuple)) else str(value).strip("[]() ").replace(",", " ").split()
+        return tuple(str(item).strip("'\"") for item in items)
+
+    def left(self) -> list[str]:
+        """The keys that nobody has read."""
+        return sorted(set(self._values) - self._read)
+
+    def refuse(self, key: str, rule: str, value: object = None) -> SpecError:
+        """The error for `key` that breaks `rule`, in the user's own spelling."""
+        value = self._values.get(key, value)
+        name = self.spell(key)
+        return SpecError(f"{name}={value!r} {rule}.", parameter=name, value=value)
+
+
+def _once(sentences: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(sentences))

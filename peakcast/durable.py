@@ -1,0 +1,73 @@
+"""Files that survive a crash: whole reads, whole replacements, advisory locks, and errors as sentences."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+
+from peakcast.errors import RecordError
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows has no advisory locks of this kind; lines are still written whole
+    fcntl = None
+
+MAX_FILE_BYTES = 2**30
+"""A shard or table larger than this is refused before it is read (100,000 rows are about 300 MB)."""
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of the file at `path`. Raises: RecordError when it cannot be read or is absurdly large."""
+    with explained(path, "read"):
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise RecordError(f"{path} has {size:,} bytes; at most {MAX_FILE_BYTES:,} are read; split the file.")
+        return path.read_bytes()
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write `data` beside `path`, then put it in its place: readers see the old file or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with explained(path, "written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+@contextmanager
+def explained(path: Path, done: str) -> Iterator[None]:
+    """Turns an operating-system error inside into a RecordError about `path`, which could not be `done`."""
+    try:
+        yield
+    except OSError as error:
+        blocked = isinstance(error, (FileExistsError, NotADirectoryError))
+        reason = "a file stands where its folder should be" if blocked else error.strerror or str(error)
+        raise RecordError(
+            f"{path} cannot be {done}: {reason}; check the path and its permissions, or name another.",
+            parameter="path",
+            value=str(path),
+        ) from error
+
+
+@contextmanager
+def locked(descriptor: int) -> Iterator[None]:
+    """Holds the advisory lock of an open file or folder."""
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)

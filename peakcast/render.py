@@ -1,0 +1,229 @@
+"""How answers are printed. Plain text with GiB for people, strict JSON for programs; rich only where a table asks for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peakcast.errors import SpecError
+from peakcast.prediction import QUANTITIES, Interval, Prediction
+from peakcast.units import GIB, format_gib
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from peakcast.api import Fitted
+    from peakcast.models.evaluation import Evaluation
+
+MEANINGS = {
+    "peak_allocated_bytes": "torch.cuda.max_memory_allocated",
+    "peak_reserved_bytes": "torch.cuda.max_memory_reserved",
+    "peak_device_bytes": "nvidia-smi",
+    "peak_host_bytes": "CPU memory of the rank",
+}
+VERDICTS = {
+    "yes": "fits",
+    "no": "does NOT fit",
+    "uncertain": "may or may not fit",
+}
+WIDTH = 100
+LONG_BATCH = 64
+"""Questions from which on starting more processes pays."""
+NUM_LARGEST = 5
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+def json_text(value: object) -> str:
+    """`value` as indented strict JSON."""
+    return json.dumps(value, indent=2, allow_nan=False, default=plain)
+
+
+def json_line(value: object) -> str:
+    """`value` as one line of strict JSON."""
+    return json.dumps(value, allow_nan=False)
+
+
+def plain(value: Any) -> Any:
+    """`value` as something JSON has: dataclasses as mappings, paths as texts."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return str(value)
+
+
+def batch_of(path: Path, processes: int | None) -> tuple[Iterable[bytes], int]:
+    """The lines of the file at `path`, and how many processes answer them: one for standard input (`-`), whose lines are
+    answered as they come, and for a short file. Raises: SpecError."""
+    if str(path) == "-":
+        return sys.stdin.buffer, processes or 1
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read: {error.strerror}; check the path.", parameter="batch") from error
+    return lines, processes or (1 if len(lines) < LONG_BATCH else os.cpu_count() or 1)
+
+
+# -- a prediction -----------------------------------------------------------------------------------------------------
+
+
+def prediction_text(prediction: Prediction) -> str:
+    """One screen: does it fit, the four peaks with their bars, what the peak is made of, what the answer rests on."""
+    p = prediction
+    blocks = [
+        f"{VERDICTS[p.fits]} on {p.gpu}: {_verdict_reason(p)}",
+        _quantities(p),
+        _moment(p),
+        _composition(p),
+        _notes(p),
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _verdict_reason(p: Prediction) -> str:
+    device, capacity = p.peak_device_bytes, format_gib(p.capacity_bytes)
+    if p.fits == "yes":
+        return f"{format_gib(device.upper_95)} of {capacity} at most, with 95 % confidence"
+    if p.fits == "no":
+        return f"at least {format_gib(device.lower)} would be needed, and {capacity} are there"
+    return f"between {format_gib(device.lower)} and {format_gib(device.upper_95)} are needed, and {capacity} are there"
+
+
+def _quantities(p: Prediction) -> str:
+    lines = [f"{'peak':<12}{'GiB':>9}{'90 % bar':>20}{'95 % below':>13}   as seen by"]
+    for quantity in QUANTITIES:
+        bar: Interval = getattr(p, quantity)
+        name = quantity.removeprefix("peak_").removesuffix("_bytes")
+        span = f"{bar.lower / GIB:.2f} – {bar.upper / GIB:.2f}"
+        lines.append(
+            f"{name:<12}{bar.point / GIB:>9.2f}{span:>20}{bar.upper_95 / GIB:>13.2f}   {MEANINGS[quantity]}"
+        )
+    return "\n".join(lines)
+
+
+def _moment(p: Prediction) -> str:
+    phases = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in p.phase_peaks_bytes.items())
+    return _wrapped(
+        f"The peak is in {p.peak_phase.replace('_', ' ')}, on rank {p.rank}. By phase in GiB: {phases}; "
+        f"first step {p.first_step_peak_bytes / GIB:.2f}, between steps {p.steady_state_bytes / GIB:.2f}."
+    )
+
+
+def _composition(p: Prediction) -> str:
+    total = max(sum(p.composition.values()), 1)
+    lines = ["At the peak:"]
+    for name, size in p.composition.items():
+        if size / total >= 0.0005:
+            lines.append(f"  {name.replace('_', ' '):<24}{size / GIB:>8.2f} GiB {size / total:>6.1%}")
+    lines.append("Biggest tensors:")
+    for name, category, size, number in p.largest[:NUM_LARGEST]:
+        shown = name if len(name) <= 44 else "…" + name[-43:]
+        tensors = f"{number} tensors" if number > 1 else "1 tensor"
+        lines.append(f"  {shown:<44} {size / GIB:>8.2f} GiB  {tensors}, {category.replace('_', ' ')}")
+    return "\n".join(lines)
+
+
+def _notes(p: Prediction) -> str:
+    lines = []
+    if p.calibration != "none":
+        inside = "like the runs measured there" if p.inside_calibrated_domain else "unlike the runs measured there"
+        lines.append(_wrapped(f"The bars come from measurements on {p.calibration}; this job is {inside}."))
+    for title, sentences in (("Assumed", p.assumptions), ("Warning", p.warnings)):
+        lines += [_wrapped(f"{title}: {sentence}") for sentence in sentences]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def job_text(job: Mapping[str, Any], *, as_json: bool) -> str:
+    """The job with every default written out, as a job file has it; the architecture by name where the catalog has it."""
+    from peakcast import catalog
+    from peakcast.errors import CatalogError
+    from peakcast.questions import translation_of
+    from peakcast.spec import job_to_mapping
+
+    read = translation_of(job).job
+    mapping = job_to_mapping(read)
+    try:
+        if catalog.architecture(read.architecture.name) == read.architecture:
+            mapping["architecture"] = read.architecture.name
+    except CatalogError:
+        pass
+    if as_json:
+        return json_text(mapping)
+    import yaml
+
+    text: str = yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True)
+    return text.rstrip()
+
+
+# -- calibration, accuracy, collection ----------------------------------------------------------------------------------
+
+
+def fitted_mappings(fitted: Sequence[Fitted]) -> list[dict[str, Any]]:
+    """What `fit` did, as JSON has it."""
+    return [
+        {
+            "gpu": item.gpu,
+            "path": str(item.path),
+            "changed": item.changed,
+            "rows_by_gpu": {name: quantity.rows_by_gpu for name, quantity in item.calibration.quantities.items()},
+        }
+        for item in fitted
+    ]
+
+
+def fitted_text(fitted: Sequence[Fitted]) -> str:
+    """What `fit` did, one line a GPU type."""
+    lines = []
+    for item in fitted:
+        rows = ", ".join(
+            f"{name.removeprefix('peak_').removesuffix('_bytes')} from {sum(quantity.rows_by_gpu.values())} rows"
+            for name, quantity in item.calibration.quantities.items()
+        )
+        lines.append(f"{item.gpu}: {rows}; {'written to' if item.changed else 'unchanged:'} {item.path}")
+    return "\n".join(lines)
+
+
+def print_evaluation(evaluation: Evaluation, gpu: str | None = None) -> None:
+    """Print the accuracy table, as wide as it needs to be where the output is no terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from peakcast.reports.tables import HEADLINE_COLUMNS, headline_cells, headline_note
+
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    table = Table(title="Accuracy on architectures that were not fitted on")
+    for index, name in enumerate(HEADLINE_COLUMNS):
+        table.add_column(name, justify="right" if 2 <= index < len(HEADLINE_COLUMNS) - 1 else "left")
+    for cells in headline_cells(evaluation, gpu):
+        table.add_row(*cells)
+    console.print(table)
+    console.print(headline_note(evaluation))
+
+
+def summary_text(summary: object, shard: Path) -> str:
+    """What `collect` did, one line."""
+    facts = asdict(summary) if is_dataclass(summary) and not isinstance(summary, type) else {"summary": summary}
+    return f"{shard}: " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items())
+
+
+@contextmanager
+def working() -> Iterator[Callable[[str], None]]:
+    """A context whose value shows, on standard error, what is being worked on; silent where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda message: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        yield lambda message: status.update(str(message))

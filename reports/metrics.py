@@ -1,0 +1,88 @@
+"""The figures a report shows beyond those of `models.metrics`: the headline per GPU type, the targets, the splits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peakcast.models.evaluation import Evaluation, Scored
+from peakcast.models.metrics import Summary, summarise
+
+EVERY_GPU = "all"
+"""Stands for all GPU types together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What we aim at on architectures that were not fitted on, as fractions; None where no figure is set."""
+
+    median: float | None = None
+    p95: float | None = None
+    half_width: float | None = None
+    coverage: tuple[float, float] = (0.88, 0.92)
+
+    def missed(self, summary: Summary) -> tuple[str, ...]:
+        """The names of the figures of `summary` that miss this target."""
+        limits = (
+            ("median", self.median, summary.errors.median),
+            ("p95", self.p95, summary.errors.p95),
+            ("half-width", self.half_width, summary.median_half_width),
+        )
+        missed = [name for name, limit, value in limits if limit is not None and value > limit]
+        low, high = self.coverage
+        return (*missed, *(() if low <= summary.coverage <= high else ("coverage",)))
+
+    def __str__(self) -> str:
+        limits = (("median", self.median), ("p95", self.p95), ("half-width", self.half_width))
+        parts = [f"{name} ≤ {limit * 100:g} %" for name, limit in limits if limit is not None]
+        low, high = self.coverage
+        return ", ".join([*parts, f"coverage {low * 100:g}–{high * 100:g} %"])
+
+
+TARGETS = {
+    "peak_allocated_bytes": Target(median=0.002, p95=0.01, half_width=0.01),
+    "peak_reserved_bytes": Target(p95=0.025),
+    "peak_device_bytes": Target(p95=0.025),
+    "peak_host_bytes": Target(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadlineRow:
+    """One line of the accuracy table: a quantity on a GPU type, on architectures that were not fitted on."""
+
+    gpu: str
+    quantity: str
+    summary: Summary
+    target: Target
+
+
+def headline(evaluation: Evaluation, gpu: str | None = None) -> list[HeadlineRow]:
+    """The accuracy table, GPU type by GPU type and quantity by quantity; of `gpu` alone when given."""
+    tables = [table for table in evaluation.tables if table.held_out == "architecture"]
+    names = sorted({name for table in tables for name in table.by_gpu if gpu in (None, name)})
+    return [
+        HeadlineRow(gpu=name, quantity=table.quantity, summary=table.by_gpu[name], target=TARGETS[table.quantity])
+        for name in names
+        for table in tables
+        if name in table.by_gpu
+    ]
+
+
+def cells_of(evaluation: Evaluation, gpu: str, quantity: str, held_out: str = "architecture") -> tuple[Scored, ...]:
+    """The scored rows of one quantity on one GPU type, worst first; empty where there are none."""
+    table = evaluation.table(quantity, held_out)
+    return tuple(cell for cell in table.cells if cell.gpu == gpu) if table else ()
+
+
+def by_split(evaluation: Evaluation, gpu: str) -> list[tuple[str, str, Summary]]:
+    """(held out, quantity, figures) on `gpu` under every split that was judged."""
+    return [(table.held_out, table.quantity, table.by_gpu[gpu]) for table in evaluation.tables if gpu in table.by_gpu]
+
+
+def by_group(cells: Sequence[Scored], attribute: str) -> dict[str, Summary]:
+    """Figures of `cells` grouped by one of their attributes (`layout`, `architecture`, `framework`), most rows first."""
+    groups: dict[str, list[Scored]] = {}
+    for cell in cells:
+        groups.setdefault(getattr(cell, attribute), []).append(cell)
+    return {name: summarise(groups[name]) for name in sorted(groups, key=lambda name: (-len(groups[name]), name))}

@@ -1,0 +1,167 @@
+"""The plots of a report, drawn without any global state of matplotlib, the same bytes for the same cells."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+import matplotlib.ticker
+import numpy as np
+from matplotlib.figure import Figure
+
+from peakcast.models.evaluation import Evaluation, Scored
+from peakcast.reports.metrics import by_group
+from peakcast.reports.tables import QUANTITY_NAMES
+from peakcast.units import GIB
+
+MAX_POINTS = 2000
+"""More points than this are thinned evenly: a page of vectors stays small."""
+SHOWN_ERROR = 0.10
+"""Errors beyond this are drawn at the edge of the histogram."""
+INK, MUTED, ACCENT, SECOND, GOOD = "#1f2933", "#8a94a0", "#1d6fb8", "#d9822b", "#e3efe3"
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+_SIZE = (5.2, 3.6)
+
+Plot = Callable[[Sequence[Scored]], Figure]
+
+
+def predicted_against_measured(cells: Sequence[Scored]) -> Figure:
+    """Points with their 90 % bars over measured bytes, both axes logarithmic, and the line where they are equal."""
+    figure, axes = _figure("Predicted against measured")
+    shown = _thinned(cells)
+    measured = np.array([cell.measured for cell in shown]) / GIB
+    point = np.array([cell.point for cell in shown]) / GIB
+    low, high = measured.min() / 1.5, measured.max() * 1.5
+    bars = np.array([[max(c.point - c.lower, 0), c.upper - c.point] for c in shown]).T / GIB
+    bars = np.minimum(bars, np.array([point * 0.999, np.full_like(point, high * 1e3)]))
+    axes.plot([low, high], [low, high], color=MUTED, linewidth=1, zorder=1)
+    axes.errorbar(point, measured, xerr=bars, fmt="none", ecolor=ACCENT, alpha=0.18, linewidth=1, zorder=2)
+    axes.scatter(point, measured, s=14, color=ACCENT, alpha=0.7, linewidths=0, zorder=3)
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    axes.set(xlabel="predicted, with its 90 % bar, GiB", ylabel="measured, GiB")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    return figure
+
+
+def error_histogram(cells: Sequence[Scored]) -> Figure:
+    """How many configurations err by how much: the baseline alone behind baseline + residual."""
+    figure, axes = _figure("Errors")
+    largest = max(abs(value) for cell in cells for value in (cell.error, cell.baseline_error))
+    edge = min(SHOWN_ERROR, max(largest * 1.05, 0.01))
+    bins = np.linspace(-edge, edge, 41)
+    weights = [cell.weight for cell in cells]
+    for name, values, style in (
+        ("baseline alone", [cell.baseline_error for cell in cells], {"color": SECOND, "alpha": 0.45}),
+        ("baseline + residual", [cell.error for cell in cells], {"color": ACCENT, "alpha": 0.75}),
+    ):
+        axes.hist(np.clip(values, -edge, edge), bins=bins, weights=weights, label=name, **style)
+    axes.axvline(0, color=INK, linewidth=0.8)
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5))
+    axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value * 100:g} %"))
+    beyond = sum(abs(cell.error) > edge for cell in cells)
+    axes.set(xlabel="predicted / measured − 1" + (f" ({beyond} rows beyond the edge)" if beyond else ""))
+    axes.set(ylabel="configurations")
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def coverage_by_layout(cells: Sequence[Scored]) -> Figure:
+    """Share of measurements inside the 90 % bars, layout by layout."""
+    groups = by_group(cells, "layout")
+    names = list(groups)[:14][::-1]
+    figure, axes = _figure("Coverage of the 90 % bars by layout", height=max(2.2, 0.3 * len(names) + 1.2))
+    axes.axvspan(0.88, 0.92, color=GOOD, zorder=0)
+    axes.axvline(0.9, color=MUTED, linewidth=1, zorder=1)
+    axes.barh(names, [groups[name].coverage for name in names], color=ACCENT, height=0.55, zorder=2)
+    for row, name in enumerate(names):
+        label = f" {groups[name].num_configurations:.0f}"
+        axes.text(groups[name].coverage, row, label, va="center", ha="left", fontsize=9, color=INK)
+    axes.set(xlim=(0, 1.12), xlabel="share covered; beside it the number of configurations")
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
+    axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
+    return figure
+
+
+def error_against_size(cells: Sequence[Scored]) -> Figure:
+    """Absolute error over measured bytes, both axes logarithmic."""
+    figure, axes = _figure("Error against size")
+    shown = _thinned(cells)
+    measured = np.array([cell.measured for cell in shown]) / GIB
+    for name, values, color in (
+        ("baseline alone", [abs(cell.baseline_error) for cell in shown], SECOND),
+        ("baseline + residual", [abs(cell.error) for cell in shown], ACCENT),
+    ):
+        axes.scatter(measured, np.maximum(values, 1e-5), s=12, color=color, alpha=0.6, linewidths=0, label=name)
+    axes.axhline(0.01, color=MUTED, linewidth=1, linestyle="--")
+    axes.set(xscale="log", yscale="log", xlabel="measured, GiB", ylabel="absolute error")
+    axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value * 100:g} %"))
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+PLOTS: dict[str, tuple[Plot, str]] = {
+    "predicted": (predicted_against_measured, "Each dot is a row; on the line the prediction is right."),
+    "errors": (error_histogram, "Left of zero too little was predicted, the costly side."),
+    "coverage": (coverage_by_layout, "Nominal is 90 %; the band is our target, 88 to 92 %."),
+    "size": (error_against_size, "The dashed line is an error of 1 %."),
+}
+"""Name → what draws it and what to read from it."""
+
+
+def figures(evaluation: Evaluation) -> dict[str, Figure]:
+    """Every plot of every quantity over all GPU types, by file name; for experiment tracking."""
+    with matplotlib.rc_context(_STYLE):
+        return {
+            f"{QUANTITY_NAMES[table.quantity]}-{name}.png": draw(table.cells)
+            for table in evaluation.tables
+            if table.held_out == "architecture"
+            for name, (draw, _) in PLOTS.items()
+        }
+
+
+def svg(draw: Plot, cells: Sequence[Scored], salt: str) -> str:
+    """The plot as an `<svg>` element to put into a page. `salt` keeps its ids apart from those of other plots."""
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}):
+        figure = draw(cells)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1)
+
+
+def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(_SIZE[0], height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    axes.grid(color="#e4e7eb", linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _thinned(cells: Sequence[Scored]) -> list[Scored]:
+    step = -(-len(cells) // MAX_POINTS)
+    return list(cells[:: max(step, 1)])
+
+
+

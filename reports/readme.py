@@ -1,0 +1,84 @@
+"""Keeps a Markdown file true: its accuracy table and the output shown below its commands are written by running them.
+
+`python -P -m peakcast.reports.readme [FILE]` refreshes FILE (README.md of the working folder): the table between the two
+markers, and what follows each `$ command` inside a ```console block.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from peakcast.errors import RecordError
+from peakcast.models.evaluation import Evaluation
+from peakcast.reports.tables import headline_markdown
+
+BEGIN = "<!-- accuracy: written by `peakcast evaluate --write-readme README.md` -->"
+END = "<!-- /accuracy -->"
+_CONSOLE = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
+
+
+def accuracy_table(text: str, path: Path) -> str:
+    """What stands between the markers of `text`, the content of the file at `path`. Raises: RecordError."""
+    _, begin, rest = text.partition(BEGIN + "\n")
+    table, end, _ = rest.partition(END)
+    if not (begin and end):
+        raise RecordError(f"{path} has no lines {BEGIN!r} and {END!r}; add them where the table belongs.", parameter="path")
+    return table
+
+
+def write_table(evaluation: Evaluation, path: Path) -> None:
+    """Replace what stands between the markers of the file at `path`. Raises: RecordError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        old = f"{BEGIN}\n{accuracy_table(text, path)}{END}"
+        path.write_text(text.replace(old, f"{BEGIN}\n{headline_markdown(evaluation)}{END}"), encoding="utf-8")
+    except OSError as error:
+        raise RecordError(f"{path} cannot be rewritten: {error.strerror}; check the path.", parameter="path") from error
+
+
+def commands(text: str) -> Iterator[tuple[str, str]]:
+    """Each command of the console blocks of `text`, with the output shown below it."""
+    for block in _CONSOLE.findall(text):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            yield command, output.rstrip("\n")
+
+
+def run(command: str, folder: Path) -> str:
+    """What `command` prints on standard output in `folder`, run by the shell with this interpreter's scripts first."""
+    scripts = str(Path(sys.executable).parent)
+    environment = {**os.environ, "PATH": scripts + os.pathsep + os.environ.get("PATH", ""), "COLUMNS": "120"}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    return done.stdout.rstrip("\n") or done.stderr.rstrip("\n")
+
+
+def with_outputs(text: str, answer: Callable[[str], str]) -> str:
+    """`text` with the output below each command replaced by `answer(command)`."""
+
+    def refreshed(block: re.Match[str]) -> str:
+        asked = [command for command, _ in commands(f"```console\n{block.group(0)}```\n")]
+        shown = [(command, answer(command)) for command in asked]
+        return "\n".join(f"$ {command}\n{output}\n" if output else f"$ {command}\n" for command, output in shown)
+
+    return _CONSOLE.sub(refreshed, text)
+
+
+def refresh(path: Path) -> None:
+    """Rewrite the table and the outputs of the file at `path`."""
+    from peakcast.models.evaluation import evaluate
+    from peakcast.store import load
+
+    text = path.read_text(encoding="utf-8")
+    path.write_text(with_outputs(text, lambda command: run(command, path.resolve().parent)), encoding="utf-8")
+    write_table(evaluate(load()), path)
+
+
+if __name__ == "__main__":
+    refresh(Path(sys.argv[1] if len(sys.argv) > 1 else "README.md"))

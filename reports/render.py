@@ -1,0 +1,224 @@
+"""Writes the reports: one folder per GPU type with HTML, Markdown and CSV, and a page that lists them.
+
+Pages ask nothing of the network and carry no date: the same rows give the same bytes.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peakcast import __version__
+from peakcast.models.evaluation import NAMED_ABOVE, Evaluation, Scored
+from peakcast.prediction import QUANTITIES
+from peakcast.reports import metrics, tables
+from peakcast.reports.plots import PLOTS, svg
+from peakcast.units import GIB
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+OURS = "peakcast"
+"""`source` of rows that were measured by this project."""
+KNOWN_CHARACTERS = 220
+"""What is known about a row is cut after this on the page; the CSV has all of it."""
+CSV_COLUMNS = (
+    "held_out",
+    "quantity",
+    "key",
+    "case",
+    "source",
+    "framework",
+    "architecture",
+    "layout",
+    "measured_bytes",
+    "baseline_bytes",
+    "point_bytes",
+    "lower_bytes",
+    "upper_bytes",
+    "upper_95_bytes",
+    "error",
+    "baseline_error",
+    "weight",
+    "known",
+)
+
+
+def write_report(evaluation: Evaluation, gpu: str, folder: Path) -> list[Path]:
+    """Write `folder`/<gpu>/report.html, report.md and rows.csv; returns their paths."""
+    context = report_context(evaluation, gpu)
+    place = folder / slug(gpu)
+    return [
+        _write(place / "report.html", _template("report.html.j2").render(context)),
+        _write(place / "report.md", _template("report.md.j2").render(context)),
+        _write(place / "rows.csv", rows_csv(evaluation, gpu)),
+    ]
+
+
+def write_index(evaluation: Evaluation, folder: Path) -> list[Path]:
+    """Write `folder`/index.html, the page over the GPU types of `evaluation`; returns its path."""
+    gpus = sorted({name for table in evaluation.tables for name in table.by_gpu})
+    context = {
+        "gpus": [{"name": gpu, "slug": slug(gpu), "sources": _sources(evaluation, gpu)} for gpu in gpus],
+        "columns": tables.HEADLINE_COLUMNS,
+        "headline": tables.headline_cells(evaluation),
+        "note": tables.headline_note(evaluation),
+        **_provenance(evaluation),
+    }
+    return [_write(folder / "index.html", _template("index.html.j2").render(context))]
+
+
+def slug(gpu: str) -> str:
+    """The folder name of a GPU type: lower case, no blanks."""
+    return "-".join(gpu.lower().split())
+
+
+def report_context(evaluation: Evaluation, gpu: str) -> dict[str, Any]:
+    """Everything the templates of one GPU type show, as texts and ready-made pictures."""
+    return {
+        "gpu": gpu,
+        "slug": slug(gpu),
+        "sources": _sources(evaluation, gpu),
+        "columns": tables.HEADLINE_COLUMNS,
+        "headline": tables.headline_cells(evaluation, gpu),
+        "note": tables.headline_note(evaluation),
+        "targets": {tables.QUANTITY_NAMES[row.quantity]: str(row.target) for row in metrics.headline(evaluation, gpu)},
+        "split_columns": ("held out", "peak", *tables.HEADLINE_COLUMNS[2:-1]),
+        "splits": [
+            [tables.HELD_OUT_NAMES.get(split, split), tables.QUANTITY_NAMES[quantity], *tables.figures(summary)]
+            for split, quantity, summary in metrics.by_split(evaluation, gpu)
+        ],
+        "quantities": [
+            _quantity_context(evaluation, gpu, quantity)
+            for quantity in QUANTITIES
+            if metrics.cells_of(evaluation, gpu, quantity)
+        ],
+        "named_above": tables.percent(NAMED_ABOVE, 0),
+        **_provenance(evaluation),
+    }
+
+
+def _quantity_context(evaluation: Evaluation, gpu: str, quantity: str) -> dict[str, Any]:
+    cells = metrics.cells_of(evaluation, gpu, quantity)
+    floor = evaluation.floors[quantity]
+    named = [cell for cell in cells if abs(cell.error) > NAMED_ABOVE]
+    return {
+        "name": tables.QUANTITY_NAMES[quantity],
+        "num_rows": len(cells),
+        "plots": [(svg(draw, cells, f"{gpu} {quantity} {name}"), note) for name, (draw, note) in PLOTS.items()],
+        "groups": [
+            (
+                (title, *tables.HEADLINE_COLUMNS[2:-1]),
+                [[name, *tables.figures(part)] for name, part in metrics.by_group(cells, attribute).items()],
+            )
+            for title, attribute in (("layout", "layout"), ("architecture", "architecture"))
+        ],
+        "floor": (
+            f"{floor.num_configurations} configurations were run more than once, on any GPU type; their repeats differ by "
+            f"{tables.percent(floor.median)} in the median, {tables.percent(floor.p95)} at p95, "
+            f"{tables.percent(floor.worst)} at worst. That much of an error is the floor, which no predictor can pass."
+            if floor.num_configurations
+            else "No configuration was run more than once, so the floor of the error is not known here."
+        ),
+        "named_columns": ("case", "layout", "architecture", "measured", "predicted", "error", "baseline's", "known"),
+        "named": [_named(cell) for cell in named],
+        "num_named": len(named),
+    }
+
+
+def _named(cell: Scored) -> list[str]:
+    return [
+        cell.case or cell.key,
+        cell.layout,
+        cell.architecture,
+        f"{cell.measured / GIB:.2f} GiB",
+        f"{cell.point / GIB:.2f} GiB",
+        _signed(cell.error),
+        _signed(cell.baseline_error),
+        shortened(cell.known, KNOWN_CHARACTERS) or "nothing",
+    ]
+
+
+def shortened(text: str, most: int) -> str:
+    """`text`, cut at a blank with an ellipsis where it is longer than `most` characters."""
+    return text if len(text) <= most else text[:most].rpartition(" ")[0] + " …"
+
+
+def _signed(error: float) -> str:
+    return ("+" if error > 0 else "−" if error < 0 else "") + tables.percent(abs(error))
+
+
+def _sources(evaluation: Evaluation, gpu: str) -> list[tuple[str, int, bool]]:
+    """(who measured, rows, whether it was us) on `gpu`, most rows first."""
+    found = {
+        cell.key: cell.source
+        for table in evaluation.tables
+        for cell in table.cells
+        if cell.gpu == gpu and table.held_out == "architecture"
+    }
+    counts = Counter(found.values())
+    return [(name, count, name == OURS) for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+
+
+def _provenance(evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "num_rows": evaluation.num_rows,
+        "num_configurations": evaluation.num_configurations,
+        "left_out": sorted(evaluation.left_out.items(), key=lambda item: (-item[1], item[0])),
+        "num_left_out": sum(evaluation.left_out.values()),
+        "versions": {package: ", ".join(seen) for package, seen in evaluation.versions.items()},
+        "rows_digest": evaluation.rows_digest,
+        "version": __version__,
+    }
+
+
+def rows_csv(evaluation: Evaluation, gpu: str) -> str:
+    """Every scored row of `gpu` under every split, as CSV."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for table in evaluation.tables:
+        for cell in sorted((c for c in table.cells if c.gpu == gpu), key=lambda c: (c.key, c.quantity)):
+            numbers = (cell.measured, cell.baseline, cell.point, cell.lower, cell.upper, cell.upper_95)
+            shares = (f"{value:.6f}" for value in (cell.error, cell.baseline_error, cell.weight))
+            texts = (cell.key, _safe(cell.case), _safe(cell.source), cell.framework, _safe(cell.architecture), cell.layout)
+            writer.writerow((table.held_out, table.quantity, *texts, *numbers, *shares, _safe(cell.known if abs(cell.error) > NAMED_ABOVE else "")))
+    return buffer.getvalue()
+
+
+def _safe(text: str) -> str:
+    """`text` as a cell that a spreadsheet takes for text, never for a formula."""
+    return "'" + text if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import DictLoader, Environment, StrictUndefined
+
+    folder = files("peakcast.reports").joinpath("templates")
+    texts = {item.name: item.read_text(encoding="utf-8") for item in folder.iterdir() if item.name.endswith(".j2")}
+    environment = Environment(
+        loader=DictLoader(texts),
+        autoescape=lambda name: name is not None and ".html" in name,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["markdown_table"] = lambda lines, columns: tables.markdown_table(columns, lines).rstrip("\n")
+    return environment
+
+
+def _template(name: str) -> Any:
+    return _environment().get_template(name)
+
+
+def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8", newline="\n")
+    return path

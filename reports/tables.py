@@ -1,0 +1,102 @@
+"""How figures are written: percentages, quantities, the accuracy table as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from peakcast.models.evaluation import Evaluation
+from peakcast.models.metrics import Summary
+from peakcast.reports.metrics import HeadlineRow, headline
+
+QUANTITY_NAMES = {
+    "peak_allocated_bytes": "allocated",
+    "peak_reserved_bytes": "reserved",
+    "peak_device_bytes": "device",
+    "peak_host_bytes": "host",
+}
+HELD_OUT_NAMES = {
+    "architecture": "architecture (shape)",
+    "model_type": "model family",
+    "layout": "parallel layout",
+    "gpu": "GPU type",
+}
+HEADLINE_COLUMNS = (
+    "GPU",
+    "peak",
+    "rows",
+    "architectures",
+    "median",
+    "mean",
+    "p95",
+    "worst",
+    "under-predicted",
+    "baseline alone: median",
+    "p95",
+    "90 % bars cover",
+    "half-width",
+    "target",
+)
+
+
+def percent(value: float, digits: int | None = None) -> str:
+    """A fraction as a percentage: two digits below 1 %, one below 100 %, unless `digits` says."""
+    if digits is None:
+        digits = 2 if abs(value) < 0.01 else 1 if abs(value) < 1 else 0
+    return f"{value * 100:.{digits}f} %"
+
+
+def figures(summary: Summary) -> list[str]:
+    """The cells of one summary, from rows to half-width, in the order of HEADLINE_COLUMNS."""
+    errors, baseline = summary.errors, summary.baseline_errors
+    return [
+        str(summary.num_rows),
+        str(summary.num_architectures),
+        *(percent(value) for value in (errors.median, errors.mean, errors.p95, errors.worst)),
+        percent(errors.under_predicted, 0),
+        percent(baseline.median),
+        percent(baseline.p95),
+        percent(summary.coverage, 0),
+        "± " + percent(summary.median_half_width),
+    ]
+
+
+def target_cell(row: HeadlineRow) -> str:
+    """`met`, or what is missed."""
+    missed = row.target.missed(row.summary)
+    return "missed: " + ", ".join(missed) if missed else "met"
+
+
+def headline_cells(evaluation: Evaluation, gpu: str | None = None) -> list[list[str]]:
+    """The accuracy table as text cells, one list per line."""
+    return [
+        [row.gpu, QUANTITY_NAMES[row.quantity], *figures(row.summary), target_cell(row)]
+        for row in headline(evaluation, gpu)
+    ]
+
+
+def headline_markdown(evaluation: Evaluation, gpu: str | None = None) -> str:
+    """The accuracy table as Markdown, closed by a newline, with a sentence on what it says."""
+    return markdown_table(HEADLINE_COLUMNS, headline_cells(evaluation, gpu)) + "\n" + headline_note(evaluation) + "\n"
+
+
+def headline_note(evaluation: Evaluation) -> str:
+    """What the accuracy table rests on, in two sentences."""
+    left_out = sum(evaluation.left_out.values())
+    return (
+        f"Errors are |predicted / measured − 1| of {evaluation.num_rows} rows ({evaluation.num_configurations} "
+        f"configurations, repeats count once), each predicted without any row of its architecture; {left_out} rows are "
+        "left out and counted in the reports."
+    )
+
+
+def markdown_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with its numbers to the right, closed by a newline."""
+    rows = [list(line) for line in lines]
+    numeric = [bool(rows) and all(line[i][:1] in "±-−0123456789" for line in rows) for i in range(len(columns))]
+    marks = ["--:" if right else "---" for right in numeric]
+    body = [list(columns), marks, *([_escaped(cell) for cell in line] for line in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in body)
+
+
+def _escaped(cell: str) -> str:
+    return " ".join(cell.replace("|", "\\|").split())

@@ -1,0 +1,167 @@
+"""The published rows: all of them come out, known ones as worked by hand, and the import repeats to the byte."""
+
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from peakcast.collectors.published.__main__ import import_published, main
+from peakcast.collectors.published.fms_a100 import read_fms_a100
+from peakcast.collectors.published.megatron_ci import read_megatron_ci
+from peakcast.errors import RecordError
+from peakcast.store import datasets_folder, load
+
+PUBLISHED = datasets_folder() / "published"
+SOURCES = PUBLISHED / "sources"
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    return read_megatron_ci(SOURCES / "megatron_ci.jsonl")
+
+
+@pytest.fixture(scope="module")
+def fms():
+    return read_fms_a100(SOURCES / "fms_a100.csv")
+
+
+def test_no_row_is_dropped(megatron, fms):
+    assert Counter(row.gpu for row in megatron) == {"A100-80GB": 249, "H100-80GB": 99, "GB200": 98}
+    assert Counter(row.gpu for row in fms) == {"A100-80GB": 124}
+    assert len({row.key for row in [*megatron, *fms]}) == 446 + 124
+    assert len({row.case for row in [*megatron, *fms]}) == 446 + 124
+    assert {row.provenance for row in [*megatron, *fms]} == {"published"}
+
+
+def test_no_flag_of_the_source_is_unknown(megatron, fms):
+    for row in [*megatron, *fms]:
+        assert not any("is not known here" in sentence for sentence in row.assumptions), row.case
+
+
+def test_a_megatron_row_by_hand(megatron):
+    (row,) = (r for r in megatron if r.case == "gpt3_mcore_te_tp2_pp2_resume_torch_dist/dgx_h100/dev/first_run")
+    job, network = row.job, row.job.architecture
+    assert (network.num_hidden_layers, network.hidden_size, network.vocab_size) == (12, 512, 50432)
+    assert (job.parallelism.tensor_parallel_size, job.parallelism.pipeline_parallel_size) == (2, 2)
+    assert (job.parallelism.data_parallel_size, row.rank) == (2, 7)
+    assert job.gradient_accumulation_steps == 32 // (4 * 2)
+    assert job.framework_options["container"] == "dev"
+    assert job.framework_options["deterministic_mode"]
+    assert not job.framework_options["gradient_accumulation_fusion"]
+    assert job.framework_options["cublas_workspace_config"] == ":4096:8"
+    assert row.peak_allocated_bytes == 1_428_171_264
+    assert row.first_step_peak_allocated_bytes == 1_245_477_376
+    assert row.steady_allocated_bytes == 517_243_392
+    assert row.source_version == "d98e8a64ddf34856e74b24714e3bedb2f5a39553"
+    assert row.counts
+
+
+def test_weights_gradients_and_states_explain_what_stays_allocated(megatron):
+    """tp4, pp1, distributed optimizer on 8 GPUs, tied: 6 + 12/2 bytes per parameter of the rank, and workspaces."""
+    case = "gpt3_mcore_te_tp4_pp1_dist_optimizer_overlap_grad_reduce_param_gather/dgx_a100/dev/first_run"
+    (row,) = (r for r in megatron if r.case == case)
+    h, layers, tensor = 512, 12, 4
+    layer = (4 * h * h + 8 * h * h) // tensor + (3 * h + 4 * h) // tensor + 2 * h + 4 * h
+    parameters = layers * layer + 50688 * h // tensor + 1024 * h + 2 * h
+    rest = row.steady_allocated_bytes - parameters * (6 + 12 // 2)
+    two_cublas, te_workspace = 2 * 32 * 2**20, 4 * 2**20
+    assert 0 <= rest - two_cublas - te_workspace < 2**20
+
+
+def test_an_fms_row_by_hand(fms):
+    (row,) = (r for r in fms if r.case == "mistralai/Mistral-7B-v0.1/1 GPUs/batch 8/lora/none")
+    job = row.job
+    assert (job.architecture.model_type, job.micro_batch_size, job.sequence_length) == ("mistral", 8, 4096)
+    assert (job.finetuning.rank, job.finetuning.targets) == (16, ("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert job.activation_checkpointing.mode == "full"
+    assert job.activation_checkpointing.use_reentrant
+    assert (job.optimizer.implementation, job.attention) == ("foreach", "flash_attention_2")
+    assert (row.peak_allocated_bytes, row.steady_allocated_bytes) == (38_742_912_512, 14_664_886_272)
+    assert row.peak_device_bytes == 43_232 * 2**20
+    assert row.counts
+
+
+def test_the_fms_peak_is_the_total(fms):
+    """Full bf16 fine-tuning: 2 weights + 2 gradients + 4 states + 2 temporary bytes per parameter at the optimizer step."""
+    (row,) = (r for r in fms if r.case == "mistralai/Mistral-7B-v0.1/1 GPUs/batch 4/full/none")
+    assert row.peak_allocated_bytes == pytest.approx(10 * 7_241_732_096, rel=0.001)
+
+
+def test_running_out_of_memory_is_an_outcome_with_a_lower_bound(fms):
+    full = [row for row in fms if row.outcome == "out_of_memory"]
+    assert len(full) == 39
+    assert all(row.peak_allocated_bytes is None and row.peak_device_bytes > 70 * 2**30 for row in full)
+
+
+def test_doubtful_rows_are_marked_not_dropped(megatron):
+    resumed = [row for row in megatron if row.environment["second_run"]]
+    assert len(resumed) == 53
+    assert all(any("resumed" in reason for reason in row.spoiled) for row in resumed)
+    (copy,) = (r for r in megatron if r.case.startswith("hybrid_mr_mcore_te_tp2_pp1") and r.gpu == "A100-80GB")
+    assert "all values are those of a GPT case" in copy.spoiled
+    assert "hybrid (Mamba)" in copy.out_of_scope
+    stale = [row for row in megatron if any("older golden value" in reason for reason in row.spoiled)]
+    assert all(row.gpu == "A100-80GB" and row.environment["container"] == "lts" for row in stale)
+
+
+def test_out_of_scope_families_say_why(megatron):
+    for row in megatron:
+        if row.environment["family"] not in ("gpt", "moe", "mixtral"):
+            assert "is not modelled" in row.out_of_scope
+            assert row.job.architecture.kind != "decoder"
+
+
+def test_the_tables_in_the_repository_are_what_the_sources_give(tmp_path):
+    rows = import_published(SOURCES, tmp_path)
+    for name in ("a100-80gb.csv", "h100-80gb.csv", "gb200.csv"):
+        assert (tmp_path / name).read_bytes() == (PUBLISHED / name).read_bytes(), f"{name}: run the import again"
+    key = lambda row: row.key  # noqa: E731
+    assert sorted(load(tmp_path), key=key) == sorted(rows, key=key)
+
+
+def test_the_dataset_card_counts_what_is_there(megatron, fms):
+    card = (datasets_folder() / "README.md").read_text(encoding="utf-8")
+    for name, holds in {
+        "rows": lambda row: True,
+        "**count**": lambda row: row.counts,
+        "out of scope": lambda row: bool(row.out_of_scope),
+        "spoiled": lambda row: bool(row.spoiled),
+        "ran out of memory": lambda row: row.outcome == "out_of_memory",
+        "– out of scope: FP8": lambda row: "FP8" in row.out_of_scope,
+        "– spoiled: older golden value": lambda row: "older golden" in " ".join(row.spoiled),
+    }.items():
+        line = f"| {name} | {sum(map(holds, megatron))} | {sum(map(holds, fms))} |"
+        assert line in card
+
+
+def test_the_card_names_a_file_for_every_configuration():
+    card = (datasets_folder() / "README.md").read_text(encoding="utf-8")
+    files = re.findall(r"data_files: (\S+)", card)
+    assert files == [f"published/{gpu}.csv" for gpu in ("a100-80gb", "h100-80gb", "gb200")]
+    assert all((datasets_folder() / file).is_file() for file in files)
+    assert not list(datasets_folder().rglob("__init__.py"))
+
+
+def test_a_damaged_source_is_refused_by_line(tmp_path):
+    source = tmp_path / "megatron_ci.jsonl"
+    source.write_text((SOURCES / "megatron_ci.jsonl").read_text().split("\n")[0] + '\n{"torn')
+    with pytest.raises(RecordError, match=r"megatron_ci\.jsonl, line 2: .*restore the source file"):
+        read_megatron_ci(source)
+    table = tmp_path / "fms_a100.csv"
+    table.write_text("a,b\n1,2\n")
+    with pytest.raises(RecordError, match=r"fms_a100\.csv, line 1: the columns are not"):
+        read_fms_a100(table)
+
+
+def test_the_command_prints_counts_or_one_sentence(tmp_path, capsys):
+    assert main([str(SOURCES), str(tmp_path / "out")]) == 0
+    assert "GB200: 98 rows" in capsys.readouterr().out
+    assert main([str(tmp_path), str(tmp_path / "out")]) == 1
+    assert re.fullmatch(r".*megatron_ci\.jsonl cannot be read: .*\n", capsys.readouterr().err)
+
+
+def test_source_lines_hold_what_the_importer_expects():
+    lines = (SOURCES / "megatron_ci.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 446
+    assert {json.loads(line)["logged_rank"] for line in lines} == {"last (world_size - 1)"}

@@ -1,0 +1,225 @@
+"""Hugging Face settings to jobs: the Trainer's defaults, peft, DeepSpeed, FSDP, and no key left unexplained."""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peakcast.dialects.huggingface import from_huggingface
+from peakcast.errors import PeakcastError, SpecError
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+
+
+def translate(num_gpus: int = 1, peft=None, deepspeed=None, fsdp=None, versions=None, **training):
+    return from_huggingface(LLAMA, training, peft, deepspeed, fsdp, num_gpus, versions=versions)
+
+
+def test_the_trainers_defaults_are_taken_and_said():
+    translation = from_huggingface(LLAMA)
+    job = translation.job
+    assert (job.framework, job.micro_batch_size, job.gradient_accumulation_steps) == ("huggingface", 8, 1)
+    assert (job.sequence_length, job.attention, job.compile) == (1024, "sdpa", False)
+    assert (job.optimizer.name, job.optimizer.implementation) == ("adamw", "fused")
+    assert job.activation_checkpointing.mode == "none"
+    assert (job.precision.parameters, job.precision.gradients, job.precision.optimizer_states) == ("bfloat16",) * 3
+    said = " ".join(translation.assumptions)
+    for words in ("per_device_train_batch_size is not given", "max_length is not given", "loaded as bfloat16", "fused"):
+        assert words in said
+    assert translation.unknown == translation.unsupported == ()
+
+
+def test_the_defaults_of_transformers_4():
+    job = translate(versions={"transformers": "4.48.1"}, gradient_checkpointing=True).job
+    assert job.optimizer.implementation == "foreach"
+    assert job.activation_checkpointing.use_reentrant
+    assert not translate(gradient_checkpointing=True).job.activation_checkpointing.use_reentrant
+    explicit = translate(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}).job
+    assert explicit.activation_checkpointing.use_reentrant
+
+
+@pytest.mark.parametrize(
+    ("training", "compute", "autocast"),
+    [
+        ({"bf16": True, "torch_dtype": "float32"}, "bfloat16", True),
+        ({"bf16": True, "dtype": "bfloat16"}, "bfloat16", None),
+        ({"fp16": True, "torch_dtype": "torch.float32"}, "float16", True),
+        ({"torch_dtype": "float32"}, "float32", None),
+    ],
+)
+def test_bf16_is_autocast_over_fp32_weights_only(training, compute, autocast):
+    job = translate(**training).job
+    assert job.precision.compute == compute
+    assert job.framework_options.get("autocast") == autocast
+
+
+def test_texts_are_read_as_values():
+    job = translate(per_device_train_batch_size="2", bf16="true", torch_dtype="float32", torch_compile="false").job
+    assert (job.micro_batch_size, job.precision.compute, job.compile) == (2, "bfloat16", False)
+
+
+def test_lora_and_qlora():
+    lora = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
+    job = translate(peft=lora).job
+    tuning = job.finetuning
+    assert (tuning.method, tuning.rank, tuning.alpha, tuning.targets) == ("lora", 16, 32.0, ("q_proj", "v_proj"))
+    assert (job.precision.parameters, job.precision.optimizer_states) == ("bfloat16", "float32")
+    four_bit = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    job = translate(peft={**lora, "target_modules": "all-linear"}, quantization_config=four_bit, bf16=True).job
+    assert (job.finetuning.method, job.finetuning.quantization, job.finetuning.double_quantization) == (
+        "qlora",
+        "nf4",
+        True,
+    )
+    assert job.finetuning.targets == ("all-linear",)
+    assert job.framework_options == {"autocast": True}
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    job = translate(peft=lora, quantization_config=gptq).job
+    assert (job.finetuning.quantization, job.framework_options["gptq_group_size"]) == ("gptq", -1)
+    assert translate(peft={"r": 8}, load_in_8bit=True).job.finetuning.quantization == "int8"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("use_dora", True, "DoRA"),
+        ("modules_to_save", ["lm_head"], "fully trained modules"),
+        ("bias", "all", "Trained biases"),
+        ("peft_type", "IA3", "peft_type=IA3"),
+        ("target_modules", ".*proj", "is a pattern"),
+    ],
+)
+def test_what_peft_can_and_a_job_cannot(key, value, words):
+    translation = translate(peft={"r": 8, key: value})
+    assert any(words.lower() in sentence.lower() for sentence in translation.unsupported), translation.unsupported
+
+
+def test_deepspeed_with_auto():
+    strategy = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto",
+                              "stage3_prefetch_bucket_size": "auto", "overlap_comm": True},
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": "auto",
+    }  # fmt: skip
+    translation = translate(num_gpus=8, deepspeed=strategy, per_device_train_batch_size=2)
+    job = translation.job
+    assert (job.framework, job.parallelism.zero_stage, job.parallelism.data_parallel_size) == ("deepspeed", 3, 8)
+    assert (job.micro_batch_size, job.gradient_accumulation_steps) == (2, 4)
+    assert (job.precision.parameters, job.precision.main_parameters) == ("bfloat16", "float32")
+    assert job.offload.optimizer
+    assert not job.offload.parameters
+    assert job.framework_options == {"reduce_bucket_size": 256**2}
+    assert translation.unknown == ()
+    assert translate(num_gpus=8, **{"deepspeed": strategy}).job.parallelism.zero_stage == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sharding"),
+    [
+        ({}, "none"),
+        ({"fsdp": {"fsdp_sharding_strategy": "FULL_SHARD"}}, "fsdp1"),
+        ({"fsdp": {"fsdp_config": {"fsdp_version": 2}, "num_processes": 2, "mixed_precision": "bf16"}}, "fsdp2"),
+        ({"fsdp": {"fsdp_sharding_strategy": 4}}, "hsdp"),
+        ({"fsdp": "no_shard"}, "no_shard"),
+    ],
+)
+def test_layouts_over_gpus(arguments, sharding):
+    translation = translate(num_gpus=2, **arguments)
+    assert translation.job.parallelism.data_parallel_size == 2
+    assert translation.job.parallelism.sharding == sharding
+    assert translation.unknown == ()
+
+
+def test_fsdp_from_training_arguments():
+    training = {"fsdp": "full_shard auto_wrap offload", "fsdp_config": {"transformer_layer_cls_to_wrap": ["X"]}}
+    translation = from_huggingface(LLAMA, training, num_gpus=4)
+    assert translation.job.parallelism.sharding == "fsdp1"
+    assert translation.job.offload.parameters
+    assert translation.unknown == ()
+    partly = translate(num_gpus=2, fsdp={"fsdp_sharding_strategy": "SHARD_GRAD_OP"})
+    assert any("kept gathered" in sentence for sentence in partly.unsupported)
+
+
+def test_unknown_keys_are_reported_and_harmless_ones_listed():
+    translation = translate(
+        learning_rate=1e-4, brand_new=1, peft={"r": 8, "task_type": "CAUSAL_LM", "odd": 2},
+        deepspeed={"zero_optimization": {"stage": 1, "strange": 1}, "new_block": {}},
+    )  # fmt: skip
+    assert translation.unknown == ("brand_new", "new_block", "odd", "zero_optimization.strange")
+    assert translation.ignored == ("learning_rate", "task_type")
+    assert "odd is not known here; it is left out, and may matter." in translation.warnings
+
+
+def test_every_key_of_the_installed_training_arguments_is_known():
+    transformers = pytest.importorskip("transformers")
+    fields = transformers.TrainingArguments.__dataclass_fields__
+    given = dict.fromkeys(fields)
+    values = {"optim": "sgd", "bf16": True, "gradient_checkpointing": True, "fsdp": "", "torch_empty_cache_steps": 2,
+              "use_liger_kernel": True, "neftune_noise_alpha": 5.0}  # fmt: skip
+    harmless = {name: "x" for name in fields if name not in _WITH_MEANING}
+    assert translate(**{**given, **harmless, **values}).unknown == ()
+
+
+_WITH_MEANING = {
+    "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "deepspeed", "fsdp",
+    "fsdp_config", "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile", "use_liger_kernel",
+    "auto_find_batch_size",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parameter", "message"),
+    [
+        ({"optim": "adamw_torhc"}, "optim", "did you mean 'adamw_torch'"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size", "must be a whole number of at least 1"),
+        ({"torch_dtype": "int3"}, "torch_dtype", "must be one of float32, bfloat16, float16"),
+        ({"bf16": True, "fp16": True}, "fp16", "cannot be given together"),
+        ({"deepspeed": "ds.json"}, "deepspeed", "is a path; give the mapping"),
+        ({"deepspeed": {"zero_optimization": {"stage": 4}}}, "zero_optimization.stage", "must be 0, 1, 2 or 3"),
+        ({"fsdp": {"fsdp_sharding_strategy": "HALF"}, "num_gpus": 2}, "fsdp_sharding_strategy", "must be one of"),
+        ({"peft": {"r": "many"}}, "r", "must be a number"),
+        ({"peft": [1]}, "peft", "must be a mapping"),
+        ({"num_gpus": 0}, "num_gpus", "at least 1"),
+    ],
+)
+def test_an_impossible_value_is_refused_by_its_own_key(arguments, parameter, message):
+    as_training_argument = isinstance(arguments.get("deepspeed"), str)
+    call = (lambda: from_huggingface(LLAMA, arguments)) if as_training_argument else (lambda: translate(**arguments))
+    with pytest.raises(SpecError, match=message) as error:
+        call()
+    assert error.value.parameter == parameter
+
+
+JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.lists(st.integers(), max_size=2)
+NAMES = sorted(_WITH_MEANING | {"max_length", "torch_dtype", "attn_implementation", "quantization_config", "packing"})
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    training=st.dictionaries(st.sampled_from(NAMES), JUNK | st.just({"stage": "x"}), max_size=3),
+    peft=st.none() | st.dictionaries(st.sampled_from(["r", "target_modules", "bias", "lora_alpha"]), JUNK, max_size=3),
+    deepspeed=st.none() | st.dictionaries(st.sampled_from(["zero_optimization", "bf16"]), JUNK, max_size=2),
+    fsdp=st.none() | st.dictionaries(st.sampled_from(["fsdp_sharding_strategy", "fsdp_version"]), JUNK, max_size=2),
+)
+def test_junk_is_refused_as_a_spec_error_or_translated(training, peft, deepspeed, fsdp):
+    with suppress(SpecError):
+        from_huggingface(LLAMA, training, peft, deepspeed, fsdp, 2)
+
+
+def test_an_unknown_network_is_refused_by_name():
+    with pytest.raises(PeakcastError, match="no-such-network"):
+        from_huggingface("no-such-network")

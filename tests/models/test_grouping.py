@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from peakcast.architecture import MixtureOfExperts
+from peakcast.models.grouping import architecture_shape, bar_groups, layout_of
+from peakcast.spec import Parallelism
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({}, "single"),
+        ({"data_parallel_size": 8}, "ddp"),
+        ({"data_parallel_size": 8, "sharding": "fsdp2"}, "fsdp2"),
+        ({"data_parallel_size": 8, "zero_stage": 3}, "zero3"),
+        ({"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 4}, "tp+sp+pp"),
+        ({"context_parallel_size": 2, "expert_parallel_size": 4}, "cp+ep"),
+    ],
+)
+def test_layouts_are_named_by_their_parts(sizes, name):
+    assert layout_of(Parallelism(**sizes)) == name
+
+
+def test_one_shape_in_many_layouts_is_one_architecture(fakes):
+    a = fakes.job(parallelism=Parallelism(tensor_parallel_size=2), sequence_length=512)
+    assert architecture_shape(a) == architecture_shape(fakes.job()) == "llama/512x4/8"
+
+
+def test_experts_make_another_architecture(fakes):
+    moe = MixtureOfExperts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512)
+    assert architecture_shape(fakes.job(architecture=fakes.architecture(moe=moe))) == "llama/512x4/8/e8"
+
+
+def test_groups_go_from_fine_to_everything(fakes):
+    job = fakes.job(framework="megatron", parallelism=Parallelism(tensor_parallel_size=2))
+    assert bar_groups(job) == ("megatron/tp", "megatron/parallel*", "all")

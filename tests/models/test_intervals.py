@@ -1,0 +1,146 @@
+"""The bars: equal to crepes and MAPIE where the method coincides, and covering as promised on data with a known truth."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from peakcast.errors import CalibrationError
+from peakcast.models.intervals import (
+    Intervals,
+    conformal_quantile,
+    effective_weights,
+    student_t,
+    within_correlation,
+)
+
+ALL = ("all",)
+
+
+def one_row_each(num: int) -> list[str]:
+    return [f"net{i}" for i in range(num)]
+
+
+@pytest.mark.parametrize("num", [30, 57, 200, 333])
+def test_one_row_per_architecture_is_split_conformal_prediction_as_in_crepes(num):
+    from crepes import ConformalRegressor
+
+    residuals = np.random.default_rng(num).standard_t(4, num)
+    oracle = ConformalRegressor().fit(residuals=residuals).predict_int(np.zeros(1), confidence=0.9)
+    bar = Intervals().fit(residuals, one_row_each(num), [ALL] * num).bars_["all"]
+    assert bar.half_width == oracle[0, 1] == -oracle[0, 0]
+
+
+@pytest.mark.filterwarnings("ignore")  # MAPIE's own
+def test_one_row_per_architecture_is_split_conformal_prediction_as_in_mapie():
+    from mapie.regression import SplitConformalRegressor
+    from sklearn.dummy import DummyRegressor
+
+    x, y = np.zeros((120, 1)), np.random.default_rng(1).normal(size=120)
+    model = DummyRegressor(strategy="constant", constant=0.0).fit(x, y)
+    mapie = SplitConformalRegressor(model, confidence_level=0.9, prefit=True).conformalize(x, y)
+    bounds = mapie.predict_interval(x[:1])[1][0, :, 0]
+    bar = Intervals().fit(y, one_row_each(120), [ALL] * 120).bars_["all"]
+    assert bar.half_width == pytest.approx(bounds[1], abs=1e-12)
+
+
+def test_mondrian_groups_are_crepes_bins():
+    from crepes import ConformalRegressor
+
+    random = np.random.default_rng(2)
+    bins = np.repeat(["quiet", "loud"], 150)
+    residuals = random.normal(size=300) * np.where(bins == "loud", 5.0, 1.0)
+    oracle = ConformalRegressor().fit(residuals=residuals, bins=bins)
+    fitted = Intervals().fit(residuals, one_row_each(300), [(name, "all") for name in bins])
+    for name in ("quiet", "loud"):
+        expected = oracle.predict_int(np.zeros(1), bins=np.array([name]), confidence=0.9)[0, 1]
+        assert fitted.bars_[name].half_width == expected
+
+
+def test_rows_that_agree_entirely_count_as_one_architecture():
+    """Hierarchical conformal prediction: K units of equal weight, K + 1 in all."""
+    values = np.random.default_rng(3).normal(size=30)
+    units = np.repeat(np.arange(30), 7)
+    weights = effective_weights(units, np.ones(210), 1.0)
+    assert weights.sum() == pytest.approx(30)
+    level = conformal_quantile(np.abs(values[units]), weights, 0.9)
+    assert level == np.sort(np.abs(values))[math.ceil(31 * 0.9) - 1]
+
+
+def test_repeats_of_a_row_change_nothing():
+    random = np.random.default_rng(4)
+    residuals, units = random.normal(size=60), np.repeat(np.arange(30), 2)
+    once = Intervals().fit(residuals, units.astype(str), [ALL] * 60).bars_["all"]
+    weights = effective_weights(units, np.ones(60), once.correlation)
+    repeated = effective_weights(np.repeat(units, 3), np.full(180, 1 / 3), once.correlation)
+    assert repeated.sum() == pytest.approx(weights.sum())
+    assert conformal_quantile(np.repeat(residuals, 3), repeated, 0.9) == conformal_quantile(residuals, weights, 0.9)
+
+
+def test_correlation_is_high_for_agreeing_and_low_for_independent_rows():
+    random = np.random.default_rng(5)
+    units = np.repeat(np.arange(40), 10)
+    assert within_correlation(random.normal(size=400), units) < 0.15
+    assert within_correlation(random.normal(size=40)[units] + random.normal(0, 0.05, 400), units) > 0.9
+
+
+@pytest.mark.parametrize(("num", "rows"), [(12, 20), (24, 20), (60, 10)])
+@pytest.mark.parametrize("offset", [0.25, 1.0, 3.0])
+def test_bars_cover_rows_of_unseen_architectures(num, rows, offset):
+    """Rows of one architecture share an offset and a scale; 60 data sets, each judged on 150 new architectures."""
+    random = np.random.default_rng(6)
+
+    def draw(count):
+        units = np.repeat(np.arange(count), rows)
+        scale = np.exp(random.normal(0, 0.4, count))
+        return units, random.normal(0, offset, count)[units] + random.normal(size=count * rows) * scale[units]
+
+    inside, below = [], []
+    for _ in range(60):
+        units, residuals = draw(num)
+        bar = Intervals().fit(residuals, units.astype(str), [ALL] * len(units)).bars_["all"]
+        _, new = draw(150)
+        inside.append((np.abs(new) <= bar.half_width).mean())
+        below.append((new <= bar.upper).mean())
+    assert 0.88 <= np.mean(inside) <= (0.95 if num < 24 else 0.93)
+    assert 0.93 <= np.mean(below) <= (0.99 if num < 24 else 0.975)
+
+
+def test_too_few_architectures_get_a_wider_parametric_bound_and_two_get_none():
+    random = np.random.default_rng(7)
+    residuals = random.normal(size=20)
+    few = Intervals().fit(residuals, np.repeat(["a", "b", "c", "d"], 5), [ALL] * 20).bars_["all"]
+    assert few.parametric
+    assert few.half_width > np.quantile(np.abs(residuals), 0.9)
+    assert Intervals().fit([0.1, 0.2], ["a", "b"], [ALL] * 2).bars_ == {}
+
+
+def test_a_small_group_borrows_its_parents_bar_but_never_one_narrower_than_it_showed():
+    random = np.random.default_rng(8)
+    residuals = np.concatenate([random.normal(size=100), [9.0, 9.0, 9.0, 9.0]])
+    architectures = one_row_each(104)
+    groups = [("fw/big", "all")] * 100 + [("fw/small", "all")] * 4
+    bars = Intervals().fit(residuals, architectures, groups).bars_
+    assert bars["fw/small"].borrowed == "all"
+    assert bars["fw/small"].half_width == 9.0
+    assert bars["fw/big"].borrowed == ""
+    assert Intervals().fit(residuals, architectures, groups).bar(("fw/unseen", "all"))[0] == "all"
+
+
+def test_json_and_back():
+    random = np.random.default_rng(9)
+    fitted = Intervals().fit(random.normal(size=40), one_row_each(40), [("a", "all")] * 40)
+    again = Intervals.from_mapping(json.loads(json.dumps(fitted.to_mapping())))
+    assert again.bars_ == fitted.bars_
+    damaged = fitted.to_mapping()
+    damaged["bars"]["all"]["half_width"] = -1
+    with pytest.raises(CalibrationError, match=r"half_width=-1 must lie in"):
+        Intervals.from_mapping(damaged)
+
+
+@pytest.mark.parametrize(("degrees", "quantile"), [(3, 2.3534), (5, 2.0150), (10, 1.8125), (30, 1.6973)])
+def test_student_quantiles(degrees, quantile):
+    assert student_t(0.95, degrees) == pytest.approx(quantile, rel=0.01)

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from peakcast.models.calibration import UNCALIBRATED
+from peakcast.models.domain import Domain, Outside
+from peakcast.models.fit import fit
+from peakcast.models.predict import DEFAULT_HALF_WIDTHS, judge, predict, widen
+from peakcast.prediction import QUANTITIES, Interval
+from peakcast.spec import Parallelism
+from peakcast.units import GIB
+
+
+@pytest.fixture(autouse=True)
+def ledger_covers_everything(monkeypatch):
+    monkeypatch.setattr("peakcast.models.predict._scope", lambda job: "")
+
+
+@pytest.fixture(scope="module")
+def calibration(fakes):
+    rows = fakes.rows(num_architectures=24, noise=0.002, hidden=lambda random, unit: 0.02)
+    return fit(rows, "H100-80GB", created="2026-11-21", **fakes.stand_ins)
+
+
+def test_the_point_is_baseline_plus_residual_inside_its_bars(fakes, calibration):
+    answer = predict(fakes.job(), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
+    allocated = answer.peak_allocated_bytes
+    assert allocated.point / allocated.baseline == pytest.approx(1.0202, abs=0.002)
+    assert allocated.lower < allocated.point < allocated.upper
+    assert allocated.upper / allocated.point - 1 < 0.008
+    assert all(isinstance(value, int) for name in QUANTITIES for value in getattr(answer, name).to_mapping().values())
+    json.dumps(answer.to_mapping(), allow_nan=False)
+
+
+def test_quantities_contain_each_other(fakes, calibration):
+    answer = predict(fakes.job(), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
+    assert answer.peak_allocated_bytes.point <= answer.peak_reserved_bytes.point <= answer.peak_device_bytes.point
+
+
+def test_without_measurements_the_bars_are_wide_and_say_so(fakes):
+    answer = predict(fakes.job(), fakes.devices["H100-80GB"], 0, UNCALIBRATED, ledger=fakes.ledger)
+    bar = answer.peak_allocated_bytes
+    assert (answer.calibration, answer.inside_calibrated_domain) == ("none", False)
+    assert bar.point == bar.baseline
+    assert bar.upper / bar.point - 1 > DEFAULT_HALF_WIDTHS["peak_allocated_bytes"]
+
+
+def test_another_layout_or_gpu_type_widens_the_bars_with_a_reason(fakes, calibration):
+    def width(answer):
+        return answer.peak_allocated_bytes.upper / answer.peak_allocated_bytes.point - 1
+
+    device = fakes.devices["H100-80GB"]
+    inside = predict(fakes.job(), device, 0, calibration, ledger=fakes.ledger)
+    tensor_parallel = fakes.job(parallelism=Parallelism(tensor_parallel_size=2))
+    layout = predict(tensor_parallel, device, 0, calibration, ledger=fakes.ledger)
+    relative = predict(fakes.job(), fakes.devices["H200"], 0, calibration, ledger=fakes.ledger)
+    assert width(layout) > 3 * width(inside)
+    assert any("layout=tp" in warning for warning in layout.warnings)
+    assert width(relative) > 1.4 * width(inside)
+    assert any("not on H200" in warning for warning in relative.warnings)
+    assert not layout.inside_calibrated_domain
+
+
+def test_an_unmodelled_job_is_answered_with_wide_bars(fakes, calibration, monkeypatch):
+    monkeypatch.setattr("peakcast.models.predict._scope", lambda job: "mixtures are not modelled.")
+    answer = predict(fakes.job(), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
+    assert answer.peak_allocated_bytes.upper / answer.peak_allocated_bytes.point - 1 > 0.12
+    assert answer.warnings[0].startswith("mixtures are not modelled: answered")
+
+
+def test_a_residual_never_takes_the_point_below_what_must_exist(fakes):
+    rows = fakes.rows(num_architectures=24, noise=0.002, hidden=lambda random, unit: -1.2)
+    low = fit(rows, "H100-80GB", created="2026-11-21", **fakes.stand_ins)
+    answer = predict(fakes.job(), fakes.devices["H100-80GB"], 0, low, ledger=fakes.ledger)
+    assert answer.peak_allocated_bytes.point == 4 * 512 * 2**20
+
+
+def test_fits(fakes):
+    def bars(allocated, reserved, device, spread=0.1):
+        def bar(gib):
+            low, high = gib * (1 - spread), gib * (1 + spread)
+            parts = {"baseline": gib, "point": gib, "lower": low, "upper": high, "upper_95": high}
+            return Interval(**{name: int(value * GIB) for name, value in parts.items()})
+
+        return dict(zip(QUANTITIES, (bar(allocated), bar(reserved), bar(device), bar(0)), strict=True))
+
+    assert judge(bars(50, 60, 62), 80 * GIB) == ("yes", "")
+    assert judge(bars(70, 75, 77), 80 * GIB) == ("uncertain", "")
+    assert judge(bars(100, 110, 112), 80 * GIB) == ("no", "")
+    answer, why = judge(bars(70, 110, 112), 80 * GIB)
+    assert answer == "uncertain"
+    assert "expandable_segments" in why
+
+
+def test_widening_never_narrows():
+    for severity in range(9):
+        half_width, upper = widen(0.01, -0.005, severity, "peak_allocated_bytes")
+        assert half_width >= 0.01
+        assert upper >= -0.005
+    assert widen(0.01, 0.01, 0, "peak_allocated_bytes") == (0.01, 0.01)
+
+
+def test_the_domain_knows_ranges_versions_and_kinds(fakes, calibration):
+    domain = calibration.domain
+    assert Domain.from_mapping(json.loads(json.dumps(domain.to_mapping()))) == domain
+    row = {name: (low + high) / 2 for name, (low, high) in domain.ranges.items()}
+    assert domain.outside(fakes.job(), row) == []
+    far = domain.outside(fakes.job(), {**row, "log2_tokens": 40.0})
+    assert [type(reason) for reason in far] == [Outside]
+    assert "tokens" in far[0].sentence
+    assert any("compile=true" in reason.sentence for reason in domain.outside(fakes.job(compile=True), row))

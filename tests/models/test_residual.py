@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from peakcast.errors import CalibrationError
+from peakcast.models.features import FEATURES
+from peakcast.models.regressors import BoostedTrees, GroupMedian, Ridge, Zero, regressor_from_mapping
+from peakcast.models.residual import Residual, assign_folds, matrix, simplest_within_one_standard_error
+from peakcast.models.trees import Trees
+
+NUM_FEATURES = len(FEATURES)
+
+
+def make(num_units=15, each=8, seed=0):
+    random = np.random.default_rng(seed)
+    rows = [dict.fromkeys(FEATURES, 0.0) for _ in range(num_units * each)]
+    for row in rows:
+        row["gib_over_allocated"] = float(random.uniform(0, 1))
+        row["log2_tokens"] = float(random.integers(8, 14))
+    units = [f"net{i // each}" for i in range(len(rows))]
+    groups = ["torch/single" if i % 2 else "torch/fsdp2" for i in range(len(rows))]
+    return rows, units, groups, random
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pure_noise_moves_the_baseline_by_a_fraction_of_the_noise_at_most(seed):
+    rows, units, groups, random = make(seed=seed)
+    ratios = random.normal(0, 0.01, len(rows))
+    fitted = Residual().fit(rows, ratios, units, groups)
+    assert np.abs(fitted.predict(rows, groups)).mean() < 0.005
+    assert np.abs(ratios - fitted.out_of_fold_).mean() <= np.abs(ratios).mean()
+
+
+def test_an_exact_baseline_is_left_alone():
+    rows, units, groups, _ = make()
+    fitted = Residual().fit(rows, np.zeros(len(rows)), units, groups)
+    assert fitted.regressor_.name == "zero"
+    assert fitted.predict(rows, groups).tolist() == [0.0] * len(rows)
+
+
+def test_an_effect_per_group_is_learned_by_the_simplest_candidate_that_can():
+    rows, units, groups, random = make()
+    truth = np.where(np.array(groups) == "torch/single", 0.01, 0.03)
+    fitted = Residual().fit(rows, truth + random.normal(0, 0.0005, len(rows)), units, groups)
+    assert fitted.regressor_.name == "group_median"
+    assert fitted.predict(rows, groups) == pytest.approx(truth, abs=0.002)
+
+
+def test_a_fixed_hidden_amount_is_a_share_of_the_baseline():
+    rows, units, groups, random = make(30)
+    truth = np.array([0.06 * row["gib_over_allocated"] for row in rows])
+    fitted = Residual().fit(rows, truth + random.normal(0, 0.0005, len(rows)), units, groups)
+    assert fitted.regressor_.name in ("ridge", "boosted_trees")
+    assert np.abs(fitted.out_of_fold_ - truth).mean() < 0.01
+
+
+def test_what_does_not_transfer_to_unseen_architectures_is_not_used():
+    rows, units, groups, random = make(12, 10)
+    offsets = {name: random.normal(0, 0.02) for name in set(units)}
+    for row, unit in zip(rows, units, strict=True):  # a feature that names the architecture invites memorising
+        row["log2_hidden_size"] = float(int(unit[3:]))
+    ratios = np.array([offsets[unit] for unit in units])
+    fitted = Residual().fit(rows, ratios, units, groups)
+    assert np.abs(ratios - fitted.out_of_fold_).mean() <= np.abs(ratios).mean() * 1.02
+
+
+def test_predictions_stay_inside_the_range_seen():
+    rows, units, groups, _random = make(30)
+    truth = np.array([0.06 * row["gib_over_allocated"] for row in rows])
+    fitted = Residual().fit(rows, truth, units, groups)
+    far = dict(rows[0], gib_over_allocated=1e6)
+    assert 0 <= fitted.predict([far], groups[:1])[0] <= 0.061
+
+
+def test_a_second_fit_forgets_the_first():
+    rows, units, groups, _random = make()
+    residual = Residual().fit(rows, np.full(len(rows), 0.05), units, groups)
+    assert residual.regressor_.name != "zero"
+    assert residual.fit(rows, np.zeros(len(rows)), units, groups) is residual
+    assert residual.predict(rows[:1], groups[:1])[0] == 0
+
+
+def test_folds_never_split_an_architecture():
+    units = np.repeat(np.arange(13), [1, 5, 9, 2, 2, 2, 7, 1, 1, 1, 30, 4, 4])
+    folds = assign_folds(units, np.ones(len(units)), 5)
+    assert len(set(folds.tolist())) == 5
+    for unit in range(13):
+        assert len(set(folds[units == unit].tolist())) == 1
+
+
+def test_the_simplest_within_one_standard_error_wins():
+    hard_for_all = np.array([0.0, 0.1, 0.0, 0.1])
+    assert simplest_within_one_standard_error({"simple": hard_for_all + 0.001, "complex": hard_for_all}) == "complex"
+    noisy = hard_for_all + np.array([0.01, -0.01, 0.02, -0.015])
+    assert simplest_within_one_standard_error({"simple": noisy, "complex": hard_for_all}) == "simple"
+
+
+def test_exported_trees_are_scikit_learns():
+    from sklearn.ensemble import HistGradientBoostingRegressor
+    from threadpoolctl import threadpool_limits
+
+    random = np.random.default_rng(1)
+    x = random.normal(size=(300, 6))
+    y = np.sin(x[:, 0]) + (x[:, 1] > 0)
+    unseen = random.normal(size=(500, 6)) * 3
+    with threadpool_limits(1):
+        model = HistGradientBoostingRegressor(max_iter=20, max_bins=32, early_stopping=False).fit(x, y)
+        assert Trees.from_scikit_learn(model).predict(unseen) == pytest.approx(model.predict(unseen), abs=1e-12)
+
+
+@pytest.mark.parametrize("candidate", [Zero(), GroupMedian(), Ridge(), BoostedTrees(max_iter=5)])
+def test_every_candidate_survives_json(candidate):
+    rows, _, groups, random = make()
+    x, y = matrix(rows), random.normal(0, 0.01, len(rows))
+    candidate.fit(x, y, np.ones(len(y)), groups)
+    again = regressor_from_mapping(json.loads(json.dumps(candidate.to_mapping())), NUM_FEATURES)
+    assert again.predict(x, groups).tolist() == candidate.predict(x, groups).tolist()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"left": [0, 1, 2, 1]},  # a circle
+        {"roots": [9]},
+        {"feature": [10_000, 0, 0, 0]},
+        {"threshold": [float("nan"), 0, 0, 0]},
+        {"value": [1.0]},
+        {"extra": 1},
+        {"left": [1e300, 1, 2, 3]},
+        {"left": [1.5, 1, 2, 3]},
+        {"value": [0.0, 1.0, 2.0, 1e30]},
+        {"start": "os.system"},
+    ],
+)
+def test_damaged_trees_are_refused(damage):
+    good = {
+        "name": "boosted_trees",
+        "start": 0.0,
+        "roots": [0],
+        "feature": [0, 0, 0, 0],
+        "threshold": [0.0, 0.0, 0.0, 0.0],
+        "left": [1, 1, 2, 3],
+        "right": [2, 1, 2, 3],
+        "value": [0.0, 1.0, 2.0, 3.0],
+    }
+    assert regressor_from_mapping(good, NUM_FEATURES).predict(np.zeros((1, NUM_FEATURES)), []).tolist() == [1.0]
+    with pytest.raises(CalibrationError):
+        regressor_from_mapping({**good, **damage}, NUM_FEATURES)
+
+
+def test_predicting_loads_neither_scikit_learn_nor_torch():
+    code = (
+        "import sys, json; from peakcast.models.residual import Residual; from peakcast.models.predict import predict; "
+        "r = Residual().fit([], [], [], []); Residual.from_mapping(json.loads(json.dumps(r.to_mapping()))); "
+        "print([m for m in ('sklearn', 'scipy', 'torch', 'mlflow', 'pandas') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "[]"

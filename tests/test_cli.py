@@ -1,0 +1,217 @@
+"""The command line: exit codes, one screen of text, strict JSON, and a sentence for whatever cannot be done."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peakcast import api, cli
+from peakcast.cli import FITS_EXIT_CODES
+from peakcast.units import GIB
+
+SMALL = ("--model", "llama-3.2-1b", "--sequence-length", "512")
+GPU = ("--gpu", "H100-80GB")
+
+
+class Done:
+    """What a command printed and exited with."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture()
+def run(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    def run(*arguments: str) -> Done:
+        code = cli._run(list(arguments))
+        printed = capsys.readouterr()
+        return Done(code, printed.out, printed.err)
+
+    return run
+
+
+# -- predict --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "fits"), [("llama-3.2-1b", "H100-80GB", "yes"), ("llama-3.1-70b", "RTX4090", "no")]
+)
+def test_predict_exits_with_whether_it_fits(run, model: str, gpu: str, fits: str) -> None:  # type: ignore[no-untyped-def]
+    done = run("predict", "--model", model, "--gpu", gpu, "--sequence-length", "512", "--json")
+    answer = json.loads(done.out)
+    assert (answer["fits"], done.code) == (fits, FITS_EXIT_CODES[fits])
+
+
+def test_predict_says_the_same_in_json_as_in_python(run) -> None:  # type: ignore[no-untyped-def]
+    done = run("predict", *SMALL, *GPU, "--method", "lora", "--lora-rank", "8", "--json")
+    job = {
+        "architecture": "llama-3.2-1b",
+        "sequence_length": 512,
+        "finetuning": {"method": "lora", "rank": 8},
+    }
+    assert json.loads(done.out) == api.predict(job, "H100-80GB").to_mapping()
+
+
+def test_predict_prints_one_screen_with_every_quantity_in_gib(run) -> None:  # type: ignore[no-untyped-def]
+    done = run("predict", *SMALL, *GPU)
+    answer = api.predict({"architecture": "llama-3.2-1b", "sequence_length": 512}, "H100-80GB")
+    lines = done.out.splitlines()
+    assert len(lines) < 50
+    assert max(map(len, lines)) <= 110
+    for quantity in ("allocated", "reserved", "device", "host"):
+        bar = getattr(answer, f"peak_{quantity}_bytes")
+        (line,) = [line for line in lines if line.startswith(f"{quantity} ")]
+        assert f"{bar.point / GIB:.2f}" in line
+        assert f"{bar.lower / GIB:.2f} – {bar.upper / GIB:.2f}" in line
+        assert f"{bar.upper_95 / GIB:.2f}" in line
+    assert lines[0].startswith("fits on H100-80GB")
+
+
+def test_flags_change_the_values_of_a_job_file(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "job.yaml"
+    path.write_text("architecture: llama-3.2-1b\nsequence_length: 4096\noptimizer: {name: sgd, momentum: 0.9}\n")
+    done = run(
+        "predict", str(path), "--sequence-length", "512", "--set", "optimizer.momentum=0", "--print-job", "--json"
+    )
+    job = json.loads(done.out)
+    assert done.code == 0
+    assert job["architecture"] == "llama-3.2-1b"
+    assert job["sequence_length"] == 512
+    assert job["optimizer"] == {"name": "sgd", "implementation": "foreach", "momentum": 0.0}
+
+
+def test_a_printed_job_is_a_job_file(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    flags = ("--tensor-parallel-size", "2", "--sequence-parallel", "--framework", "megatron", "--precision", "float32")
+    path = tmp_path / "job.yaml"
+    path.write_text(run("predict", *SMALL, *flags, "--print-job").out)
+    again = run("predict", str(path), "--print-job").out
+    assert again == path.read_text()
+    assert "sequence_parallel: true" in again
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("predict", *SMALL), "--gpu is required"),
+        (("predict", *GPU), "no architecture is given"),
+        (("predict", *SMALL, "--gpu", "H100-80G"), "did you mean 'H100-80GB'"),
+        (("predict", "--model", "llama-3.1-8", *GPU), "did you mean 'llama-3.1-8b'"),
+        (("predict", *SMALL, *GPU, "--micro-batch-size", "-1"), "micro_batch_size=-1 must be at least 1"),
+        (("predict", *SMALL, *GPU, "--micro-batch-size", "two"), "--micro-batch-size"),
+        (("predict", *SMALL, *GPU, "--set", "micro_batch_size=.nan"), "must be a whole number"),
+        (("predict", *SMALL, *GPU, "--set", "micro_batch_size"), "must be FIELD=VALUE"),
+        (("predict", *SMALL, *GPU, "--set", "optimizer.nme=sgd"), "did you mean 'name'"),
+        (("predict", *SMALL, *GPU, "--set", "sequence_length.x=1"), "not a mapping"),
+        (("predict", *SMALL, *GPU, "--tensor-parallel-size", "7"), "does not divide num_attention_heads"),
+        (("predict", *SMALL, *GPU, "--optimizer", "adam_w"), "did you mean 'adamw'"),
+        (("predict", *SMALL, *GPU, "--rank", "5"), "from 0 to 0"),
+        (("predict", *SMALL, *GPU, "--calibration", "nowhere.json"), "cannot be read"),
+        (("predict", "nowhere.yaml", *GPU), "nowhere.yaml cannot be read"),
+        (("predict", "--batch", "nowhere.jsonl"), "nowhere.jsonl cannot be read"),
+        (("predict", "--batch", "x.jsonl", *SMALL), "give no JOB and no job flags"),
+        (("predict", *SMALL, *GPU, "--no-such-flag"), "--no-such-flag"),
+        (("pedict",), "pedict"),
+        (("fit",), "either --gpu"),
+        (("fit", "--all", *GPU), "either --gpu"),
+        (("fit", "--gpu", "RTX4090"), "no measured rows"),
+        (("report", "--gpu", "nonsense"), "not in the catalog"),
+        (("evaluate", "--datasets", "nowhere", "--no-tracking"), "nowhere is not a folder"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(run, arguments: tuple[str, ...], words: str) -> None:  # type: ignore[no-untyped-def]
+    done = run(*arguments)
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("peakcast: ")
+    assert done.err.count("\n") == 1
+    assert words in done.err
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", b"[1, 2]", b"a: [", b"", b"architecture: !!python/object:os.x {}"])
+@pytest.mark.parametrize("name", ["job.yaml", "job.json"])
+def test_a_damaged_job_file_is_one_sentence(run, tmp_path: Path, name: str, content: bytes) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / name).write_bytes(content)
+    done = run("predict", str(tmp_path / name), *GPU)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "bug" not in done.err
+
+
+def test_a_batch_is_one_answer_a_line(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "jobs.jsonl"
+    path.write_text('{"id": 1, "gpu": "H100-80GB", "job": {"architecture": "llama-3.2-1b"}}\n{\n')
+    done = run("predict", "--batch", str(path))
+    first, second = map(json.loads, done.out.splitlines())
+    assert done.code == 0
+    assert first["fits"] in FITS_EXIT_CODES
+    assert second["error"]["message"].startswith("the line is not valid JSON")
+
+
+# -- all commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [command.callback.__name__ for command in cli.app.registered_commands if command.callback])
+def test_every_command_has_json_and_help_with_an_example(run, command: str) -> None:  # type: ignore[no-untyped-def]
+    done = run(command, "--help")
+    assert done.code == 0
+    assert "--json" in done.out
+    assert f"Example: peakcast {command}" in done.out
+
+
+def test_the_version_is_the_packages(run) -> None:  # type: ignore[no-untyped-def]
+    import peakcast
+
+    assert run("--version").out == f"peakcast {peakcast.__version__}\n"
+
+
+def test_a_bug_is_one_line_without_a_traceback_unless_asked_for(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(api, "predict", broken)
+    done = run("predict", *SMALL, *GPU)
+    assert done.code == 70
+    assert done.err == "peakcast: this is a bug in peakcast: ZeroDivisionError: oops (PEAKCAST_DEBUG=1 shows where)\n"
+    monkeypatch.setenv("PEAKCAST_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        run("predict", *SMALL, *GPU)
+
+
+def test_an_interrupt_exits_with_130(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "predict", interrupted)
+    assert run("predict", *SMALL, *GPU).code == 130
+
+
+def _peakcast(shell: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    scripts = str(Path(sys.executable).parent)
+    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-c", shell], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_reader_that_leaves_early_sees_no_complaint(tmp_path: Path) -> None:
+    line = json.dumps({"gpu": "H100-80GB", "job": {"architecture": "llama-3.2-1b", "sequence_length": 512}})
+    (tmp_path / "jobs.jsonl").write_text((line + "\n") * 500)
+    done = _peakcast("peakcast predict --batch jobs.jsonl --processes 1 | head -1", tmp_path)
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["fits"]
+
+
+def test_standard_input_is_answered_line_by_line(tmp_path: Path) -> None:
+    question = json.dumps({"id": 7, "gpu": "H100-80GB", "job": {"architecture": "llama-3.2-1b"}}) + "\n"
+    command = [str(Path(sys.executable).parent / "peakcast"), "predict", "--batch", "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdin.write(question)
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline())["id"] == 7
+        process.stdin.close()
+    assert process.returncode == 0

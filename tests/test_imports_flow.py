@@ -1,0 +1,85 @@
+"""Imports run one way: values <- catalog <- records <- collectors | models <- reports <- api <- cli.
+
+Read from the import statements themselves, those inside functions and of `if TYPE_CHECKING:` included.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = {
+    ".".join(("peakcast", *path.relative_to(ROOT / top).with_suffix("").parts))
+    if top == "peakcast"
+    else ".".join(("peakcast", top, *path.relative_to(ROOT / top).with_suffix("").parts)): path
+    for top in ("peakcast", "collectors", "models", "reports")
+    for path in sorted((ROOT / top).rglob("*.py"))
+}
+COLLECTORS, MODELS, REPORTS = "peakcast.collectors", "peakcast.models", "peakcast.reports"
+TRACKING = "peakcast.tracking"
+DOORS = tuple(
+    f"peakcast.{name}" for name in ("__main__", "api", "batch", "cli", "job_flags", "questions", "render")
+)
+EXPORTS_LAZILY = {"peakcast.__init__"}
+"""Modules that name the doors to hand them on when asked, and import nothing by themselves."""
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every absolute module name that a file imports, at any depth of its code."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the direction; write the full name"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, *packages: str) -> bool:
+    """Whether `name` is one of `packages` or lies inside one."""
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def layer(module: str) -> str:
+    """The part of the flow a module belongs to."""
+    for package in (COLLECTORS, MODELS, REPORTS):
+        if within(module, package):
+            return package
+    if module == TRACKING:
+        return TRACKING
+    return "doors" if within(module, *DOORS) else "peakcast"
+
+
+FORBIDDEN = {
+    "peakcast": (COLLECTORS, MODELS, REPORTS, TRACKING, *DOORS),
+    TRACKING: (COLLECTORS, REPORTS, *DOORS),
+    COLLECTORS: (MODELS, REPORTS, TRACKING, *DOORS),
+    MODELS: (COLLECTORS, REPORTS, TRACKING, *DOORS),
+    REPORTS: (COLLECTORS, TRACKING, *DOORS),
+    "doors": (),
+}
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - EXPORTS_LAZILY))
+def test_imports_run_one_way(module: str) -> None:
+    backwards = [name for name in imports(MODULES[module]) if within(name, *FORBIDDEN[layer(module)])]
+    assert backwards == []
+
+
+def test_only_tracking_imports_mlflow() -> None:
+    assert {m for m, path in MODULES.items() if any(within(n, "mlflow") for n in imports(path))} <= {TRACKING}
+
+
+def test_only_collectors_import_torch_and_nvml() -> None:
+    heavy = ("torch", "pynvml", "transformers", "accelerate", "peft", "bitsandbytes")
+    users = {module for module, path in MODULES.items() if any(within(name, *heavy) for name in imports(path))}
+    assert {module for module in users if not within(module, COLLECTORS)} == set()
+
+
+def test_the_flow_is_seen_at_all(tmp_path: Path) -> None:
+    code = tmp_path / "backwards.py"
+    code.write_text("def f():\n    from peakcast import api\n    import torch.nn\n")
+    assert list(imports(code)) == ["peakcast.api", "torch.nn"]

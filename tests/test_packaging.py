@@ -1,0 +1,64 @@
+"""What is installed is what stands in the folders, and starting up loads nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE_FOLDERS = ("peakcast", "collectors", "datasets", "models", "reports")
+HEAVY = ("torch", "mlflow", "pandas", "sklearn", "matplotlib", "jinja2", "transformers")
+
+
+def _setuptools() -> dict[str, object]:
+    tables: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    return tables
+
+
+def _packages_in_folders() -> set[str]:
+    folders = [init.parent for top in CODE_FOLDERS for init in (ROOT / top).rglob("__init__.py")]
+    names = [folder.relative_to(ROOT).parts for folder in folders if "__pycache__" not in folder.parts]
+    return {".".join(parts if parts[0] == "peakcast" else ("peakcast", *parts)) for parts in names}
+
+
+def test_every_folder_of_code_is_a_listed_package_and_every_listed_package_is_a_folder() -> None:
+    listed = _setuptools()["packages"]
+    assert isinstance(listed, list)
+    assert sorted(listed) == sorted(_packages_in_folders())
+
+
+def test_every_code_folder_of_the_root_is_mapped_into_the_one_import_name() -> None:
+    mapped = _setuptools()["package-dir"]
+    tops = {name.split(".")[1] for name in _packages_in_folders() if "." in name}
+    outside = {top for top in tops if not (ROOT / "peakcast" / top).is_dir()}
+    assert mapped == {"peakcast": "peakcast", **{f"peakcast.{top}": top for top in sorted(outside)}}
+
+
+def test_datasets_is_data_only_lest_it_shadow_hugging_faces_library() -> None:
+    assert not list((ROOT / "datasets").rglob("__init__.py"))
+
+
+def _heavy_modules_after(code: str) -> list[str]:
+    probe = f"{code}\nimport sys\nprint('LOADED', [m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
+    loaded: list[str] = eval(done.stdout.rpartition("LOADED")[2])
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import peakcast",
+        "import peakcast.cli",
+        "import peakcast; peakcast.predict; peakcast.predict_batch",
+        "from peakcast.cli import app; app(['--help'], standalone_mode=False)",
+        "import peakcast; peakcast.predict('llama-3.1-8b', 'H100-80GB')",
+        "from peakcast.cli import app; app(['predict', '--model', 'llama-3.1-8b', '--gpu', 'H100-80GB'], standalone_mode=False)",
+    ],
+)
+def test_starting_and_predicting_load_nothing_heavy(code: str) -> None:
+    assert _heavy_modules_after(code) == []

@@ -1,0 +1,202 @@
+"""The MLflow adapter, on a real SQLite store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from peakcast.catalog import gpu
+from peakcast.dialects.job_file import job_from_mapping
+from peakcast.models.baseline import baseline
+from peakcast.models.calibration import Calibration, QuantityCalibration
+from peakcast.models.domain import Domain
+from peakcast.models.evaluation import Evaluation, Scored, Table
+from peakcast.models.features import features
+from peakcast.models.intervals import Intervals
+from peakcast.models.metrics import Floor, summarise
+from peakcast.models.predict import predict
+from peakcast.models.residual import Residual
+from peakcast.tracking import MODEL_NAME, Tracker, slug
+
+pytestmark = [  # mlflow's own
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy"),
+    pytest.mark.filterwarnings("ignore:.*type hints to the `predict`"),
+]
+
+JOB = {
+    "architecture": {
+        "model_type": "llama",
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    },
+    "micro_batch_size": 1,
+    "sequence_length": 512,
+}
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory):
+    """A migrated store: making one takes seconds, copying it does not."""
+    folder = tmp_path_factory.mktemp("store")
+    logging.getLogger("mlflow").setLevel(logging.ERROR)
+    logging.getLogger("alembic").setLevel(logging.ERROR)
+    Tracker(folder)._client.search_experiments()
+    return folder
+
+
+@pytest.fixture
+def tracker(tmp_path, empty_store):
+    shutil.copytree(empty_store, tmp_path / "store")
+    return Tracker(tmp_path / "store")
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    residuals = [0.001 * i for i in range(-15, 15)]
+    names = [f"net{i}" for i in range(30)]
+    job, device = job_from_mapping(JOB), gpu("H100-80GB")
+    row = features(job, device, baseline(job, device, 0))
+    quantity = QuantityCalibration(
+        residual=Residual().fit([row] * 30, residuals, names, ["huggingface/single"] * 30),
+        intervals=Intervals().fit(residuals, names, [("huggingface/single", "all")] * 30),
+        rows_by_gpu={"H100-80GB": 30},
+    )
+    return Calibration(
+        gpu="H100-80GB",
+        created="2026-11-21",
+        rows_digest="ab" * 32,
+        quantities={"peak_allocated_bytes": quantity},
+        domain=Domain(),
+    )
+
+
+@pytest.fixture(scope="module")
+def evaluation():
+    cells = tuple(
+        Scored(
+            key=f"{i:016x}",
+            case=f"case {i}",
+            source="peakcast",
+            gpu="H100-80GB",
+            architecture=f"net{i}",
+            layout="tp+pp",
+            framework="megatron",
+            quantity="peak_allocated_bytes",
+            measured=1000,
+            baseline=980,
+            point=1000 + i,
+            lower=990,
+            upper=1010,
+            upper_95=1009,
+            weight=1.0,
+        )
+        for i in range(4)
+    )
+    summary = summarise(cells)
+    table = Table(
+        quantity="peak_allocated_bytes",
+        held_out="architecture",
+        overall=summary,
+        by_layout={"tp+pp": summary},
+        by_architecture={},
+        by_gpu={"H100-80GB": summary},
+        cells=cells,
+    )
+    return Evaluation(
+        num_rows=4,
+        num_configurations=4,
+        left_out={"provenance is traced": 2},
+        versions={"torch": ("2.11.0",)},
+        rows_digest="cd" * 32,
+        tables=(table,),
+        floors={"peak_allocated_bytes": Floor(num_configurations=0, median=0, p95=0, worst=0)},
+    )
+
+
+def test_an_evaluation_is_a_run_with_a_child_per_quantity(tracker, evaluation, tmp_path):
+    from matplotlib.figure import Figure
+
+    run_id = tracker.log_evaluation(evaluation, parameters={"commit": "abc"}, figures={"errors.png": Figure()})
+    run = tracker._client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["commit"] == "abc"
+    assert run.data.params["versions.torch"] == "2.11.0"
+    assert run.data.metrics["peak_allocated_bytes.median_error"] == pytest.approx(0.001)
+    assert run.data.metrics["peak_allocated_bytes.share_within_target"] == 1
+    assert run.data.metrics["peak_allocated_bytes.baseline.median_error"] == pytest.approx(0.02)
+    assert run.data.metrics["rows_left_out"] == 2
+    assert run.inputs.dataset_inputs[0].dataset.digest == "cd" * 16
+    names = {item.path for item in tracker._client.list_artifacts(run_id)}
+    assert names == {"evaluation.json", "figures"}
+    kept = json.loads((tmp_path / "store" / "artifacts" / run_id / "artifacts" / "evaluation.json").read_text())
+    assert kept["num_rows"] == 4
+    children = tracker._client.search_runs(
+        [run.info.experiment_id], filter_string=f"tags.`mlflow.parentRunId` = '{run_id}'"
+    )
+    assert [child.info.run_name for child in children] == ["peak_allocated_bytes"]
+    assert children[0].data.metrics["architecture.coverage.layout.tp_pp"] == 1
+
+
+def test_a_calibration_is_a_version_of_one_model_with_its_gpu_as_alias(tracker, calibration):
+    assert tracker.log_calibration(calibration) == 1
+    assert tracker.log_calibration(calibration) == 2
+    version = tracker._client.get_model_version_by_alias(MODEL_NAME, "H100-80GB")
+    assert (int(version.version), version.tags["rows_digest"]) == (2, "ab" * 32)
+
+
+def test_the_registered_model_answers_as_predict_does(tracker, calibration):
+    import pandas
+
+    tracker.log_calibration(calibration)
+    answers = tracker.load("H100-80GB").predict(pandas.DataFrame({"job": [json.dumps(JOB)] * 2}))
+    direct = predict(job_from_mapping(JOB), gpu("H100-80GB"), calibration=calibration)
+    assert answers["peak_allocated_bytes.point"].tolist() == [direct.peak_allocated_bytes.point] * 2
+    assert answers["fits"].tolist() == ["yes", "yes"]
+
+
+def test_no_pickle_is_stored(tracker, calibration, tmp_path):
+    tracker.log_calibration(calibration)
+    files = {path.name for path in (tmp_path / "store" / "artifacts").rglob("*") if path.is_file()}
+    assert "calibration.json" in files
+    assert "model.py" in files
+    assert not [name for name in files if name.endswith((".pkl", ".pickle", ".joblib"))]
+
+
+def test_no_global_run_is_touched(tracker, evaluation, calibration):
+    import mlflow
+
+    before = mlflow.get_tracking_uri()
+    tracker.log_evaluation(evaluation, calibrations=[calibration])
+    assert mlflow.active_run() is None
+    assert mlflow.get_tracking_uri() == before
+
+
+def test_a_failed_run_says_so(tracker, evaluation):
+    with pytest.raises(TypeError, match="figure"):
+        tracker.log_evaluation(evaluation, figures={"no.png": "not a figure"})
+    experiment = tracker._client.get_experiment_by_name("peakcast")
+    assert [run.info.status for run in tracker._client.search_runs([experiment.experiment_id])] == ["FAILED"]
+
+
+def test_a_place_is_needed():
+    with pytest.raises(ValueError, match="folder or a uri"):
+        Tracker()
+
+
+def test_aliases_are_slugs():
+    assert slug("NVIDIA H100 80GB HBM3 (SXM)") == "NVIDIA-H100-80GB-HBM3-SXM"
+
+
+def test_importing_the_module_does_not_import_mlflow():
+    code = "import sys; import peakcast.tracking; print('mlflow' in sys.modules)"
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "False"
