@@ -65,7 +65,7 @@ def with_outputs(text: str, answer: Callable[[str], str]) -> str:
     def refreshed(block: re.Match[str]) -> str:
         asked = [command for command, _ in commands(f"```console\n{block.group(0)}```\n")]
         shown = [(command, answer(command)) for command in asked]
-        return "\n".join(f"$ {command}\n{output}\n" if output else f"$ {command}\n" for command, output in shown)
+        return "".join(f"$ {command}\n{output}\n" if output else f"$ {command}\n" for command, output in shown)
 
     return _CONSOLE.sub(refreshed, text)
 

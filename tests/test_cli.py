@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,19 @@ class Done:
         self.code, self.out, self.err = code, out, err
 
 
+Run = Callable[..., Done]
+
+
 @pytest.fixture()
-def run(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    def run(*arguments: str) -> Done:
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> Done:
         code = cli._run(list(arguments))
         printed = capsys.readouterr()
         return Done(code, printed.out, printed.err)
 
-    return run
+    return call
 
 
 # -- predict --------------------------------------------------------------------------------------------------------------
@@ -41,13 +47,13 @@ def run(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("model", "gpu", "fits"), [("llama-3.2-1b", "H100-80GB", "yes"), ("llama-3.1-70b", "RTX4090", "no")]
 )
-def test_predict_exits_with_whether_it_fits(run, model: str, gpu: str, fits: str) -> None:  # type: ignore[no-untyped-def]
+def test_predict_exits_with_whether_it_fits(run: Run, model: str, gpu: str, fits: str) -> None:
     done = run("predict", "--model", model, "--gpu", gpu, "--sequence-length", "512", "--json")
     answer = json.loads(done.out)
     assert (answer["fits"], done.code) == (fits, FITS_EXIT_CODES[fits])
 
 
-def test_predict_says_the_same_in_json_as_in_python(run) -> None:  # type: ignore[no-untyped-def]
+def test_predict_says_the_same_in_json_as_in_python(run: Run) -> None:
     done = run("predict", *SMALL, *GPU, "--method", "lora", "--lora-rank", "8", "--json")
     job = {
         "architecture": "llama-3.2-1b",
@@ -57,7 +63,7 @@ def test_predict_says_the_same_in_json_as_in_python(run) -> None:  # type: ignor
     assert json.loads(done.out) == api.predict(job, "H100-80GB").to_mapping()
 
 
-def test_predict_prints_one_screen_with_every_quantity_in_gib(run) -> None:  # type: ignore[no-untyped-def]
+def test_predict_prints_one_screen_with_every_quantity_in_gib(run: Run) -> None:
     done = run("predict", *SMALL, *GPU)
     answer = api.predict({"architecture": "llama-3.2-1b", "sequence_length": 512}, "H100-80GB")
     lines = done.out.splitlines()
@@ -72,7 +78,7 @@ def test_predict_prints_one_screen_with_every_quantity_in_gib(run) -> None:  # t
     assert lines[0].startswith("fits on H100-80GB")
 
 
-def test_flags_change_the_values_of_a_job_file(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_flags_change_the_values_of_a_job_file(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("architecture: llama-3.2-1b\nsequence_length: 4096\noptimizer: {name: sgd, momentum: 0.9}\n")
     done = run(
@@ -85,7 +91,7 @@ def test_flags_change_the_values_of_a_job_file(run, tmp_path: Path) -> None:  # 
     assert job["optimizer"] == {"name": "sgd", "implementation": "foreach", "momentum": 0.0}
 
 
-def test_a_printed_job_is_a_job_file(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_printed_job_is_a_job_file(run: Run, tmp_path: Path) -> None:
     flags = ("--tensor-parallel-size", "2", "--sequence-parallel", "--framework", "megatron", "--precision", "float32")
     path = tmp_path / "job.yaml"
     path.write_text(run("predict", *SMALL, *flags, "--print-job").out)
@@ -118,12 +124,12 @@ def test_a_printed_job_is_a_job_file(run, tmp_path: Path) -> None:  # type: igno
         (("pedict",), "pedict"),
         (("fit",), "either --gpu"),
         (("fit", "--all", *GPU), "either --gpu"),
-        (("fit", "--gpu", "RTX4090"), "no measured rows"),
+        (("fit", "--gpu", "RTX4090", "--no-tracking"), "no measured rows"),
         (("report", "--gpu", "nonsense"), "not in the catalog"),
         (("evaluate", "--datasets", "nowhere", "--no-tracking"), "nowhere is not a folder"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(run, arguments: tuple[str, ...], words: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(run: Run, arguments: tuple[str, ...], words: str) -> None:
     done = run(*arguments)
     assert done.code == 2
     assert done.out == ""
@@ -134,14 +140,14 @@ def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(run, arguments: tup
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", b"[1, 2]", b"a: [", b"", b"architecture: !!python/object:os.x {}"])
 @pytest.mark.parametrize("name", ["job.yaml", "job.json"])
-def test_a_damaged_job_file_is_one_sentence(run, tmp_path: Path, name: str, content: bytes) -> None:  # type: ignore[no-untyped-def]
+def test_a_damaged_job_file_is_one_sentence(run: Run, tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     done = run("predict", str(tmp_path / name), *GPU)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert "bug" not in done.err
 
 
-def test_a_batch_is_one_answer_a_line(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_batch_is_one_answer_a_line(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "jobs.jsonl"
     path.write_text('{"id": 1, "gpu": "H100-80GB", "job": {"architecture": "llama-3.2-1b"}}\n{\n')
     done = run("predict", "--batch", str(path))
@@ -155,20 +161,20 @@ def test_a_batch_is_one_answer_a_line(run, tmp_path: Path) -> None:  # type: ign
 
 
 @pytest.mark.parametrize("command", [command.callback.__name__ for command in cli.app.registered_commands if command.callback])
-def test_every_command_has_json_and_help_with_an_example(run, command: str) -> None:  # type: ignore[no-untyped-def]
+def test_every_command_has_json_and_help_with_an_example(run: Run, command: str) -> None:
     done = run(command, "--help")
     assert done.code == 0
     assert "--json" in done.out
     assert f"Example: peakcast {command}" in done.out
 
 
-def test_the_version_is_the_packages(run) -> None:  # type: ignore[no-untyped-def]
+def test_the_version_is_the_packages(run: Run) -> None:
     import peakcast
 
     assert run("--version").out == f"peakcast {peakcast.__version__}\n"
 
 
-def test_a_bug_is_one_line_without_a_traceback_unless_asked_for(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_bug_is_one_line_without_a_traceback_unless_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("oops")
 
@@ -181,7 +187,7 @@ def test_a_bug_is_one_line_without_a_traceback_unless_asked_for(run, monkeypatch
         run("predict", *SMALL, *GPU)
 
 
-def test_an_interrupt_exits_with_130(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_an_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

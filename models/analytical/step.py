@@ -182,8 +182,8 @@ def _place(
     born = np.where(template.born_backward, backward, forward) + template.born
     dies = np.where(template.dies_backward, backward, forward) + template.dies
     dies = np.where(keeps & template.weight_gradient, gradients_die, dies)
-    # under no_grad nothing is kept for backward: it dies with the block, and the backward's entries never are
-    dies = np.where(without_graph & template.dies_backward, forward + template.num_forward, dies)
+    # under no_grad nothing is kept for backward: it dies after its last reader, and the backward's entries never are
+    dies = np.where(without_graph, forward + template.dies_without_graph, dies)
     never = without_graph & template.born_backward
     born = np.where(never, end_of_step, born)
     dies = np.where(never, end_of_step, dies)

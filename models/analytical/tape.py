@@ -91,6 +91,8 @@ class Template:
     dies_backward: npt.NDArray[np.bool_]
     weight_gradient: npt.NDArray[np.bool_]
     """Entries that are a parameter's gradient: they live on after the block, or are added to one that exists."""
+    dies_without_graph: npt.NDArray[np.int64]
+    """As `dies`, from the first forward instant, when the block runs under no_grad and nothing is kept."""
     num_forward: int
     num_backward: int
     forward_labels: list[str]
@@ -111,7 +113,7 @@ class _Gradient:
 
 @dataclass
 class _Rows:
-    rows: list[tuple[str, int, int, int, bool, int, bool, bool]] = field(default_factory=list)
+    rows: list[tuple[str, int, int, int, bool, int, bool, bool, int]] = field(default_factory=list)
 
     def add(
         self,
@@ -121,10 +123,12 @@ class _Rows:
         born: tuple[int, bool],
         dies: tuple[int, bool],
         weight_gradient: bool = False,
+        dies_without_graph: int | None = None,
     ) -> None:
         if num_bytes > 0:
             size = round_up(num_bytes, ALLOCATION_UNIT_BYTES)
-            self.rows.append((name, int(category), size, *born, *dies, weight_gradient))
+            without_graph = dies[0] if dies_without_graph is None else dies_without_graph
+            self.rows.append((name, int(category), size, *born, *dies, weight_gradient, without_graph))
 
 
 class Tape:
@@ -241,7 +245,10 @@ class Tape:
                 dies = (position[storage.last_saver] + 1, True)
             else:
                 dies = (storage.last_read + 1, False)
-            rows.add(storage.name, storage.category, storage.num_bytes, (storage.born, False), dies)
+            born = (storage.born, False)
+            rows.add(
+                storage.name, storage.category, storage.num_bytes, born, dies, dies_without_graph=storage.last_read + 1
+            )
         for index, operation in enumerate(self._operations):
             if operation.forward_temporary_bytes:
                 rows.add(
@@ -304,8 +311,8 @@ class Tape:
             rows.add(gradient.name, gradient.category, gradient.num_bytes, (gradient.born, True), (len(backward), True))
 
     def _template(self, rows: _Rows, backward: list[int]) -> Template:
-        columns = list(zip(*rows.rows, strict=True)) if rows.rows else [()] * 8
-        names, categories, sizes, born, born_b, dies, dies_b, weights = columns
+        columns = list(zip(*rows.rows, strict=True)) if rows.rows else [()] * 9
+        names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph = columns
         return Template(
             names=list(names),
             categories=np.array(categories, dtype=np.int8),
@@ -315,6 +322,7 @@ class Tape:
             born_backward=np.array(born_b, dtype=bool),
             dies_backward=np.array(dies_b, dtype=bool),
             weight_gradient=np.array(weights, dtype=bool),
+            dies_without_graph=np.array(without_graph, dtype=np.int64),
             num_forward=len(self._operations),
             num_backward=len(backward),
             forward_labels=[operation.name for operation in self._operations],
