@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.errors import CalibrationError
+from peakcast.models.features import FEATURES
 from peakcast.models.strict import WAY_OUT, number, numbers, read
 from peakcast.models.trees import Trees
 
@@ -51,6 +52,29 @@ class Zero:
     def to_mapping(self) -> dict[str, Any]:
         """The name only."""
         return {"name": self.name}
+
+
+class HiddenBytes:
+    """A fixed amount of memory that no tensor explains (a CUDA context, its kernels, workspaces), the same for every job:
+    log(1 + amount / allocated baseline). Learned: `gib_`, the median over rows of measured − start, in GiB (never
+    negative: what is hidden can only add)."""
+
+    name: ClassVar[str] = "hidden_bytes"
+    column = list(FEATURES).index("gib_over_allocated")
+
+    def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> HiddenBytes:
+        """Learn the amount."""
+        self.gib_ = max(weighted_median(np.expm1(y) / x[:, self.column], weights), 0.0)
+        return self
+
+    def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
+        """The amount as a share of each row's baseline."""
+        result: Floats = np.log1p(self.gib_ * x[:, self.column])
+        return result
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The amount."""
+        return {"name": self.name, "gib": self.gib_}
 
 
 class GroupMedian:
@@ -162,7 +186,7 @@ class BoostedTrees:
 
 def candidates() -> list[Regressor]:
     """Fresh candidates, simplest first."""
-    return [Zero(), GroupMedian(), Ridge(alpha=1.0), BoostedTrees()]
+    return [Zero(), HiddenBytes(), GroupMedian(), Ridge(alpha=1.0), BoostedTrees()]
 
 
 def regressor_from_mapping(mapping: Mapping[str, Any], num_features: int) -> Regressor:
@@ -171,6 +195,10 @@ def regressor_from_mapping(mapping: Mapping[str, Any], num_features: int) -> Reg
     if name == Zero.name:
         read(mapping, {"name"}, "regressor")
         return Zero()
+    if name == HiddenBytes.name:
+        hidden = HiddenBytes()
+        hidden.gib_ = number(read(mapping, {"name", "gib"}, "regressor")["gib"], "gib", low=0)
+        return hidden
     if name == GroupMedian.name:
         values = read(mapping, {"name", "overall", "medians"}, "regressor")
         if not isinstance(values["medians"], Mapping):

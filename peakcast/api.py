@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peakcast.batch import predict_batch
-from peakcast.errors import CalibrationError, CatalogError, RecordError, near_misses
+from peakcast.errors import CalibrationError, CatalogError, RecordError, SpecError, near_misses
+from peakcast.places import calibration_folder, checkout_folder, explained, tracker
 from peakcast.questions import Question, Rank, question
 
 if TYPE_CHECKING:
@@ -23,7 +24,18 @@ if TYPE_CHECKING:
     from peakcast.records import Measurement
     from peakcast.tracking import Tracker
 
-__all__ = ["Fitted", "answer", "collect", "evaluate", "fit", "predict", "predict_batch", "report", "reproduce"]
+__all__ = [
+    "Fitted",
+    "answer",
+    "collect",
+    "evaluate",
+    "fit",
+    "predict",
+    "predict_batch",
+    "report",
+    "reproduce",
+    "tracker",
+]
 
 Progress = Callable[[str], None]
 """Told what is being worked on, in a few words."""
@@ -59,8 +71,6 @@ def answer(asked: Question, calibration: Calibration | str | Path | None = None)
     try:
         prediction = predict_job(asked.job, asked.device, asked.rank, calibration)
     except NotImplementedError as error:
-        from peakcast.errors import SpecError
-
         raise SpecError(f"this job cannot be answered: {error}", parameter="job") from error
     notes = asked.translation
     prediction = replace(
@@ -98,10 +108,11 @@ def _widened(prediction: Prediction, severity: int) -> Prediction:
             )
     fits, why = judge(intervals, prediction.capacity_bytes)
     warnings = (*prediction.warnings, why) if why and why not in prediction.warnings else prediction.warnings
-    return replace(prediction, **intervals, fits=fits, warnings=warnings, inside_calibrated_domain=False)
+    changed: dict[str, Any] = {**intervals, "fits": fits, "warnings": warnings, "inside_calibrated_domain": False}
+    return replace(prediction, **changed)
 
 
-# -- calibration and accuracy -----------------------------------------------------------------------------------------------
+# -- calibration and accuracy ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +136,7 @@ def fit(
 ) -> list[Fitted]:
     """Fit and write the calibration of `gpu` (None: of every GPU type that has rows) from the tables in `datasets`.
 
-    Written to `output`/<gpu>.json, by default where `predict` finds it. Equal rows leave a file as it is, its date included.
+    Written to `output`/<gpu>.json, by default where `predict` finds it. Equal rows leave a file as it is, with its date.
     Raises: RecordError, CatalogError or CalibrationError.
     """
     from peakcast.models.calibration import calibrations
@@ -188,10 +199,10 @@ def report(
     from peakcast.reports.render import write_index, write_report
 
     evaluation = evaluation or evaluate(gpu, datasets=datasets, progress=progress)
-    folder = Path(output) if output is not None else _checkout_folder("reports")
+    folder = Path(output) if output is not None else checkout_folder("reports")
     names = sorted({name for table in evaluation.tables for name in table.by_gpu})
     written: list[Path] = []
-    with _explained(folder):
+    with explained(folder):
         for name in names if gpu is None else [gpu]:
             if progress:
                 progress(f"writing the report of {name}")
@@ -218,7 +229,7 @@ def reproduce(
     return fitted, evaluation, report(None, output=reports, evaluation=evaluation, progress=progress)
 
 
-def collect(grid: Path, shard: Path, **options: Any) -> Any:
+def collect(grid: str | Path, shard: Path, **options: Any) -> Any:
     """Measure the cells of `grid` that `shard` does not have yet, each in a process of its own. Returns a summary.
 
     Options: `budget_minutes`, `trace` (without a GPU), `timeout_seconds`, `gpu`, `progress`; see
@@ -229,45 +240,7 @@ def collect(grid: Path, shard: Path, **options: Any) -> Any:
     return run(grid, shard, **options)
 
 
-def tracker(uri: str | None = None) -> Tracker:
-    """The MLflow store at `uri`, by default `mlruns/` of the working folder (of the user's data when that is not writable).
-
-    Raises: RecordError when the store cannot be opened.
-    """
-    import os
-
-    from peakcast.tracking import Tracker
-
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    folder = Path("mlruns")
-    if not os.access(".", os.W_OK):
-        folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "peakcast" / "mlruns"
-    try:
-        return Tracker(uri=uri) if uri else Tracker(folder)
-    except Exception as error:  # whatever MLflow or its database driver raises
-        raise RecordError(
-            f"tracking-uri={uri or folder} cannot be used: {' '.join(str(error).split())[:300]}; give another, or --no-tracking.",
-            parameter="tracking_uri",
-            value=uri,
-        ) from error
-
-
-# -- where things are ----------------------------------------------------------------------------------------------------
-
-
-def calibration_folder() -> Path:
-    """Where `predict` looks for calibrations: `models/calibration` of the checkout, or of the installed package."""
-    import peakcast.models
-
-    return Path(peakcast.models.__file__).parent / "calibration"
-
-
-def _checkout_folder(name: str) -> Path:
-    root = Path(__file__).resolve().parents[1]
-    if (root / "pyproject.toml").is_file():
-        return root / name
-    return Path.cwd() / name
+# -- rows and files ------------------------------------------------------------------------------------------------------
 
 
 def _rows(datasets: Path | None) -> list[Measurement]:
@@ -296,7 +269,7 @@ def _gpu_types(rows: Iterable[Measurement], gpu: str | None) -> list[str]:
 
 
 def _save(calibration: Calibration, path: Path) -> tuple[Calibration, bool]:
-    """Write `calibration`, unless the file at `path` says the same but for its date; which one stands, and if it changed."""
+    """Write `calibration` unless the file at `path` says the same but for its date; which one stands, and if it changed."""
     from dataclasses import replace
 
     from peakcast.models.calibration import load_calibration
@@ -308,24 +281,6 @@ def _save(calibration: Calibration, path: Path) -> tuple[Calibration, bool]:
             before = None
         if before is not None and replace(calibration, created=before.created).to_bytes() == path.read_bytes():
             return before, False
-    with _explained(path):
+    with explained(path):
         calibration.save(path)
     return calibration, True
-
-
-def _explained(path: Path) -> Any:
-    """A context in which a file that cannot be written becomes a sentence."""
-    from contextlib import contextmanager
-
-    @contextmanager
-    def explained() -> Any:
-        try:
-            yield
-        except OSError as error:
-            raise RecordError(
-                f"{error.filename or path} cannot be written: {error.strerror}; check the path and its permissions.",
-                parameter="output",
-                value=str(path),
-            ) from error
-
-    return explained()

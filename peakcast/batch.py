@@ -113,7 +113,7 @@ def question_from_entry(entry: Mapping[str, Any]) -> Question:
     forms = {key: entry[key] for key in FORMS if key in entry}
     if len(forms) != 1:
         raise SpecError(
-            f"a question needs exactly one of {', '.join(FORMS)}, and has {' and '.join(forms) or 'none of them'}; keep one.",
+            f"a question needs exactly one of {', '.join(FORMS)}; this one has {' and '.join(forms) or 'none'}.",
             parameter=" and ".join(forms) or "job",
         )
     if not isinstance(next(iter(forms.values())), Mapping):

@@ -82,7 +82,7 @@ def predict(
     context_parallel_size: Annotated[int | None, _job("--context-parallel-size", "Ranks that share a sequence.")] = None,
     expert_parallel_size: Annotated[int | None, _job("--expert-parallel-size", "Ranks that share the experts.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Any other field of the job: --set loss.fused_linear_cross_entropy=true")
+        list[str] | None, typer.Option("--set", help="Any other field: --set loss.fused_linear_cross_entropy=true")
     ] = None,
 ) -> None:
     """Predict the peak memory of one rank of JOB, with error bars, and whether it fits.
@@ -196,7 +196,7 @@ def report(
 @app.command(epilog="Example: peakcast reproduce")
 def reproduce(
     datasets: Datasets = None,
-    output: Annotated[Path | None, typer.Option(help="Folder for all results; default: their places in the checkout.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for all results; default: their usual places.")] = None,
     tracking_uri: TrackingUri = None,
     no_tracking: NoTracking = False,
     json: Json = False,
@@ -227,7 +227,7 @@ def collect(
     gpu: Annotated[str | None, typer.Option(help="GPU type to trace for.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure the cells of GRID that SHARD does not have yet, each in a process of its own; interrupt and resume at will."""
+    """Measure the cells of GRID that SHARD does not have yet, each in its own process; interrupt and resume at will."""
     from peakcast import api, render
 
     with render.working() as progress:

@@ -48,7 +48,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
     path, equals, value = text.partition("=")
     if not equals or not all(path.split(".")):
-        raise SpecError(f"--set {text!r} must be FIELD=VALUE, such as loss.fused_linear_cross_entropy=true.", parameter="set")
+        raise SpecError(f"--set {text!r} must be FIELD=VALUE, such as precision.parameters=float32.", parameter="set")
     try:
         return path, yaml.safe_load(value)
     except yaml.YAMLError as error:

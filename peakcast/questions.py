@@ -47,8 +47,8 @@ def question(job: object, gpu: str | Device, rank: Rank = None) -> Question:
 
 
 def translation_of(job: object) -> Translation:
-    """`job` read as a `TrainingJob`: one, its mapping, a mapping with one of `FORMS` as its only key, the path of a file with
-    such a mapping, or the catalog name of an architecture, which then trains with every default.
+    """`job` read as a `TrainingJob`: one, its mapping, a mapping with one of `FORMS` as its only key, the path of a file
+    with such a mapping, or the catalog name of an architecture, which then trains with every default.
 
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
@@ -95,7 +95,7 @@ def rank_number(rank: Rank, job: TrainingJob) -> int | None:
 def _translate(form: str, value: object) -> Translation:
     known = _KEYS[form]
     if not isinstance(value, Mapping):
-        raise SpecError(f"{form}={value!r} must be a mapping with the keys {', '.join(known)}.", parameter=form, value=value)
+        raise SpecError(f"{form}={value!r} must be a mapping with {', '.join(known)}.", parameter=form, value=value)
     for key in value:
         if key not in known:
             raise SpecError(

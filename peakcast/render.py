@@ -1,4 +1,4 @@
-"""How answers are printed. Plain text with GiB for people, strict JSON for programs; rich only where a table asks for it."""
+"""How answers are printed: plain text with GiB for people, strict JSON for programs, rich only for wide tables."""
 
 from __future__ import annotations
 

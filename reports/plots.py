@@ -147,7 +147,9 @@ def svg(draw: Plot, cells: Sequence[Scored], salt: str) -> str:
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1)
+    for attribute in ("width", "height"):  # the page decides the size
+        text = re.sub(rf'(<svg[^>]*?) {attribute}="[^"]*"', r"\1", text, count=1)
+    return text
 
 
 def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Any]:

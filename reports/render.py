@@ -184,10 +184,11 @@ def rows_csv(evaluation: Evaluation, gpu: str) -> str:
     writer.writerow(CSV_COLUMNS)
     for table in evaluation.tables:
         for cell in sorted((c for c in table.cells if c.gpu == gpu), key=lambda c: (c.key, c.quantity)):
+            texts = (cell.key, cell.case, cell.source, cell.framework, cell.architecture, cell.layout)
             numbers = (cell.measured, cell.baseline, cell.point, cell.lower, cell.upper, cell.upper_95)
             shares = (f"{value:.6f}" for value in (cell.error, cell.baseline_error, cell.weight))
-            texts = (cell.key, _safe(cell.case), _safe(cell.source), cell.framework, _safe(cell.architecture), cell.layout)
-            writer.writerow((table.held_out, table.quantity, *texts, *numbers, *shares, _safe(cell.known if abs(cell.error) > NAMED_ABOVE else "")))
+            known = cell.known if abs(cell.error) > NAMED_ABOVE else ""
+            writer.writerow((table.held_out, table.quantity, *map(_safe, texts), *numbers, *shares, _safe(known)))
     return buffer.getvalue()
 
 

@@ -154,7 +154,7 @@ def test_a_batch_answers_in_order_what_predict_answers() -> None:
         ({"gpu": GPU, "job": JOB, "rank": 1}, "rank", "'worst', 'last' or a number from 0 to 0"),
         ({"gpu": "H1000", "job": JOB}, "gpu", "not in the catalog"),
         ({"gpu": GPU, "job": {**JOB, "micro_batch_size": -1}}, "micro_batch_size", "at least 1"),
-        ({"gpu": GPU, "job": {**JOB, "parallelism": {"tensor_parallel_size": 3}}}, "parallelism.tensor_parallel_size", "divide"),
+        ({"gpu": GPU, "job": {**JOB, "parallelism": {"zero_stage": 4}}}, "parallelism.zero_stage", "0, 1, 2 or 3"),
     ],
 )
 def test_a_bad_line_is_answered_and_stops_nothing(line: Any, parameter: str | None, words: str) -> None:
@@ -212,7 +212,7 @@ def test_a_batch_is_lazy_so_that_a_question_can_follow_an_answer() -> None:
     assert asked == [0]
 
 
-# -- fit, evaluate, report --------------------------------------------------------------------------------------------------
+# -- fit, evaluate, report ------------------------------------------------------------------------------------------------
 
 
 def test_fitting_again_from_equal_rows_leaves_the_file_as_it_is(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class Done:
 Run = Callable[..., Done]
 
 
-@pytest.fixture()
+@pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
 
@@ -138,7 +138,9 @@ def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(run: Run, arguments
     assert words in done.err
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", b"[1, 2]", b"a: [", b"", b"architecture: !!python/object:os.x {}"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"\xff\xfe\x00", b"[1, 2]", b"a: [", b"", b"architecture: !!python/object:os.x {}"]
+)
 @pytest.mark.parametrize("name", ["job.yaml", "job.json"])
 def test_a_damaged_job_file_is_one_sentence(run: Run, tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
@@ -160,7 +162,9 @@ def test_a_batch_is_one_answer_a_line(run: Run, tmp_path: Path) -> None:
 # -- all commands ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [command.callback.__name__ for command in cli.app.registered_commands if command.callback])
+@pytest.mark.parametrize(
+    "command", [command.callback.__name__ for command in cli.app.registered_commands if command.callback]
+)
 def test_every_command_has_json_and_help_with_an_example(run: Run, command: str) -> None:
     done = run(command, "--help")
     assert done.code == 0

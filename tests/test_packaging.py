@@ -57,7 +57,7 @@ def _heavy_modules_after(code: str) -> list[str]:
         "import peakcast; peakcast.predict; peakcast.predict_batch",
         "from peakcast.cli import app; app(['--help'], standalone_mode=False)",
         "import peakcast; peakcast.predict('llama-3.1-8b', 'H100-80GB')",
-        "from peakcast.cli import app; app(['predict', '--model', 'llama-3.1-8b', '--gpu', 'H100-80GB'], standalone_mode=False)",
+        "from peakcast import cli; cli._run(['predict', '--model', 'llama-3.1-8b', '--gpu', 'H100-80GB'])",
     ],
 )
 def test_starting_and_predicting_load_nothing_heavy(code: str) -> None:
