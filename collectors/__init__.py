@@ -1,1 +1,1 @@
-"""Where measurements come from: real GPUs, traces without one, and what others published."""
+"""Collectors: run short training steps of real libraries and record what they allocate; or trace them without a GPU."""

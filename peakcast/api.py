@@ -30,6 +30,7 @@ __all__ = [
     "collect",
     "evaluate",
     "fit",
+    "import_published",
     "predict",
     "predict_batch",
     "report",
@@ -229,15 +230,39 @@ def reproduce(
     return fitted, evaluation, report(None, output=reports, evaluation=evaluation, progress=progress)
 
 
-def collect(grid: str | Path, shard: Path, **options: Any) -> Any:
+def collect(
+    grid: str | Path,
+    shard: Path,
+    *,
+    budget_minutes: float | None = None,
+    trace: bool = False,
+    timeout_seconds: int = 600,
+    gpu: str | None = None,
+    progress: Progress | None = None,
+) -> Any:
     """Measure the cells of `grid` that `shard` does not have yet, each in a process of its own. Returns a summary.
 
-    Options: `budget_minutes`, `trace` (without a GPU), `timeout_seconds`, `gpu`, `progress`; see
-    `peakcast.collectors.runner.collect`.
+    `trace` needs no GPU; see `peakcast.collectors.runner.collect`.
     """
     from peakcast.collectors.runner import collect as run
 
-    return run(grid, shard, **options)
+    told = {"budget_minutes": budget_minutes, "trace": trace, "timeout_seconds": timeout_seconds, "gpu": gpu}
+    return run(Path(grid), shard, progress=progress, **told)
+
+
+def import_published(sources: Path | None = None, output: Path | None = None) -> dict[str, int]:
+    """Write the tables of what others published from the files in `sources` to `output`; rows by GPU type.
+
+    Raises: RecordError when a source is missing or damaged, or `output` cannot be written.
+    """
+    from collections import Counter
+
+    from peakcast.collectors.published.__main__ import import_published as run
+    from peakcast.store import SOURCES_FOLDER, datasets_folder
+
+    published = datasets_folder() / "published"
+    rows = run(sources or published / SOURCES_FOLDER, output or published)
+    return dict(sorted(Counter(row.gpu for row in rows).items()))
 
 
 # -- rows and files ------------------------------------------------------------------------------------------------------

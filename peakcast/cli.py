@@ -243,6 +243,19 @@ def collect(
     print(render.json_text(render.plain(summary)) if json else render.summary_text(summary, shard))
 
 
+@app.command(name="import-published", epilog="Example: peakcast import-published")
+def import_published(
+    sources: Annotated[Path | None, typer.Option(help="Folder of the source files; default: the shipped ones.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the tables; default: datasets/published.")] = None,
+    json: Json = False,
+) -> None:
+    """Import what others published into tables, one per GPU type; the same sources give the same bytes."""
+    from peakcast import api, render
+
+    counts = api.import_published(sources, output)
+    print(render.json_text(counts) if json else "\n".join(f"{gpu}: {rows} rows" for gpu, rows in counts.items()))
+
+
 def _one_or_all(gpu: str | None, all_: bool) -> str | None:
     if (gpu is None) == (not all_):
         raise SpecError("give either --gpu with a GPU type, or --all.", parameter="gpu", value=gpu)

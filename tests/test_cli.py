@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -163,7 +164,7 @@ def test_a_batch_is_one_answer_a_line(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [command.callback.__name__ for command in cli.app.registered_commands if command.callback]
+    "command", [command.callback.__name__.replace("_", "-") for command in cli.app.registered_commands if command.callback]
 )
 def test_every_command_has_json_and_help_with_an_example(run: Run, command: str) -> None:
     done = run(command, "--help")
@@ -225,3 +226,13 @@ def test_standard_input_is_answered_line_by_line(tmp_path: Path) -> None:
             assert json.loads(process.stdout.readline())["id"] == 7
         process.stdin.close()
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("command", [command.callback for command in cli.app.registered_commands if command.callback])
+def test_every_command_has_a_function_of_the_same_name_and_arguments(command: Callable[..., object]) -> None:
+    own = {"json", "batch", "processes", "print_job", "markdown", "write_readme", "all_", "no_tracking", "tracking_uri"}
+    of_a_job = set(inspect.signature(cli.predict).parameters) - {"job", "gpu", "rank", "calibration"}
+    function = getattr(api, command.__name__)
+    offered = set(inspect.signature(function).parameters)
+    asked = set(inspect.signature(command).parameters) - own - (of_a_job if command is cli.predict else set())
+    assert asked <= offered

@@ -35,7 +35,7 @@ def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_every_command_is_in_the_readme_and_every_one_there_exists() -> None:
-    existing = {command.callback.__name__ for command in cli.app.registered_commands if command.callback}
+    existing = {command.callback.__name__.replace("_", "-") for command in cli.app.registered_commands if command.callback}
     assert set(re.findall(r"`peakcast ([a-z-]+)", TEXT)) == existing
 
 

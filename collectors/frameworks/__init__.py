@@ -1,0 +1,62 @@
+"""Stacks that can be measured: one small module each, all with `build(job, device) -> Training`.
+
+A stack that is not installed says what to install; the rest of a grid goes on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+from peakcast.errors import CollectorError
+from peakcast.spec import TrainingJob
+
+STACKS = {"huggingface": "peakcast.collectors.frameworks.huggingface", "torch": "peakcast.collectors.frameworks.huggingface"}
+"""framework -> module. A plain torch loop trains the same networks, and keeps the model's outputs as plain loops do."""
+
+
+class Training(Protocol):
+    """One training run, its phases as separate calls so that each can be measured."""
+
+    model: Any
+    optimizer: Any
+
+    def forward(self, on_loss: Any) -> Any:
+        """Forward and loss; calls `on_loss()` when the loss begins. Returns the loss."""
+
+    def backward(self, loss: Any) -> None:
+        """Backward of the loss."""
+
+    def clip(self) -> None:
+        """Gradient clipping."""
+
+    def step(self) -> None:
+        """The optimizer's step."""
+
+    def zero_grad(self) -> None:
+        """Release the gradients."""
+
+    def facts(self) -> dict[str, Any]:
+        """What was really chosen: attention implementation, optimizer path."""
+
+
+def build(job: TrainingJob, device: str) -> Training:
+    """The training run of `job` on `device` with random weights. Raises: CollectorError when the stack cannot."""
+    module = STACKS.get(job.framework)
+    if module is None:
+        raise CollectorError(
+            f"framework={job.framework!r} has no collector yet; measure with one of {', '.join(STACKS)}.",
+            parameter="framework",
+            value=job.framework,
+        )
+    try:
+        stack = importlib.import_module(module)
+    except ImportError as error:
+        raise CollectorError(
+            f"framework={job.framework!r} needs a package that is not installed ({error}); "
+            "install it with: pip install 'peakcast[collect]'.",
+            parameter="framework",
+            value=job.framework,
+        ) from error
+    training: Training = stack.build(job, device)
+    return training

@@ -1,0 +1,107 @@
+"""Grids: short YAML files that say which jobs to measure.
+
+    base: {sequence_length: 2048}                       # keys of a job file, for every cell
+    axes:                                               # the product of these lists; dotted keys reach inside
+      architecture: [gpt2, {name: llama-3.1-8b, num_hidden_layers: 4}]
+      activation_checkpointing.mode: [none, full]
+    include: [{architecture: qwen3-0.6b, optimizer.implementation: fused}]    # further cells, on top of base
+    exclude: [{architecture: gpt2, activation_checkpointing.mode: full}]      # cells with all of these are left out
+
+`architecture` may be a catalog name, or a mapping with `name` and fields to change (a depth-cut version of a big one).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from peakcast import catalog
+from peakcast.errors import CollectorError, near_misses
+from peakcast.fields import to_mapping
+from peakcast.spec import TrainingJob
+
+KEYS = ("base", "axes", "include", "exclude")
+MOST_CELLS = 20_000
+
+
+def load_grid(grid: str | Path) -> list[TrainingJob]:
+    """The jobs of a grid: a YAML file, or the name of a shipped one ("quick", "standard").
+
+    Raises: CollectorError, SpecError or CatalogError naming what is wrong.
+    """
+    from peakcast.dialects.job_file import read_mapping
+
+    path = Path(grid)
+    if not path.suffix and not path.exists():
+        shipped = resources.files("peakcast.collectors").joinpath("grids", f"{grid}.yaml")
+        names = sorted(p.name.removesuffix(".yaml") for p in resources.files("peakcast.collectors").joinpath("grids").iterdir())
+        if not shipped.is_file():
+            raise CollectorError(
+                f"grid={str(grid)!r} is neither a file nor a shipped grid{near_misses(str(grid), names) or '.'} "
+                f"Shipped: {', '.join(names)}.",
+                parameter="grid",
+                value=str(grid),
+            )
+        path = Path(str(shipped))
+    return expand(read_mapping(path))
+
+
+def expand(grid: Mapping[str, Any]) -> list[TrainingJob]:
+    """The distinct jobs of a grid's mapping, most distinct architectures first: each architecture's first cell, then
+    each one's second, and so on, so that a collection cut short still has seen them all."""
+    for key in grid:
+        if key not in KEYS:
+            raise CollectorError(f"grid.{key} is not a known key{near_misses(key, KEYS)} Known: {', '.join(KEYS)}.")
+    base = _flat(grid.get("base") or {}, "base")
+    axes = grid.get("axes") or {}
+    if not isinstance(axes, Mapping) or not all(isinstance(values, list) for values in axes.values()):
+        raise CollectorError("grid.axes must map each key to a list of values.", parameter="axes")
+    cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())] if axes else []
+    cells += [_flat(cell, "include") for cell in grid.get("include") or []]
+    excluded = [_flat(cell, "exclude") for cell in grid.get("exclude") or []]
+    cells = [cell for cell in cells if not any(_matches(base | cell, pattern) for pattern in excluded)]
+    if len(cells) > MOST_CELLS:
+        raise CollectorError(f"the grid has {len(cells)} cells, more than {MOST_CELLS}; shorten its axes.")
+    by_architecture: dict[str, list[TrainingJob]] = {}
+    for job in dict.fromkeys(_job(base | cell) for cell in cells):
+        by_architecture.setdefault(job.architecture.name, []).append(job)
+    rounds = itertools.zip_longest(*by_architecture.values())
+    return [job for cells_of_round in rounds for job in cells_of_round if job is not None]
+
+
+def _flat(mapping: object, where: str) -> dict[str, Any]:
+    if not isinstance(mapping, Mapping):
+        raise CollectorError(f"grid.{where} must hold mappings of job keys to values, not {mapping!r}.", parameter=where)
+    return dict(mapping)
+
+
+def _matches(cell: Mapping[str, Any], pattern: Mapping[str, Any]) -> bool:
+    return all(cell.get(key) == value for key, value in pattern.items())
+
+
+def _job(cell: Mapping[str, Any]) -> TrainingJob:
+    from peakcast.dialects.job_file import job_from_mapping
+
+    nested: dict[str, Any] = {}
+    for key, value in cell.items():
+        if key == "architecture":
+            nested[key] = _architecture(value)
+            continue
+        *outer, last = key.split(".")
+        place = nested
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return job_from_mapping(nested)
+
+
+def _architecture(value: Any) -> Any:
+    """A catalog name with changes becomes an architecture mapping; anything else is left for the job reader."""
+    if not isinstance(value, Mapping) or "model_type" in value or "name" not in value:
+        return value
+    changed = {**to_mapping(catalog.architecture(str(value["name"]))), **{k: v for k, v in value.items() if k != "name"}}
+    marks = "-".join(f"{key}={item}" for key, item in value.items() if key != "name")
+    return {**changed, "name": f"{value['name']}[{marks}]" if marks else value["name"]}

@@ -1,0 +1,161 @@
+"""Readings of the machine: the CUDA allocator's statistics, NVML, versions, host memory. Bytes are ints.
+
+Everything degrades to None where a driver or a permission is missing; a measurement then says less, never something wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import resource
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "triton")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "CUDA_MODULE_LOADING")
+ALLOCATOR_PEAKS = {
+    "allocated": "allocated_bytes.all.peak",
+    "reserved": "reserved_bytes.all.peak",
+    "active": "active_bytes.all.peak",
+    "requested": "requested_bytes.all.peak",
+}
+"""Our name -> key of `torch.cuda.memory_stats()`."""
+
+
+def allocator_peaks() -> dict[str, int]:
+    """Peaks since the last reset, by `ALLOCATOR_PEAKS`' names."""
+    import torch
+
+    stats = torch.cuda.memory_stats()
+    return {name: int(stats.get(key, 0)) for name, key in ALLOCATOR_PEAKS.items()}
+
+
+def allocator_counts() -> dict[str, int]:
+    """Retries and out-of-memory events so far: a run with retries is spoiled."""
+    import torch
+
+    stats = torch.cuda.memory_stats()
+    return {"num_alloc_retries": int(stats.get("num_alloc_retries", 0)), "num_ooms": int(stats.get("num_ooms", 0))}
+
+
+class Nvml:
+    """NVML readings of one GPU. Without a driver every reading is None.
+
+    Uses the v1 memory call, whose `used` contains the driver's reserve, as `torch.cuda.device_memory_used()` does.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        self._handle: Any = None
+        self._lib: Any = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._lib = pynvml
+            self._handle = self._handle_of(index)
+        except Exception:  # pynvml raises a class per error code; each means "no reading"
+            self._handle = None
+
+    def _handle_of(self, index: int) -> Any:
+        """The GPU that CUDA calls `index`: by uuid or number in CUDA_VISIBLE_DEVICES, else the same number."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        chosen = visible.split(",")[index] if visible else str(index)
+        if chosen.isdigit():
+            return self._lib.nvmlDeviceGetHandleByIndex(int(chosen))
+        return self._lib.nvmlDeviceGetHandleByUUID(chosen.encode())
+
+    def used_bytes(self) -> int | None:
+        """Memory in use on the whole GPU, as `nvidia-smi` shows it."""
+        if self._handle is None:
+            return None
+        with contextlib.suppress(Exception):
+            return int(self._lib.nvmlDeviceGetMemoryInfo(self._handle).used)
+        return None
+
+    def num_processes(self) -> int | None:
+        """Compute processes on the GPU (ours included once it has a context)."""
+        if self._handle is None:
+            return None
+        with contextlib.suppress(Exception):
+            return len(self._lib.nvmlDeviceGetComputeRunningProcesses(self._handle))
+        return None
+
+    def driver(self) -> str | None:
+        """The driver's version."""
+        if self._handle is None:
+            return None
+        with contextlib.suppress(Exception):
+            version = self._lib.nvmlSystemGetDriverVersion()
+            return version.decode() if isinstance(version, bytes) else str(version)
+        return None
+
+    @contextlib.contextmanager
+    def sampling(self, interval_seconds: float = 0.005) -> Iterator[dict[str, int | None]]:
+        """Samples `used_bytes` in a thread; the yielded mapping's "peak" is the largest seen (NVML's own peak cannot be
+        reset)."""
+        seen: dict[str, int | None] = {"peak": self.used_bytes()}
+        stop = threading.Event()
+
+        def sample() -> None:
+            while not stop.wait(interval_seconds):
+                used = self.used_bytes()
+                if used is not None and (seen["peak"] is None or used > seen["peak"]):
+                    seen["peak"] = used
+
+        thread = threading.Thread(target=sample, daemon=True)
+        if self._handle is not None:
+            thread.start()
+        try:
+            yield seen
+        finally:
+            stop.set()
+            if thread.is_alive():
+                thread.join()
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of `PACKAGES`, and Python's."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def cuda_environment() -> dict[str, Any]:
+    """GPU name, compute capability, CUDA and cuDNN versions, what CUDA can use, allocator settings."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu_name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "cuda_memory_bytes": int(properties.total_memory),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "variables": {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ},
+    }
+
+
+def attention_backend(model: Any, dtype: Any) -> str:
+    """The kernel that scaled dot product attention takes on this GPU for the model's heads, as PyTorch chooses it."""
+    import torch
+
+    config = model.config
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    query = torch.empty((1, heads, 128, dim), dtype=dtype, device="cuda")
+    key = torch.empty((1, key_heads, 128, dim), dtype=dtype, device="cuda")
+    with contextlib.suppress(Exception):
+        code = torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=key_heads != heads)
+        return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(int(code), str(code))
+    return "unknown"
+
+
+def host_peak_bytes() -> int:
+    """Largest resident set of this process so far (Linux counts it in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,41 @@
+"""`python -P -m peakcast.collectors.tracing JOB`: trace a job file and print the peaks; `-` reads a job as JSON from
+standard input and writes both timelines as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from peakcast.errors import PeakcastError
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 0, or 2 with one sentence on standard error."""
+    from peakcast.collectors.tracing.trace import timeline_to_mapping, trace_here
+    from peakcast.dialects.job_file import job_from_mapping, load_job
+    from peakcast.units import format_gib
+
+    if len(arguments) != 1:
+        print("usage: python -P -m peakcast.collectors.tracing JOB.yaml", file=sys.stderr)
+        return 2
+    try:
+        if arguments[0] == "-":
+            timelines = trace_here(job_from_mapping(json.load(sys.stdin)))
+            print(json.dumps({step: timeline_to_mapping(timeline) for step, timeline in timelines.items()}))
+            return 0
+        timelines = trace_here(load_job(Path(arguments[0])))
+    except PeakcastError as error:
+        print(f"peakcast: {error}", file=sys.stderr)
+        return 2
+    for step, timeline in timelines.items():
+        peaks = ", ".join(f"{phase.name.lower()} {format_gib(size)}" for phase, size in timeline.phase_peaks().items())
+        peak = timeline.peak()
+        print(f"{step} step: {peaks}; the peak is at {timeline.labels[peak.instant]}")
+        for name, category, size, number in timeline.largest_at(peak.instant, 8):
+            print(f"  {format_gib(size):>12}  {name} ({category.name.lower()}, {number} tensors)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""The tracer: every storage that a step allocates, from which operation to which, as a `Timeline`.
+
+A dispatch mode sees each operation; a storage is born at the operation that first returns it and dies when Python and
+autograd have let go of it (a finalizer). Sizes are rounded as the CUDA allocator does. What a kernel allocates inside
+itself is not visible by construction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from peakcast.timeline import Category, Entry, Phase, Timeline
+from peakcast.units import round_up
+
+ALLOCATION_UNIT_BYTES = 512
+
+
+class Tracer(TorchDispatchMode):
+    """Records storages on `device_type`. Set `phase` as the step goes; read the step with `timeline`."""
+
+    def __init__(self, device_type: str = "cuda") -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.phase = Phase.INIT
+        self.module = ""
+        self._phases: list[int] = []
+        self._labels: list[str] = []
+        self._entries: dict[int, list[Any]] = {}  # number -> [name, bytes, born, dies, module]
+        self._alive: dict[int, int] = {}  # storage -> number
+        self._named: dict[int, tuple[Category, str]] = {}
+        self._count = 0
+
+    @property
+    def now(self) -> int:
+        """The operation that comes next."""
+        return len(self._phases)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        instant = self.now
+        self._phases.append(int(self.phase))
+        self._labels.append(str(func).removeprefix("aten."))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf, instant)
+        return result
+
+    def _see(self, tensor: torch.Tensor, instant: int) -> None:
+        if tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        number = self._count
+        self._count += 1
+        size = storage.nbytes()
+        if not isinstance(size, int) or size == 0:
+            return
+        name = self._labels[instant] if instant < len(self._labels) else ""
+        rounded = max(ALLOCATION_UNIT_BYTES, round_up(size, ALLOCATION_UNIT_BYTES))
+        self._entries[number] = [name, rounded, instant, None, self.module]
+        self._alive[key] = number
+        weakref.finalize(storage, self._free, key, number)
+
+    def _free(self, key: int, number: int) -> None:
+        if self._alive.get(key) == number:
+            del self._alive[key]
+        entry = self._entries.get(number)
+        if entry is not None and entry[3] is None:
+            entry[3] = self.now
+
+    def name(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
+        """Say what living tensors are: parameters, gradients, optimizer states."""
+        for name, tensor in tensors:
+            number = self._alive.get(tensor.untyped_storage()._cdata)
+            if number is not None and number not in self._named:
+                self._named[number] = (category, name)
+
+    def timeline(self, start: int, stop: int) -> Timeline:
+        """What lived at the operations `start` to `stop` (exclusive), counted from 0."""
+        entries = []
+        for number, (name, size, born, dies, module) in self._entries.items():
+            ends = stop if dies is None else dies
+            if born >= stop or ends <= start:
+                continue
+            category, called = self._named.get(number, (self._guess(born, ends, stop), name))
+            entries.append(Entry(called, category, size, max(born - start, 0), min(ends, stop) - start, module))
+        return Timeline.from_entries(entries, self._phases[start:stop], self._labels[start:stop])
+
+    def _guess(self, born: int, dies: int, stop: int) -> Category:
+        """What an unnamed storage is, by when it lives: kept from forward into backward, or passing."""
+        phase = self._phases[born] if born < len(self._phases) else 0
+        last = self._phases[min(dies, stop) - 1]
+        if phase == Phase.OPTIMIZER_STEP:
+            return Category.OPTIMIZER_TEMPORARIES
+        if phase in (Phase.FORWARD, Phase.LOSS) and last >= Phase.BACKWARD:
+            return Category.ACTIVATIONS
+        return Category.INPUTS if phase == Phase.INIT else Category.TEMPORARIES

@@ -1,0 +1,244 @@
+"""One cell in one process: a question as JSON on standard input, a `Measurement` row as the last line of standard output.
+
+The question: `{"job": {...}, "gpu": "H100-80GB" | null, "trace": false, "steps": 3}`. With a GPU it measures; with `trace`
+it traces on fake tensors. Out of memory is an outcome. Only the standard library, torch, pynvml and the stack under test
+are imported beside peakcast's own light modules.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from peakcast import __version__
+from peakcast.collectors import probes
+from peakcast.errors import CollectorError, PeakcastError
+from peakcast.fields import FrozenMapping
+from peakcast.records import Measurement
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Phase
+
+MIN_STEPS = 3
+"""The first step has no optimizer states; two steady ones show that it has settled."""
+NVML_QUANTUM_BYTES = 64 * 2**20
+"""Use before our context that is larger than this is another process (an idle driver reports some MiB)."""
+
+
+def main() -> int:
+    """Run one cell. Exit code 0 with a row on standard output, 2 with one sentence on standard error."""
+    try:
+        question = json.load(sys.stdin)
+        row = run(question)
+    except PeakcastError as error:
+        print(f"peakcast: {error}", file=sys.stderr)
+        return 2
+    from peakcast.rows import to_row
+
+    print("\n" + json.dumps(to_row(row), allow_nan=False), flush=True)
+    return 0
+
+
+def run(question: Mapping[str, Any]) -> Measurement:
+    """The row of one question."""
+    from peakcast.dialects.job_file import job_from_mapping
+
+    job = job_from_mapping(question["job"])
+    if question.get("trace"):
+        return traced(job, str(question["gpu"]))
+    return measured(job, question.get("gpu"), max(int(question.get("steps", MIN_STEPS)), MIN_STEPS))
+
+
+def traced(job: TrainingJob, gpu: str) -> Measurement:
+    """The row of a trace: what the framework allocates, no kernels, no context."""
+    from peakcast.collectors.tracing.trace import trace_here
+
+    started = time.monotonic()
+    timelines = trace_here(job)
+    first, steady = timelines["first"], timelines["steady"]
+    return Measurement(
+        job=with_versions(job),
+        gpu=gpu,
+        provenance="traced",
+        source="peakcast",
+        source_version=__version__,
+        peak_allocated_bytes=max(first.peak().num_bytes, steady.peak().num_bytes),
+        first_step_peak_allocated_bytes=first.peak().num_bytes,
+        steady_allocated_bytes=int(steady.totals[-1]),
+        phase_peaks={phase.name.lower(): size for phase, size in steady.phase_peaks().items()},
+        environment={"versions": probes.versions(), "wall_seconds": round(time.monotonic() - started, 1)},
+        observed=datetime.date.today().isoformat(),
+    )
+
+
+def with_versions(job: TrainingJob) -> TrainingJob:
+    """`job` with the versions that really ran, which decide whose conventions hold."""
+    found = probes.versions()
+    return job.replace(versions=FrozenMapping({k: found[k] for k in ("torch", "transformers", "peft") if k in found}))
+
+
+def measured(job: TrainingJob, gpu: str | None, steps: int) -> Measurement:
+    """The row of a real run on this machine's first GPU. Raises: CollectorError without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CollectorError("no CUDA GPU is available here; trace instead (--trace), or run on a machine with a GPU.")
+    nvml = probes.Nvml()
+    idle = nvml.used_bytes()
+    torch.cuda.init()
+    torch.empty(1, device="cuda")
+    context = nvml.used_bytes()
+    environment = {**probes.cuda_environment(), "versions": probes.versions(), "driver": nvml.driver()}
+    record = Recorder(job, gpu or gpu_name(environment["gpu_name"]), environment)
+    record.idle, record.context = idle, context
+    if idle is not None and idle > NVML_QUANTUM_BYTES * 16:
+        record.spoiled.append(f"{idle} bytes of the GPU were in use before the run: another process?")
+    with nvml.sampling() as seen:
+        try:
+            record.run(steps)
+        except torch.cuda.OutOfMemoryError as error:
+            record.out_of_memory(error)
+        record.nvml_peak = seen["peak"]
+    if (nvml.num_processes() or 1) > 1:
+        record.spoiled.append("another process used the GPU during the run.")
+    return record.row()
+
+
+def gpu_name(reported: str) -> str:
+    """The catalog's name of the GPU that CUDA reports. Raises: CollectorError naming the way out."""
+    from peakcast import catalog
+    from peakcast.errors import CatalogError
+
+    try:
+        return catalog.gpu(reported).name
+    except CatalogError as error:
+        raise CollectorError(
+            f"the GPU {reported!r} is not in the catalog; name its type with --gpu, or add it to catalog/gpus.toml.",
+            parameter="gpu",
+            value=reported,
+        ) from error
+
+
+class Recorder:
+    """Runs a job on the GPU phase by phase and keeps what was read."""
+
+    def __init__(self, job: TrainingJob, gpu: str, environment: dict[str, Any]) -> None:
+        self.job = job
+        self.gpu = gpu
+        self.environment = environment
+        self.spoiled: list[str] = []
+        self.idle: int | None = None
+        self.context: int | None = None
+        self.nvml_peak: int | None = None
+        self.outcome = "ok"
+        self.steps: list[dict[str, dict[str, int]]] = []
+        self.built: dict[str, int] = {}
+        self.steady_allocated: int | None = None
+        self._phase = ""
+
+    def run(self, steps: int) -> None:
+        """Build, then `steps` training steps; allocator peaks are reset at every phase edge."""
+        import torch
+
+        from peakcast.collectors.frameworks import build
+
+        started = time.monotonic()
+        training = build(self.job, "cuda:0")
+        torch.cuda.synchronize()
+        self.built = probes.allocator_peaks()
+        self.environment["build_seconds"] = round(time.monotonic() - started, 2)
+        model = training.model
+        if self.job.attention == "sdpa":
+            dtype = getattr(torch, self.job.precision.parameters)
+            self.environment["attention_backend"] = probes.attention_backend(model, dtype)
+        self.environment.update(training.facts())
+        for _ in range(steps):
+            self.steps.append({})
+            self._step(training)
+        self.environment["wall_seconds"] = round(time.monotonic() - started, 2)
+        if not any(training.optimizer.state.values()) and self.job.optimizer.name != "sgd":
+            self.spoiled.append("the optimizer has no states: its step was skipped.")
+
+    def _step(self, training: Any) -> None:
+        import torch
+
+        self._begin(Phase.FORWARD)
+        loss = training.forward(lambda: self._begin(Phase.LOSS))
+        self._begin(Phase.BACKWARD)
+        training.backward(loss)
+        del loss
+        self._begin(Phase.GRADIENT_CLIPPING)
+        training.clip()
+        self._begin(Phase.OPTIMIZER_STEP)
+        training.step()
+        training.zero_grad()
+        self._begin(None)
+        self.steady_allocated = int(torch.cuda.memory_allocated())
+
+    def _begin(self, phase: Phase | None) -> None:
+        """Close the phase at hand and begin the next."""
+        import torch
+
+        if self._phase:
+            torch.cuda.synchronize()
+            self.steps[-1][self._phase] = probes.allocator_peaks()
+        self._phase = phase.name.lower() if phase is not None else ""
+        torch.cuda.reset_peak_memory_stats()
+
+    def out_of_memory(self, error: BaseException) -> None:
+        """Keep what was reached: lower bounds."""
+        import torch
+
+        self.outcome = "out_of_memory"
+        if self._phase:
+            self.steps[-1][self._phase] = probes.allocator_peaks()
+        free, total = torch.cuda.mem_get_info()
+        self.environment["out_of_memory"] = {
+            "phase": self._phase or "init",
+            "message": str(error).splitlines()[0][:300],
+            "free_bytes": int(free),
+            "total_bytes": int(total),
+            "reserved_bytes": int(torch.cuda.memory_reserved()),
+        }
+
+    def row(self) -> Measurement:
+        """What was read, as a row."""
+        counts = probes.allocator_counts()
+        if counts["num_alloc_retries"] and self.outcome == "ok":
+            self.spoiled.append(f"the allocator gave memory back and retried {counts['num_alloc_retries']} times.")
+        peaks = [self.built, *(phase for step in self.steps for phase in step.values())]
+        peaks = [peak for peak in peaks if peak]
+        first = [phase["allocated"] for phase in self.steps[0].values()] if self.steps else []
+        last = self.steps[-1] if self.steps else {}
+        used = None if self.nvml_peak is None or self.idle is None else self.nvml_peak - self.idle
+        self.environment["num_ooms"] = counts["num_ooms"]
+        self.environment["steps"] = [{phase: peak["allocated"] for phase, peak in step.items()} for step in self.steps]
+        return Measurement(
+            job=with_versions(self.job),
+            gpu=self.gpu,
+            provenance="measured",
+            source="peakcast",
+            source_version=__version__,
+            outcome="ok" if self.outcome == "ok" else "out_of_memory",
+            peak_allocated_bytes=max((peak["allocated"] for peak in peaks), default=None),
+            peak_reserved_bytes=max((peak["reserved"] for peak in peaks), default=None),
+            peak_requested_bytes=max((peak["requested"] for peak in peaks), default=None),
+            peak_active_bytes=max((peak["active"] for peak in peaks), default=None),
+            peak_device_bytes=used,
+            peak_host_bytes=None,
+            first_step_peak_allocated_bytes=max(first, default=None),
+            steady_allocated_bytes=self.steady_allocated if self.outcome == "ok" else None,
+            context_bytes=None if self.context is None or self.idle is None else self.context - self.idle,
+            num_alloc_retries=counts["num_alloc_retries"],
+            phase_peaks={phase: peak["allocated"] for phase, peak in last.items()},
+            environment={**self.environment, "host_resident_bytes": probes.host_peak_bytes()},
+            spoiled=tuple(self.spoiled),
+            observed=datetime.date.today().isoformat(),
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""`Architecture` back to the mapping of a Hugging Face `config.json`: the table of families read the other way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from peakcast.architecture import Architecture
+from peakcast.dialects.hf_config import architecture_from_hf_config
+from peakcast.dialects.hf_families import FAMILIES
+from peakcast.dialects.hf_rules import Choice, Key, Product, Rules
+from peakcast.errors import SpecError
+
+
+def hf_config_of(architecture: Architecture) -> dict[str, Any]:
+    """A configuration that `architecture_from_hf_config` reads as `architecture` (its name aside).
+
+    Raises: SpecError when the family cannot say what the architecture asks for.
+    """
+    family = FAMILIES.get(architecture.model_type)
+    if family is None:
+        raise SpecError(
+            f"model_type={architecture.model_type!r} is not a family of the catalog, so {architecture.name!r} cannot be "
+            "built; use a known model_type.",
+            parameter="model_type",
+            value=architecture.model_type,
+        )
+    config: dict[str, Any] = {"model_type": architecture.model_type, **dict(family.demands)}
+    _fill(config, family.rules, architecture)
+    if family.moe is not None and architecture.moe is not None:
+        _fill(config, family.moe, architecture.moe)
+    if family.mla is not None and architecture.mla is not None:
+        _fill(config, family.mla, architecture.mla)
+    if architecture.model_type == "falcon":  # its layout is two flags (hf_families._falcon)
+        config["new_decoder_architecture"] = architecture.num_key_value_heads not in (1, architecture.num_attention_heads)
+        config["multi_query"] = architecture.num_key_value_heads == 1
+    read = replace(architecture_from_hf_config(config), name=architecture.name)
+    if read != architecture:
+        wrong = [f for f in Architecture.__dataclass_fields__ if getattr(read, f) != getattr(architecture, f)]
+        raise SpecError(
+            f"a {architecture.model_type} network cannot have {wrong[0]}={getattr(architecture, wrong[0])!r} "
+            f"(it has {getattr(read, wrong[0])!r}), so {architecture.name!r} cannot be built; change {wrong[0]}.",
+            parameter=wrong[0],
+            value=getattr(architecture, wrong[0]),
+        )
+    return config
+
+
+def _fill(config: dict[str, Any], rules: Rules, source: object) -> None:
+    for field, rule in rules.items():
+        value = getattr(source, field, None)
+        if isinstance(rule, Choice):
+            config[rule.name] = value == rule.when_true
+        elif isinstance(rule, Key) and hasattr(source, field) and "." not in rule.name:
+            if rule.only_if:
+                config[rule.only_if] = value is not None
+            if value is not None or rule.nullable:
+                config[rule.name] = value
+    for field, rule in rules.items():  # a product's right factor is known by now
+        value = getattr(source, field, None)
+        if isinstance(rule, Product) and value and config.get(rule.right.name):
+            config[rule.left.name] = value // config[rule.right.name]
