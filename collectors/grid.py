@@ -37,7 +37,9 @@ def load_grid(grid: str | Path) -> list[TrainingJob]:
     path = Path(grid)
     if not path.suffix and not path.exists():
         shipped = resources.files("peakcast.collectors").joinpath("grids", f"{grid}.yaml")
-        names = sorted(p.name.removesuffix(".yaml") for p in resources.files("peakcast.collectors").joinpath("grids").iterdir())
+        names = sorted(
+            p.name.removesuffix(".yaml") for p in resources.files("peakcast.collectors").joinpath("grids").iterdir()
+        )
         if not shipped.is_file():
             raise CollectorError(
                 f"grid={str(grid)!r} is neither a file nor a shipped grid{near_misses(str(grid), names) or '.'} "

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from peakcast import __version__, store
 from peakcast.collectors.grid import load_grid
-from peakcast.errors import CollectorError
+from peakcast.errors import NO_GPU, CollectorError
 from peakcast.records import Measurement
 from peakcast.rows import from_row, parse_json
 from peakcast.spec import TrainingJob, job_to_mapping
@@ -89,6 +89,8 @@ def collect(
         if progress:
             progress(describe(job), index, len(jobs))
         row, reason = run_cell(job, trace=trace, gpu=gpu, timeout_seconds=timeout_seconds, worker=worker or WORKER)
+        if reason.startswith(NO_GPU):  # no cell of this machine can do better: nothing is recorded
+            raise CollectorError(reason)
         store.append(shard, row)
         summary.finished += row.outcome == "ok"
         summary.out_of_memory += row.outcome == "out_of_memory"
@@ -163,7 +165,7 @@ def run_cell(
 def _kill(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()  # reaps it and closes its pipes
 
 
 def _failed(job: TrainingJob, gpu: str | None, trace: bool, reason: str) -> Measurement:

@@ -16,7 +16,7 @@ from typing import Any
 
 from peakcast import __version__
 from peakcast.collectors import probes
-from peakcast.errors import CollectorError, PeakcastError
+from peakcast.errors import NO_GPU, CollectorError, PeakcastError
 from peakcast.fields import FrozenMapping
 from peakcast.records import Measurement
 from peakcast.spec import TrainingJob
@@ -85,7 +85,7 @@ def measured(job: TrainingJob, gpu: str | None, steps: int) -> Measurement:
     import torch
 
     if not torch.cuda.is_available():
-        raise CollectorError("no CUDA GPU is available here; trace instead (--trace), or run on a machine with a GPU.")
+        raise CollectorError(f"{NO_GPU}; trace instead (--trace), or run on a machine with a GPU.")
     nvml = probes.Nvml()
     idle = nvml.used_bytes()
     torch.cuda.init()
@@ -165,11 +165,12 @@ class Recorder:
     def _step(self, training: Any) -> None:
         import torch
 
-        self._begin(Phase.FORWARD)
-        loss = training.forward(lambda: self._begin(Phase.LOSS))
-        self._begin(Phase.BACKWARD)
-        training.backward(loss)
-        del loss
+        for _ in range(self.job.gradient_accumulation_steps):
+            self._begin(Phase.FORWARD)
+            loss = training.forward(lambda: self._begin(Phase.LOSS))
+            self._begin(Phase.BACKWARD)
+            training.backward(loss)
+            del loss
         self._begin(Phase.GRADIENT_CLIPPING)
         training.clip()
         self._begin(Phase.OPTIMIZER_STEP)
@@ -184,9 +185,14 @@ class Recorder:
 
         if self._phase:
             torch.cuda.synchronize()
-            self.steps[-1][self._phase] = probes.allocator_peaks()
+            self._keep(probes.allocator_peaks())
         self._phase = phase.name.lower() if phase is not None else ""
         torch.cuda.reset_peak_memory_stats()
+
+    def _keep(self, peaks: dict[str, int]) -> None:
+        """The peaks of the phase at hand, over all its micro-batches."""
+        before = self.steps[-1].get(self._phase, {})
+        self.steps[-1][self._phase] = {name: max(size, before.get(name, 0)) for name, size in peaks.items()}
 
     def out_of_memory(self, error: BaseException) -> None:
         """Keep what was reached: lower bounds."""
@@ -194,7 +200,7 @@ class Recorder:
 
         self.outcome = "out_of_memory"
         if self._phase:
-            self.steps[-1][self._phase] = probes.allocator_peaks()
+            self._keep(probes.allocator_peaks())
         free, total = torch.cuda.mem_get_info()
         self.environment["out_of_memory"] = {
             "phase": self._phase or "init",

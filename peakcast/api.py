@@ -18,6 +18,7 @@ from peakcast.questions import Question, Rank, question
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
+    from peakcast.collectors.runner import Summary
     from peakcast.models.calibration import Calibration
     from peakcast.models.evaluation import Evaluation
     from peakcast.prediction import Prediction
@@ -236,18 +237,25 @@ def collect(
     *,
     budget_minutes: float | None = None,
     trace: bool = False,
-    timeout_seconds: int = 600,
+    timeout_seconds: float = 600,
     gpu: str | None = None,
     progress: Progress | None = None,
-) -> Any:
+) -> Summary:
     """Measure the cells of `grid` that `shard` does not have yet, each in a process of its own. Returns a summary.
 
     `trace` needs no GPU; see `peakcast.collectors.runner.collect`.
     """
     from peakcast.collectors.runner import collect as run
 
-    told = {"budget_minutes": budget_minutes, "trace": trace, "timeout_seconds": timeout_seconds, "gpu": gpu}
-    return run(Path(grid), shard, progress=progress, **told)
+    return run(
+        grid,
+        shard,
+        budget_minutes=budget_minutes,
+        trace=trace,
+        timeout_seconds=timeout_seconds,
+        gpu=gpu,
+        progress=(lambda cell, done, total: progress(f"{done + 1} of {total}: {cell}")) if progress else None,
+    )
 
 
 def import_published(sources: Path | None = None, output: Path | None = None) -> dict[str, int]:

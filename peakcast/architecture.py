@@ -84,6 +84,9 @@ class Architecture:
     """Rows of a token-type table (BERT: 2)."""
     tie_word_embeddings: bool = False
     position_embedding: PositionEmbedding = "rope"
+    rotary_in_parts: bool = False
+    """The rotary embedding concatenates a rotated and a plain part, which lays queries out head by head; the attention
+    output then has that layout and is copied before the output projection (GPT-NeoX, Phi, StableLM, GLM)."""
     normalization: Normalization = "rmsnorm"
     norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
     """`pre` (Llama), `post` (OLMo-2: norm on each sub-layer's output), `pre_and_post` (Gemma 2/3: both)."""

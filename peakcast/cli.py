@@ -13,6 +13,8 @@ from peakcast.errors import PeakcastError, SpecError
 
 FITS_EXIT_CODES = {"yes": 0, "no": 3, "uncertain": 4}
 """What `peakcast predict` exits with; 2 is a question that cannot be answered."""
+NOTHING_MEASURED = 1
+"""What `peakcast collect` exits with when every cell that it started failed."""
 
 app = typer.Typer(
     name="peakcast",
@@ -223,7 +225,7 @@ def collect(
     shard: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to.")] = Path("peakcast.shard.jsonl"),
     budget_minutes: Annotated[float | None, typer.Option(help="Start no cell after this long.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Trace on fake tensors; needs no GPU.")] = False,
-    timeout_seconds: Annotated[int, typer.Option(help="Longest that one cell may take.")] = 600,
+    timeout_seconds: Annotated[float, typer.Option(help="Longest that one cell may take.")] = 600,
     gpu: Annotated[str | None, typer.Option(help="GPU type to trace for.")] = None,
     json: Json = False,
 ) -> None:
@@ -241,6 +243,7 @@ def collect(
             progress=progress,
         )
     print(render.json_text(render.plain(summary)) if json else render.summary_text(summary, shard))
+    raise typer.Exit(NOTHING_MEASURED if summary.failed and not summary.finished + summary.out_of_memory else 0)
 
 
 @app.command(name="import-published", epilog="Example: peakcast import-published")

@@ -14,6 +14,10 @@ import difflib
 from collections.abc import Iterable
 
 
+NO_GPU = "no CUDA GPU is available here"
+"""How the message of a cell that needs a GPU and finds none begins."""
+
+
 class PeakcastError(Exception):
     """Base of everything raised on purpose; `parameter` and `value` say what was wrong, where known."""
 

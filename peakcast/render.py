@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from peakcast.api import Fitted
+    from peakcast.collectors.runner import Summary
     from peakcast.models.evaluation import Evaluation
 
 MEANINGS = {
@@ -211,10 +213,15 @@ def print_evaluation(evaluation: Evaluation, gpu: str | None = None) -> None:
     console.print(headline_note(evaluation))
 
 
-def summary_text(summary: object, shard: Path) -> str:
-    """What `collect` did, one line."""
-    facts = asdict(summary) if is_dataclass(summary) and not isinstance(summary, type) else {"summary": summary}
-    return f"{shard}: " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items())
+def summary_text(summary: Summary, shard: Path) -> str:
+    """What `collect` did: counts of cells, and why some failed."""
+    s = summary
+    counts = (
+        f"{s.finished} finished, {s.out_of_memory} out of memory, {s.failed} failed, {s.skipped} there already, "
+        f"{s.left} left of {s.total} cells in {s.seconds:.0f} s"
+    )
+    causes = Counter(reason.partition(": ")[2] or reason for reason in s.reasons)
+    return "\n".join([f"{shard}: {counts}", *(f"{number} failed: {cause}" for cause, number in causes.items())])
 
 
 @contextmanager

@@ -11,13 +11,17 @@ from typing import Any, Protocol
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 
-STACKS = {"huggingface": "peakcast.collectors.frameworks.huggingface", "torch": "peakcast.collectors.frameworks.huggingface"}
+STACKS = {
+    "huggingface": "peakcast.collectors.frameworks.huggingface",
+    "torch": "peakcast.collectors.frameworks.huggingface",
+}
 """framework -> module. A plain torch loop trains the same networks, and keeps the model's outputs as plain loops do."""
 
 
 class Training(Protocol):
     """One training run, its phases as separate calls so that each can be measured."""
 
+    job: TrainingJob
     model: Any
     optimizer: Any
 

@@ -52,7 +52,10 @@ class HuggingFaceTraining:
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.job.framework_options.get("autocast"):
-            return torch.autocast("cuda", dtype=getattr(torch, self.job.precision.compute))
+            context: contextlib.AbstractContextManager[Any] = torch.autocast(
+                "cuda", dtype=getattr(torch, self.job.precision.compute)
+            )
+            return context
         return contextlib.nullcontext()
 
     def backward(self, loss: Any) -> None:

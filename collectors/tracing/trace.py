@@ -45,23 +45,25 @@ def trace_job(job: TrainingJob, *, timeout_seconds: float = 600) -> dict[str, Ti
 
 def trace_here(job: TrainingJob) -> dict[str, Timeline]:
     """As `trace_job`, in this process, which it changes for good (fake CUDA, patched attention)."""
+    import torch
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
     from peakcast.collectors.frameworks import build
-    from peakcast.collectors.tracing import attention, fake_cuda
+    from peakcast.collectors.tracing import fake_cuda, patches
     from peakcast.collectors.tracing.tracer import Tracer
 
-    class Mode(FakeTensorMode):
-        """Answers `.item()` with 1: only step counters and norms are read back, never shapes."""
+    class Mode(FakeTensorMode):  # type: ignore[misc]
+        """Answers `.item()`: 1 for a number (step counters and norms are read back, never shapes), False for a truth value
+        (OPT asks whether to drop a layer)."""
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             try:
                 return super().dispatch(func, types, args, kwargs or {})
             except DataDependentOutputException:
-                return 1.0
+                return False if args and getattr(args[0], "dtype", None) is torch.bool else 1.0
 
     fake_cuda.install()
-    attention.install()
+    patches.install()
     tracer = Tracer()
     steps: dict[str, tuple[int, int]] = {}
     with Mode(allow_non_fake_inputs=True), tracer:
@@ -76,15 +78,16 @@ def trace_here(job: TrainingJob) -> dict[str, Timeline]:
 
 def run_step(training: Any, tracer: Any) -> None:
     """One training step, telling the tracer its phases and what the tensors are."""
-    tracer.phase = Phase.FORWARD
 
     def on_loss() -> None:
         tracer.phase = Phase.LOSS
 
-    loss = training.forward(on_loss)
-    tracer.phase = Phase.BACKWARD
-    training.backward(loss)
-    del loss
+    for _ in range(training.job.gradient_accumulation_steps):
+        tracer.phase = Phase.FORWARD
+        loss = training.forward(on_loss)
+        tracer.phase = Phase.BACKWARD
+        training.backward(loss)
+        del loss
     parameters = dict(training.model.named_parameters())
     gradients = ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
     tracer.name(gradients, Category.GRADIENTS)

@@ -21,7 +21,7 @@ from peakcast.units import round_up
 ALLOCATION_UNIT_BYTES = 512
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):  # type: ignore[misc]
     """Records storages on `device_type`. Set `phase` as the step goes; read the step with `timeline`."""
 
     def __init__(self, device_type: str = "cuda") -> None:

@@ -55,7 +55,9 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
     cached = autocast_cache_bytes(context, sum(t.numel for t in trained if len(t.shape) > 1))
     for micro_batch in range(min(job.gradient_accumulation_steps, 2)):
         start = timeline.now
-        _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0)
+        ended = _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0)
+        if step == "steady" or micro_batch > 0:
+            _hold_previous_logits(timeline, job, context, start, ended)
         if shards.gathers:
             _hold_gathered(timeline, shards, (*frozen, *((t.name, t.module, t.num_bytes) for t in trained)), start)
     _optimizer_step(timeline, job, trained, shards.states, step)
@@ -158,13 +160,14 @@ def _hold_inputs(timeline: Step, job: TrainingJob) -> None:
         timeline.hold("attention_mask", Category.INPUTS, tokens * INT64, 0)
 
 
-def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, cached_bytes: int, *, keeps_gradients: bool) -> None:
+def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, cached_bytes: int, *, keeps_gradients: bool) -> int:
+    """Forward, loss and backward of one micro-batch; returns the first instant after its loss."""
     checkpointing = job.activation_checkpointing
     start = timeline.now
     layers = range(job.architecture.num_hidden_layers)
     embedded = timeline.run_forward(embedding(context), "embedding", keeps_gradients=keeps_gradients)
     checkpointed = [checkpointing.mode == "full" and layer % checkpointing.every_n_layers == 0 for layer in layers]
-    contexts = [_layer_context(context, index) for index in layers]
+    contexts = [_layer_context(context, job, index) for index in layers]
     runs: dict[int, Run] = {}
     begins: dict[int, int] = {}
     for index in layers:
@@ -187,13 +190,19 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, cached_by
     _hold_rotary_tables(timeline, job, context, start)
     timeline.run_backward(embedded)
     _hold_logits(timeline, job, context, loss)
+    return loss.forward_start + loss.template.num_forward
 
 
-def _layer_context(context: HFContext, index: int) -> HFContext:
+def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContext:
     """The context of decoder layer `index`: equal layers get equal contexts, and so share a template."""
-    first = index == 0 and context.stream_bytes != context.weight_bytes
-    routed = context.architecture.is_moe_layer(index)
-    return replace(context, first_layer=first, routed=routed) if first or routed else context
+    adapters_alone = job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
+    return replace(
+        context,
+        first_layer=index == 0 and context.stream_bytes != context.weight_bytes,
+        # peft's enable_input_require_grads comes with checkpointing only
+        input_requires_grad=index > 0 or not adapters_alone,
+        routed=context.architecture.is_moe_layer(index),
+    )
 
 
 def _checkpointed_layer(context: HFContext) -> Template:
@@ -222,6 +231,12 @@ def _hold_logits(timeline: Step, job: TrainingJob, context: HFContext, loss: Run
         dies = timeline.now if conventions(job).get("trainer") else FOREVER
         born = loss.forward_start + loss.template.num_forward
         timeline.hold("outputs.logits", Category.LOGITS, size, born, dies, "head")
+
+
+def _hold_previous_logits(timeline: Step, job: TrainingJob, context: HFContext, start: int, ended: int) -> None:
+    """A plain loop's `outputs` is assigned again only when the next forward has returned: two sets of logits meet."""
+    if not conventions(job).get("outputs_dropped") and not conventions(job).get("trainer"):
+        timeline.hold("outputs.logits", Category.LOGITS, logits_bytes_kept_by_outputs(context), start, ended, "head")
 
 
 def _hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, start: int) -> None:

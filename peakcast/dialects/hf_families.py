@@ -105,6 +105,7 @@ _OLMO = llama(vocab_size=Key("vocab_size", 50304), mlp_bias=False)
 _OLMO2 = _OLMO | {"norm_placement": "post", "qk_norm": "full"}
 _GRANITE_MOE = llama(mlp_bias=False)
 _GLM = plain(
+    rotary_in_parts=True,
     num_key_value_heads=Key("num_key_value_heads", 2, nullable=True),
     head_dim=Key("head_dim", 128),
     intermediate_size=Key("intermediate_size", 13696),
@@ -212,6 +213,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family(_GEMMA3),
     "phi": Family(
         classic(
+            rotary_in_parts=True,
             num_key_value_heads=Key("num_key_value_heads", None, nullable=True),
             intermediate_size=Key("intermediate_size", 8192),
             vocab_size=Key("vocab_size", 51200),
@@ -225,6 +227,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "phi3": Family(
         plain(
+            rotary_in_parts=True,
             head_dim=None,
             intermediate_size=Key("intermediate_size", 8192),
             vocab_size=Key("vocab_size", 32064),
@@ -279,6 +282,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_neox": Family(
         classic(
+            rotary_in_parts=True,
             intermediate_size=Key("intermediate_size", 24576),
             vocab_size=Key("vocab_size", 50432),
             parallel_block=Key("use_parallel_residual", True),
@@ -387,6 +391,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "stablelm": Family(
         plain(
+            rotary_in_parts=True,
             head_dim=None,
             intermediate_size=Key("intermediate_size", 6912),
             vocab_size=Key("vocab_size", 50304),
@@ -515,6 +520,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "nemotron": Family(
         llama(
+            rotary_in_parts=True,
             intermediate_size=Key("intermediate_size", 24576),
             vocab_size=Key("vocab_size", 256000),
             max_position_embeddings=Key("max_position_embeddings", 4096),

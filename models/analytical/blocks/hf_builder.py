@@ -37,6 +37,8 @@ class HFContext:
     logits_upcast: str
     first_layer: bool = False
     """The first layer reads what the embedding gives, in the weights' dtype, where later ones read a wider stream."""
+    input_requires_grad: bool = True
+    """False for the first layer of a network with adapters and no checkpointing: nothing before an adapter is kept."""
     routed: bool = False
     """Whether the layer's feed-forward is a mixture of experts."""
     checkpointed: bool = False
@@ -180,6 +182,7 @@ class BlockBuilder:
         """The architecture's norm over the last `width` elements."""
         context, kind = self.context, self.context.architecture.normalization
         rows = self.rows if rows is None else rows
+        narrow = x.num_bytes
         if kind == "rmsnorm":
             return ops.python_rms_norm(
                 self.tape,
@@ -190,11 +193,11 @@ class BlockBuilder:
                 element_bytes=x.num_bytes // (rows * width),
                 weight_bytes=context.norm_weight_bytes,
                 trainable=context.trainable,
-                weight_offset_in_fp32=context.architecture.model_type.startswith("gemma"),
+                weight_in_fp32=context.architecture.model_type.startswith(("gemma", "olmo2", "olmo3")),
             )
-        if self.context.native_norm_in_float32 and x.num_bytes < rows * width * FP32:
+        if (self.context.native_norm_in_float32 or kind == "nonparametric") and x.num_bytes < rows * width * FP32:
             x = ops.cast(self.tape, x, rows * width * FP32, f"{name}.to_float32")
-        return ops.layer_norm(
+        output = ops.layer_norm(
             self.tape,
             x,
             rows,
@@ -205,6 +208,9 @@ class BlockBuilder:
             affine=kind != "nonparametric",
             bias=kind == "layernorm",
         )
+        if kind == "nonparametric":  # OLMo: F.layer_norm in fp32, converted back
+            output = ops.cast(self.tape, output, narrow, f"{name}.to_narrow")
+        return output
 
     def dropout(self, x: Tensor, probability: float, elements: int, name: str) -> Tensor:
         return ops.dropout(self.tape, x, probability, elements, name)

@@ -33,7 +33,7 @@ def embedding(context: HFContext) -> Template:
         weight_gradients=[WeightGradient("embed_tokens.weight.grad", weight)]
         if trains and not architecture.tie_word_embeddings
         else [],
-        backward_temporary_bytes=(weight if trains and architecture.tie_word_embeddings else 0)
+        backward_temporary_bytes=(2 * weight if trains and architecture.tie_word_embeddings else 0)
         + (embedding_backward_bytes(context) if trains and context.kernel_temporaries else 0),
     )
     hidden.requires_grad = True  # with adapters, enable_input_require_grads() makes it so

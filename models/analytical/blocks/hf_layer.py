@@ -26,7 +26,7 @@ def decoder_layer(context: HFContext) -> Template:
     architecture = context.architecture
     tape = Tape()
     build = BlockBuilder(tape, context)
-    hidden = tape.input(context.input_bytes, owned=not context.checkpointed)
+    hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
     if architecture.parallel_block:
         output = _parallel_block(build, hidden)
     else:
@@ -79,6 +79,8 @@ def _attention(build: BlockBuilder, x: Tensor) -> Tensor:
         q = _rotate(tape, q, "self_attn.rotary_q")
         k = _rotate(tape, k, "self_attn.rotary_k")
     output = _attention_core(build, q, k, v)
+    if architecture.rotary_in_parts and context.attention == "sdpa":
+        output = tape.operation("self_attn.contiguous", [output], output.num_bytes, gradients=[(output, None)])
     output = build.projection(output, query, width, f"self_attn.{names.out}", architecture.attention_output_bias)
     return build.dropout(output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
 

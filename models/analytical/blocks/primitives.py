@@ -89,12 +89,12 @@ def python_rms_norm(
     element_bytes: int,
     weight_bytes: int | None = None,
     trainable: bool = True,
-    weight_offset_in_fp32: bool = False,
+    weight_in_fp32: bool = False,
 ) -> Tensor:
     """Hugging Face's RMSNorm, line by line (modeling_llama.py): fp32 copy, x·rsqrt(mean(x²) + eps), back, times weight.
 
     `weight_bytes`: of one element of the weight, when it is wider than the input: the output then is as wide.
-    `weight_offset_in_fp32`: Gemma's variant, which multiplies by (1 + weight) in fp32 before converting back.
+    `weight_in_fp32`: Gemma's and OLMo-2's variant, which multiplies by the weight in fp32 before converting back.
     """
     wide = rows * width * FP32
     x32 = cast(tape, x, wide, f"{name}.to_float32") if element_bytes != FP32 else x
@@ -112,7 +112,7 @@ def python_rms_norm(
         backward_temporary_bytes=wide,
     )
     narrow = rows * width * element_bytes
-    if weight_offset_in_fp32:
+    if weight_in_fp32:
         weighted = _times_weight(tape, normalized, rows, width, name, FP32, element_bytes, trainable)
         return cast(tape, weighted, narrow, f"{name}.to_narrow") if element_bytes != FP32 else weighted
     if element_bytes != FP32:

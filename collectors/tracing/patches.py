@@ -1,6 +1,8 @@
-"""Scaled dot product attention on fake tensors: the chooser sees no GPU and would fall to the math path, so the operator
-that a GPU would run is called directly. A function is replaced, not a mode entered: a mode is off inside backward, where
-checkpointing recomputes.
+"""What PyTorch and transformers do differently on fake tensors, replaced for the process that traces.
+
+Above all scaled dot product attention: its chooser sees no GPU and would fall to the math path, so the operator that a GPU
+would run is called directly. A function is replaced, not a mode entered: a mode is off inside backward, where checkpointing
+recomputes.
 """
 
 from __future__ import annotations
@@ -42,9 +44,25 @@ def _math(
     return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, None, dropout_p, is_causal, scale=scale)[0]
 
 
+def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.nn.Module:
+    """`Module._apply` (behind `.to`, `.float`) by plain assignment: torch's own swaps tensors, which fake ones refuse."""
+    for child in self.children():
+        child._apply(convert)
+    for name, parameter in self._parameters.items():
+        if parameter is not None:
+            with torch.no_grad():
+                converted = convert(parameter)
+            self._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = convert(buffer)
+    return self
+
+
 def install() -> None:
     """Use `fused_attention` for every call in this process, and keep transformers from building a mask it does not need."""
     torch.nn.functional.scaled_dot_product_attention = fused_attention
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     try:
         import transformers.masking_utils as masks
     except ImportError:

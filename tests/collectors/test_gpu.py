@@ -1,0 +1,30 @@
+"""On a real GPU: the measurement against the ledger. Skipped without one (run with -m gpu)."""
+
+import pytest
+
+from peakcast import catalog
+from peakcast.collectors.grid import expand
+from peakcast.collectors.runner import WORKER, run_cell
+from peakcast.models.analytical.ledger import ledger
+
+CELLS = [
+    {"architecture": "gpt2"},
+    {"architecture": {"name": "llama-3.1-8b", "num_hidden_layers": 2}},
+    {"architecture": {"name": "llama-3.1-8b", "num_hidden_layers": 2}, "activation_checkpointing.mode": "full"},
+    {"architecture": {"name": "llama-3.1-8b", "num_hidden_layers": 2}, "optimizer.implementation": "fused"},
+    {"architecture": "qwen3-0.6b", "finetuning": {"method": "lora", "rank": 16}},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_measured_cell_is_within_two_percent_of_the_ledger(cell):
+    (job,) = expand({"base": {"sequence_length": 1024, "micro_batch_size": 2}, "include": [cell]})
+    row, reason = run_cell(job, trace=False, gpu=None, timeout_seconds=300, worker=WORKER)
+    assert reason == ""
+    assert row.outcome == "ok"
+    assert row.spoiled == ()
+    assert row.peak_allocated_bytes <= row.peak_reserved_bytes <= row.peak_device_bytes
+    device = catalog.gpu(row.gpu)
+    predicted = max(ledger(row.job, device=device, step=step).peak().num_bytes for step in ("first", "steady"))
+    assert predicted == pytest.approx(row.peak_allocated_bytes, rel=0.02)
