@@ -9,12 +9,13 @@ import datetime
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from peakcast.answers import answer
 from peakcast.batch import predict_batch
-from peakcast.errors import CalibrationError, CatalogError, RecordError, SpecError, near_misses
+from peakcast.errors import CalibrationError, CatalogError, RecordError, near_misses
 from peakcast.places import calibration_folder, checkout_folder, explained, tracker
-from peakcast.questions import Question, Rank, question
+from peakcast.questions import Rank, question
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -41,10 +42,6 @@ __all__ = [
 
 Progress = Callable[[str], None]
 """Told what is being worked on, in a few words."""
-UNSUPPORTED_SEVERITY = 2
-UNKNOWN_SEVERITY = 1
-"""How much bars widen for each thing a configuration asks for that a job cannot say, and for each key nobody here knows.
-Severities are those of `models.domain`."""
 
 
 def predict(
@@ -59,59 +56,6 @@ def predict(
     Raises: SpecError, CatalogError or CalibrationError naming the parameter, the value, the rule and the way out.
     """
     return answer(question(job, gpu, rank), calibration)
-
-
-def answer(asked: Question, calibration: Calibration | str | Path | None = None) -> Prediction:
-    """The prediction for a question that was read already."""
-    from dataclasses import replace
-
-    from peakcast.models.calibration import load_calibration
-    from peakcast.models.predict import predict as predict_job
-
-    if isinstance(calibration, (str, Path)):
-        calibration = load_calibration(Path(calibration))
-    try:
-        prediction = predict_job(asked.job, asked.device, asked.rank, calibration)
-    except NotImplementedError as error:
-        raise SpecError(f"this job cannot be answered: {error}", parameter="job") from error
-    notes = asked.translation
-    prediction = replace(
-        prediction,
-        assumptions=tuple(dict.fromkeys((*notes.assumptions, *prediction.assumptions))),
-        warnings=tuple(dict.fromkeys((*notes.warnings, *notes.unsupported, *prediction.warnings))),
-    )
-    severity = UNSUPPORTED_SEVERITY * len(notes.unsupported) + UNKNOWN_SEVERITY * len(notes.unknown)
-    return _widened(prediction, severity) if severity else prediction
-
-
-def _widened(prediction: Prediction, severity: int) -> Prediction:
-    """The same point with bars for what the configuration asks beyond the job; no longer inside the calibrated domain."""
-    import math
-    from dataclasses import replace
-
-    from peakcast.models.domain import MOST_SEVERE
-    from peakcast.models.predict import judge, widen
-    from peakcast.prediction import QUANTITIES, Interval
-
-    intervals: dict[str, Interval] = {}
-    for quantity in QUANTITIES:
-        bar: Interval = getattr(prediction, quantity)
-        intervals[quantity] = bar
-        if bar.point > 0 and bar.lower > 0:
-            half_width, upper = widen(
-                math.log(bar.upper / bar.point), math.log(bar.upper_95 / bar.point), min(severity, MOST_SEVERE), quantity
-            )
-            intervals[quantity] = Interval(
-                baseline=bar.baseline,
-                point=bar.point,
-                lower=math.floor(bar.point * math.exp(-half_width)),
-                upper=math.ceil(bar.point * math.exp(half_width)),
-                upper_95=math.ceil(bar.point * math.exp(upper)),
-            )
-    fits, why = judge(intervals, prediction.capacity_bytes)
-    warnings = (*prediction.warnings, why) if why and why not in prediction.warnings else prediction.warnings
-    changed: dict[str, Any] = {**intervals, "fits": fits, "warnings": warnings, "inside_calibrated_domain": False}
-    return replace(prediction, **changed)
 
 
 # -- calibration and accuracy ---------------------------------------------------------------------------------------------

@@ -90,9 +90,9 @@ def _answer_text(text: str) -> str:
 
 
 def _predict(question: Question) -> dict[str, Any]:
-    from peakcast import api
+    from peakcast.answers import answer
 
-    return api.answer(question).to_mapping()
+    return answer(question).to_mapping()
 
 
 def question_from_entry(entry: Mapping[str, Any]) -> Question:

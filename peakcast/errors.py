@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-
 NO_GPU = "no CUDA GPU is available here"
 """How the message of a cell that needs a GPU and finds none begins."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import peakcast
-from peakcast import api
+from peakcast import answers, api
 from peakcast.errors import CalibrationError, CatalogError, PeakcastError, SpecError
 from peakcast.models.calibration import UNCALIBRATED
 from peakcast.prediction import QUANTITIES
@@ -186,7 +186,7 @@ def test_a_fault_of_ours_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*_: object) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(api, "answer", broken)
+    monkeypatch.setattr(answers, "answer", broken)
     (answer,) = ask({"id": 1, "gpu": GPU, "job": {**JOB, "sequence_length": 640}})
     assert answer["error"]["message"] == "this is a bug in peakcast: ZeroDivisionError: oops"
     from peakcast import batch

@@ -1,4 +1,4 @@
-"""The trace of real training steps without a GPU: against hand counts, against PyTorch's own tracker, against the ledger."""
+"""The trace of real training steps without a GPU: against hand counts, PyTorch's own tracker, and the ledger."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,7 +49,7 @@ def test_the_ledger_equals_the_trace_phase_by_phase(traces, name):
 
 
 def test_parameters_and_states_are_what_a_hand_counts(traces):
-    job, timelines = traces["llama"]
+    timelines = traces["llama"][1]
     h, f, v, k = 4096, 14336, 128256, 1024
     parameters = 2 * v * h + h + 2 * (2 * h * h + 2 * h * k + 3 * h * f + 2 * h)
     timeline = timelines["steady"]

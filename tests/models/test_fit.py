@@ -34,7 +34,8 @@ def test_device_baselines_leave_nccl_out_where_collectives_were_fake(fakes):
     from dataclasses import replace
 
     row = next(row for row in fakes.rows() if row.job.parallelism.world_size > 1)
-    fake, real = prepare([replace(row, collectives="fake"), replace(row, collectives="nccl")], **fakes.stand_ins).samples
+    both = prepare([replace(row, collectives="fake"), replace(row, collectives="nccl")], **fakes.stand_ins).samples
+    fake, real = sorted(both, key=lambda sample: sample.row.collectives)
     assert fake.baseline.communicator_bytes == 0
     difference = real.baseline.peak_device_bytes - fake.baseline.peak_device_bytes
     assert difference == real.baseline.communicator_bytes > 0

@@ -1,0 +1,71 @@
+"""One question answered: the prediction for its job, and what reading the question took for granted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peakcast.errors import SpecError
+from peakcast.questions import Question
+
+if TYPE_CHECKING:
+    from peakcast.models.calibration import Calibration
+    from peakcast.prediction import Prediction
+
+UNSUPPORTED_SEVERITY = 2
+UNKNOWN_SEVERITY = 1
+"""How much bars widen for each thing a configuration asks for that a job cannot say, and for each key nobody here knows.
+Severities are those of `models.domain`."""
+
+
+def answer(asked: Question, calibration: Calibration | str | Path | None = None) -> Prediction:
+    """The prediction for a question that was read already."""
+    from dataclasses import replace
+
+    from peakcast.models.calibration import load_calibration
+    from peakcast.models.predict import predict as predict_job
+
+    if isinstance(calibration, (str, Path)):
+        calibration = load_calibration(Path(calibration))
+    try:
+        prediction = predict_job(asked.job, asked.device, asked.rank, calibration)
+    except NotImplementedError as error:
+        raise SpecError(f"this job cannot be answered: {error}", parameter="job") from error
+    notes = asked.translation
+    prediction = replace(
+        prediction,
+        assumptions=tuple(dict.fromkeys((*notes.assumptions, *prediction.assumptions))),
+        warnings=tuple(dict.fromkeys((*notes.warnings, *notes.unsupported, *prediction.warnings))),
+    )
+    severity = UNSUPPORTED_SEVERITY * len(notes.unsupported) + UNKNOWN_SEVERITY * len(notes.unknown)
+    return _widened(prediction, severity) if severity else prediction
+
+
+def _widened(prediction: Prediction, severity: int) -> Prediction:
+    """The same point with bars for what the configuration asks beyond the job; no longer inside the calibrated domain."""
+    import math
+    from dataclasses import replace
+
+    from peakcast.models.domain import MOST_SEVERE
+    from peakcast.models.predict import judge, widen
+    from peakcast.prediction import QUANTITIES, Interval
+
+    intervals: dict[str, Interval] = {}
+    for quantity in QUANTITIES:
+        bar: Interval = getattr(prediction, quantity)
+        intervals[quantity] = bar
+        if bar.point > 0 and bar.lower > 0:
+            half_width, upper = widen(
+                math.log(bar.upper / bar.point), math.log(bar.upper_95 / bar.point), min(severity, MOST_SEVERE), quantity
+            )
+            intervals[quantity] = Interval(
+                baseline=bar.baseline,
+                point=bar.point,
+                lower=math.floor(bar.point * math.exp(-half_width)),
+                upper=math.ceil(bar.point * math.exp(half_width)),
+                upper_95=math.ceil(bar.point * math.exp(upper)),
+            )
+    fits, why = judge(intervals, prediction.capacity_bytes)
+    warnings = (*prediction.warnings, why) if why and why not in prediction.warnings else prediction.warnings
+    changed: dict[str, Any] = {**intervals, "fits": fits, "warnings": warnings, "inside_calibrated_domain": False}
+    return replace(prediction, **changed)
