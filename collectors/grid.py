@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from peakcast.fields import to_mapping
 from peakcast.spec import TrainingJob
 
 KEYS = ("base", "axes", "include", "exclude")
+WHOLE = ("architecture", "versions", "framework_options")
+"""Keys whose mappings are values, not parts of the job."""
 MOST_CELLS = 20_000
 
 
@@ -61,7 +63,8 @@ def expand(grid: Mapping[str, Any]) -> list[TrainingJob]:
     axes = grid.get("axes") or {}
     if not isinstance(axes, Mapping) or not all(isinstance(values, list) for values in axes.values()):
         raise CollectorError("grid.axes must map each key to a list of values.", parameter="axes")
-    cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())] if axes else []
+    products = itertools.product(*axes.values()) if axes else ()
+    cells = [_flat(dict(zip(axes, values, strict=True)), "axes") for values in products]
     cells += [_flat(cell, "include") for cell in grid.get("include") or []]
     excluded = [_flat(cell, "exclude") for cell in grid.get("exclude") or []]
     cells = [cell for cell in cells if not any(_matches(base | cell, pattern) for pattern in excluded)]
@@ -77,7 +80,17 @@ def expand(grid: Mapping[str, Any]) -> list[TrainingJob]:
 def _flat(mapping: object, where: str) -> dict[str, Any]:
     if not isinstance(mapping, Mapping):
         raise CollectorError(f"grid.{where} must hold mappings of job keys to values, not {mapping!r}.", parameter=where)
-    return dict(mapping)
+    return dict(_dotted(mapping, ""))
+
+
+def _dotted(mapping: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """`{optimizer: {name: sgd}}` as `optimizer.name: sgd`, so that both spellings are one in every part of a grid."""
+    for key, value in mapping.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and name not in WHOLE:
+            yield from _dotted(value, f"{name}.")
+        else:
+            yield name, value
 
 
 def _matches(cell: Mapping[str, Any], pattern: Mapping[str, Any]) -> bool:

@@ -76,7 +76,7 @@ def collect(
         gpu = catalog.gpu(gpu).name
     elif trace:
         gpu = "A100-80GB"
-    done = _hashes_in(shard, trace)
+    done = _hashes_in(shard, trace, gpu)
     summary = Summary(total=len(jobs))
     started = time.monotonic()
     for index, job in enumerate(jobs):
@@ -118,12 +118,14 @@ def _identity(job: TrainingJob) -> str:
     return job.replace(versions=FrozenMapping()).config_hash
 
 
-def _hashes_in(shard: Path, trace: bool) -> set[str]:
+def _hashes_in(shard: Path, trace: bool, gpu: str | None) -> set[str]:
+    """Cells that need not run again; rows of another GPU type than the one named are no answer for it."""
     if not shard.exists():
         return set()
     rows, _ = store.read_shard(shard)
     provenance = "traced" if trace else "measured"
-    return {_identity(row.job) for row in rows if row.provenance == provenance and row.outcome != "failed"}
+    rows = [row for row in rows if row.provenance == provenance and row.outcome != "failed"]
+    return {_identity(row.job) for row in rows if gpu is None or row.gpu == gpu}
 
 
 def run_cell(

@@ -22,7 +22,8 @@ MODULES = {
 COLLECTORS, MODELS, REPORTS = "peakcast.collectors", "peakcast.models", "peakcast.reports"
 TRACKING = "peakcast.tracking"
 DOORS = tuple(
-    f"peakcast.{name}" for name in ("__main__", "answers", "api", "batch", "cli", "job_flags", "places", "questions", "render")
+    f"peakcast.{name}"
+    for name in ("__main__", "answers", "api", "batch", "cli", "job_flags", "places", "questions", "render")
 )
 EXPORTS_LAZILY = {"peakcast.__init__"}
 """Modules that name the doors to hand them on when asked, and import nothing by themselves."""

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from peakcast.architecture import Architecture
+from peakcast.collectors.frameworks import scope
 from peakcast.dialects.hf_reverse import hf_config_of
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
@@ -89,28 +90,25 @@ class HuggingFaceTraining:
 
 def build(job: TrainingJob, device: str) -> HuggingFaceTraining:
     """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens."""
-    if job.parallelism.world_size > 1:
-        raise CollectorError(
-            f"parallelism with {job.parallelism.world_size} ranks has no collector for framework={job.framework!r} yet; "
-            "measure one GPU.",
-            parameter="parallelism",
-        )
-    if job.finetuning.quantization is not None:
-        raise CollectorError(
-            f"finetuning.quantization={job.finetuning.quantization!r} has no collector yet; measure full or lora.",
-            parameter="finetuning.quantization",
-        )
+    scope.check(job)
     with torch.device(device):
         model = _model(job)
-        ids = torch.zeros((job.micro_batch_size, job.sequence_length), dtype=torch.int64)
+        # many distinct tokens: the embedding's backward and an expert router both allocate by how they are spread
+        ids = torch.randint(job.architecture.vocab_size, (job.micro_batch_size, job.sequence_length))
     model.train()
     if job.activation_checkpointing.mode == "full":
         model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": job.activation_checkpointing.use_reentrant}
+            gradient_checkpointing_kwargs={"use_reentrant": job.activation_checkpointing.use_reentrant},
+            **_every_n_layers(job),
         )
     if job.finetuning.method == "lora":
         model = _with_adapters(model, job)
     return HuggingFaceTraining(job, model, _optimizer(job, model), ids)
+
+
+def _every_n_layers(job: TrainingJob) -> dict[str, int]:
+    every = job.activation_checkpointing.every_n_layers
+    return {} if every == 1 else {"every_n_layers": every}  # transformers 5.17 has it, some before do not
 
 
 def _model(job: TrainingJob) -> Any:

@@ -1,0 +1,70 @@
+"""What a stack on one GPU does not do. A job that asks for it is refused: a row must never claim what was not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from peakcast.errors import CollectorError
+from peakcast.spec import TrainingJob
+
+SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob], object], str]] = {
+    "task": (lambda j: j.task != "train", lambda j: j.task, "train"),
+    "compile": (lambda j: j.compile, lambda j: j.compile, "false"),
+    "loss.fused_linear_cross_entropy": (
+        lambda j: j.loss.fused_linear_cross_entropy,
+        lambda j: j.loss.fused_linear_cross_entropy,
+        "false",
+    ),
+    "offload": (
+        lambda j: j.offload.parameters or j.offload.optimizer or j.offload.activations,
+        lambda j: j.offload,
+        "nothing offloaded",
+    ),
+    "activation_checkpointing.mode": (
+        lambda j: j.activation_checkpointing.mode == "selective",
+        lambda j: j.activation_checkpointing.mode,
+        "none or full",
+    ),
+    "activation_checkpointing.num_layers": (
+        lambda j: j.activation_checkpointing.num_layers is not None,
+        lambda j: j.activation_checkpointing.num_layers,
+        "null (every_n_layers chooses layers)",
+    ),
+    "precision.main_parameters": (
+        lambda j: j.precision.main_parameters is not None,
+        lambda j: j.precision.main_parameters,
+        "null",
+    ),
+    "precision.compute": (
+        lambda j: j.precision.compute == "float8",
+        lambda j: j.precision.compute,
+        "float32, bfloat16 or float16",
+    ),
+    "finetuning.adapter_dtype": (
+        lambda j: j.finetuning.adapter_dtype not in (None, "float32", j.precision.parameters),
+        lambda j: j.finetuning.adapter_dtype,
+        "float32 or precision.parameters, which is all that peft offers",
+    ),
+    "finetuning.quantization": (
+        lambda j: j.finetuning.quantization is not None,
+        lambda j: j.finetuning.quantization,
+        "null",
+    ),
+    "parallelism": (
+        lambda j: j.parallelism.world_size > 1,
+        lambda j: f"{j.parallelism.world_size} ranks",
+        "one GPU",
+    ),
+}
+"""parameter -> (whether the job asks for what is not done, the value to show, what is done)."""
+
+
+def check(job: TrainingJob) -> None:
+    """Refuse what the stack would silently leave out. Raises: CollectorError naming the parameter and what is done."""
+    for parameter, (asked, value, done) in SINGLE_GPU.items():
+        if asked(job):
+            raise CollectorError(
+                f"{parameter}={value(job)!r} has no collector yet with framework={job.framework!r}; measure {done}.",
+                parameter=parameter,
+                value=value(job),
+            )

@@ -1,0 +1,116 @@
+"""What a cell makes of its readings: the GPU's calls give recorded numbers, the logic around them is the real one."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from peakcast.collectors import probes, worker
+from peakcast.collectors.grid import expand
+from peakcast.errors import CollectorError
+
+torch = pytest.importorskip("torch")
+
+
+class Steps:
+    """A training run that does nothing but say when its loss begins."""
+
+    def __init__(self, states):
+        self.optimizer = SimpleNamespace(state=states)
+        self.model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=4, hidden_size=64))
+
+    def forward(self, on_loss):
+        on_loss()
+        return object()
+
+    def backward(self, loss):
+        pass
+
+    clip = step = zero_grad = lambda self: None
+
+    def facts(self):
+        return {"optimizer": "AdamW"}
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """A recorder whose allocator readings count up by one for each reading."""
+    readings = iter(range(1, 1000))
+
+    def peaks():
+        size = next(readings)
+        return {"allocated": size, "reserved": size + 10, "active": size, "requested": size}
+
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 77)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 99)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 100))
+    monkeypatch.setattr(probes, "allocator_peaks", peaks)
+    monkeypatch.setattr(probes, "allocator_counts", lambda: {"num_alloc_retries": 0, "num_ooms": 0})
+    monkeypatch.setattr(probes, "attention_backend", lambda *_: "flash")
+    monkeypatch.setattr("peakcast.collectors.frameworks.build", lambda job, device: Steps({"p": {"exp_avg": 1}}))
+    (job,) = expand({"include": [{"architecture": "gpt2", "gradient_accumulation_steps": 2}]})
+    made = worker.Recorder(job, "A100-80GB", {})
+    made.idle, made.context, made.nvml_peak = 10, 30, 500
+    return made
+
+
+def test_a_row_has_the_peaks_of_all_phases_and_keeps_the_first_step_apart(recorder):
+    recorder.run(3)
+    row = recorder.row()
+    # the build is read first; a step reads forward, loss, backward twice (two micro-batches), clipping and the optimizer
+    assert [len(step) for step in recorder.steps] == [5, 5, 5]
+    assert row.first_step_peak_allocated_bytes == 1 + 8
+    assert row.peak_allocated_bytes == 1 + 3 * 8
+    assert row.phase_peaks == {
+        "forward": 1 + 16 + 4,  # the later micro-batch's, which is the larger
+        "loss": 1 + 16 + 5,
+        "backward": 1 + 16 + 6,
+        "gradient_clipping": 1 + 16 + 7,
+        "optimizer_step": 1 + 16 + 8,
+    }
+    assert (row.peak_reserved_bytes, row.peak_device_bytes, row.context_bytes) == (35, 490, 20)
+    assert (row.steady_allocated_bytes, row.outcome, row.spoiled) == (77, "ok", ())
+    assert row.counts
+
+
+def test_out_of_memory_is_an_outcome_with_lower_bounds(recorder, monkeypatch):
+    def full(self, loss):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    monkeypatch.setattr(Steps, "backward", full)
+    with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
+        recorder.run(3)
+    recorder.out_of_memory(caught.value)
+    row = recorder.row()
+    assert (row.outcome, row.peak_allocated_bytes, row.steady_allocated_bytes) == ("out_of_memory", 4, None)
+    assert row.environment["out_of_memory"]["phase"] == "backward"
+    assert row.environment["out_of_memory"]["message"].endswith("2.00 GiB.")
+    assert not row.counts
+
+
+def test_retries_and_missing_states_spoil_a_row(recorder, monkeypatch):
+    monkeypatch.setattr(probes, "allocator_counts", lambda: {"num_alloc_retries": 2, "num_ooms": 0})
+    monkeypatch.setattr("peakcast.collectors.frameworks.build", lambda job, device: Steps({}))
+    recorder.run(3)
+    row = recorder.row()
+    assert len(row.spoiled) == 2
+    assert "its step was skipped" in row.spoiled[0]
+    assert "retried 2 times" in row.spoiled[1]
+    assert not row.counts
+
+
+def test_an_unknown_gpu_is_named_with_the_way_out():
+    assert worker.gpu_name("NVIDIA H100 80GB HBM3") == "H100-80GB"
+    with pytest.raises(CollectorError, match=r"'Voodoo 2' is not in the catalog; name its type with --gpu"):
+        worker.gpu_name("Voodoo 2")
+
+
+def test_without_a_driver_nvml_reads_nothing_and_says_nothing_wrong():
+    nvml = probes.Nvml()
+    if nvml.used_bytes() is not None:
+        pytest.skip("this machine has a driver")
+    assert (nvml.num_processes(), nvml.driver()) == (None, None)
+    with nvml.sampling() as seen:
+        pass
+    assert seen == {"peak": None}
