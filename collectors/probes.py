@@ -9,6 +9,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from typing import Any
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "triton")
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "CUDA_MODULE_LOADING")
+FUSED_ATTENTION = {"Cudnn": "cudnn", "Flash": "flash", "Efficient": "efficient"}
+"""Part of the name of the autograd node -> attention kernel."""
+BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 ALLOCATOR_PEAKS = {
     "allocated": "allocated_bytes.all.peak",
     "reserved": "reserved_bytes.all.peak",
@@ -39,6 +43,26 @@ def allocator_counts() -> dict[str, int]:
 
     stats = torch.cuda.memory_stats()
     return {"num_alloc_retries": int(stats.get("num_alloc_retries", 0)), "num_ooms": int(stats.get("num_ooms", 0))}
+
+
+def allocator_setting(expandable_segments: bool, current: str) -> str:
+    """`current` (the value of PYTORCH_CUDA_ALLOC_CONF) with the job's choice in it; to be set before torch is imported."""
+    others = [item for item in current.split(",") if item and not item.strip().startswith("expandable_segments")]
+    return ",".join([*others, f"expandable_segments:{expandable_segments}"])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the GPU's memory was used up: PyTorch's own error, or that of a library beside its allocator."""
+    return type(error).__name__ == "OutOfMemoryError" or any(
+        sign in str(error)
+        for sign in ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    )
+
+
+def requested_bytes(message: str) -> int | None:
+    """What an out-of-memory message says was asked for, bytes as exact as it was printed (two decimals)."""
+    found = re.search(r"Tried to allocate ([\d.]+) (\w+)", message)
+    return int(float(found[1]) * BYTES[found[2]]) if found and found[2] in BYTES else None
 
 
 class Nvml:
@@ -140,8 +164,27 @@ def cuda_environment() -> dict[str, Any]:
     }
 
 
+def attention_in_graph(loss: Any) -> str | None:
+    """The attention kernel that forward really took, read from the autograd graph that leads to `loss`; None where it has
+    no fused attention (the math path, or blocks hidden by reentrant checkpointing). Allocates nothing on the GPU."""
+    nodes, seen = [getattr(loss, "grad_fn", None)], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = type(node).__name__
+        if name.startswith("ScaledDotProduct"):
+            return next((backend for mark, backend in FUSED_ATTENTION.items() if mark in name), name)
+        nodes += [following for following, _ in node.next_functions]
+    return None
+
+
 def attention_backend(model: Any, dtype: Any) -> str:
-    """The kernel that scaled dot product attention takes on this GPU for the model's heads, as PyTorch chooses it."""
+    """The kernel that scaled dot product attention would take on this GPU for the model's heads, as PyTorch chooses it.
+
+    Allocates on the GPU: only for after the last step.
+    """
     import torch
 
     config = model.config

@@ -7,8 +7,11 @@ are imported beside peakcast's own light modules.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -30,6 +33,7 @@ NVML_QUANTUM_BYTES = 64 * 2**20
 
 def main() -> int:
     """Run one cell. Exit code 0 with a row on standard output, 2 with one sentence on standard error."""
+    die_with_parent()
     try:
         question = json.load(sys.stdin)
         row = run(question)
@@ -40,6 +44,15 @@ def main() -> int:
 
     print("\n" + json.dumps(to_row(row), allow_nan=False), flush=True)
     return 0
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this process with the one that started it: an orphan on the GPU would spoil the next cell."""
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def run(question: Mapping[str, Any]) -> Measurement:
@@ -69,7 +82,10 @@ def traced(job: TrainingJob, gpu: str) -> Measurement:
         first_step_peak_allocated_bytes=first.peak().num_bytes,
         steady_allocated_bytes=int(steady.totals[-1]),
         phase_peaks={phase.name.lower(): size for phase, size in steady.phase_peaks().items()},
-        environment={"versions": probes.versions(), "wall_seconds": round(time.monotonic() - started, 1)},
+        environment={
+            "versions": probes.versions(),
+            "readings": {"wall_seconds": round(time.monotonic() - started, 1)},
+        },
         observed=datetime.date.today().isoformat(),
     )
 
@@ -82,6 +98,10 @@ def with_versions(job: TrainingJob) -> TrainingJob:
 
 def measured(job: TrainingJob, gpu: str | None, steps: int) -> Measurement:
     """The row of a real run on this machine's first GPU. Raises: CollectorError without one."""
+    variable = "PYTORCH_CUDA_ALLOC_CONF"  # read before the newer PYTORCH_ALLOC_CONF, and only once
+    if job.allocator.expandable_segments or "expandable_segments" in os.environ.get(variable, ""):
+        expandable = job.allocator.expandable_segments
+        os.environ[variable] = probes.allocator_setting(expandable, os.environ.get(variable, ""))
     import torch
 
     if not torch.cuda.is_available():
@@ -91,6 +111,8 @@ def measured(job: TrainingJob, gpu: str | None, steps: int) -> Measurement:
     torch.cuda.init()
     torch.empty(1, device="cuda")
     context = nvml.used_bytes()
+    if context is not None:
+        context -= torch.cuda.memory_reserved()  # the small segment behind that one element
     environment = {**probes.cuda_environment(), "versions": probes.versions(), "driver": nvml.driver()}
     record = Recorder(job, gpu or gpu_name(environment["gpu_name"]), environment)
     record.idle, record.context = idle, context
@@ -99,7 +121,9 @@ def measured(job: TrainingJob, gpu: str | None, steps: int) -> Measurement:
     with nvml.sampling() as seen:
         try:
             record.run(steps)
-        except torch.cuda.OutOfMemoryError as error:
+        except RuntimeError as error:  # PyTorch's out-of-memory error is one, and so are those of cuBLAS and CUDA
+            if not probes.is_out_of_memory(error):
+                raise
             record.out_of_memory(error)
         record.nvml_peak = seen["peak"]
     if (nvml.num_processes() or 1) > 1:
@@ -129,6 +153,8 @@ class Recorder:
         self.job = job
         self.gpu = gpu
         self.environment = environment
+        self.readings: dict[str, Any] = {}
+        """What differs from run to run: kept apart from the facts that say how it was measured."""
         self.spoiled: list[str] = []
         self.idle: int | None = None
         self.context: int | None = None
@@ -149,16 +175,15 @@ class Recorder:
         training = build(self.job, "cuda:0")
         torch.cuda.synchronize()
         self.built = probes.allocator_peaks()
-        self.environment["build_seconds"] = round(time.monotonic() - started, 2)
-        model = training.model
-        if self.job.attention == "sdpa":
-            dtype = getattr(torch, self.job.precision.parameters)
-            self.environment["attention_backend"] = probes.attention_backend(model, dtype)
+        self.readings["build_seconds"] = round(time.monotonic() - started, 2)
         self.environment.update(training.facts())
         for _ in range(steps):
             self.steps.append({})
             self._step(training)
-        self.environment["wall_seconds"] = round(time.monotonic() - started, 2)
+        self.readings["wall_seconds"] = round(time.monotonic() - started, 2)
+        if self.job.attention == "sdpa" and "attention_backend" not in self.environment:  # nothing fused to be seen
+            dtype = getattr(torch, self.job.precision.compute)
+            self.environment["attention_backend"] = probes.attention_backend(training.model, dtype)
         if not any(training.optimizer.state.values()) and self.job.optimizer.name != "sgd":
             self.spoiled.append("the optimizer has no states: its step was skipped.")
 
@@ -168,6 +193,8 @@ class Recorder:
         for _ in range(self.job.gradient_accumulation_steps):
             self._begin(Phase.FORWARD)
             loss = training.forward(lambda: self._begin(Phase.LOSS))
+            if len(self.steps) == 1 and (kernel := probes.attention_in_graph(loss)):
+                self.environment["attention_backend"] = kernel
             self._begin(Phase.BACKWARD)
             training.backward(loss)
             del loss
@@ -201,14 +228,16 @@ class Recorder:
         self.outcome = "out_of_memory"
         if self._phase:
             self._keep(probes.allocator_peaks())
-        free, total = torch.cuda.mem_get_info()
-        self.environment["out_of_memory"] = {
+        message = (str(error).splitlines() or [""])[0][:300]
+        self.readings["out_of_memory"] = {
             "phase": self._phase or "init",
-            "message": str(error).splitlines()[0][:300],
-            "free_bytes": int(free),
-            "total_bytes": int(total),
+            "message": message,
+            "requested_bytes": probes.requested_bytes(message),
             "reserved_bytes": int(torch.cuda.memory_reserved()),
         }
+        with contextlib.suppress(RuntimeError):  # a context that ran out outside the allocator may answer no more
+            free, total = torch.cuda.mem_get_info()
+            self.readings["out_of_memory"] |= {"free_bytes": int(free), "total_bytes": int(total)}
 
     def row(self) -> Measurement:
         """What was read, as a row."""
@@ -220,8 +249,8 @@ class Recorder:
         first = [phase["allocated"] for phase in self.steps[0].values()] if self.steps else []
         last = self.steps[-1] if self.steps else {}
         used = None if self.nvml_peak is None or self.idle is None else self.nvml_peak - self.idle
-        self.environment["num_ooms"] = counts["num_ooms"]
-        self.environment["steps"] = [{phase: peak["allocated"] for phase, peak in step.items()} for step in self.steps]
+        self.readings |= {"num_ooms": counts["num_ooms"], "steps": self.steps, "built": self.built}
+        self.readings["host_resident_bytes"] = probes.host_peak_bytes()
         return Measurement(
             job=with_versions(self.job),
             gpu=self.gpu,
@@ -240,7 +269,7 @@ class Recorder:
             context_bytes=None if self.context is None or self.idle is None else self.context - self.idle,
             num_alloc_retries=counts["num_alloc_retries"],
             phase_peaks={phase: peak["allocated"] for phase, peak in last.items()},
-            environment={**self.environment, "host_resident_bytes": probes.host_peak_bytes()},
+            environment={**self.environment, "readings": self.readings},
             spoiled=tuple(self.spoiled),
             observed=datetime.date.today().isoformat(),
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from peakcast.models.baseline import Baseline, Ledger, baseline
@@ -135,7 +136,25 @@ def combine(
             upper=math.ceil(exact * math.exp(half_width)),
             upper_95=math.ceil(exact * math.exp(upper)),
         )
-    return Verdict(intervals=intervals, inside=inside)
+    return Verdict(intervals=nested(intervals), inside=inside)
+
+
+def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
+    """The same bars made to agree: device memory contains what is reserved, which contains what is allocated. So a lower
+    bound of one is a lower bound of the next, and an upper bound of one is an upper bound of those inside it."""
+    result = dict(intervals)
+    chain = [name for name in QUANTITIES if name != "peak_host_bytes"]
+    for inner, outer in itertools.pairwise(chain):
+        bar = result[outer]
+        result[outer] = replace(bar, lower=min(max(bar.lower, result[inner].lower), bar.point))
+    for outer, inner in itertools.pairwise(reversed(chain)):
+        bar, limit = result[inner], result[outer]
+        result[inner] = replace(
+            bar,
+            upper=max(min(bar.upper, limit.upper), bar.point),
+            upper_95=max(min(bar.upper_95, limit.upper_95), bar.point),
+        )
+    return result
 
 
 def widen(half_width: float, upper: float, severity: int, quantity: str) -> tuple[float, float]:

@@ -47,7 +47,7 @@ def _widened(prediction: Prediction, severity: int) -> Prediction:
     from dataclasses import replace
 
     from peakcast.models.domain import MOST_SEVERE
-    from peakcast.models.predict import judge, widen
+    from peakcast.models.predict import judge, nested, widen
     from peakcast.prediction import QUANTITIES, Interval
 
     intervals: dict[str, Interval] = {}
@@ -65,6 +65,7 @@ def _widened(prediction: Prediction, severity: int) -> Prediction:
                 upper=math.ceil(bar.point * math.exp(half_width)),
                 upper_95=math.ceil(bar.point * math.exp(upper)),
             )
+    intervals = nested(intervals)
     fits, why = judge(intervals, prediction.capacity_bytes)
     warnings = (*prediction.warnings, why) if why and why not in prediction.warnings else prediction.warnings
     changed: dict[str, Any] = {**intervals, "fits": fits, "warnings": warnings, "inside_calibrated_domain": False}

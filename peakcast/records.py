@@ -64,7 +64,10 @@ class Measurement:
 
     @property
     def key(self) -> str:
-        """16 hex digits that name this row: the same configuration measured the same way has the same key."""
+        """16 hex digits that name this row: the same configuration measured the same way has the same key.
+
+        `environment["readings"]` (wall time and the like) differs from run to run and is no part of it.
+        """
         identity = [
             self.job.config_hash,
             self.gpu,
@@ -73,7 +76,7 @@ class Measurement:
             self.case,
             self.rank,
             self.collectives,
-            self.environment,
+            {name: value for name, value in self.environment.items() if name != "readings"},
         ]
         return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:16]
 

@@ -277,6 +277,10 @@ def _mlflow() -> Any:
         import mlflow
         import mlflow.models
         import mlflow.pyfunc
+        import mlflow.pyfunc.utils.data_validation as validation
         import mlflow.types
 
+    # it resets warning filters and then asks for type hints to check data by each time our model is loaded; the
+    # signature does that
+    validation.color_warning = lambda *_, **__: None
     return mlflow

@@ -125,6 +125,13 @@ def _trainable(architecture: Architecture) -> Architecture:
             parameter="architecture",
             value=architecture.name,
         )
+    if architecture.model_type not in transformers.CONFIG_MAPPING:
+        raise CollectorError(
+            f"model_type={architecture.model_type!r} is not part of transformers {transformers.__version__} (its code is "
+            f"on the hub and is not run here), so {architecture.name!r} cannot be built; measure another family.",
+            parameter="model_type",
+            value=architecture.model_type,
+        )
     return architecture
 
 

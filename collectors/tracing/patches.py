@@ -69,3 +69,7 @@ def install() -> None:
         return
     if hasattr(masks, "find_packed_sequence_indices"):
         masks.find_packed_sequence_indices = lambda position_ids: None  # fake tensors look packed to it: a b·s·s mask
+    if hasattr(masks, "is_tracing") and hasattr(masks, "fast_all"):
+        # a padding mask of ones (OPT makes one itself) is dropped for real tensors and kept, b·s·s, for fake ones
+        masks.is_tracing = lambda tensor=None: False
+        masks.fast_all = lambda tensor: True  # batches here have no padding

@@ -38,7 +38,7 @@ def trace_job(job: TrainingJob, *, timeout_seconds: float = 600) -> dict[str, Ti
         raise CollectorError(f"the trace took longer than {timeout_seconds:g} s; give it more time.") from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise CollectorError(f"the trace failed: {last}")
+        raise CollectorError(f"the trace failed: {last.removeprefix('peakcast: ')}")
     answer = json.loads(done.stdout.strip().splitlines()[-1])
     return {step: timeline_from_mapping(answer[step]) for step in ("first", "steady")}
 
@@ -69,10 +69,11 @@ def trace_here(job: TrainingJob) -> dict[str, Timeline]:
     with Mode(allow_non_fake_inputs=True), tracer:
         training = build(job, "cuda:0")
         tracer.name(training.model.named_parameters(), Category.PARAMETERS)
-        for step in ("first", "steady")[:NUM_STEPS]:
-            start = tracer.now
-            run_step(training, tracer)
-            steps[step] = (start, tracer.now)
+        with tracer.watching(training.model):
+            for step in ("first", "steady")[:NUM_STEPS]:
+                start = tracer.now
+                run_step(training, tracer)
+                steps[step] = (start, tracer.now)
     return {step: tracer.timeline(*span) for step, span in steps.items()}
 
 

@@ -2,17 +2,20 @@
 
 A dispatch mode sees each operation; a storage is born at the operation that first returns it and dies when Python and
 autograd have let go of it (a finalizer). Sizes are rounded as the CUDA allocator does. What a kernel allocates inside
-itself is not visible by construction.
+itself is not visible by construction. Of a tensor made of others (a DTensor's shard) the inner ones count: the outer's
+own storage is nominal and of full size.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from peakcast.timeline import Category, Entry, Phase, Timeline
@@ -28,7 +31,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.device_type = device_type
         self.phase = Phase.INIT
-        self.module = ""
+        self._modules: list[str] = []
         self._phases: list[int] = []
         self._labels: list[str] = []
         self._entries: dict[int, list[Any]] = {}  # number -> [name, bytes, born, dies, module]
@@ -41,6 +44,37 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         """The operation that comes next."""
         return len(self._phases)
 
+    @property
+    def module(self) -> str:
+        """The module whose forward (or recomputation) runs; "" in backward itself and outside."""
+        return self._modules[-1] if self._modules else ""
+
+    @contextlib.contextmanager
+    def watching(self, model: torch.nn.Module) -> Iterator[None]:
+        """Name the modules of `model` as they run, and see storages that are emptied in place, as FSDP2 frees them."""
+        names = {id(part): name for name, part in model.named_modules()}
+        before = hooks.register_module_forward_pre_hook(lambda part, _: self._modules.append(names.get(id(part), "")))
+        # also when it raises: checkpointing stops a recomputation early with an exception
+        after = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            answer = resize(storage, size)
+            self._resized(storage)
+            return answer
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            before.remove()
+            after.remove()
+
+    def _leave(self) -> None:
+        if self._modules:
+            self._modules.pop()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         instant = self.now
@@ -52,9 +86,22 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _see(self, tensor: torch.Tensor, instant: int) -> None:
-        if tensor.device.type != self.device_type:
+        if is_traceable_wrapper_subclass(tensor):
+            for inner in _inner_tensors(tensor):
+                self._see(inner, instant)
             return
-        storage = tensor.untyped_storage()
+        if tensor.device.type == self.device_type:
+            self._begin(tensor.untyped_storage(), instant)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """The storage's old memory is gone; its new one, if any, is there from now on."""
+        if storage.device.type != self.device_type:
+            return
+        if (number := self._alive.get(storage._cdata)) is not None:
+            self._free(storage._cdata, number)
+        self._begin(storage, self.now)
+
+    def _begin(self, storage: torch.UntypedStorage, instant: int) -> None:
         key = storage._cdata
         if key in self._alive:
             return
@@ -79,9 +126,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     def name(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
         """Say what living tensors are: parameters, gradients, optimizer states."""
         for name, tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor):
+                self.name(((name, inner) for inner in _inner_tensors(tensor)), category)
+                continue
             number = self._alive.get(tensor.untyped_storage()._cdata)
             if number is not None and number not in self._named:
                 self._named[number] = (category, name)
+                if category is not Category.OPTIMIZER_STATES:  # a parameter's or gradient's name begins with its module's
+                    self._entries[number][4] = name.removesuffix(".grad").rpartition(".")[0]
 
     def timeline(self, start: int, stop: int) -> Timeline:
         """What lived at the operations `start` to `stop` (exclusive), counted from 0."""
@@ -103,3 +155,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if phase in (Phase.FORWARD, Phase.LOSS) and last >= Phase.BACKWARD:
             return Category.ACTIVATIONS
         return Category.INPUTS if phase == Phase.INIT else Category.TEMPORARIES
+
+
+def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a wrapper is made of (a DTensor also lists its mesh)."""
+    parts = (getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0])
+    return [part for part in parts if isinstance(part, torch.Tensor)]

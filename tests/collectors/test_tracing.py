@@ -14,6 +14,7 @@ CELLS = {
     "llama": {"architecture": CUT},
     "llama_fused": {"architecture": CUT, "optimizer.implementation": "fused"},
     "llama_checkpointed": {"architecture": CUT, "activation_checkpointing.mode": "full"},
+    "llama_every_other": {"architecture": CUT, "activation_checkpointing": {"mode": "full", "every_n_layers": 2}},
     "llama_eager": {"architecture": CUT, "attention": "eager"},
     "gpt2_loop": {"architecture": "gpt2", "optimizer.implementation": "loop"},
     "neox_accumulating": {"architecture": "pythia-160m", "gradient_accumulation_steps": 2},

@@ -84,8 +84,9 @@ def test_out_of_memory_is_an_outcome_with_lower_bounds(recorder, monkeypatch):
     recorder.out_of_memory(caught.value)
     row = recorder.row()
     assert (row.outcome, row.peak_allocated_bytes, row.steady_allocated_bytes) == ("out_of_memory", 4, None)
-    assert row.environment["out_of_memory"]["phase"] == "backward"
-    assert row.environment["out_of_memory"]["message"].endswith("2.00 GiB.")
+    found = row.environment["readings"]["out_of_memory"]
+    assert (found["phase"], found["requested_bytes"]) == ("backward", 2 * 2**30)
+    assert (found["free_bytes"], found["total_bytes"], found["reserved_bytes"]) == (5, 100, 99)
     assert not row.counts
 
 

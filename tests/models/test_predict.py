@@ -111,3 +111,22 @@ def test_the_domain_knows_ranges_versions_and_kinds(fakes, calibration):
     assert [type(reason) for reason in far] == [Outside]
     assert "tokens" in far[0].sentence
     assert any("compile=true" in reason.sentence for reason in domain.outside(fakes.job(compile=True), row))
+
+
+def test_bars_of_the_quantities_agree_with_what_contains_what():
+    from peakcast.models.predict import nested
+    from peakcast.prediction import Interval
+
+    def bar(lower, point, upper):
+        return Interval(baseline=point, point=point, lower=lower, upper=upper, upper_95=upper)
+
+    loose = {
+        "peak_allocated_bytes": bar(90, 100, 140),
+        "peak_reserved_bytes": bar(60, 110, 200),
+        "peak_device_bytes": bar(80, 120, 130),
+        "peak_host_bytes": bar(0, 0, 0),
+    }
+    tight = nested(loose)
+    assert [tight[name].lower for name in loose] == [90, 90, 90, 0]
+    assert [tight[name].upper for name in loose] == [130, 130, 130, 0]
+    assert [tight[name].point for name in loose] == [100, 110, 120, 0]

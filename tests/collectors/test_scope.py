@@ -1,0 +1,65 @@
+"""A row never claims what was not run: what a stack leaves out, it refuses."""
+
+import pytest
+
+from peakcast.collectors.frameworks import scope
+from peakcast.collectors.grid import expand, load_grid
+from peakcast.errors import CollectorError
+
+REFUSED = {
+    "task": {"task": "inference"},
+    "compile": {"compile": True},
+    "loss.fused_linear_cross_entropy": {"loss.fused_linear_cross_entropy": True},
+    "offload": {"offload.optimizer": True},
+    "activation_checkpointing.mode": {"activation_checkpointing.mode": "selective"},
+    "activation_checkpointing.num_layers": {"activation_checkpointing": {"mode": "full", "num_layers": 2}},
+    "precision.main_parameters": {"precision.main_parameters": "float32"},
+    "precision.compute": {"precision.compute": "float8"},
+    "finetuning.adapter_dtype": {"finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "float16"}},
+    "finetuning.quantization": {"finetuning": {"method": "qlora", "rank": 8, "quantization": "nf4"}},
+    "parallelism": {"parallelism.data_parallel_size": 8},
+}
+
+
+def job(**changes):
+    return expand({"include": [{"architecture": "gpt2"} | changes]})[0]
+
+
+def test_every_rule_has_a_case_here():
+    assert set(REFUSED) == set(scope.SINGLE_GPU)
+
+
+@pytest.mark.parametrize("parameter", REFUSED)
+def test_what_the_stack_does_not_do_is_refused_by_name(parameter):
+    with pytest.raises(CollectorError, match="has no collector yet") as caught:
+        scope.check(job(**REFUSED[parameter]))
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"activation_checkpointing": {"mode": "full", "every_n_layers": 2}},
+        {"finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"}},
+        {"allocator.expandable_segments": True},
+    ],
+)
+def test_what_it_does_is_let_through(changes):
+    scope.check(job(**changes))
+
+
+@pytest.mark.parametrize("grid", ["quick", "standard"])
+def test_every_cell_of_a_shipped_grid_is_something_that_is_done(grid):
+    transformers = pytest.importorskip("transformers")
+    for cell in load_grid(grid):
+        scope.check(cell)
+        assert cell.architecture.model_type in transformers.CONFIG_MAPPING, cell.architecture.name
+
+
+def test_a_family_whose_code_is_on_the_hub_is_refused_in_a_sentence():
+    pytest.importorskip("transformers")
+    from peakcast.collectors.frameworks import build
+
+    with pytest.raises(CollectorError, match=r"model_type='internlm2' is not part of transformers"):
+        build(job(architecture="internlm2-1.8b"), "cpu")

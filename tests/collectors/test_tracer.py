@@ -1,0 +1,130 @@
+"""The tracer on real CPU tensors: shards, storages emptied in place, module names, and PyTorch's own tracker."""
+
+import pytest
+
+from peakcast.timeline import Category, Phase
+
+torch = pytest.importorskip("torch")
+
+from peakcast.collectors.tracing.tracer import Tracer  # noqa: E402 needs torch
+
+
+def timeline(tracer):
+    return tracer.timeline(0, tracer.now)
+
+
+def test_sizes_are_rounded_to_512_bytes_and_a_view_allocates_nothing():
+    with Tracer("cpu") as tracer:
+        x = torch.ones(3)
+        y = torch.ones(129)
+        x.view(3, 1), y[:5]
+    assert sorted(timeline(tracer).num_bytes.tolist()) == [512, 1024]
+
+
+def test_a_tensor_lives_from_its_operation_until_it_is_let_go():
+    with Tracer("cpu") as tracer:
+        x = torch.ones(256)
+        y = x * 2
+        del x
+        z = y + 1
+    assert timeline(tracer).totals.tolist() == [1024, 2048, 2048]
+    assert z.numel() == 256
+
+
+def test_a_storage_emptied_in_place_frees_its_bytes_and_refilled_takes_them_again():
+    with Tracer("cpu") as tracer, tracer.watching(torch.nn.Module()):
+        gathered, x = torch.ones(1024), torch.ones(128)
+        x.mul_(2)
+        gathered.untyped_storage().resize_(0)
+        x.mul_(2)
+        gathered.untyped_storage().resize_(4096)
+        x.mul_(2)
+    assert timeline(tracer).totals.tolist() == [4096, 4096 + 512, 4096 + 512, 512, 4096 + 512]
+
+
+@pytest.fixture
+def mesh():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (4,))
+    torch.distributed.destroy_process_group()
+
+
+def test_of_a_sharded_tensor_the_shard_counts(mesh):
+    from torch.distributed.tensor import DTensor, Shard
+
+    with Tracer("cpu") as tracer:
+        x = DTensor.from_local(torch.ones(16, 64), mesh, [Shard(0)], run_check=False)
+        y = x * 2
+        tracer.name([("y", y)], Category.PARAMETERS)
+    assert tuple(y.shape) == (64, 64)
+    found = timeline(tracer)
+    assert sorted(found.num_bytes.tolist()) == [4096, 4096]  # 16 × 64 fp32, not 64 × 64
+    assert "y" in found.names
+
+
+def test_modules_are_named_also_after_a_recomputation_that_stops_early():
+    from torch.utils.checkpoint import checkpoint
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            return checkpoint(self.inner, x.sin(), use_reentrant=False).cos()
+
+    model = torch.nn.Sequential(Block(), Block())
+    with Tracer("cpu") as tracer, tracer.watching(model):
+        tracer.phase = Phase.FORWARD
+        loss = model(torch.randn(8, 64)).sum()
+        tracer.phase = Phase.BACKWARD
+        loss.backward()
+        assert tracer.module == ""
+    found = timeline(tracer)
+    assert {"0", "0.inner", "1", "1.inner"} <= set(found.modules)
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # small matrices: threads would only wait for each other
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_it_agrees_with_pytorchs_own_tracker_on_a_whole_network():
+    """Within 0.1 % of MemTracker (which rounds no CPU tensors): a Llama of two layers, step two."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from peakcast.collectors.frameworks import build
+    from peakcast.collectors.grid import expand
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    cell = {"architecture": {"name": "llama-3.1-8b"} | sizes | heads, "sequence_length": 64}
+    (job,) = expand({"include": [cell]})
+
+    def step(training):
+        training.backward(training.forward(lambda: None))
+        training.clip()
+        training.step()
+        training.zero_grad()
+
+    training = build(job, "cpu")
+    step(training)
+    theirs = MemTracker()
+    theirs.track_external(training.model, training.optimizer, training.ids)
+    with theirs:
+        step(training)
+    (totals,) = theirs.get_tracker_snapshot("peak").values()
+    with Tracer("cpu") as tracer:
+        training = build(job, "cpu")
+        step(training)
+        start = tracer.now
+        step(training)
+    ours = tracer.timeline(start, tracer.now).peak().num_bytes
+    assert ours == pytest.approx(totals["Total"], rel=1e-3)

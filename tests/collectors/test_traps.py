@@ -1,0 +1,121 @@
+"""Each replacement that traces need, shown to matter: with it the step is a GPU's, without it the trace silently differs.
+
+The traces change their process for good, so each runs in one of its own; the one without a fix undoes just that fix.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+PROGRAM = """
+import json, sys
+cells, undo = json.loads(sys.stdin.read())
+import torch, importlib
+from peakcast.collectors.grid import expand
+from peakcast.collectors.tracing import fake_cuda, patches
+from peakcast.collectors.tracing.trace import trace_here
+install = patches.install
+sdpa = torch.nn.functional.scaled_dot_product_attention
+import transformers.masking_utils as masks
+packed = masks.find_packed_sequence_indices
+ones = masks.is_tracing
+def installed():
+    install()
+    exec(undo)
+patches.install = installed
+if undo.startswith("before:"):
+    exec(undo.removeprefix("before:"))
+    undo = ""
+found = []
+for cell in cells:
+    (job,) = expand({"base": {"sequence_length": 128, "micro_batch_size": 2}, "include": [cell]})
+    steady = trace_here(job)["steady"]
+    peaks = {phase.name.lower(): size for phase, size in steady.phase_peaks().items()}
+    found.append({"peaks": peaks, "labels": sorted(set(steady.labels))})
+print(json.dumps(found))
+"""
+SMALL = {"name": "llama-3.1-8b", "num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 512}
+PLAIN = {"architecture": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}}
+AUTOCAST = PLAIN | {"precision.parameters": "float32", "framework_options": {"autocast": True}}
+OPT = {"architecture": {"name": "opt-125m", "num_hidden_layers": 1}}
+UNDO = {
+    "foreach": (
+        PLAIN,
+        "for name in ('torch.utils._foreach_utils', 'torch.optim.optimizer'):\n"
+        "    importlib.import_module(name)._foreach_supported_types[:] = [torch.Tensor]",
+    ),
+    "attention": (PLAIN, "torch.nn.functional.scaled_dot_product_attention = sdpa"),
+    "mask": (PLAIN, "masks.find_packed_sequence_indices = packed"),
+    "decomposition": (PLAIN, "before:torch.library.Library.impl = lambda *a, **k: None"),
+    "autocast": (
+        AUTOCAST,
+        "importlib.import_module('torch.cuda.amp.common').amp_definitely_not_available = lambda: True\n"
+        "torch.cuda.is_available = lambda: False",
+    ),
+    "padding": (OPT, "masks.is_tracing = ones"),
+}
+
+
+def traced(cells, undo):
+    command = [sys.executable, "-P", "-c", PROGRAM]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # several at once, and nothing is computed
+    question = json.dumps([cells, undo])
+    done = subprocess.run(command, input=question, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found():
+    if torch.cuda.is_available():
+        pytest.skip("on a machine with a GPU nothing needs to be replaced")
+    with ThreadPoolExecutor(4) as pool:
+        whole = pool.submit(traced, [PLAIN, OPT, AUTOCAST], "")
+        without = {name: pool.submit(traced, [cell], undo) for name, (cell, undo) in UNDO.items()}
+        found = {name: future.result()[0] for name, future in without.items()}
+        return found | dict(zip(("none", "none, padding", "none, autocast"), whole.result(), strict=True))
+
+
+def has(trace, start):
+    return any(label.startswith(start) for label in trace["labels"])
+
+
+def test_default_choices_take_the_foreach_path(found):
+    assert has(found["none"], "_foreach_norm")  # clip_grad_norm_ chooses by itself
+    assert not has(found["foreach"], "_foreach_norm")
+
+
+def test_attention_is_fused(found):
+    assert has(found["none"], "_scaled_dot_product_flash_attention.")
+    assert not has(found["attention"], "_scaled_dot_product_flash_attention.")
+    assert found["attention"]["peaks"]["backward"] > found["none"]["peaks"]["backward"]
+
+
+def test_no_mask_is_built_for_unpacked_sequences(found):
+    assert not has(found["none"], "_scaled_dot_product_efficient_attention")
+    assert has(found["mask"], "_scaled_dot_product_efficient_attention")  # a mask of b·s·s bytes forbids flash
+    assert found["mask"]["peaks"]["backward"] > found["none"]["peaks"]["backward"]
+
+
+def test_a_padding_mask_of_ones_is_dropped(found):
+    assert has(found["none, padding"], "_scaled_dot_product_flash_attention.")
+    assert not has(found["padding"], "_scaled_dot_product_flash_attention.")
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="a build with CUDA has these kernels")
+def test_operators_with_a_cuda_kernel_are_not_decomposed(found):
+    assert has(found["none"], "silu_backward")
+    assert not has(found["decomposition"], "silu_backward")
+
+
+def test_autocast_is_on(found):
+    # as many wide parameters and states in both; narrow activations only where autocast works
+    assert found["none, autocast"]["peaks"]["forward"] != found["autocast"]["peaks"]["forward"]
+    assert has(found["none, autocast"], "_to_copy")
