@@ -91,7 +91,7 @@ class Domain:
                 label = name.removeprefix("log2_") + (" in GiB" if name == "log2_allocated" else "")
                 reasons.append(
                     Outside(
-                        f"{label} {2 ** row[name]:.4g} is far outside the measured {2**low:.4g} to {2**high:.4g}; "
+                        f"{label} {_plain(2 ** row[name])} is far outside the measured {_plain(2**low)} to {_plain(2**high)}; "
                         "the bars are widened.",
                         1,
                     )
@@ -159,3 +159,8 @@ def traits(job: TrainingJob) -> dict[str, str]:
 def _minor(version: str) -> str:
     numbers = release(version)[:2]
     return ".".join(map(str, numbers)) if numbers else version
+
+
+def _plain(value: float) -> str:
+    """A size as a person writes it: whole from 100 on, else three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -136,7 +136,7 @@ def _notes(p: Prediction) -> str:
     lines = []
     if p.calibration != "none":
         inside = "like the runs measured there" if p.inside_calibrated_domain else "unlike the runs measured there"
-        lines.append(_wrapped(f"The bars come from measurements on {p.calibration}; this job is {inside}."))
+        lines.append(_wrapped(f"The bars come from the calibration of {p.calibration}; this job is {inside}."))
     for title, sentences in (("Assumed", p.assumptions), ("Warning", p.warnings)):
         lines += [_wrapped(f"{title}: {sentence}") for sentence in sentences]
     return "\n".join(lines)
