@@ -91,8 +91,8 @@ class Domain:
                 label = name.removeprefix("log2_") + (" in GiB" if name == "log2_allocated" else "")
                 reasons.append(
                     Outside(
-                        f"{label} {_plain(2 ** row[name])} is far outside the measured {_plain(2**low)} to {_plain(2**high)}; "
-                        "the bars are widened.",
+                        f"{label} {_plain(2 ** row[name])} is far outside the measured {_plain(2**low)} to "
+                        f"{_plain(2**high)}; the bars are widened.",
                         1,
                     )
                 )
