@@ -5,6 +5,7 @@ Sources: torch 2.11 `torch/optim/*.py` read and traced (where-memory-goes D). Si
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -76,12 +77,19 @@ def _of_the_largest(name: str, copies: int) -> Callable[[Sequence[TrainedTensor]
     return lambda group: [(name, max(t.num_bytes for t in group))] * copies if group else []
 
 
+def _adam_in_turn(group: Sequence[TrainedTensor]) -> list[tuple[str, int]]:
+    """_single_tensor_adam makes a square root and its quotient for one tensor while the loop variable still holds the
+    quotient of the tensor before: the most of size[i - 1] + 2 · size[i]."""
+    sizes = [0, *(tensor.num_bytes for tensor in group)]
+    before, size = max(itertools.pairwise(sizes), key=lambda pair: pair[0] + 2 * pair[1], default=(0, 0))
+    return [("denominator_before", before), ("square_root", size), ("denominator", size)]
+
+
 RULES: dict[tuple[str, str], OptimizerRule] = {
     ("adamw", "fused"): OptimizerRule(_fused_adam_states, _none),
     # _multi_tensor_adam: exp_avg_sq_sqrt = torch._foreach_sqrt(exp_avg_sqs), one more copy of the group until step() ends
     ("adamw", "foreach"): OptimizerRule(_copies("exp_avg", "exp_avg_sq"), _foreach_copy("exp_avg_sq_sqrt")),
-    # _single_tensor_adam: the square root and its quotient by the bias correction
-    ("adamw", "loop"): OptimizerRule(_copies("exp_avg", "exp_avg_sq"), _of_the_largest("denominator", 2)),
+    ("adamw", "loop"): OptimizerRule(_copies("exp_avg", "exp_avg_sq"), _adam_in_turn),
     ("sgd", "fused"): OptimizerRule(_none, _none),
     ("sgd", "foreach"): OptimizerRule(_none, _none),
     ("sgd", "loop"): OptimizerRule(_none, _none),
