@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from peakcast.conventions import release, unmodelled_versions
 from peakcast.errors import CalibrationError
-from peakcast.models.grouping import layout_of
+from peakcast.models.grouping import feed_forward_of, layout_of
 from peakcast.models.strict import number, read, texts
 from peakcast.spec import TrainingJob
 
@@ -152,7 +152,7 @@ def traits(job: TrainingJob) -> dict[str, str]:
         "framework": job.framework,
         "layout": layout_of(job.parallelism),
         "task": job.task,
-        "feed_forward": "experts" if job.architecture.moe else "dense",
+        "feed_forward": feed_forward_of(job),
         "attention_structure": "latent" if job.architecture.mla else "heads",
         "attention": job.attention,
         "finetuning": job.finetuning.quantization or job.finetuning.method,

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from peakcast.models.decisions import Decisions, decisions_of
+from peakcast.models.grouping import SIZES_GIB, size_of
 from peakcast.models.holdout import Answers, MakeCandidates, held_out
 from peakcast.models.metrics import Floor, Summary, floor, summarise
 from peakcast.models.new_hardware import LearningPoint, learning_curves
@@ -64,6 +65,13 @@ class Scored:
     def baseline_error(self) -> float:
         """baseline / measured − 1."""
         return self.baseline / self.measured - 1
+
+    @property
+    def size(self) -> str:
+        """Framework and measured size, such as `megatron, below 5 GiB`: small peaks are largely workspaces and buffers."""
+        low, high = SIZES_GIB
+        ranges = {"small": f"below {low} GiB", "medium": f"{low} to {high} GiB", "large": f"{high} GiB and more"}
+        return f"{self.framework}, {ranges[size_of(self.measured)]}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,9 +51,16 @@ def size_of(allocated_bytes: int) -> str:
     return ("small", "medium", "large")[sum(allocated_bytes >= edge * GIB for edge in SIZES_GIB)]
 
 
+def feed_forward_of(job: TrainingJob) -> str:
+    """`experts` or `dense`: what a router sends to a rank depends on the data, which no ledger sees."""
+    return "experts" if job.architecture.moe else "dense"
+
+
 def bar_groups(job: TrainingJob, allocated_bytes: int) -> tuple[str, ...]:
-    """Groups whose residuals may set the error bar of `job`, finest first, each inside the next: framework, layout and
-    size; framework and layout; framework and whether it is parallel at all; everything."""
-    own = residual_group(job)
+    """Groups whose residuals may set the error bar of `job`, finest first, each inside the next: framework, layout,
+    feed-forward and size; without the size; framework, whether it is parallel at all, and feed-forward; feed-forward;
+    everything."""
+    kind, own = feed_forward_of(job), residual_group(job)
     coarse = "single" if own.endswith("/single") else "parallel"
-    return (f"{own}/{size_of(allocated_bytes)}", own, f"{job.framework}/{coarse}*", EVERYTHING)
+    finest = f"{own}/{kind}/{size_of(allocated_bytes)}"
+    return (finest, f"{own}/{kind}", f"{job.framework}/{coarse}*/{kind}", kind, EVERYTHING)

@@ -39,6 +39,8 @@ MIN_GROUP_ROWS = 20
 """Below this, in effective rows, a group's parent sets its bar: the one-sided 95 % quantile needs 19. With the usual
 correlation it is some 40 plain rows, the threshold that kept the worst group's coverage at 0.900 over 40 seeds of
 synthetic data (ecosystem study, 2026-11-21)."""
+KINDS = 3
+"""Levels of groups, counted from that of all, whose bars are their own however few their rows."""
 MIN_ARCHITECTURES = 3
 """With fewer no bar can be learned: nothing says how architectures differ."""
 
@@ -93,7 +95,8 @@ class Intervals:
     ) -> Intervals:
         """Learn the bars. Row i has the out-of-fit residual `residuals[i]`, belongs to `architectures[i]` and to every
         group of `groups[i]` (finest first, the last one common to all), counts `weights[i]` (1 / repeats), and lay
-        `severities[i]` outside the fit that predicted it."""
+        `severities[i]` outside the fit that predicted it. The two levels below the group of all are different kinds of
+        jobs, where the errors of one say little of the other: they borrow a bar only where they can learn none."""
         outside = [0] * len(residuals) if severities is None else list(severities)
         scores = np.asarray(residuals, dtype=np.float64)
         counts = np.ones(len(scores)) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -124,10 +127,9 @@ class Intervals:
             rows = np.array(members[name])
             bar = self._bar(scores[rows], units[rows], counts[rows])
             parent = bars.get(parents.get(name, ""))
-            if parent is not None and bar is not None and bar.effective_rows < self.min_group_rows:
-                bar = _at_least(bar, parent, parents[name], scores[rows])
-            if bar is None and parent is not None:
-                bar = _at_least(_count(scores[rows], units[rows]), parent, parents[name], scores[rows])
+            few = bar is None or (bar.effective_rows < self.min_group_rows and depth[name] > KINDS)
+            if parent is not None and few:
+                bar = _at_least(bar or _count(scores[rows], units[rows]), parent, parents[name], scores[rows])
             if bar is not None:
                 bars[name] = bar
         return bars

@@ -121,7 +121,7 @@ def _quantity_context(evaluation: Evaluation, gpu: str, quantity: str) -> dict[s
                 (title, *tables.HEADLINE_COLUMNS[2:-1]),
                 [[name, *tables.figures(part)] for name, part in metrics.by_group(cells, attribute).items()],
             )
-            for title, attribute in (("layout", "layout"), ("architecture", "architecture"))
+            for title, attribute in (("framework and size", "size"), ("layout", "layout"), ("architecture", "architecture"))
         ],
         "floor": (
             f"{floor.num_configurations} configurations were run more than once, on any GPU type; their repeats differ by "

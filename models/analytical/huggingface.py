@@ -15,6 +15,7 @@ from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_cop
 from peakcast.models.analytical.blocks.hf_ends import embedding, head, logits_bytes_kept_by_outputs
 from peakcast.models.analytical.blocks.hf_layer import decoder_layer
 from peakcast.models.analytical.blocks.hf_traits import slides, traits
+from peakcast.models.analytical.blocks.kv_cache import returned_cache_bytes
 from peakcast.models.analytical.hf_model import (
     hold_buffers,
     hold_embeddings,
@@ -265,6 +266,8 @@ def _micro_batch(
         size = cached.get(run.module, 0)
         born = run.forward_start + run.template.num_forward
         timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
+        if conventions(job).get("caches_while_checkpointing"):  # until `outputs` is dropped
+            timeline.hold("past_key_values", Category.ACTIVATIONS, returned_cache_bytes(context), born, timeline.now, run.module)
     hold_embeddings(timeline, contexts, embedded, loss, checkpointed[0] and not job.offload.activations)
     timeline.run_backward(loss)
     for index in reversed(layers):

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from peakcast.architecture import MixtureOfExperts
 from peakcast.models.grouping import architecture_shape, bar_groups, layout_of, size_of
 from peakcast.spec import Parallelism
 from peakcast.units import GIB
+
+MOE = MixtureOfExperts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512)
 
 
 @pytest.mark.parametrize(
@@ -29,11 +33,13 @@ def test_one_shape_in_many_layouts_is_one_architecture(fakes):
 
 
 def test_experts_make_another_architecture(fakes):
-    moe = MixtureOfExperts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512)
-    assert architecture_shape(fakes.job(architecture=fakes.architecture(moe=moe))) == "llama/512x4/8/e8"
+    assert architecture_shape(fakes.job(architecture=fakes.architecture(moe=MOE))) == "llama/512x4/8/e8"
 
 
 def test_groups_go_from_fine_to_everything(fakes):
     job = fakes.job(framework="megatron", parallelism=Parallelism(tensor_parallel_size=2))
-    assert bar_groups(job, 6 * GIB) == ("megatron/tp/medium", "megatron/tp", "megatron/parallel*", "all")
+    names = ("megatron/tp/dense/medium", "megatron/tp/dense", "megatron/parallel*/dense", "dense", "all")
+    assert bar_groups(job, 6 * GIB) == names
+    routed = job.replace(architecture=replace(job.architecture, moe=MOE))
+    assert bar_groups(routed, 6 * GIB)[-2:] == ("experts", "all")
     assert [size_of(size * GIB) for size in (0, 5, 20)] == ["small", "medium", "large"]

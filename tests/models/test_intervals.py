@@ -122,12 +122,25 @@ def test_a_small_group_borrows_its_parents_bar_but_never_one_narrower_than_it_sh
     random = np.random.default_rng(8)
     residuals = np.concatenate([random.normal(size=100), [9.0, 9.0, 9.0, 9.0]])
     architectures = one_row_each(104)
-    groups = [("fw/big", "all")] * 100 + [("fw/small", "all")] * 4
+    groups = [("fw/big", "fw", "kind", "all")] * 100 + [("fw/small", "fw", "kind", "all")] * 4
     bars = Intervals().fit(residuals, architectures, groups).bars_
-    assert bars["fw/small"].borrowed == "all"
+    assert bars["fw/small"].borrowed == "fw"
     assert bars["fw/small"].half_width == 9.0
     assert bars["fw/big"].borrowed == ""
-    assert Intervals().fit(residuals, architectures, groups).bar(("fw/unseen", "all"))[0] == "all"
+    assert Intervals().fit(residuals, architectures, groups).bar(("fw/unseen", "fw", "kind", "all"))[0] == "fw"
+
+
+def test_a_kind_has_its_own_bar_from_three_architectures_on_and_that_of_all_below():
+    """Routed jobs err by ten times what dense ones do: neither sets the other's bar, few as the architectures are."""
+    random = np.random.default_rng(12)
+    residuals = np.concatenate([0.001 * random.normal(size=40), 0.02 * random.normal(size=30), [0.5, 0.5]])
+    architectures = [f"dense{n // 10}" for n in range(40)] + [f"routed{n // 10}" for n in range(30)] + ["rare1", "rare2"]
+    groups = [("fw/dense", "dense", "all")] * 40 + [("fw/routed", "routed", "all")] * 30 + [("fw/rare", "rare", "all")] * 2
+    bars = Intervals().fit(residuals, architectures, groups).bars_
+    assert bars["fw/dense"].half_width == bars["dense"].half_width < 0.005
+    assert bars["fw/routed"].half_width == bars["routed"].half_width > 0.02
+    assert bars["rare"].borrowed == "all"
+    assert bars["rare"].half_width >= 0.5
 
 
 def test_json_and_back():

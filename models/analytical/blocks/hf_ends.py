@@ -141,8 +141,8 @@ def head(context: HFContext) -> Template:
         kept = [narrow, sequence_output]
     elif upcast == "none_shifted":
         tape.begin_loss()
-        kept = [narrow]
         logits = _shift(tape, logits, shifted_rows, rows)
+        kept = [narrow, logits]
         if context.autocast and context.compute_bytes != FP32:  # cross_entropy is on autocast's fp32 list
             logits = _logits_op(tape, logits, logits.num_bytes // context.compute_bytes * FP32, "logits.to_float32")
     else:

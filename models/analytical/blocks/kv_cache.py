@@ -9,6 +9,7 @@ from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
 from peakcast.models.analytical.tape import Tensor
 
 CACHES = ("key_cache", "value_cache")
+FP32 = 4
 INT64 = 8
 
 
@@ -28,3 +29,15 @@ def update_cache(build: BlockBuilder, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
         stored.num_bytes = size
         cached.append(stored)
     return cached[0], cached[1]
+
+
+def returned_cache_bytes(context: HFContext) -> int:
+    """Bytes that a layer's keys and values keep when its forward returns them as `past_key_values`: they are views of the
+    fused projection's result, all of which stays. bitsandbytes returns the dtype that it was given, autocast's fp32 norms.
+
+    Source: transformers 4.48.1 models/gpt_bigcode/modeling_gpt_bigcode.py, `present = key_value`; bitsandbytes 0.43
+    nn/modules.py Linear4bit.forward.
+    """
+    architecture, widened = context.architecture, context.autocast and context.finetuning.quantization is not None
+    columns = architecture.query_size + 2 * architecture.key_value_size
+    return context.rows * columns * (FP32 if widened else context.compute_bytes)
