@@ -44,7 +44,6 @@ NUM_GPUS: dict[tuple[str, str], tuple[int, str]] = {
 """GPUs of the cases that ran on more nodes than the recorded one, by case and GPU type ("" for every other), and why."""
 
 FAMILY_REASONS = {
-    "bert": "An encoder (BERT) model is not modelled.",
     "hybrid": "A hybrid (Mamba) model is not modelled.",
     "nemotron": "A hybrid (Mamba) model is not modelled.",
     "multimodal-llava": "A multimodal model is not modelled.",
@@ -132,6 +131,8 @@ def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str], bool]
     """The translation, the sentences about what was filled in, and whether the number of GPUs was."""
     arguments = dict(record["arguments"])
     facts = []
+    if record["family"] == "bert":  # pretrain_bert.py: --tokenizer-type BertWordPieceLowerCase where none is given
+        arguments.setdefault("tokenizer-type", "BertWordPieceLowerCase")
     known = VOCABULARIES.get((str(arguments.get("tokenizer-type")), int(arguments.get("hidden-size") or 0)))
     if known and "vocab-size" not in arguments:
         arguments["vocab-size"] = known[0]
@@ -147,7 +148,8 @@ def _job(job: TrainingJob, record: Mapping[str, Any]) -> TrainingJob:
     options = FrozenMapping({**job.framework_options, "container": record["environment"]})
     architecture = job.architecture
     if record["family"] == "bert":
-        architecture = replace(architecture, kind="encoder", model_type="megatron_bert", type_vocab_size=2)
+        types = 0 if record["arguments"].get("bert-no-binary-head") else 2
+        architecture = replace(architecture, kind="encoder", model_type="megatron_bert", type_vocab_size=types)
     return job.replace(architecture=architecture, framework_options=options)
 
 

@@ -275,11 +275,14 @@ class _Turns:
         tokens = context.batch * context.sequence
         reads = chunk.is_first or (chunk.is_last and share.job.architecture.num_nextn_predict_layers > 0)
         names = (["tokens", "position_ids"] if reads else []) + (["labels"] if chunk.is_last else [])
+        if context.masked_tokens and (chunk.is_first or chunk.is_last):  # broadcast to both ends, and no [s, s] mask
+            names = ["tokens", "types", "labels", "is_random", "loss_mask", "padding_mask"]
         for name in names:
             hold(name, Category.INPUTS, tokens * INT64, start, now)
         if chunk.is_last:
             hold("loss_mask", Category.INPUTS, tokens * FP32, start, now)
-        if share.convention.get("create_attention_mask_in_dataloader", True) and (chunk.is_first or chunk.is_last):
+        builds = share.convention.get("create_attention_mask_in_dataloader", True) and not context.masked_tokens
+        if builds and (chunk.is_first or chunk.is_last):
             dies = now if share.job.activation_checkpointing.mode == "full" else self.forward_ends[start]
             hold("attention_mask", Category.INPUTS, tokens * share.job.sequence_length, start, dies)
         if context.rotary_dim:

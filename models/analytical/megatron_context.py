@@ -68,6 +68,8 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         recompute_feed_forward=recomputes(job, "mlp"),
         experts=expert_context(job) if architecture.moe is not None else None,
         latent=latent_context(job) if architecture.mla is not None else None,
+        masked_tokens=architecture.kind == "encoder",
+        token_types=architecture.type_vocab_size,
     )
 
 

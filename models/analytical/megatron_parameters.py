@@ -129,6 +129,9 @@ def chunk_parameters(
         if context.positions:
             positions = (context.positions, context.hidden)
             parameters.append(Parameter("position_embeddings.weight", "embedding", positions))
+        if context.token_types:
+            types = (context.token_types, context.hidden)
+            parameters.append(Parameter("tokentype_embeddings.weight", "embedding", types))
     for layer in chunk.layers:
         module = f"layers.{layer}"
         parameters += [Parameter(p.name, module, p.shape, expert=p.expert) for p in layer_parameters(contexts(layer))]
@@ -136,7 +139,27 @@ def chunk_parameters(
         parameters += [Parameter(p.name, "head", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
         for layer in ahead:
             parameters += [replace(p, module=f"mtp.{layer}") for p in _prediction(contexts(layer))]
+        if context.masked_tokens:
+            parameters += [replace(p, module="head") for p in _masked_token_head(context)]
         if not (tied and embeds):
             table = (context.vocabulary, context.hidden)
             parameters.append(Parameter("output_layer.weight", "head", table, own_bucket=shares and tied))
+        if context.masked_tokens:
+            parameters.append(Parameter("output_layer.bias", "head", (context.vocabulary,)))
+            parameters += [replace(p, module="head") for p in _sentence_head(context)] if context.token_types else []
     return parameters
+
+
+def _masked_token_head(context: MegatronContext) -> Iterator[Parameter]:
+    """What BERT has before its output layer, whole on every rank. Source: megatron-core 0.16.1 `models/bert/bert_lm_head.py`."""
+    yield Parameter("lm_head.dense.weight", "", (context.hidden, context.hidden))
+    yield Parameter("lm_head.dense.bias", "", (context.hidden,))
+    yield from _norm(context, "lm_head.layer_norm", context.hidden)
+
+
+def _sentence_head(context: MegatronContext) -> Iterator[Parameter]:
+    """BERT's two logits per sample, from its first token. Source: `models/bert/bert_model.py`, `pooler.py`."""
+    yield Parameter("binary_head.weight", "", (2, context.hidden))
+    yield Parameter("binary_head.bias", "", (2,))
+    yield Parameter("pooler.dense.weight", "", (context.hidden, context.hidden))
+    yield Parameter("pooler.dense.bias", "", (context.hidden,))

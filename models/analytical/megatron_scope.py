@@ -1,4 +1,4 @@
-"""What the Megatron-LM ledger covers: decoder-only GPT models, dense or routed, trained with Adam. The rest is refused by
+"""What the Megatron-LM ledger covers: GPT models, dense or routed, and BERT, trained with Adam. The rest is refused by
 name."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def _architecture_reason(job: TrainingJob) -> str:
     architecture = job.architecture
     checks = [
         (
-            architecture.kind != "decoder",
-            f"{architecture.name!r} is not a decoder-only transformer (kind={architecture.kind!r}).",
+            architecture.kind not in ("decoder", "encoder"),
+            f"{architecture.name!r} is neither a GPT nor a BERT (kind={architecture.kind!r}).",
         ),
         (architecture.parallel_block, "Parallel attention and feed-forward blocks are not Megatron-LM's."),
     ]

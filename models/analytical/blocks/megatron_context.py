@@ -160,6 +160,10 @@ class MegatronContext:
     """The routed feed-forward that takes the dense one's place, None for a dense layer."""
     latent: LatentContext | None = None
     """Multi-latent attention, which takes the place of the fused query, key and value projection."""
+    masked_tokens: bool = False
+    """BERT: the output layer has a head of its own before it, and a bias."""
+    token_types: int = 0
+    """Rows of the token type embedding, 0 for none; BERT with them tells sentence pairs apart, by a pooler and two logits."""
 
     @property
     def rows(self) -> int:

@@ -43,6 +43,10 @@ def embed(tape: Tape, context: MegatronContext) -> Tensor:
             weight_gradients=[WeightGradient("position_embeddings.weight.grad", context.positions * context.hidden * size)],
         )
         hidden = tape.operation("add_positions", [hidden, positions], full, gradients=[(hidden, None), (positions, None)])
+    if context.token_types:
+        table = WeightGradient("tokentype_embeddings.weight.grad", context.token_types * context.hidden * size)
+        types = tape.operation("tokentype_embeddings", [], full, weight_gradients=[table])
+        hidden = tape.operation("add_token_types", [hidden, types], full, gradients=[(hidden, None), (types, None)])
     hidden = tape.operation("transpose", [hidden], full, gradients=[(hidden, None)])
     if context.sequence_parallel:
         hidden = tape.operation("scatter_to_sequence_parallel", [hidden], context.stream_bytes)
@@ -58,7 +62,7 @@ def embed(tape: Tape, context: MegatronContext) -> Tensor:
 
 def output_layer(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     """Logits [rows, vocabulary] of [stream_rows, hidden]."""
-    logits = column_linear(tape, x, context, context.vocabulary, "output_layer", False)
+    logits = column_linear(tape, x, context, context.vocabulary, "output_layer", context.masked_tokens)
     logits.storage.category = Category.LOGITS
     return logits
 

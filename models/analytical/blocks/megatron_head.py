@@ -11,7 +11,7 @@ from peakcast.models.analytical.blocks.megatron_context import MegatronContext
 from peakcast.models.analytical.blocks.megatron_ends import cross_entropy, embed, output_layer
 from peakcast.models.analytical.blocks.megatron_layer import layer_operations
 from peakcast.models.analytical.blocks.megatron_primitives import FP32, column_linear, norm
-from peakcast.models.analytical.tape import Tape, Template, Tensor
+from peakcast.models.analytical.tape import Tape, Template, Tensor, WeightGradient
 
 
 @lru_cache(maxsize=256)
@@ -30,6 +30,8 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
         for prediction in ahead:
             logits.append(output_layer(tape, prediction, context))
             final = _attach_loss(tape, final, cross_entropy(tape, logits[-1], context))
+    if context.masked_tokens:
+        final = _masked_token_head(tape, final, context)
     logits.append(output_layer(tape, final, context))
     tape.begin_loss()
     loss = cross_entropy(tape, logits[-1], context)
@@ -37,6 +39,24 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
         tape.hold(narrow)
     tape.operation("loss_function", [loss], FP32, forward_temporary_bytes=2 * context.rows * FP32)
     return tape.finish()
+
+
+def _masked_token_head(tape: Tape, final: Tensor, context: MegatronContext) -> Tensor:
+    """BERT's projection, GELU and norm before the output layer, on every rank in full; the sentence pair's pooler reads the
+    first token of each sample. Source: megatron-core 0.16.1 `models/bert/bert_model.py`, `bert_lm_head.py`, `pooler.py`."""
+    square, size = context.hidden * context.hidden * context.element_bytes, context.hidden * context.element_bytes
+    if context.token_types:
+        tape.operation(
+            "pooler",
+            [final],
+            context.batch * size,
+            saves=[final],
+            weight_gradients=[WeightGradient("pooler.dense.weight.grad", square)],
+        )
+    gradients = [WeightGradient("lm_head.dense.weight.grad", square), WeightGradient("lm_head.dense.bias.grad", size)]
+    hidden = tape.operation("lm_head.dense", [final], final.num_bytes, saves=[final], weight_gradients=gradients)
+    hidden = tape.operation("lm_head.gelu", [hidden], final.num_bytes, saves=[hidden])
+    return norm(tape, hidden, context, context.stream_rows, context.hidden, "lm_head.layer_norm")
 
 
 def _predict_ahead(tape: Tape, final: Tensor, context: MegatronContext, depth: int) -> list[Tensor]:
