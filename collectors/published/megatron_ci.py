@@ -131,8 +131,8 @@ def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str], bool]
     """The translation, the sentences about what was filled in, and whether the number of GPUs was."""
     arguments = dict(record["arguments"])
     facts = []
-    if record["family"] == "bert":  # pretrain_bert.py: --tokenizer-type BertWordPieceLowerCase where none is given
-        arguments.setdefault("tokenizer-type", "BertWordPieceLowerCase")
+    if record["family"] == "bert":  # what pretrain_bert.py trains; no flag says so
+        arguments["bert-binary-head"] = True
     known = VOCABULARIES.get((str(arguments.get("tokenizer-type")), int(arguments.get("hidden-size") or 0)))
     if known and "vocab-size" not in arguments:
         arguments["vocab-size"] = known[0]
@@ -146,11 +146,7 @@ def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str], bool]
 
 def _job(job: TrainingJob, record: Mapping[str, Any]) -> TrainingJob:
     options = FrozenMapping({**job.framework_options, "container": record["environment"]})
-    architecture = job.architecture
-    if record["family"] == "bert":
-        types = 0 if record["arguments"].get("bert-no-binary-head") else 2
-        architecture = replace(architecture, kind="encoder", model_type="megatron_bert", type_vocab_size=types)
-    return job.replace(architecture=architecture, framework_options=options)
+    return job.replace(framework_options=options)
 
 
 def _bytes(record: Mapping[str, Any], key: str) -> int | None:

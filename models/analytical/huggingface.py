@@ -267,7 +267,8 @@ def _micro_batch(
         born = run.forward_start + run.template.num_forward
         timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
         if conventions(job).get("caches_while_checkpointing"):  # until `outputs` is dropped
-            timeline.hold("past_key_values", Category.ACTIVATIONS, returned_cache_bytes(context), born, timeline.now, run.module)
+            kept = returned_cache_bytes(context)
+            timeline.hold("past_key_values", Category.ACTIVATIONS, kept, born, timeline.now, run.module)
     hold_embeddings(timeline, contexts, embedded, loss, checkpointed[0] and not job.offload.activations)
     timeline.run_backward(loss)
     for index in reversed(layers):

@@ -151,7 +151,7 @@ def chunk_parameters(
 
 
 def _masked_token_head(context: MegatronContext) -> Iterator[Parameter]:
-    """What BERT has before its output layer, whole on every rank. Source: megatron-core 0.16.1 `models/bert/bert_lm_head.py`."""
+    """What BERT has before its output layer, whole on every rank. Source: megatron-core `models/bert/bert_lm_head.py`."""
     yield Parameter("lm_head.dense.weight", "", (context.hidden, context.hidden))
     yield Parameter("lm_head.dense.bias", "", (context.hidden,))
     yield from _norm(context, "lm_head.layer_norm", context.hidden)

@@ -14,6 +14,7 @@ from peakcast.units import round_up
 POSITIONS: dict[str, PositionEmbedding] = {
     "learned_absolute": "learned", "rope": "rope", "mrope": "rope", "yarn": "rope", "relative": "relative", "none": "none",
 }  # fmt: skip
+FAMILIES = {"encoder": "bert", "encoder_decoder": "t5"}
 MOST_LAYERS = 2**14
 NORMALIZATIONS: dict[str, Normalization] = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
@@ -48,14 +49,15 @@ def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
     layers = _num_layers(settings)
     return Architecture(
         name=f"megatron-{layers}-layers-{hidden}",
-        model_type="megatron_" + ({"decoder": "moe" if experts else "gpt", "encoder_decoder": "t5"}.get(kind, kind)),
+        model_type="megatron_" + (FAMILIES.get(kind, kind) if kind != "decoder" else "moe" if experts else "gpt"),
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=groups,
         head_dim=settings.size("kv_channels", hidden // heads or 1),
         intermediate_size=ffn,
-        vocab_size=_vocabulary(settings, tensor),
+        vocab_size=_vocabulary(settings, tensor, kind),
+        type_vocab_size=2 if kind == "encoder" and not settings.switch("bert_no_binary_head") else 0,
         max_position_embeddings=settings.integer("max_position_embeddings", 0, least=0) or 0,
         tie_word_embeddings=not settings.switch("untie_embeddings_and_output_weights"),
         position_embedding="rope" if rotary else position,
@@ -93,7 +95,8 @@ def _kind(settings: Settings) -> Literal["decoder", "encoder", "encoder_decoder"
         return "hybrid"
     if settings.given("img_h"):
         return "multimodal"
-    return "encoder" if settings.given("bert_no_binary_head") else "decoder"
+    bert = settings.switch("bert_binary_head") or settings.switch("bert_no_binary_head")
+    return "encoder" if bert else "decoder"
 
 
 def _num_layers(settings: Settings) -> int:
@@ -105,13 +108,14 @@ def _num_layers(settings: Settings) -> int:
     return layers
 
 
-def _vocabulary(settings: Settings, tensor: int) -> int:
+def _vocabulary(settings: Settings, tensor: int, kind: str) -> int:
     """The padded vocabulary, rows of the embedding over all tensor-parallel ranks."""
     tokenizer = settings.text("tokenizer_type")
+    usual = "BertWordPieceLowerCase" if kind == "encoder" else ""
     size = settings.integer("vocab_size")
     extra = settings.integer("vocab_extra_ids", 0, least=0) or 0
     if size is None:
-        known = flags.TOKENIZERS.get(tokenizer)
+        known = flags.TOKENIZERS.get(tokenizer or usual)
         size = (known or flags.LIKELY_TOKENIZERS.get(tokenizer, 50257)) + extra
         named = f"tokenizer-type={tokenizer!r}" if tokenizer else "neither vocab-size nor tokenizer-type is given"
         settings.notes.assumptions.append(f"vocab-size is taken as {size}, from {named}.")

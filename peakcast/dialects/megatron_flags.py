@@ -121,7 +121,6 @@ UNSUPPORTED: dict[str, str] = {
     "is_hybrid_model": "a hybrid (Mamba) model",
     "moe_latent_size": "latent mixture-of-experts layers",
     "mtp_use_repeated_layer": "one repeated multi-token-prediction layer",
-    "bert_no_binary_head": "an encoder (BERT) model",
     "optimizer_cpu_offload": "the optimizer's hybrid CPU offloading",
     "perform_rl_step": "reinforcement learning (GRPO)",
     "rampup_batch_size": "a batch size that ramps up",

@@ -122,4 +122,6 @@ def _translated(values: dict[str, Any], pasted: Pasted, notes: Notes) -> Transla
     group = experts * (_size(values, "expert_tensor_parallel_size") if "expert_tensor_parallel_size" in values else tensor)
     least = pipeline * math.lcm(tensor * context, group if experts > 1 else 1)
     num_gpus = pasted.gpus(notes, least, ", the least for this layout")
+    if pasted.program.endswith("pretrain_bert.py"):
+        values.setdefault("bert_binary_head", True)
     return notes.finish(notes.include(from_megatron(values, num_gpus, env)))

@@ -40,7 +40,7 @@ def test_cells_come_worst_first_and_group_by_any_name(evaluation: Evaluation) ->
     cells = cells_of(evaluation, "A100-80GB", "peak_allocated_bytes")
     assert [cell.key[-1] for cell in cells] == ["3", "2", "1"]
     assert list(by_group(cells, "layout")) == ["single", "ddp+tp"]
-    sizes = [replace(cell, framework="megatron", measured=gib * GIB).size for cell, gib in zip(cells, (4, 5, 20), strict=True)]
+    sizes = [replace(cells[0], framework="megatron", measured=gib * GIB).size for gib in (4, 5, 20)]
     assert sizes == ["megatron, below 5 GiB", "megatron, 5 to 20 GiB", "megatron, 20 GiB and more"]
     assert cells_of(evaluation, "A100-80GB", "peak_host_bytes") == ()
 

@@ -163,7 +163,7 @@ class MegatronContext:
     masked_tokens: bool = False
     """BERT: the output layer has a head of its own before it, and a bias."""
     token_types: int = 0
-    """Rows of the token type embedding, 0 for none; BERT with them tells sentence pairs apart, by a pooler and two logits."""
+    """Rows of the token type embedding, 0 for none; a BERT that has them has a pooler and two logits too."""
 
     @property
     def rows(self) -> int:
