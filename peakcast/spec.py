@@ -15,7 +15,7 @@ from typing import Any, Literal
 from peakcast.allocator import Allocator
 from peakcast.architecture import Architecture
 from peakcast.errors import SpecError
-from peakcast.fields import FrozenMapping, require_not_negative, require_positive, to_mapping
+from peakcast.fields import FrozenMapping, require_not_negative, require_positive, to_mapping, unsaid
 
 Framework = Literal["huggingface", "torch", "megatron", "deepspeed"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -199,6 +199,9 @@ class TrainingJob:
     """Package versions (`torch: "2.4.1"`) and the stack whose conventions hold, where they matter."""
     micro_batch_size: int = 1
     sequence_length: int = 2048
+    """Tokens of each sequence of a micro-batch; of an encoder-decoder, what the encoder reads."""
+    decoder_sequence_length: int | None = unsaid(None)
+    """Tokens of each of an encoder-decoder's targets; null means `sequence_length`."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step and rank (with pipelining: those in flight come out of these)."""
     precision: Precision = Precision()
@@ -216,7 +219,9 @@ class TrainingJob:
     """Switches that only one framework has; each must be a known convention of `framework` (catalog/frameworks.toml)."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "micro_batch_size", "sequence_length", "gradient_accumulation_steps")
+        require_positive(
+            self, "micro_batch_size", "sequence_length", "decoder_sequence_length", "gradient_accumulation_steps"
+        )
         self._check_layout()
 
     def __hash__(self) -> int:
@@ -308,8 +313,8 @@ def job_in_words(job: TrainingJob) -> str:
     asked = job_to_mapping(job)
     words = [job.architecture.name]
     for key in asked:
-        if key not in ("architecture", "versions") and asked[key] != plain[key]:
-            words += _differences(key, asked[key], plain[key])
+        if key not in ("architecture", "versions") and asked[key] != plain.get(key):
+            words += _differences(key, asked[key], plain.get(key))
     return ", ".join(words)
 
 

@@ -170,7 +170,7 @@ def _eager(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     elements = context.batch * heads * context.sequence * (context.key_length or context.sequence)
     k, v = repeat_key_value(build, q, k, v)
     q_used, k_used, v_used = (_joined(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    scores = tape.operation("self_attn.scores", [q_used, k_used], elements * size, saves=[q_used, k_used])
+    scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
     scores = ops.scale(tape, scores, "self_attn.scaling")
     if family.attention_softcap:
         scores = ops.scale(tape, scores, "self_attn.softcap.divide")
@@ -185,13 +185,8 @@ def _eager(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = ops.cast(tape, weights, elements * size, "self_attn.softmax.to_narrow")
         tape.hold(scores)
     weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
-    output = tape.operation(
-        "self_attn.weighted_sum",
-        [weights, v_used],
-        v.num_bytes,
-        saves=[weights, v_used],
-        forward_temporary_bytes=v.num_bytes,  # the product before .transpose(1, 2).contiguous()
-    )
+    # the product, before .transpose(1, 2).contiguous()
+    output = ops.matmul(tape, weights, v_used, v.num_bytes, "self_attn.weighted_sum", forward_temporary_bytes=v.num_bytes)
     tape.hold(k)
     build.variables.append(weights)  # the attention module returns them too
     return output

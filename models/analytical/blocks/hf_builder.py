@@ -203,7 +203,8 @@ class BlockBuilder:
             numel * compute,
             weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * weight_bytes)] if trainable else [],
         )
-        self.variables.append(weight)
+        if trainable:  # else nobody keeps it beyond the product, where no graph does
+            self.variables.append(weight)
         return tape.operation(
             name,
             [x, weight],
@@ -249,6 +250,7 @@ class BlockBuilder:
                 weight_bytes=context.norm_weight_bytes,
                 trainable=context.trainable,
                 weight_in_fp32=family.norm_weight_in_float32,
+                of_input=family.norm_of_input,
             )
         if family.layer_norm_in_python:
             return ops.python_layer_norm(
