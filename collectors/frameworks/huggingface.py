@@ -171,10 +171,27 @@ def causal_model(model: Any) -> Any:
 
 def _batch(job: TrainingJob) -> dict[str, torch.Tensor]:
     """What the model is called with: random tokens, which a decoder also predicts; an encoder-decoder has its targets."""
+    if job.batch.form == "padding_free":
+        return _joined(job)
     ids = random_tokens(job, job.sequence_length)
+    if job.batch.form == "masked":
+        return {"input_ids": ids, "labels": ids, "attention_mask": _padding(job, ids)}
     if job.architecture.kind != "encoder_decoder":
         return {"input_ids": ids, "labels": ids}
     return {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
+
+
+def _joined(job: TrainingJob) -> dict[str, torch.Tensor]:
+    """All sequences in one row, each with positions from 0, as `DataCollatorWithFlattening` joins them."""
+    total, each = job.num_tokens, -(-job.num_tokens // job.micro_batch_size)
+    ids = torch.randint(job.architecture.vocab_size, (1, total))
+    return {"input_ids": ids, "labels": ids, "position_ids": (torch.arange(total) % each)[None]}
+
+
+def _padding(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:
+    """A mask of as many ones as there are tokens, spread evenly: the rest of each row is padding."""
+    each = -(-job.num_tokens // job.micro_batch_size)
+    return (torch.arange(ids.shape[1], device=ids.device) < each).long().expand(ids.shape).contiguous()
 
 
 def random_tokens(job: TrainingJob, length: int) -> torch.Tensor:

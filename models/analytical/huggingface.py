@@ -41,7 +41,7 @@ from peakcast.models.analytical.quantization import quantized_linear_bytes
 from peakcast.models.analytical.step import FOREVER, Recording, Run, Step
 from peakcast.models.analytical.tape import Template
 from peakcast.models.analytical.workspaces import training_workspaces
-from peakcast.spec import ActivationCheckpointing, TrainingJob
+from peakcast.spec import ActivationCheckpointing, Batch, TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 from peakcast.units import DTYPE_BYTES
 
@@ -95,6 +95,7 @@ def _weights_job(job: TrainingJob) -> TrainingJob:
     return job.replace(
         micro_batch_size=1,
         gradient_accumulation_steps=1,
+        batch=Batch(),
         sequence_length=job.parallelism.context_parallel_size * job.parallelism.tensor_parallel_size,
         attention="sdpa",
         activation_checkpointing=ActivationCheckpointing(),
@@ -126,10 +127,14 @@ def _context(job: TrainingJob, device: Device | None) -> HFContext:
     adapter = job.finetuning.adapter_dtype or convention.get("adapter_dtype", job.precision.parameters)
     if gathered_dtype(job) != job.precision.parameters:
         adapter = gathered_dtype(job)
+    joined = job.batch.form == "padding_free"
     return HFContext(
         architecture=job.architecture,
-        batch=job.micro_batch_size,
-        sequence=job.sequence_length,
+        batch=1 if joined else job.micro_batch_size,
+        sequence=job.num_tokens if joined else job.sequence_length,
+        mask_of_batch=job.batch.form != "rows",
+        valid_rows=job.num_tokens if job.batch.form == "masked" else 0,
+        num_sequences=job.micro_batch_size if joined else 0,
         weight_bytes=weight,
         compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
         autocast=autocast,
@@ -218,11 +223,14 @@ def paged_state_bytes(job: TrainingJob) -> int:
 
 
 def _hold_inputs(timeline: Step, job: TrainingJob) -> None:
-    tokens = job.micro_batch_size * job.sequence_length
+    joined = job.batch.form == "padding_free"
+    tokens = job.num_tokens if joined else job.micro_batch_size * job.sequence_length
     targets = job.micro_batch_size * (job.decoder_sequence_length or job.sequence_length)
     timeline.hold("input_ids", Category.INPUTS, tokens * INT64, 0)
-    timeline.hold("labels", Category.INPUTS, targets * INT64, 0)
-    if conventions(job).get("trainer"):  # data collators send a mask of ones along
+    timeline.hold("labels", Category.INPUTS, (tokens if joined else targets) * INT64, 0)
+    if joined:
+        timeline.hold("position_ids", Category.INPUTS, tokens * INT64, 0)
+    elif job.batch.form == "masked" or conventions(job).get("trainer"):  # data collators send a mask of ones along
         timeline.hold("attention_mask", Category.INPUTS, tokens * INT64, 0)
 
 
@@ -317,7 +325,9 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         # peft's enable_input_require_grads comes with checkpointing only
         input_requires_grad=index > 0 or not adapters_alone,
         routed=context.architecture.is_moe_layer(index),
-        masked=traits(context.architecture).always_masked or slides(context.architecture, index, context.sequence),
+        masked=context.mask_of_batch
+        or traits(context.architecture).always_masked
+        or slides(context.architecture, index, context.sequence),
         # accelerate 1.15 utils/ao.py filter_first_and_last_linear_layers: q_proj (or the fused one) of layer 0, and lm_head
         float8_skips=context.float8_skips | ({f"self_attn.{_first_linear(context.architecture)}"} if index == 0 else set()),
     )

@@ -9,6 +9,8 @@ from peakcast.spec import Offload, TrainingJob
 
 def out_of_scope(job: TrainingJob) -> str:
     """Why the ledger does not cover `job`, as one sentence; "" when it does."""
+    if job.batch.form != "rows" and (job.framework == "megatron" or job.architecture.kind != "decoder"):
+        return f"batch.form={job.batch.form!r} is modelled for decoders of Hugging Face transformers only."
     if job.framework == "megatron":
         from peakcast.models.analytical.megatron import megatron_out_of_scope
 

@@ -43,6 +43,12 @@ class HFContext:
     """False for the first layer of a network with adapters and no checkpointing: nothing before an adapter is kept."""
     masked: bool = False
     """Whether the layer's attention gets an explicit mask."""
+    mask_of_batch: bool = False
+    """Whether every sequence of the batch has a mask of its own (padding, packed sequences)."""
+    valid_rows: int = 0
+    """Tokens that are no padding, where rows have some: flash attention takes these alone; 0: it takes all."""
+    num_sequences: int = 0
+    """Sequences that are joined in one row, where they are."""
     routed: bool = False
     """Whether the layer's feed-forward is a mixture of experts."""
     checkpointed: bool = False
