@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peakcast.errors import SpecError
-from peakcast.fields import require_not_negative, require_positive
+from peakcast.fields import require_not_negative, require_positive, unsaid
 
 Normalization = Literal["rmsnorm", "layernorm", "layernorm_no_bias", "nonparametric"]
 PositionEmbedding = Literal["rope", "learned", "alibi", "relative", "none"]
@@ -65,7 +65,8 @@ class MultiLatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A decoder-only transformer (or, by `kind`, another shape that is known only by its parameters)."""
+    """A transformer: a decoder, or by `kind` an encoder, an encoder with a decoder, or another shape, of which less is
+    known."""
 
     name: str
     model_type: str
@@ -120,10 +121,16 @@ class Architecture:
     """One learned logit per head (gpt-oss)."""
     moe: MixtureOfExperts | None = None
     mla: MultiLatentAttention | None = None
+    num_decoder_layers: int = unsaid(0)
+    """Layers of the decoder beside the `num_hidden_layers` of the encoder (T5)."""
+    relative_attention_num_buckets: int = unsaid(0)
+    """Rows of the table of relative positions that the first layer of encoder and decoder each have (T5)."""
+    scale_decoder_outputs: bool = unsaid(False)
+    """The decoder's output is multiplied by hidden_size ** -0.5 before the lm_head (T5, not T5 v1.1 nor Flan-T5)."""
     num_nextn_predict_layers: int = 0
     """Multi-token-prediction layers (DeepSeek-V3)."""
     kind: Literal["decoder", "encoder", "encoder_decoder", "hybrid", "multimodal"] = "decoder"
-    """Only `decoder` has a complete ledger; the others are refused or marked out of scope by name."""
+    """Others than decoders, BERT and T5 are refused or marked out of scope by name."""
 
     def __post_init__(self) -> None:
         require_positive(
@@ -146,6 +153,8 @@ class Architecture:
             "hidden_dropout",
             "embedding_dropout",
             "num_nextn_predict_layers",
+            "num_decoder_layers",
+            "relative_attention_num_buckets",
         )
         if self.num_attention_heads % self.num_key_value_heads:
             raise SpecError(
@@ -155,6 +164,11 @@ class Architecture:
                 parameter="num_key_value_heads",
                 value=self.num_key_value_heads,
             )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the encoder (or the decoder alone) and of the decoder beside it."""
+        return self.num_hidden_layers + self.num_decoder_layers
 
     @property
     def query_size(self) -> int:

@@ -54,15 +54,26 @@ def build(cls: type[T], mapping: object, where: str = "") -> T:
     return cls(**values)
 
 
+def unsaid(default: Any) -> Any:
+    """A field that `to_mapping` leaves out at its default: what few jobs have would else lengthen every stored job, and
+    change its hash on the day that the field is added."""
+    return dataclasses.field(default=default, metadata={"unsaid": True})
+
+
 def to_mapping(value: object) -> Any:
     """The plain JSON-able form of a dataclass built by `build`; `build(type(v), to_mapping(v)) == v`."""
     if dataclasses.is_dataclass(value):
-        return {f.name: to_mapping(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        said = (f for f in dataclasses.fields(value) if f.init and not _left_unsaid(f, value))
+        return {f.name: to_mapping(getattr(value, f.name)) for f in said}
     if isinstance(value, FrozenMapping):
         return {key: to_mapping(item) for key, item in value.items()}
     if isinstance(value, tuple):
         return [to_mapping(item) for item in value]
     return value
+
+
+def _left_unsaid(field: dataclasses.Field[Any], value: object) -> bool:
+    return bool(field.metadata.get("unsaid")) and getattr(value, field.name) == field.default
 
 
 class FrozenMapping(Mapping[str, Any]):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from peakcast.allocator import Allocator
 from peakcast.architecture import Architecture
 from peakcast.errors import SpecError
-from peakcast.fields import FrozenMapping, require_not_negative, require_positive, to_mapping
+from peakcast.fields import FrozenMapping, require_not_negative, require_positive, to_mapping, unsaid
 
 Framework = Literal["huggingface", "torch", "megatron", "deepspeed"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -167,6 +167,22 @@ class Parallelism:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a micro-batch of `micro_batch_size` sequences looks like to the model."""
+
+    form: Literal["rows", "masked", "padding_free"] = "rows"
+    """`rows`: as many full rows of `sequence_length`, and attention needs no mask but the causal one. `masked`: rows in
+    which attention must leave something out, padding or the other sequences of a packed row. `padding_free`: all sequences
+    in one row without padding, told apart by their positions (transformers' DataCollatorWithFlattening, trl's
+    padding_free)."""
+    num_tokens: int | None = None
+    """Tokens of a micro-batch that are no padding; null means micro_batch_size × sequence_length, the most there can be."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "num_tokens", where="batch.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
     """What lives in host memory instead."""
 
@@ -199,6 +215,10 @@ class TrainingJob:
     """Package versions (`torch: "2.4.1"`) and the stack whose conventions hold, where they matter."""
     micro_batch_size: int = 1
     sequence_length: int = 2048
+    """Tokens of each sequence of a micro-batch; of an encoder-decoder, what the encoder reads."""
+    decoder_sequence_length: int | None = unsaid(None)
+    """Tokens of each of an encoder-decoder's targets; null means `sequence_length`."""
+    batch: Batch = unsaid(Batch())  # noqa: RUF009  # a frozen value
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step and rank (with pipelining: those in flight come out of these)."""
     precision: Precision = Precision()
@@ -216,8 +236,26 @@ class TrainingJob:
     """Switches that only one framework has; each must be a known convention of `framework` (catalog/frameworks.toml)."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "micro_batch_size", "sequence_length", "gradient_accumulation_steps")
+        require_positive(
+            self, "micro_batch_size", "sequence_length", "decoder_sequence_length", "gradient_accumulation_steps"
+        )
+        self._check_batch()
         self._check_layout()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a micro-batch that are no padding."""
+        return self.batch.num_tokens or self.micro_batch_size * self.sequence_length
+
+    def _check_batch(self) -> None:
+        most, asked = self.micro_batch_size * self.sequence_length, self.batch.num_tokens
+        if asked is not None and (asked > most or self.batch.form == "rows"):
+            rule = (
+                f"exceeds micro_batch_size × sequence_length={most}; raise one of them"
+                if asked > most
+                else "needs rows with padding, or none; set batch.form to masked or padding_free"
+            )
+            raise SpecError(f"batch.num_tokens={asked} {rule}.", parameter="batch.num_tokens", value=asked)
 
     def __hash__(self) -> int:
         return self._hash  # jobs are keys of many caches; without this each look-up walks the whole job
@@ -308,8 +346,8 @@ def job_in_words(job: TrainingJob) -> str:
     asked = job_to_mapping(job)
     words = [job.architecture.name]
     for key in asked:
-        if key not in ("architecture", "versions") and asked[key] != plain[key]:
-            words += _differences(key, asked[key], plain[key])
+        if key not in ("architecture", "versions") and asked[key] != plain.get(key):
+            words += _differences(key, asked[key], plain.get(key))
     return ", ".join(words)
 
 

@@ -23,17 +23,23 @@ from peakcast.spec import TrainingJob
 
 MAX_GRAD_NORM = 1.0
 NEFTUNE_NOISE_ALPHA = 5.0
+AUTO_MODELS = {
+    "decoder": "AutoModelForCausalLM",
+    "encoder": "AutoModelForMaskedLM",
+    "encoder_decoder": "AutoModelForSeq2SeqLM",
+}
+"""Kind of architecture -> the class of transformers that trains it."""
 
 
 class HuggingFaceTraining:
     """One training run of a causal language model."""
 
-    def __init__(self, job: TrainingJob, model: Any, layout: layouts.Layout, ids: torch.Tensor) -> None:
+    def __init__(self, job: TrainingJob, model: Any, layout: layouts.Layout, batch: dict[str, torch.Tensor]) -> None:
         self.job = job
         self.layout = layout
         self.model = layout.model
         self.optimizer = build_optimizer(job, self.model)
-        self.ids = ids
+        self.batch = batch
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._unwrapped = model
         self._outputs: Any = None
@@ -58,7 +64,7 @@ class HuggingFaceTraining:
         try:
             with self._accumulation(), self._autocast(), self._saves():
                 switches = {"use_cache": False} if self.job.architecture.kind == "decoder" else {}
-                outputs = self.model(input_ids=self.ids, labels=self.ids, **switches)
+                outputs = self.model(**self.batch, **switches)
         finally:
             inner.loss_function = loss_function
             if announcement is not None:
@@ -71,7 +77,7 @@ class HuggingFaceTraining:
         """The module after which the loss begins, where the model does not call its `loss_function`."""
         if self.job.loss.fused_linear_cross_entropy:
             return inner.base_model
-        return inner.get_output_embeddings() if self.job.architecture.kind == "encoder" else None
+        return inner.get_output_embeddings() if self.job.architecture.kind != "decoder" else None
 
     def _accumulation(self) -> contextlib.AbstractContextManager[Any]:
         """What the layout does around a micro-batch that is not the last of its step."""
@@ -142,7 +148,7 @@ def build(job: TrainingJob, device: str) -> HuggingFaceTraining:
     scope.check(job)
     with torch.device(device):
         model = model_of(job)
-        ids = random_tokens(job, job.sequence_length)
+        batch = _batch(job)
     if job.precision.compute == "float8":
         model = _in_float8(model)
     _with_liger_kernels(model, job)
@@ -155,12 +161,37 @@ def build(job: TrainingJob, device: str) -> HuggingFaceTraining:
         embeddings = causal_model(model).get_input_embeddings()  # as transformers' activate_neftune does
         embeddings.neftune_noise_alpha = NEFTUNE_NOISE_ALPHA
         embeddings.register_forward_hook(neftune_post_forward_hook)
-    return HuggingFaceTraining(job, model, layouts.wrap(model, job), ids)
+    return HuggingFaceTraining(job, model, layouts.wrap(model, job), batch)
 
 
 def causal_model(model: Any) -> Any:
     """The network itself, out of peft's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _batch(job: TrainingJob) -> dict[str, torch.Tensor]:
+    """What the model is called with: random tokens, which a decoder also predicts; an encoder-decoder has its targets."""
+    if job.batch.form == "padding_free":
+        return _joined(job)
+    ids = random_tokens(job, job.sequence_length)
+    if job.batch.form == "masked":
+        return {"input_ids": ids, "labels": ids, "attention_mask": _padding(job, ids)}
+    if job.architecture.kind != "encoder_decoder":
+        return {"input_ids": ids, "labels": ids}
+    return {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
+
+
+def _joined(job: TrainingJob) -> dict[str, torch.Tensor]:
+    """All sequences in one row, each with positions from 0, as `DataCollatorWithFlattening` joins them."""
+    total, each = job.num_tokens, -(-job.num_tokens // job.micro_batch_size)
+    ids = torch.randint(job.architecture.vocab_size, (1, total))
+    return {"input_ids": ids, "labels": ids, "position_ids": (torch.arange(total) % each)[None]}
+
+
+def _padding(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:
+    """A mask of as many ones as there are tokens, spread evenly: the rest of each row is padding."""
+    each = -(-job.num_tokens // job.micro_batch_size)
+    return (torch.arange(ids.shape[1], device=ids.device) < each).long().expand(ids.shape).contiguous()
 
 
 def random_tokens(job: TrainingJob, length: int) -> torch.Tensor:
@@ -236,14 +267,14 @@ def model_of(job: TrainingJob) -> Any:
     attention = {"flex": "flex_attention"}.get(job.attention, job.attention)
     config = transformers.AutoConfig.for_model(**hf_config_of(_trainable(job.architecture)))
     dtype = getattr(torch, job.precision.parameters)
-    auto = transformers.AutoModelForMaskedLM if job.architecture.kind == "encoder" else transformers.AutoModelForCausalLM
+    auto = getattr(transformers, AUTO_MODELS[job.architecture.kind])
     return auto.from_config(config, attn_implementation=attention, dtype=dtype)
 
 
 def _trainable(architecture: Architecture) -> Architecture:
-    if architecture.kind not in ("decoder", "encoder"):
+    if architecture.kind not in AUTO_MODELS:
         raise CollectorError(
-            f"architecture={architecture.name!r} is of kind={architecture.kind!r}; decoders and encoders are collected.",
+            f"architecture={architecture.name!r} is of kind={architecture.kind!r}; collected are {', '.join(AUTO_MODELS)}.",
             parameter="architecture",
             value=architecture.name,
         )
@@ -292,7 +323,7 @@ def _with_adapters(model: Any, job: TrainingJob) -> Any:
         lora_alpha=tuning.alpha or 16,
         lora_dropout=tuning.dropout,
         target_modules=targets,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_2_SEQ_LM" if job.architecture.kind == "encoder_decoder" else "CAUSAL_LM",
     )
     if job.activation_checkpointing.mode != "none":
         model.enable_input_require_grads()

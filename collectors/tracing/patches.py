@@ -103,8 +103,9 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
     return self
 
 
-def install() -> None:
-    """Use `fused_attention` for every call in this process, and keep transformers from building a mask it does not need."""
+def install(*, masks_of_batch: bool = False) -> None:
+    """Use `fused_attention` for every call in this process, and keep transformers from building a mask it does not need:
+    `masks_of_batch` says that the batch has padding, or sequences joined in a row."""
     torch.nn.functional.scaled_dot_product_attention = fused_attention
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     # fake tensors cannot say whether a gradient was infinite; a step that is taken is the one to see
@@ -115,9 +116,9 @@ def install() -> None:
         import transformers.masking_utils as masks
     except ImportError:
         return
-    if hasattr(masks, "find_packed_sequence_indices"):
+    if hasattr(masks, "find_packed_sequence_indices") and not masks_of_batch:
         masks.find_packed_sequence_indices = lambda position_ids: None  # fake tensors look packed to it: a b·s·s mask
     if hasattr(masks, "is_tracing") and hasattr(masks, "fast_all"):
         # a padding mask of ones (OPT makes one itself) is dropped for real tensors and kept, b·s·s, for fake ones
         masks.is_tracing = lambda tensor=None: False
-        masks.fast_all = lambda tensor: True  # batches here have no padding
+        masks.fast_all = lambda tensor: not masks_of_batch

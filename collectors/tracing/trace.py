@@ -53,7 +53,7 @@ def trace_here(job: TrainingJob) -> dict[str, Timeline]:
     from peakcast.collectors.tracing.tracer import Tracer
 
     fake_cuda.install()
-    patches.install()
+    patches.install(masks_of_batch=job.batch.form != "rows")
     if job.loss.fused_linear_cross_entropy or job.framework_options.get("liger_kernels"):
         triton_stub.install()
     if job.parallelism.world_size > 1:

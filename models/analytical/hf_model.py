@@ -57,16 +57,19 @@ def hold_tied_gradient(timeline: Step, loss: Run) -> None:
 
 def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, dies: int) -> None:
     """The model's attention masks, one per kind of layer: for eager in the compute dtype, for sdpa bool and shared by all
-    sequences. They live as long as the model's forward, and as arguments of checkpointed layers to the last of these."""
+    sequences unless the batch asks for one each. They live as long as the model's forward, and as arguments of
+    checkpointed layers to the last of these."""
     one = layers[0]
     scores = one.sequence**2
+    kinds = 2 if one.architecture.sliding_window is not None and traits(one.architecture).full_attention_every else 1
     if one.architecture.kind == "encoder":
         sizes = []  # nothing is masked without padding
     elif one.attention == "eager":
-        both = one.architecture.sliding_window is not None and traits(one.architecture).full_attention_every
-        sizes = [one.batch * scores * one.compute_bytes] * (2 if both else 1)
+        sizes = [one.batch * scores * one.compute_bytes] * kinds
     elif one.attention == "flex":
         sizes = [flex_block_mask_bytes(one.batch, one.sequence)]
+    elif one.attention == "sdpa" and one.mask_of_batch:
+        sizes = [one.batch * scores] * kinds
     else:
         sizes = [scores] if one.attention == "sdpa" and any(layer.masked for layer in layers) else []
     for size in sizes:
@@ -79,6 +82,6 @@ def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, sta
         mla = job.architecture.mla
         width = mla.qk_rope_head_dim if mla else int(job.architecture.head_dim * traits(job.architecture).rotary_fraction)
         wide = traits(job.architecture).rotary == "promoted"
-        size = job.sequence_length * width * (FP32 if wide else context.weight_bytes)
+        size = context.sequence * width * (FP32 if wide else context.weight_bytes)
         for name in ("rotary.cos", "rotary.sin") * traits(job.architecture).rotary_tables:
             timeline.hold(name, Category.ACTIVATIONS, size, start, timeline.now)

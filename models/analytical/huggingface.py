@@ -16,6 +16,8 @@ from peakcast.models.analytical.blocks.hf_ends import embedding, head, logits_by
 from peakcast.models.analytical.blocks.hf_layer import decoder_layer
 from peakcast.models.analytical.blocks.hf_traits import slides, traits
 from peakcast.models.analytical.blocks.kv_cache import returned_cache_bytes
+from peakcast.models.analytical.encoder_decoder import encoder_decoder_micro_batch, outputs_of, target_context
+from peakcast.models.analytical.hf_checkpoint import recompute
 from peakcast.models.analytical.hf_model import (
     hold_buffers,
     hold_embeddings,
@@ -29,8 +31,8 @@ from peakcast.models.analytical.layouts import gathered_dtype, layout_of
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
+from peakcast.models.analytical.parameter_tensor import ParameterTensor
 from peakcast.models.analytical.parameters import (
-    ParameterTensor,
     embedding_parameters,
     head_parameters,
     layer_parameters,
@@ -40,7 +42,7 @@ from peakcast.models.analytical.quantization import quantized_linear_bytes
 from peakcast.models.analytical.step import FOREVER, Recording, Run, Step
 from peakcast.models.analytical.tape import Template
 from peakcast.models.analytical.workspaces import training_workspaces
-from peakcast.spec import ActivationCheckpointing, TrainingJob
+from peakcast.spec import ActivationCheckpointing, Batch, TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 from peakcast.units import DTYPE_BYTES
 
@@ -55,7 +57,8 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
     "steady" (any later one). `device` adds what kernels and libraries allocate inside themselves on that GPU type;
     without it the timeline is what a trace sees."""
     context = _context(job, device)
-    layout = layout_of(job, _parameters(_weights_job(job)), logits_bytes_kept_by_outputs(replace(context, autocast=False)))
+    logits = logits_bytes_kept_by_outputs(replace(target_context(context, job), autocast=False))
+    layout = layout_of(job, _parameters(_weights_job(job)), logits)
     if job.task == "inference":
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
         return inference_ledger(job, context, weights, device)
@@ -70,13 +73,14 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
     hold_buffers(timeline, job)
     cached = _autocast_cache(context, layout.tensors) if context.autocast else {}
     micro_batches = min(job.gradient_accumulation_steps, 2)
+    micro_batch_of = _two_stacks if job.architecture.kind == "encoder_decoder" else _micro_batch
     for micro_batch in range(micro_batches):
         start = timeline.now
         last = micro_batch == micro_batches - 1
         layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
-        ended = _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0, last=last)
+        ended = micro_batch_of(timeline, job, context, cached, keeps_gradients=micro_batch == 0, last=last)
         if step == "steady" or micro_batch > 0:
-            _hold_previous_logits(timeline, job, context, start, ended)
+            _hold_previous_outputs(timeline, job, context, start, ended)
         layout.end_backward(timeline)
     if alone and not optimizer_rule(job).updates_in_backward:
         timeline.run_again(_optimizer_stepped(_weights_job(job), step))
@@ -92,6 +96,7 @@ def _weights_job(job: TrainingJob) -> TrainingJob:
     return job.replace(
         micro_batch_size=1,
         gradient_accumulation_steps=1,
+        batch=Batch(),
         sequence_length=job.parallelism.context_parallel_size * job.parallelism.tensor_parallel_size,
         attention="sdpa",
         activation_checkpointing=ActivationCheckpointing(),
@@ -123,10 +128,14 @@ def _context(job: TrainingJob, device: Device | None) -> HFContext:
     adapter = job.finetuning.adapter_dtype or convention.get("adapter_dtype", job.precision.parameters)
     if gathered_dtype(job) != job.precision.parameters:
         adapter = gathered_dtype(job)
+    joined = job.batch.form == "padding_free"
     return HFContext(
         architecture=job.architecture,
-        batch=job.micro_batch_size,
-        sequence=job.sequence_length,
+        batch=1 if joined else job.micro_batch_size,
+        sequence=job.num_tokens if joined else job.sequence_length,
+        mask_of_batch=job.batch.form != "rows",
+        valid_rows=job.num_tokens if job.batch.form == "masked" else 0,
+        num_sequences=job.micro_batch_size if joined else 0,
         weight_bytes=weight,
         compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
         autocast=autocast,
@@ -198,7 +207,7 @@ def _adapted(name: str, job: TrainingJob) -> bool:
 def _all_parameters(architecture: Architecture) -> Iterator[tuple[str, ParameterTensor]]:
     for tensor in embedding_parameters(architecture):
         yield "embedding", tensor
-    for layer in range(architecture.num_hidden_layers):
+    for layer in range(architecture.num_layers):
         for tensor in layer_parameters(architecture, layer):
             yield f"layers.{layer}", tensor
     for tensor in head_parameters(architecture):
@@ -215,10 +224,14 @@ def paged_state_bytes(job: TrainingJob) -> int:
 
 
 def _hold_inputs(timeline: Step, job: TrainingJob) -> None:
-    tokens = job.micro_batch_size * job.sequence_length
-    for name in ("input_ids", "labels"):
-        timeline.hold(name, Category.INPUTS, tokens * INT64, 0)
-    if conventions(job).get("trainer"):  # data collators send a mask of ones along
+    joined = job.batch.form == "padding_free"
+    tokens = job.num_tokens if joined else job.micro_batch_size * job.sequence_length
+    targets = job.micro_batch_size * (job.decoder_sequence_length or job.sequence_length)
+    timeline.hold("input_ids", Category.INPUTS, tokens * INT64, 0)
+    timeline.hold("labels", Category.INPUTS, (tokens if joined else targets) * INT64, 0)
+    if joined:
+        timeline.hold("position_ids", Category.INPUTS, tokens * INT64, 0)
+    elif job.batch.form == "masked" or conventions(job).get("trainer"):  # data collators send a mask of ones along
         timeline.hold("attention_mask", Category.INPUTS, tokens * INT64, 0)
 
 
@@ -273,7 +286,7 @@ def _micro_batch(
     timeline.run_backward(loss)
     for index in reversed(layers):
         if checkpointed[index]:
-            _recompute(timeline, first_runs[index], job, keeps_gradients)
+            recompute(timeline, first_runs[index], job, keeps_gradients)
         else:
             timeline.run_backward(runs[index])
     hold_masks(timeline, contexts, start, timeline.now if any(checkpointed) else model_ends(loss))
@@ -283,6 +296,15 @@ def _micro_batch(
     if job.architecture.tie_word_embeddings and not keeps_gradients:
         hold_tied_gradient(timeline, loss)
     _hold_logits(timeline, job, context, loss, last)
+    return loss.forward_start + loss.template.num_forward
+
+
+def _two_stacks(
+    timeline: Step, job: TrainingJob, context: HFContext, cached: Mapping[str, int], *, keeps_gradients: bool, last: bool
+) -> int:
+    """`_micro_batch` of an encoder-decoder."""
+    loss = encoder_decoder_micro_batch(timeline, job, context, cached, keeps_gradients=keeps_gradients, last=last)
+    _hold_logits(timeline, job, target_context(context, job), loss, last)
     return loss.forward_start + loss.template.num_forward
 
 
@@ -307,7 +329,9 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         # peft's enable_input_require_grads comes with checkpointing only
         input_requires_grad=index > 0 or not adapters_alone,
         routed=context.architecture.is_moe_layer(index),
-        masked=traits(context.architecture).always_masked or slides(context.architecture, index, context.sequence),
+        masked=context.mask_of_batch
+        or traits(context.architecture).always_masked
+        or slides(context.architecture, index, context.sequence),
         # accelerate 1.15 utils/ao.py filter_first_and_last_linear_layers: q_proj (or the fused one) of layer 0, and lm_head
         float8_skips=context.float8_skips | ({f"self_attn.{_first_linear(context.architecture)}"} if index == 0 else set()),
     )
@@ -320,26 +344,6 @@ def _first_linear(architecture: Architecture) -> str:
 
 def _checkpointed_layer(context: HFContext, job: TrainingJob) -> Template:
     return decoder_layer(replace(context, checkpointed=True, cached_matmuls=_cached_matmuls(job)))
-
-
-def _recompute(timeline: Step, first: Run, job: TrainingJob, keeps_gradients: bool) -> None:
-    """A checkpointed layer in backward: forward again, then its backward; the checkpoint holds the input all along, or,
-    offloaded, while the layer runs forward."""
-    start, module, template = timeline.now, first.module, first.template
-    run = timeline.run_forward(template, module, Phase.BACKWARD, keeps_gradients=keeps_gradients)
-    run.uses_cached, first.recomputation = True, run
-    recomputed = timeline.now
-    timeline.run_backward(run)
-    hidden, begin = template.input_bytes, first.forward_start
-    if job.offload.activations:
-        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, begin + template.num_forward, module)
-        ends = timeline.now if template.keeps_input else recomputed
-        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, start, ends, module)
-    else:
-        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, timeline.now, module)
-    timeline.hold("gradient", Category.TEMPORARIES, hidden, start, recomputed, module)
-    if job.activation_checkpointing.use_reentrant:  # CheckpointFunction.backward keeps its recomputed outputs
-        timeline.hold("recomputed_output", Category.ACTIVATIONS, hidden, recomputed, timeline.now, module)
 
 
 def _kept_logits(job: TrainingJob, context: HFContext) -> int:
@@ -359,12 +363,15 @@ def _hold_logits(timeline: Step, job: TrainingJob, context: HFContext, loss: Run
             timeline.hold(name, Category.ACTIVATIONS, num_bytes, timeline.now, dies, "embedding")
 
 
-def _hold_previous_logits(timeline: Step, job: TrainingJob, context: HFContext, start: int, ended: int) -> None:
+def _hold_previous_outputs(timeline: Step, job: TrainingJob, context: HFContext, start: int, ended: int) -> None:
     """A plain loop's `outputs` is assigned again only when the next forward has returned: two sets of logits meet."""
     if not conventions(job).get("outputs_dropped") and not conventions(job).get("trainer"):
-        timeline.hold("outputs.logits", Category.LOGITS, _kept_logits(job, context), start, ended, "head")
-        for name, num_bytes in _leaf_kept_by_outputs(job, context):
+        target = target_context(context, job)
+        timeline.hold("outputs.logits", Category.LOGITS, _kept_logits(job, target), start, ended, "head")
+        for name, num_bytes in _leaf_kept_by_outputs(job, target):
             timeline.hold(name, Category.ACTIVATIONS, num_bytes, start, ended, "embedding")
+        if job.architecture.kind == "encoder_decoder":
+            timeline.hold_all(outputs_of(job, context), Category.ACTIVATIONS, start, ended)
 
 
 def _leaf_kept_by_outputs(job: TrainingJob, context: HFContext) -> list[tuple[str, int]]:

@@ -9,42 +9,13 @@ adapter targets are written with it. Buffers (DeepSeek-V3's correction bias, rot
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 from peakcast.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
-
-Role = Literal[
-    "embedding",
-    "position_embedding",
-    "norm",
-    "attention",
-    "mlp",
-    "router",
-    "expert",
-    "shared_expert",
-    "lm_head",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterTensor:
-    """One trainable tensor of the network."""
-
-    name: str
-    """Hugging Face style without the layer's index, for example "self_attn.q_proj.weight"."""
-    shape: tuple[int, ...]
-    role: Role
-    tensor_parallel_dim: int | None
-    """The dimension that Megatron-style tensor parallelism splits; None means replicated."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+from peakcast.models.analytical.parameter_tensor import ParameterTensor, Role, linear, norm
+from peakcast.models.analytical.parameters_t5 import t5_head, t5_layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +36,7 @@ class LeafNames:
 _GPT2_NAMES = LeafNames(qkv="c_attn", out="c_proj", up="c_fc", down="c_proj")
 _NEOX_NAMES = LeafNames(qkv="query_key_value", out="dense", up="dense_h_to_4h", down="dense_4h_to_h")
 _BERT_NAMES = LeafNames(q="query", k="key", v="value", out="dense", up="dense", down="output.dense")
+_T5_NAMES = LeafNames(q="q", k="k", v="v", out="o", gate="wi_0", up="wi_1", down="wo")
 
 LEAF_NAMES: dict[str, LeafNames] = {
     "gpt2": _GPT2_NAMES,
@@ -85,6 +57,8 @@ LEAF_NAMES: dict[str, LeafNames] = {
     "qwen": LeafNames(qkv="c_attn", out="c_proj", gate="w2", up="w1", down="c_proj"),
     "bert": _BERT_NAMES,
     "roberta": _BERT_NAMES,
+    "t5": _T5_NAMES,
+    "mt5": _T5_NAMES,
 }
 """`model_type` -> its names; every other family has Llama's."""
 
@@ -123,12 +97,14 @@ def embedding_parameters(architecture: Architecture) -> tuple[ParameterTensor, .
         shape = (architecture.type_vocab_size, width)
         tables.append(ParameterTensor("token_type_embeddings.weight", shape, "position_embedding", None))
     if architecture.embedding_norm:
-        tables.extend(_norm(architecture, "embedding_layernorm", width))
+        tables.extend(norm(architecture, "embedding_layernorm", width))
     return tuple(tables)
 
 
 def layer_parameters(architecture: Architecture, layer: int) -> tuple[ParameterTensor, ...]:
-    """The tensors of decoder layer `layer` (from 0): norms, attention, feed-forward."""
+    """The tensors of layer `layer` (from 0; the encoder's before the decoder's): norms, attention, feed-forward."""
+    if architecture.kind == "encoder_decoder":
+        return t5_layer(architecture, layer)
     return _layer(architecture, architecture.is_moe_layer(layer))
 
 
@@ -137,8 +113,10 @@ def head_parameters(architecture: Architecture) -> tuple[ParameterTensor, ...]:
     width = architecture.hidden_size
     tensors: list[ParameterTensor] = []
     if architecture.kind == "encoder":
-        tensors.extend(_linear("lm_head.dense", width, width, "lm_head", None, bias=True))
-    tensors.extend(_norm(architecture, "norm", width))
+        tensors.extend(linear("lm_head.dense", width, width, "lm_head", None, bias=True))
+    if architecture.kind == "encoder_decoder":
+        tensors.extend(t5_head(architecture))
+    tensors.extend(norm(architecture, "norm", width))
     if not architecture.tie_word_embeddings:
         tensors.append(ParameterTensor("lm_head.weight", (architecture.vocab_size, width), "lm_head", 0))
     if architecture.lm_head_bias:
@@ -150,14 +128,13 @@ def head_parameters(architecture: Architecture) -> tuple[ParameterTensor, ...]:
 def num_parameters(architecture: Architecture) -> int:
     """Trainable elements of the whole network: tied weights once, multi-token-prediction layers left out."""
     total = sum(t.numel for t in embedding_parameters(architecture) + head_parameters(architecture))
-    for layer in range(architecture.num_hidden_layers):
-        total += _layer_numel(architecture, architecture.is_moe_layer(layer))
+    layers = (layer_parameters(architecture, layer) for layer in range(architecture.num_layers))
+    numels: dict[int, int] = {}  # equal layers are one tuple
+    for tensors in layers:
+        if id(tensors) not in numels:
+            numels[id(tensors)] = sum(tensor.numel for tensor in tensors)
+        total += numels[id(tensors)]
     return total
-
-
-@cache
-def _layer_numel(architecture: Architecture, routed: bool) -> int:
-    return sum(tensor.numel for tensor in _layer(architecture, routed))
 
 
 @cache
@@ -172,22 +149,6 @@ def _layer(architecture: Architecture, routed: bool) -> tuple[ParameterTensor, .
 
 
 # -- pieces ---------------------------------------------------------------------------------------------------------------
-
-
-def _linear(
-    name: str, out_features: int, in_features: int, role: Role, split: Literal[0, 1] | None, *, bias: bool
-) -> Iterator[ParameterTensor]:
-    """A projection; `split` 0 is column-parallel (its bias is split too), 1 row-parallel (its bias is replicated)."""
-    yield ParameterTensor(f"{name}.weight", (out_features, in_features), role, split)
-    if bias:
-        yield ParameterTensor(f"{name}.bias", (out_features,), role, 0 if split == 0 else None)
-
-
-def _norm(architecture: Architecture, name: str, width: int) -> Iterator[ParameterTensor]:
-    if architecture.normalization != "nonparametric":
-        yield ParameterTensor(f"{name}.weight", (width,), "norm", None)
-    if architecture.normalization == "layernorm":
-        yield ParameterTensor(f"{name}.bias", (width,), "norm", None)
 
 
 def _norms(architecture: Architecture) -> Iterator[ParameterTensor]:
@@ -206,7 +167,7 @@ def _norms(architecture: Architecture) -> Iterator[ParameterTensor]:
             ],
         }[architecture.norm_placement]
     for name in names:
-        yield from _norm(architecture, name, architecture.hidden_size)
+        yield from norm(architecture, name, architecture.hidden_size)
 
 
 def _attention(architecture: Architecture) -> Iterator[ParameterTensor]:
@@ -216,12 +177,12 @@ def _attention(architecture: Architecture) -> Iterator[ParameterTensor]:
     names, width, bias = leaf_names(architecture), architecture.hidden_size, architecture.attention_bias
     query, key_value = architecture.query_size, architecture.key_value_size
     if architecture.fused_qkv:
-        yield from _linear(f"self_attn.{names.qkv}", query + 2 * key_value, width, "attention", 0, bias=bias)
+        yield from linear(f"self_attn.{names.qkv}", query + 2 * key_value, width, "attention", 0, bias=bias)
     else:
         for leaf, size in ((names.q, query), (names.k, key_value), (names.v, key_value)):
-            yield from _linear(f"self_attn.{leaf}", size, width, "attention", 0, bias=bias)
+            yield from linear(f"self_attn.{leaf}", size, width, "attention", 0, bias=bias)
     output_bias = architecture.attention_output_bias
-    yield from _linear(f"self_attn.{names.out}", width, query, "attention", 1, bias=output_bias)
+    yield from linear(f"self_attn.{names.out}", width, query, "attention", 1, bias=output_bias)
     yield from _qk_norms(architecture)
     if architecture.attention_sinks:
         yield ParameterTensor("self_attn.sinks", (architecture.num_attention_heads,), "attention", 0)
@@ -231,7 +192,7 @@ def _qk_norms(architecture: Architecture) -> Iterator[ParameterTensor]:
     dim = architecture.head_dim
     for name, heads in (("q_norm", architecture.num_attention_heads), ("k_norm", architecture.num_key_value_heads)):
         if architecture.qk_norm == "head":
-            yield from _norm(architecture, f"self_attn.{name}", dim)
+            yield from norm(architecture, f"self_attn.{name}", dim)
         elif architecture.qk_norm == "full":
             yield ParameterTensor(f"self_attn.{name}.weight", (heads * dim,), "norm", 0)
         elif architecture.qk_norm == "per_head":
@@ -246,37 +207,37 @@ def _latent_attention(architecture: Architecture, mla: MultiLatentAttention) -> 
     width, heads = architecture.hidden_size, architecture.num_attention_heads
     bias, query = architecture.attention_bias, heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     if mla.q_lora_rank is None:
-        yield from _linear("self_attn.q_proj", query, width, "attention", 0, bias=False)
+        yield from linear("self_attn.q_proj", query, width, "attention", 0, bias=False)
     else:
-        yield from _linear("self_attn.q_a_proj", mla.q_lora_rank, width, "attention", None, bias=bias)
-        yield from _norm(architecture, "self_attn.q_a_layernorm", mla.q_lora_rank)
-        yield from _linear("self_attn.q_b_proj", query, mla.q_lora_rank, "attention", 0, bias=False)
+        yield from linear("self_attn.q_a_proj", mla.q_lora_rank, width, "attention", None, bias=bias)
+        yield from norm(architecture, "self_attn.q_a_layernorm", mla.q_lora_rank)
+        yield from linear("self_attn.q_b_proj", query, mla.q_lora_rank, "attention", 0, bias=False)
     compressed = mla.kv_lora_rank + mla.qk_rope_head_dim
-    yield from _linear("self_attn.kv_a_proj_with_mqa", compressed, width, "attention", None, bias=bias)
-    yield from _norm(architecture, "self_attn.kv_a_layernorm", mla.kv_lora_rank)
+    yield from linear("self_attn.kv_a_proj_with_mqa", compressed, width, "attention", None, bias=bias)
+    yield from norm(architecture, "self_attn.kv_a_layernorm", mla.kv_lora_rank)
     expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    yield from _linear("self_attn.kv_b_proj", expanded, mla.kv_lora_rank, "attention", 0, bias=False)
-    yield from _linear("self_attn.o_proj", width, heads * mla.v_head_dim, "attention", 1, bias=bias)
+    yield from linear("self_attn.kv_b_proj", expanded, mla.kv_lora_rank, "attention", 0, bias=False)
+    yield from linear("self_attn.o_proj", width, heads * mla.v_head_dim, "attention", 1, bias=bias)
 
 
 def _feed_forward(architecture: Architecture, prefix: str, inner: int, role: Role) -> Iterator[ParameterTensor]:
     """A dense feed-forward of width `inner`: gate and up (or up alone), then down."""
     names, width, bias = leaf_names(architecture), architecture.hidden_size, architecture.mlp_bias
     if architecture.gated_mlp and architecture.fused_gate_up:
-        yield from _linear(f"{prefix}.{names.gate_up}", 2 * inner, width, role, 0, bias=bias)
+        yield from linear(f"{prefix}.{names.gate_up}", 2 * inner, width, role, 0, bias=bias)
     elif architecture.gated_mlp:
-        yield from _linear(f"{prefix}.{names.gate}", inner, width, role, 0, bias=bias)
-        yield from _linear(f"{prefix}.{names.up}", inner, width, role, 0, bias=bias)
+        yield from linear(f"{prefix}.{names.gate}", inner, width, role, 0, bias=bias)
+        yield from linear(f"{prefix}.{names.up}", inner, width, role, 0, bias=bias)
     else:
-        yield from _linear(f"{prefix}.{names.up}", inner, width, role, 0, bias=bias)
-    yield from _linear(f"{prefix}.{names.down}", width, inner, role, 1, bias=bias)
+        yield from linear(f"{prefix}.{names.up}", inner, width, role, 0, bias=bias)
+    yield from linear(f"{prefix}.{names.down}", width, inner, role, 1, bias=bias)
 
 
 def _routed_feed_forward(architecture: Architecture, moe: MixtureOfExperts) -> Iterator[ParameterTensor]:
     """Router, experts, and the shared expert with its gate."""
     width, inner, num = architecture.hidden_size, moe.moe_intermediate_size, moe.num_experts
     both = 2 * inner if architecture.gated_mlp else inner
-    yield from _linear("mlp.gate", num, width, "router", None, bias=moe.router_bias)
+    yield from linear("mlp.gate", num, width, "router", None, bias=moe.router_bias)
     yield ParameterTensor("mlp.experts.gate_up_proj", (num, both, width), "expert", 1)
     if moe.expert_bias:
         yield ParameterTensor("mlp.experts.gate_up_proj_bias", (num, both), "expert", 1)
@@ -286,4 +247,4 @@ def _routed_feed_forward(architecture: Architecture, moe: MixtureOfExperts) -> I
     if moe.shared_expert_intermediate_size:
         yield from _feed_forward(architecture, "mlp.shared_expert", moe.shared_expert_intermediate_size, "shared_expert")
     if moe.shared_expert_gate:
-        yield from _linear("mlp.shared_expert_gate", 1, width, "shared_expert", None, bias=False)
+        yield from linear("mlp.shared_expert_gate", 1, width, "shared_expert", None, bias=False)

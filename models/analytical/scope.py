@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 from peakcast.architecture import Architecture
+from peakcast.conventions import conventions
 from peakcast.spec import Offload, TrainingJob
 
 
 def out_of_scope(job: TrainingJob) -> str:
     """Why the ledger does not cover `job`, as one sentence; "" when it does."""
+    if job.batch.form != "rows" and (job.framework == "megatron" or job.architecture.kind != "decoder"):
+        return f"batch.form={job.batch.form!r} is modelled for decoders of Hugging Face transformers only."
     if job.framework == "megatron":
         from peakcast.models.analytical.megatron import megatron_out_of_scope
 
         return megatron_out_of_scope(job)
-    return _architecture_reason(job.architecture) or _huggingface_reason(job)
+    return _architecture_reason(job.architecture) or _encoder_decoder_reason(job) or _huggingface_reason(job)
 
 
 def _architecture_reason(architecture: Architecture) -> str:
     if architecture.kind == "encoder" and architecture.model_type != "bert":
         return f"{architecture.name!r}: of encoders only BERT is modelled, not model_type={architecture.model_type!r}."
-    if architecture.kind not in ("decoder", "encoder"):
-        return f"{architecture.name!r} is not a decoder-only transformer or BERT (kind={architecture.kind!r})."
+    if architecture.kind not in ("decoder", "encoder", "encoder_decoder"):
+        return f"{architecture.name!r} is not a decoder-only transformer, BERT or T5 (kind={architecture.kind!r})."
     return ""
+
+
+def _encoder_decoder_reason(job: TrainingJob) -> str:
+    if job.architecture.kind != "encoder_decoder":
+        return ""
+    checkpointing, name = job.activation_checkpointing, f"{job.architecture.name!r} is an encoder-decoder:"
+    checks = [
+        (job.task != "train", "generation with it is not modelled."),
+        (job.parallelism.world_size > 1, "it is modelled on one GPU only."),
+        (job.attention not in ("eager", "sdpa"), f"attention={job.attention!r} is not modelled for it; use sdpa or eager."),
+        (
+            "float16" in (job.precision.parameters, job.precision.compute),
+            "T5 in float16 keeps projections in float32 and clamps what it adds, which is not modelled; use bfloat16.",
+        ),
+        (
+            checkpointing.mode == "selective" or checkpointing.every_n_layers > 1 or checkpointing.use_reentrant,
+            "of checkpointing, mode full of every layer without use_reentrant is modelled for it.",
+        ),
+        (bool(job.finetuning.quantization), "quantised weights are not modelled for it."),
+        (job.offload != Offload(), "offloading is not modelled for it."),
+        (
+            bool(conventions(job).get("liger_kernels")) or job.loss.fused_linear_cross_entropy,
+            "Liger has no kernels for it.",
+        ),
+    ]
+    return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")
 
 
 def _plain_float8(job: TrainingJob) -> bool:

@@ -72,6 +72,8 @@ class Run:
     """Of a run under checkpointing: the run in backward that uses what the template says is cached."""
     uses_cached: bool = False
     """Of that recomputation: what is cached is there already."""
+    stops_early: bool = False
+    """Of that recomputation: it ends when all is there that autograd keeps (non-reentrant checkpointing)."""
     gradients_die: int | None = None
     """The instant at which somebody takes its parameter gradients away; None: they stay as `.grad`."""
 
@@ -353,6 +355,10 @@ def _place(
     never = without_graph & template.born_backward
     born = np.where(never, end_of_step, born)
     dies = np.where(never, end_of_step, dies)
+    not_run = ~template.born_backward & (template.born >= template.num_recomputed)
+    for row, run in enumerate(runs):
+        if run.stops_early:
+            born[row, not_run] = dies[row, not_run] = end_of_step
     if template.cached.any():
         for row, run in enumerate(runs):
             if run.uses_cached:

@@ -84,6 +84,16 @@ class Operation:
         return any(output.requires_grad for output in self.outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What a block does to a tensor that another one owns, in backward instants of this block; None: it does not."""
+
+    kept_until: int | None
+    """Autograd has let go of it when this instant begins."""
+    gradient_from: int | None
+    """A gradient of it exists when this instant begins; any that exists already is added to."""
+
+
 @dataclass(frozen=True)
 class Template:
     """The entries of a block in columns. `born`/`dies` count from the block's first forward or backward instant,
@@ -103,6 +113,8 @@ class Template:
     cached: npt.NDArray[np.bool_]
     """Results that selective checkpointing keeps: made in the first forward, used again by the recomputation."""
     num_forward: int
+    num_recomputed: int
+    """Forward instants up to the last at which autograd keeps something: a recomputation stops there."""
     num_backward: int
     forward_labels: list[str]
     backward_labels: list[str]
@@ -113,6 +125,8 @@ class Template:
     """Sizes of the tensors that autograd keeps, each operation's counted for itself, parameters too."""
     loss_from: int
     """Forward instants from this one on belong to the loss, not to the model's forward."""
+    elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
+    """By name, what becomes here of the tensors that other blocks own."""
 
 
 @dataclass
@@ -157,6 +171,8 @@ class Tape:
         self._operations: list[Operation] = []
         self._storages: list[Storage] = []
         self._input: Tensor | None = None
+        self._elsewhere: dict[str, Tensor] = {}
+        self._gradient_from: dict[int, int] = {}
         self._loss_from: int | None = None
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -170,6 +186,13 @@ class Tape:
         self._storages.append(storage)
         self._input = Tensor(storage, num_bytes, requires_grad)
         return self._input
+
+    def elsewhere(self, num_bytes: int, name: str, *, requires_grad: bool = True) -> Tensor:
+        """A tensor that another block owns and several read. A gradient made here is added at once to one that the other
+        block holds; `Template.elsewhere` says from when it is there, and how long the tensor is kept."""
+        storage = Storage(name, 0, Category.ACTIVATIONS, 0)
+        self._elsewhere[name] = Tensor(storage, num_bytes, requires_grad)
+        return self._elsewhere[name]
 
     def operation(
         self,
@@ -304,7 +327,14 @@ class Tape:
                     (index + 1, False),
                 )
         self._run_backward(backward, output, rows)
-        return self._template(rows, backward)
+        elsewhere = {
+            name: Elsewhere(
+                None if (saver := tensor.storage.last_saver) not in position else position[saver] + 1,
+                self._gradient_from.get(id(tensor)),
+            )
+            for name, tensor in self._elsewhere.items()
+        }
+        return self._template(rows, backward, elsewhere)
 
     def _cached(self, cached_matmuls: int) -> set[int]:
         matmuls, cached = 0, set()
@@ -331,6 +361,9 @@ class Tape:
                     num_bytes = tensor.num_bytes if size is None else size
                     gradient = _Gradient(num_bytes, made_at, name=f"{operation.name}.gradient")
                     made.append(gradient)
+                if any(tensor is shared for shared in self._elsewhere.values()):
+                    self._gradient_from.setdefault(id(tensor), instant + 1)
+                    continue
                 existing = held.get(id(tensor))
                 if existing is None:
                     gradient.holders += 1
@@ -368,7 +401,7 @@ class Tape:
         for gradient in {id(g): g for g in held.values()}.values():  # the input's gradient, handed on at the end
             rows.add(gradient.name, gradient.category, gradient.num_bytes, (gradient.born, True), (len(backward), True))
 
-    def _template(self, rows: _Rows, backward: list[int]) -> Template:
+    def _template(self, rows: _Rows, backward: list[int], elsewhere: dict[str, Elsewhere]) -> Template:
         columns = list(zip(*rows.rows, strict=True)) if rows.rows else [()] * 10
         names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph, cached = columns
         return Template(
@@ -383,6 +416,7 @@ class Tape:
             dies_without_graph=np.array(without_graph, dtype=np.int64),
             cached=np.array(cached, dtype=bool),
             num_forward=len(self._operations),
+            num_recomputed=1 + max((i for i in backward if any(self._operations[i].saved_bytes)), default=-1),
             num_backward=len(backward),
             forward_labels=[operation.name for operation in self._operations],
             backward_labels=[self._operations[index].name for index in backward],
@@ -390,4 +424,5 @@ class Tape:
             keeps_input=self._input is not None and self._input.storage.last_saver is not None,
             saved_bytes=[size for index in backward for size in self._operations[index].saved_bytes if size],
             loss_from=len(self._operations) if self._loss_from is None else self._loss_from,
+            elsewhere=elsewhere,
         )

@@ -116,8 +116,8 @@ def from_axolotl(pasted: Pasted) -> Translation:
     _precision(settings, training)
     _memory(settings, training)
     adapter = _adapter(settings, training)
-    if settings.switch("sample_packing") and settings.integer("micro_batch_size", 1) != 1:
-        notes.assumptions.append("sample_packing joins the micro-batch in one row: as many tokens, taken as separate rows.")
+    if settings.switch("sample_packing"):
+        _packing(settings, training)
     engine = settings.raw("deepspeed")
     deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
     training["fsdp"] = list(settings.words("fsdp")) or None
@@ -138,6 +138,15 @@ def from_axolotl(pasted: Pasted) -> Translation:
         precomputed=settings.switch("precompute_ref_log_probs"),
     )
     return notes.finish(job)
+
+
+def _packing(settings: Settings, training: dict[str, Any]) -> None:
+    """The micro-batch joined in one row for flash attention; rows of their own otherwise (`multipack_real_batches`)."""
+    flash = training.get("attn_implementation") == "flash_attention_2"
+    if not flash or settings.switch("multipack_real_batches"):
+        return
+    training["packing_strategy"] = "bfd"
+    settings.notes.assumptions.append("sample_packing joins the micro-batch in one full row without padding.")
 
 
 def _precision(settings: Settings, training: dict[str, Any]) -> None:

@@ -122,7 +122,7 @@ def _family(model_type: object, config: Mapping[str, Any]) -> Family:
         return FAMILIES[model_type]
     if model_type in OTHER_KINDS:
         raise SpecError(
-            f"model_type={model_type!r} is {OTHER_KINDS[model_type]}; only decoder-only transformers (and BERT) are "
+            f"model_type={model_type!r} is {OTHER_KINDS[model_type]}; only decoders, BERT and T5 are "
             "read from a configuration. Trace it instead (`peakcast collect --trace`).",
             parameter="model_type",
             value=model_type,

@@ -33,9 +33,8 @@ def hf_config_of(architecture: Architecture) -> dict[str, Any]:
         _fill(config, family.mla, architecture.mla)
     if architecture.mla is not None:
         config.pop("head_dim", None)  # there it is the rotated part's, and follows from qk_rope_head_dim
-    if architecture.model_type == "falcon":  # its layout is two flags (hf_families._falcon)
-        config["new_decoder_architecture"] = architecture.num_key_value_heads not in (1, architecture.num_attention_heads)
-        config["multi_query"] = architecture.num_key_value_heads == 1
+    if family.restore is not None:
+        config |= family.restore(architecture)
     read = replace(architecture_from_hf_config(config), name=architecture.name)
     if read != architecture:
         wrong = [f for f in Architecture.__dataclass_fields__ if getattr(read, f) != getattr(architecture, f)]

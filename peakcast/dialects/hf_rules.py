@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
+from peakcast.architecture import Architecture
+
 REQUIRED: Final = "<required>"
 """Default of a key that has no honest default: the configuration must have it."""
 
@@ -59,6 +61,8 @@ class Family:
     demands: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Key -> the only value that is modelled (also assumed where the key is absent)."""
     adjust: Callable[[Mapping[str, Any], Row], None] | None = None
+    restore: Callable[[Architecture], Row] | None = None
+    """Keys of the configuration that `adjust` has read, from the architecture."""
 
 
 def llama(**changes: Any) -> Row:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from peakcast.architecture import Architecture
 from peakcast.conventions import check_framework_options, conventions, release
 from peakcast.dialects import huggingface_keys as keys
+from peakcast.dialects.huggingface_batch import batch_of, sequence_length
 from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, layout_and_offload, mapping_at
 from peakcast.dialects.job_file import resolve_architecture
@@ -77,19 +78,21 @@ def from_huggingface(
     parallelism, offload = layout_and_offload(engine, shards, training, num_gpus, architecture, notes, options)
     if engine is not None:
         check_agreement(engine, training, num_gpus)
+    attention = _attention(model, training, notes)
     job = TrainingJob(
         architecture=architecture,
         framework=framework,
         versions=FrozenMapping(versions or {}),
         micro_batch_size=_batch(training, engine, "per_device_train_batch_size", "train_micro_batch_size_per_gpu", 8),
-        sequence_length=_sequence_length(training, notes),
+        sequence_length=sequence_length(training, notes),
+        batch=batch_of(training, attention, versions or {}, notes),
         gradient_accumulation_steps=_batch(
             training, engine, "gradient_accumulation_steps", "gradient_accumulation_steps", 1
         ),
         precision=precision,
         optimizer=engine_optimizer(engine, notes) or _optimizer(training, modern, notes, options),
         finetuning=finetuning,
-        attention=_attention(model, training, notes),
+        attention=attention,
         activation_checkpointing=_checkpointing(training, shards, modern),
         loss=Loss(fused_linear_cross_entropy=_liger(training, options)),
         compile=training.switch("torch_compile"),
@@ -225,18 +228,6 @@ def _batch(training: Settings, engine: Settings | None, key: str, engine_key: st
     return training.size(key, default, assume=key == "per_device_train_batch_size")
 
 
-def _sequence_length(training: Settings, notes: Notes) -> int:
-    names = ("max_length", "max_seq_length", "model_max_length", "block_size")
-    key = next((name for name in names if training.given(name)), None)
-    packed = training.switch("packing")
-    if key is None:
-        notes.assumptions.append("max_length is not given; trl's default 1024 is taken as the sequence length.")
-        return 1024
-    if not packed:
-        notes.assumptions.append(f"sequences are taken as padded to {training.spell(key)}; shorter batches need less.")
-    return training.size(key)
-
-
 def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str, Any]) -> Optimizer:
     default = "adamw_torch_fused" if modern else "adamw_torch"
     if not training.given("optim"):
@@ -302,9 +293,8 @@ def _account_for_the_rest(
         notes.warnings.append("auto_find_batch_size lowers the batch when memory runs out; the one given is taken.")
     if training.given("torch_empty_cache_steps"):
         notes.assumptions.append("torch_empty_cache_steps lowers reserved memory between steps only; it is left out.")
-    for key in ("padding_free", "parallelism_config"):
-        if training.raw(key) not in (None, False, {}):
-            notes.unsupported.append(f"{key}={training.raw(key)!r} is not modelled.")
+    if training.raw("parallelism_config") not in (None, {}):
+        notes.unsupported.append(f"parallelism_config={training.raw('parallelism_config')!r} is not modelled.")
     if engine is not None:
         engine.given("bf16"), engine.given("fp16")
         for key, what in keys.UNSUPPORTED_DEEPSPEED.items():

@@ -65,7 +65,7 @@ IGNORED = words("""
     interleave_probs kto_chosen_weight kto_rejected_weight ld_alpha learning_rate load_best_model_at_end logging_dir
     logging_steps logging_strategy loraplus_lr_embedding low_cpu_mem_usage lr_scheduler_kwargs lr_scheduler_type
     mask_history max_grad_norm max_samples max_steps media_dir metric_for_best_model mix_strategy model_revision
-    module_dropout moe_aux_loss_coef ms_hub_token neat_packing neftune_noise_alpha new_special_tokens_config
+    module_dropout moe_aux_loss_coef ms_hub_token neftune_noise_alpha new_special_tokens_config
     num_train_epochs offload_folder oft_block_size oft_rank oft_target om_hub_token output_dir overwrite_cache
     overwrite_output_dir per_device_eval_batch_size pissa_convert pissa_iter placement_strategy plot_loss
     ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards predict_with_generate pref_bco_weight
@@ -87,7 +87,8 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     settings = Settings(pasted.values, notes, "LLaMA-Factory")
     training = renamed(settings, TRAINING)
     training["max_length"] = settings.integer("cutoff_len", 2048, assume=True)
-    training["packing"] = settings.switch("packing") or settings.switch("neat_packing")
+    training["neat_packing"] = settings.switch("neat_packing")
+    training["packing"] = settings.switch("packing") or training["neat_packing"]
     model = pasted.model or settings.text("model_name_or_path")
     if not model:
         raise settings.refuse("model_name_or_path", "is required: the model's hub id, its folder, or its config.json", None)

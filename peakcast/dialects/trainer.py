@@ -37,7 +37,7 @@ _QUANTIZATION = (
 _SCRIPT = re.compile(
     r"dataset_.*|datasets?|model_(revision|code_revision|adapter_name)|base_model_revision|chat_template|trust_remote_code"
     r"|ignore_bias_buffers|columns.*|streaming|test_split_size|config|system_prompt|router_aux_loss_coef|disable_dropout"
-    r"|packing_strategy|pad_to_multiple_of|pad_token|truncation_mode|tools|max_prompt_length|max_completion_length"
+    r"|pad_to_multiple_of|pad_token|truncation_mode|tools|max_prompt_length|max_completion_length"
     r"|label_pad_token_id|padding_value|generate_during_eval|discopop_tau|ld_alpha|loss_weights|f_.*|label_smoothing"
     r"|use_weighting|use_logits_to_keep|precompute_ref_batch_size|ref_.*|base_model_attribute_name|force_use_ref_model"
     r"|benchmarks|callbacks|hub_model_revision|wandb_.*|overwrite_hub_revision|push_to_hub_revision|num_completions_to_print"
@@ -128,6 +128,8 @@ def from_parts(pasted: Pasted, role: str) -> Translation:
     for key in (key for keys in _OF_METHOD.values() for key in keys):
         if training.pop(key, None) is not None:
             notes.ignored.append(key)
+    if training.get("packing") is True and _is_trl(pasted.program, training):
+        training.setdefault("packing_strategy", "bfd")  # since trl 0.18
     translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus)
     job = with_method(notes.include(translation), method, "training method", notes, precomputed=precomputed)
     return notes.finish(job)

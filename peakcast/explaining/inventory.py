@@ -56,7 +56,7 @@ def _megatron(job: TrainingJob, rank: int) -> Iterator[_Named]:
 def _huggingface(job: TrainingJob) -> Iterator[_Named]:
     architecture, tuning = job.architecture, job.finetuning
     places = [("embedding", embedding_parameters(architecture))]
-    places += [(f"layers.{i}", layer_parameters(architecture, i)) for i in range(architecture.num_hidden_layers)]
+    places += [(f"layers.{i}", layer_parameters(architecture, i)) for i in range(architecture.num_layers)]
     places += [("head", head_parameters(architecture))]
     for module, tensors in places:
         for tensor in tensors:

@@ -129,7 +129,7 @@ def test_it_agrees_with_pytorchs_own_tracker_on_a_whole_network():
     training = build(job, "cpu")
     step(training)
     theirs = MemTracker()
-    theirs.track_external(training.model, training.optimizer, training.ids)
+    theirs.track_external(training.model, training.optimizer, training.batch["input_ids"])
     with theirs:
         step(training)
     (totals,) = theirs.get_tracker_snapshot("peak").values()

@@ -247,3 +247,23 @@ def test_an_unknown_network_is_refused_by_name():
 def test_optimizers_and_what_they_need_to_be_told(training, name, options):
     job = translate(**training).job
     assert (job.optimizer.name, dict(job.framework_options)) == (name, options)
+
+@pytest.mark.parametrize(
+    ("training", "form"),
+    [
+        ({}, "rows"),
+        ({"packing": True}, "rows"),  # trl's version is not known: as many tokens
+        ({"packing": True, "packing_strategy": "bfd"}, "padding_free"),
+        ({"packing": True, "packing_strategy": "wrapped"}, "rows"),
+        ({"padding_free": True}, "padding_free"),
+        ({"neat_packing": True, "packing": True}, "masked"),
+    ],
+)
+def test_packing_is_the_form_of_the_batch(training, form):
+    assert translate(**training).job.batch.form == form
+
+
+def test_a_padding_free_batch_without_flash_attention_is_warned_of():
+    warned = translate(padding_free=True, attn_implementation="sdpa")
+    assert any("mask of tokens" in warning for warning in warned.warnings)
+    assert not translate(padding_free=True, attn_implementation="flash_attention_2").warnings

@@ -47,8 +47,12 @@ def attention_kernel(context: HFContext) -> str:
 def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context = build.context
     q, k, v = _to_compute_dtype(build, q, k, v)
-    log_sum_exp = FP32 * context.rows * context.architecture.num_attention_heads
-    return build.tape.operation(
+    whole, taken = q.num_bytes, context.rows
+    if context.valid_rows and context.attention == "flash_attention_2":
+        taken = context.valid_rows
+        q, k, v = (_without_padding(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    log_sum_exp = FP32 * taken * context.architecture.num_attention_heads
+    output = build.tape.operation(
         "self_attn.flash_attention",
         [q, k, v],
         q.num_bytes,
@@ -58,6 +62,14 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         backward_temporary_bytes=flash_backward_bytes(context) if context.kernel_temporaries else 0,
         kind="attention",
     )
+    return output if taken == context.rows else build.tape.operation("self_attn.pad", [output], whole)
+
+
+def _without_padding(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
+    """The tokens that are no padding, gathered; the gradient is scattered into zeros of full size. Not traced: its package
+    needs a GPU. Source: transformers 5.17 modeling_flash_attention_utils.py `_upad_input`, `_pad_input`."""
+    context = build.context
+    return build.tape.operation(f"self_attn.unpad_{name}", [x], x.num_bytes // context.rows * context.valid_rows)
 
 
 def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -90,12 +102,15 @@ def flash_backward_bytes(context: HFContext) -> int:
     queries dk, dv at all heads. Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp mha_bwd."""
     architecture = context.architecture
     heads, dim = architecture.num_attention_heads, architecture.head_dim
-    padded = round_up(context.sequence, 128)
-    accumulator = FP32 * context.batch * heads * padded * round_up(dim, 64 if dim > 128 else 32)
-    row_sums = FP32 * context.batch * heads * padded
+    rows = context.valid_rows or context.rows
+    padded = context.batch * round_up(context.sequence, 128)
+    if context.valid_rows or context.num_sequences:  # mha_varlen_bwd: 128 rows more for each sequence
+        padded = rows + 128 * (context.num_sequences or context.batch)
+    accumulator = FP32 * heads * padded * round_up(dim, 64 if dim > 128 else 32)
+    row_sums = FP32 * heads * padded
     expanded = 0
     if architecture.num_key_value_heads != heads:
-        expanded = 2 * context.compute_bytes * context.rows * heads * dim
+        expanded = 2 * context.compute_bytes * rows * heads * dim
     return accumulator + row_sums + expanded
 
 
@@ -170,7 +185,7 @@ def _eager(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     elements = context.batch * heads * context.sequence * (context.key_length or context.sequence)
     k, v = repeat_key_value(build, q, k, v)
     q_used, k_used, v_used = (_joined(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    scores = tape.operation("self_attn.scores", [q_used, k_used], elements * size, saves=[q_used, k_used])
+    scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
     scores = ops.scale(tape, scores, "self_attn.scaling")
     if family.attention_softcap:
         scores = ops.scale(tape, scores, "self_attn.softcap.divide")
@@ -185,13 +200,8 @@ def _eager(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = ops.cast(tape, weights, elements * size, "self_attn.softmax.to_narrow")
         tape.hold(scores)
     weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
-    output = tape.operation(
-        "self_attn.weighted_sum",
-        [weights, v_used],
-        v.num_bytes,
-        saves=[weights, v_used],
-        forward_temporary_bytes=v.num_bytes,  # the product before .transpose(1, 2).contiguous()
-    )
+    # the product, before .transpose(1, 2).contiguous()
+    output = ops.matmul(tape, weights, v_used, v.num_bytes, "self_attn.weighted_sum", forward_temporary_bytes=v.num_bytes)
     tape.hold(k)
     build.variables.append(weights)  # the attention module returns them too
     return output

@@ -43,6 +43,12 @@ class HFContext:
     """False for the first layer of a network with adapters and no checkpointing: nothing before an adapter is kept."""
     masked: bool = False
     """Whether the layer's attention gets an explicit mask."""
+    mask_of_batch: bool = False
+    """Whether every sequence of the batch has a mask of its own (padding, packed sequences)."""
+    valid_rows: int = 0
+    """Tokens that are no padding, where rows have some: flash attention takes these alone; 0: it takes all."""
+    num_sequences: int = 0
+    """Sequences that are joined in one row, where they are."""
     routed: bool = False
     """Whether the layer's feed-forward is a mixture of experts."""
     checkpointed: bool = False
@@ -203,7 +209,8 @@ class BlockBuilder:
             numel * compute,
             weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * weight_bytes)] if trainable else [],
         )
-        self.variables.append(weight)
+        if trainable:  # else nobody keeps it beyond the product, where no graph does
+            self.variables.append(weight)
         return tape.operation(
             name,
             [x, weight],
@@ -249,6 +256,7 @@ class BlockBuilder:
                 weight_bytes=context.norm_weight_bytes,
                 trainable=context.trainable,
                 weight_in_fp32=family.norm_weight_in_float32,
+                of_input=family.norm_of_input,
             )
         if family.layer_norm_in_python:
             return ops.python_layer_norm(

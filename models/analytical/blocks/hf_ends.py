@@ -37,7 +37,7 @@ def embedding(context: HFContext) -> Template:
         rows * width * size,
         weight_gradients=[WeightGradient("embed_tokens.weight.grad", weight)] if trains and not tied else [],
         backward_temporary_bytes=(weight if tied else 0)
-        + (embedding_backward_bytes(context) if trains and context.kernel_temporaries else 0),
+        + (embedding_backward_bytes(rows, width, architecture.vocab_size) if trains and context.kernel_temporaries else 0),
     )
     hidden.requires_grad = trains
     learned = architecture.position_embedding == "learned"
@@ -92,13 +92,12 @@ def embedding_variables(context: HFContext) -> tuple[bool, list[int]]:
     return in_module or not (architecture.embedding_norm or architecture.embedding_dropout), [tokens]
 
 
-def embedding_backward_bytes(context: HFContext) -> int:
-    """Bytes that the embedding's CUDA backward allocates inside itself above 3072 tokens: fp32 partial sums and index
-    arrays. Source: aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu (where-memory-goes F5)."""
-    rows, width = context.rows, context.architecture.hidden_size
+def embedding_backward_bytes(rows: int, width: int, vocabulary: int) -> int:
+    """Bytes that an embedding's CUDA backward allocates inside itself above 3072 looked-up rows: fp32 partial sums and
+    index arrays. Source: aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu (where-memory-goes F5)."""
     if rows <= 3072:
         return 0
-    return FP32 * width * (rows // 10 + min(rows, context.architecture.vocab_size)) + 4 * INT64 * rows
+    return FP32 * width * (rows // 10 + min(rows, vocabulary)) + 4 * INT64 * rows
 
 
 @lru_cache(maxsize=256)
@@ -115,6 +114,12 @@ def head(context: HFContext) -> Template:
         hidden = ops.unary(tape, hidden, "lm_head.act")
     final = build.norm(hidden, width, "final_norm")
     tape.hold(hidden)  # the model's variable, while its last norm runs
+    if architecture.kind == "encoder_decoder":
+        normed, final = final, build.dropout(final, architecture.hidden_dropout, rows * width, "final_dropout")
+        sequence_output = final
+        tape.hold(normed)
+        if architecture.scale_decoder_outputs:
+            final = ops.scale(tape, final, "decoder_output_scaling")
     if context.fused_loss:
         _fused_linear_cross_entropy(build, final)
         tape.hold(final)

@@ -96,17 +96,17 @@ def _feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
         if build.context.liger:  # its kernel wants contiguous halves
             product = _swiglu(tape, ops.copy(tape, gate, "mlp.gate"), ops.copy(tape, up, "mlp.up"))
         else:
-            product = ops.multiply(tape, _activation(build, gate), up, "mlp.product")
+            product = ops.multiply(tape, activation(build, gate), up, "mlp.product")
     elif architecture.gated_mlp and build.context.liger:
         gate = build.projection(x, width, inner, f"mlp.{names.gate}", bias)
         up = build.projection(x, width, inner, f"mlp.{names.up}", bias)
         product = _swiglu(tape, gate, up)
     elif architecture.gated_mlp:
-        activated = _activation(build, build.projection(x, width, inner, f"mlp.{names.gate}", bias))
+        activated = activation(build, build.projection(x, width, inner, f"mlp.{names.gate}", bias))
         up = build.projection(x, width, inner, f"mlp.{names.up}", bias)
         product = ops.multiply(tape, activated, up, "mlp.product")
     else:
-        product = _activation(build, build.projection(x, width, inner, f"mlp.{names.up}", bias))
+        product = activation(build, build.projection(x, width, inner, f"mlp.{names.up}", bias))
     output = build.projection(product, inner, width, f"mlp.{names.down}", bias)
     if architecture.fused_gate_up:
         tape.hold(gate)  # a variable of the feed-forward
@@ -118,7 +118,7 @@ def _swiglu(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
     return tape.operation("mlp.swiglu", [gate, up], up.num_bytes, saves=[gate, up], gradients_in_place=True)
 
 
-def _activation(build: BlockBuilder, x: Tensor) -> Tensor:
+def activation(build: BlockBuilder, x: Tensor) -> Tensor:
     """The activation function. gelu_new is Python code in transformers (activations.py NewGELUActivation)."""
     context, tape, name = build.context, build.tape, build.context.architecture.hidden_act
     if name in ("gelu_new", "gelu_fast"):
@@ -131,7 +131,7 @@ def _activation(build: BlockBuilder, x: Tensor) -> Tensor:
         inner = ops.scale(tape, inner, "mlp.gelu_new.scale")
         tanh = ops.unary_of_result(tape, inner, "mlp.gelu_new.tanh")
         shifted = tape.operation("mlp.gelu_new.one_plus", [tanh], tanh.num_bytes, gradients=[(tanh, None)])
-        return ops.multiply(tape, half, shifted, "mlp.gelu_new.product")
+        return ops.multiply(tape, half, shifted, "mlp.gelu_new.product", recomputed=context.checkpointed)
     if name == "relu2":
         relu = ops.unary_of_result(tape, x, "mlp.relu")
         square = ops.unary(tape, relu, "mlp.square", backward_temporary_bytes=2 * x.num_bytes)

@@ -17,6 +17,8 @@ class HFTraits:
 
     norm_weight_in_float32: bool = False
     """RMSNorm multiplies by the weight before converting back (Gemma, OLMo-2)."""
+    norm_of_input: bool = False
+    """RMSNorm multiplies the input itself, not its fp32 copy (T5)."""
     layer_norm_in_python: bool = False
     """Cohere's LayerNorm is written out in fp32."""
     rotary: Literal["narrow", "cast", "promoted"] = "narrow"
@@ -73,6 +75,7 @@ _GEMMA3 = HFTraits(
     full_attention_every=6,
     rotary_tables=2,
 )
+_T5 = HFTraits(norm_of_input=True, eager_softmax="native")
 _GRANITE = HFTraits(scaled_embedding=True, scaled_residual=True, scaled_logits=True)
 
 FAMILY_TRAITS: dict[str, HFTraits] = {
@@ -105,6 +108,8 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "deepseek_v2": HFTraits(router_in_float32=True, routing_weights="float32"),
     "deepseek_v3": HFTraits(router_in_float32=True, routing_weights="float32"),
     "glm4_moe": HFTraits(rotary_fraction=0.5, router_in_float32=True, routing_weights="float32"),
+    "t5": _T5,
+    "mt5": _T5,
     "bert": HFTraits(norm_after_residual=True, eager_softmax="native"),
     "opt": HFTraits(feed_forward_inline=True, positions_per_sequence=True),
     "glm": HFTraits(rotary_fraction=0.5),

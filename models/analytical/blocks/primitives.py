@@ -53,10 +53,20 @@ def add(tape: Tape, x: Tensor, y: Tensor, name: str) -> Tensor:
     return tape.operation(name, [x, y], size, gradients=gradients)
 
 
-def multiply(tape: Tape, x: Tensor, y: Tensor, name: str) -> Tensor:
-    """x · y of one shape: keeps each factor that the other's gradient needs."""
+def multiply(tape: Tape, x: Tensor, y: Tensor, name: str, *, recomputed: bool = False) -> Tensor:
+    """x · y of one shape: keeps each factor that the other's gradient needs. The result is as wide as the wider one; the
+    narrower's gradient is made wide and converted, and factors that checkpointing has `recomputed` are gone by then."""
     saves = ([y] if x.requires_grad else []) + ([x] if y.requires_grad else [])
-    return tape.operation(name, [x, y], x.num_bytes, saves=saves)
+    size = max(x.num_bytes, y.num_bytes)
+    narrow = min(x.num_bytes, y.num_bytes)
+    converted = 0 if narrow == size else size - narrow * recomputed
+    return tape.operation(name, [x, y], size, saves=saves, backward_temporary_bytes=converted)
+
+
+def matmul(tape: Tape, x: Tensor, y: Tensor, num_bytes: int, name: str, *, forward_temporary_bytes: int = 0) -> Tensor:
+    """x @ y of two activations: keeps each factor that the other's gradient needs."""
+    saves = ([x] if y.requires_grad else []) + ([y] if x.requires_grad else [])
+    return tape.operation(name, [x, y], num_bytes, saves=saves, forward_temporary_bytes=forward_temporary_bytes)
 
 
 def scale(tape: Tape, x: Tensor, name: str) -> Tensor:
@@ -102,11 +112,13 @@ def python_rms_norm(
     weight_bytes: int | None = None,
     trainable: bool = True,
     weight_in_fp32: bool = False,
+    of_input: bool = False,
 ) -> Tensor:
     """Hugging Face's RMSNorm, line by line (modeling_llama.py): fp32 copy, x·rsqrt(mean(x²) + eps), back, times weight.
 
     `weight_bytes`: of one element of the weight, when it is wider than the input: the output then is as wide.
     `weight_in_fp32`: Gemma's and OLMo-2's variant, which multiplies by the weight in fp32 before converting back.
+    `of_input`: T5's variant, which multiplies the input itself, not its fp32 copy, by rsqrt.
     """
     wide = rows * width * FP32
     x32 = cast(tape, x, wide, f"{name}.to_float32") if element_bytes != FP32 else x
@@ -115,13 +127,14 @@ def python_rms_norm(
     mean = tape.operation(f"{name}.mean", [squared], rows * FP32, gradients=[(squared, wide)])
     rsqrt = unary_of_result(tape, mean, f"{name}.rsqrt")
     # x32 · rsqrt broadcasts: the gradient of rsqrt is made in full and then summed
+    factor = x if of_input else x32
     normalized = tape.operation(
         f"{name}.normalize",
-        [x32, rsqrt],
+        [factor, rsqrt],
         wide,
-        saves=[x32, rsqrt],
-        gradients=[(x32, wide), (rsqrt, rows * FP32)],
-        backward_temporary_bytes=wide,
+        saves=[factor, rsqrt],
+        gradients=[(factor, factor.num_bytes), (rsqrt, rows * FP32)],
+        backward_temporary_bytes=2 * wide if of_input and element_bytes != FP32 else wide,
     )
     narrow, variable = rows * width * element_bytes, normalized
     if weight_in_fp32:
@@ -131,7 +144,8 @@ def python_rms_norm(
         normalized = cast(tape, normalized, narrow, f"{name}.to_narrow")
     weight_bytes = weight_bytes or element_bytes
     output = _times_weight(tape, normalized, rows, width, name, max(element_bytes, weight_bytes), weight_bytes, trainable)
-    tape.hold(variable)
+    if not of_input:  # T5's code has one name for all of them
+        tape.hold(variable)
     return output
 
 

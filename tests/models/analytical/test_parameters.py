@@ -33,7 +33,7 @@ TINY = Architecture(
 
 
 def every_tensor(architecture: Architecture) -> list[ParameterTensor]:
-    layers = range(architecture.num_hidden_layers)
+    layers = range(architecture.num_layers)
     inner = [tensor for layer in layers for tensor in layer_parameters(architecture, layer)]
     return [*embedding_parameters(architecture), *inner, *head_parameters(architecture)]
 
@@ -70,7 +70,7 @@ def test_tensor_parallelism_splits_rows_going_in_and_columns_coming_out() -> Non
 def test_the_parts_sum_to_the_whole_and_names_are_unique_in_a_layer(name: str) -> None:
     architecture = catalog.architecture(name)
     assert sum(tensor.numel for tensor in every_tensor(architecture)) == num_parameters(architecture)
-    for layer in (0, architecture.num_hidden_layers - 1):
+    for layer in (0, architecture.num_layers - 1):
         names = [tensor.name for tensor in layer_parameters(architecture, layer)]
         assert len(names) == len(set(names))
 

@@ -1,0 +1,280 @@
+"""One micro-batch of an encoder-decoder: two stacks of layers on the step's instants, and what a whole stack shares.
+
+Source: transformers 5.17 `models/t5/modeling_t5.py` T5Stack, T5ForConditionalGeneration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from peakcast.conventions import conventions
+from peakcast.models.analytical.blocks.hf_builder import HFContext
+from peakcast.models.analytical.blocks.hf_ends import embedding, head
+from peakcast.models.analytical.blocks.t5 import (
+    CROSS_POSITION_BIAS,
+    ENCODER_STATES,
+    POSITION_BIAS,
+    T5Layer,
+    cross_position_bias_bytes,
+    encoder_end,
+    position_bias_bytes,
+    t5_layer,
+)
+from peakcast.models.analytical.hf_checkpoint import recompute
+from peakcast.models.analytical.hf_model import hold_tied_gradient
+from peakcast.models.analytical.parameters_t5 import CROSS
+from peakcast.models.analytical.step import FOREVER, Run, Step
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category
+
+INT64 = 8
+
+
+@dataclass
+class _Stack:
+    """One stack of layers on a step."""
+
+    timeline: Step
+    job: TrainingJob
+    contexts: list[HFContext]
+    first_index: int
+    source_length: int = 0
+
+    def __post_init__(self) -> None:
+        self.checkpointed = self.job.activation_checkpointing.mode != "none"
+        self.forward: list[Run] = []
+        self.backward: dict[int, Run] = {}
+        """By place in the stack: the run that the backward belongs to."""
+
+    def run_forward(self, keeps_gradients: bool) -> None:
+        for place, context in enumerate(self.contexts):
+            template = t5_layer(T5Layer(context=context, source_length=self.source_length, first=place == 0))
+            module = f"layers.{self.first_index + place}"
+            if self.checkpointed:
+                self.forward.append(self.timeline.run_without_graph(template, module))
+            else:
+                self.forward.append(self.timeline.run_forward(template, module, keeps_gradients=keeps_gradients))
+
+    def run_backward(self, keeps_gradients: bool) -> None:
+        for place in reversed(range(len(self.forward))):
+            run = self.forward[place]
+            if self.checkpointed:
+                context = self.contexts[place]
+                size = context.rows * context.architecture.hidden_size * context.compute_bytes
+                narrowed = size if context.compute_bytes < context.stream_bytes else 0
+                self.backward[place] = recompute(self.timeline, run, self.job, keeps_gradients, narrowed)
+            else:
+                self.timeline.run_backward(run)
+                self.backward[place] = run
+
+    def at(self, place: int, label: str) -> int:
+        """The instant of the operation `label` of the layer's forward."""
+        run = self.forward[place]
+        return run.forward_start + run.template.forward_labels.index(label)
+
+    def backward_at(self, place: int, label: str) -> int:
+        """... of its backward."""
+        run = self.backward[place]
+        assert run.backward_start is not None
+        return run.backward_start + run.template.backward_labels.index(label)
+
+    def kept_until(self, name: str) -> int:
+        """The instant from which no layer keeps what all of them read: for backward, or under checkpointing as an argument
+        of the second layer, since the first makes its own again; 0 where it is not kept."""
+        if self.checkpointed:
+            second = self.backward.get(1)
+            return self._ended(second) if second is not None else 0
+        kept = self.forward[0].template.elsewhere[name].kept_until
+        return 0 if kept is None else (self.backward[0].backward_start or 0) + kept
+
+    def gradient_from(self, name: str) -> int | None:
+        """The instant from which a gradient of it exists; the last layer's backward runs first."""
+        run = self.backward[len(self.forward) - 1]
+        made = run.template.elsewhere[name].gradient_from
+        return None if made is None else (run.backward_start or 0) + made
+
+    @staticmethod
+    def _ended(run: Run) -> int:
+        return (run.backward_start or 0) + run.template.num_backward
+
+
+def target_context(context: HFContext, job: TrainingJob) -> HFContext:
+    """The context of what is predicted: as many tokens as the decoder reads."""
+    return replace(context, sequence=job.decoder_sequence_length or context.sequence)
+
+
+def encoder_decoder_micro_batch(
+    timeline: Step, job: TrainingJob, context: HFContext, cached: Mapping[str, int], *, keeps_gradients: bool, last: bool
+) -> Run:
+    """Forward, loss and backward of one micro-batch; returns the run of its head and loss. `cached`: bytes of the weights'
+    narrow copies by module, under autocast."""
+    architecture, target = job.architecture, target_context(context, job)
+    encoder = _Stack(timeline, job, _contexts(context, job, architecture.num_hidden_layers), 0)
+    decoder = _Stack(
+        timeline,
+        job,
+        _contexts(target, job, architecture.num_decoder_layers),
+        architecture.num_hidden_layers,
+        context.sequence,
+    )
+    # enable_input_require_grads makes what is looked up a leaf, which the graph keeps with its gradient
+    leaf = job.finetuning.method != "full" and decoder.checkpointed
+    read = timeline.run_forward(embedding(_first(encoder)), "embedding", keeps_gradients=keeps_gradients)
+    encoder.run_forward(keeps_gradients)
+    states = timeline.run_forward(encoder_end(context), "head", keeps_gradients=keeps_gradients)
+    encoded = _forward_ends(states)
+    _hold_embeddings(timeline, context, read, encoded, leaf)
+    shifted = timeline.now
+    targets = timeline.run_forward(embedding(_first(decoder)), "embedding", keeps_gradients=keeps_gradients)
+    decoder.run_forward(keeps_gradients)
+    loss = timeline.run_forward(head(target), "head", keeps_gradients=keeps_gradients)
+    for run in (*encoder.forward, *decoder.forward) if decoder.checkpointed else ():  # else the graph owns the copies
+        ended = _forward_ends(run)
+        timeline.hold("autocast_cache", Category.TEMPORARIES, cached.get(run.module, 0), ended, timeline.now, run.module)
+    decoded = _decoder_returns(loss)
+    _hold_embeddings(timeline, target, targets, decoded, leaf)
+
+    timeline.run_backward(loss)
+    decoder.run_backward(keeps_gradients)
+    forgotten = _hold_encoder_states(timeline, context, decoder, born=encoded - 1, returned=_forward_ends(loss))
+    _hold_positions(timeline, decoder, target, decoded)
+    timeline.run_backward(targets)
+    timeline.hold("decoder_input_ids", Category.INPUTS, target.rows * INT64, shifted, timeline.now, "embedding")
+    states_gradient = decoder.gradient_from(ENCODER_STATES)
+    if states_gradient is not None:  # to which every layer adds; from here on its own block's backward has it
+        size = context.rows * architecture.hidden_size * context.stream_bytes
+        timeline.hold(f"{ENCODER_STATES}.grad", Category.TEMPORARIES, size, states_gradient, timeline.now, "head")
+    _hold_causal_mask(timeline, decoder, target, encoded, decoded)
+    bare = timeline.now
+    timeline.run_backward(states)
+    encoder.run_backward(keeps_gradients)
+    _hold_positions(timeline, encoder, context, encoded)
+    timeline.run_backward(read)
+    timeline.end_backward()
+    if leaf:
+        size = target.rows * architecture.hidden_size * target.weight_bytes
+        for name in ("inputs_embeds", "inputs_embeds.grad"):
+            timeline.hold(name, Category.ACTIVATIONS, size, bare, timeline.now, "embedding")
+    _hold_cross_positions(timeline, decoder, target, decoded)
+    _hold_outputs(timeline, decoder, context, job, forgotten, last)
+    if not keeps_gradients:
+        hold_tied_gradient(timeline, loss)
+    return loss
+
+
+def _contexts(context: HFContext, job: TrainingJob, num_layers: int) -> list[HFContext]:
+    """The contexts of a stack's layers. Adapters without checkpointing: nothing before the first one is kept."""
+    checkpointed = job.activation_checkpointing.mode != "none"
+    layer = replace(context, checkpointed=checkpointed)
+    bare = job.finetuning.method != "full" and not checkpointed
+    return [replace(layer, input_requires_grad=place > 0 or not bare) for place in range(num_layers)]
+
+
+def _first(stack: _Stack) -> HFContext:
+    """The context of a stack's embedding."""
+    return replace(stack.contexts[0], checkpointed=False)
+
+
+def _forward_ends(run: Run) -> int:
+    return run.forward_start + run.template.num_forward
+
+
+def _decoder_returns(loss: Run) -> int:
+    """The instant after the decoder's last norm and dropout."""
+    labels = loss.template.forward_labels
+    return loss.forward_start + next(
+        i for i, label in enumerate(labels) if label.startswith(("lm_head", "decoder_output_scaling"))
+    )
+
+
+def _hold_embeddings(timeline: Step, context: HFContext, embedded: Run, returned: int, leaf: bool) -> None:
+    """A stack's own variable of what it looked up; without dropout that is its first layer's input, and a leaf (see below)
+    is kept anyway."""
+    if context.architecture.embedding_dropout and not leaf:
+        size = context.rows * context.architecture.hidden_size * context.weight_bytes
+        timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, _forward_ends(embedded), returned, "embedding")
+
+
+def _hold_encoder_states(timeline: Step, context: HFContext, decoder: _Stack, born: int, returned: int) -> int:
+    """The states, kept by every decoder layer and by the model's outputs; returns the instant from which the graph has let
+    go of them."""
+    size = context.rows * context.architecture.hidden_size * context.stream_bytes
+    kept = timeline.now if decoder.checkpointed else decoder.kept_until(ENCODER_STATES)
+    timeline.hold(ENCODER_STATES, Category.ACTIVATIONS, size, born, max(returned, kept), "head")
+    return max(returned, kept)
+
+
+def _hold_positions(timeline: Step, stack: _Stack, context: HFContext, returned: int) -> None:
+    """The bias of relative positions that the first layer made, and its gradient until the table's is made of it."""
+    size, module = position_bias_bytes(context), stack.forward[0].module
+    made = stack.at(0, "relative_attention_bias")
+    kept = stack.kept_until(POSITION_BIAS)
+    timeline.hold(POSITION_BIAS, Category.ACTIVATIONS, size, made, max(returned, kept), module)
+    if stack.checkpointed:  # the first layer's recomputation makes another
+        again = stack.backward[0]
+        born = again.forward_start + again.template.forward_labels.index("relative_attention_bias")
+        until = again.template.elsewhere[POSITION_BIAS].kept_until
+        ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
+        timeline.hold(POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)
+    gradient = stack.gradient_from(POSITION_BIAS)
+    if gradient is not None:
+        dies = stack.backward_at(0, "relative_attention_bias") + 1
+        timeline.hold(f"{POSITION_BIAS}.grad", Category.TEMPORARIES, size, gradient, dies, module)
+
+
+def _hold_causal_mask(timeline: Step, decoder: _Stack, target: HFContext, born: int, returned: int) -> None:
+    """Eager attention's additive mask of the decoder [batch, 1, sequence, sequence]; sdpa builds one in each layer."""
+    if target.attention == "eager":
+        size = target.batch * target.sequence**2 * target.weight_bytes
+        dies = timeline.now if decoder.checkpointed else returned
+        timeline.hold("attention_mask", Category.INPUTS, size, born, dies)
+
+
+def _hold_cross_positions(timeline: Step, decoder: _Stack, target: HFContext, returned: int) -> None:
+    """The zeros that the first cross-attention makes for all. Under checkpointing they ask for a gradient
+    (`position_bias.requires_grad = True`), and the graph holds them and it until the loss is gone."""
+    size, module = cross_position_bias_bytes(target, decoder.source_length), decoder.forward[0].module
+    made = decoder.at(0, f"{CROSS}.v") + 1
+    kept = timeline.now if decoder.checkpointed else decoder.kept_until(CROSS_POSITION_BIAS)
+    timeline.hold(CROSS_POSITION_BIAS, Category.ACTIVATIONS, size, made, max(returned, kept), module)
+    if decoder.checkpointed:
+        again = decoder.backward[0]
+        born = again.forward_start + again.template.forward_labels.index(f"{CROSS}.v") + 1
+        until = again.template.elsewhere[CROSS_POSITION_BIAS].kept_until
+        ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
+        timeline.hold(CROSS_POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)
+        gradient = decoder.gradient_from(CROSS_POSITION_BIAS)
+        assert gradient is not None
+        timeline.hold(f"{CROSS_POSITION_BIAS}.grad", Category.TEMPORARIES, size, gradient, timeline.now, module)
+
+
+def outputs_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int]]:
+    """What the outputs hold beside the logits, which a plain loop keeps with them: (name, module, bytes). The encoder's
+    states; keys and values of both attentions, since the decoder's configuration keeps `use_cache`; under checkpointing,
+    through the graph, the zeros of cross-attention and what adapters make a leaf in the encoder, and their gradients."""
+    architecture, target = job.architecture, target_context(context, job)
+    states = (ENCODER_STATES, "head", context.rows * architecture.hidden_size * context.stream_bytes)
+    decoder = range(architecture.num_hidden_layers, architecture.num_layers)
+    if job.activation_checkpointing.mode != "none":
+        zeros, module = cross_position_bias_bytes(target, context.sequence), f"layers.{decoder[0]}"
+        held = [states, (CROSS_POSITION_BIAS, module, zeros), (f"{CROSS_POSITION_BIAS}.grad", module, zeros)]
+        leaf = context.rows * architecture.hidden_size * context.weight_bytes
+        adapters = job.finetuning.method != "full"
+        return held + [(name, module, leaf) for name in ("inputs_embeds", "inputs_embeds.grad")] * adapters
+    tokens = 2 * target.batch * (target.sequence + context.sequence)
+    size = tokens * architecture.key_value_size * target.compute_bytes
+    return [states, *(("past_key_values", f"layers.{layer}", size) for layer in decoder)]
+
+
+def _hold_outputs(
+    timeline: Step, decoder: _Stack, context: HFContext, job: TrainingJob, forgotten: int, last: bool
+) -> None:
+    """... from when backward has let go of them: of the encoder's states at `forgotten`."""
+    if conventions(job).get("outputs_dropped"):
+        return
+    dies = timeline.now if conventions(job).get("trainer") or not last else FOREVER
+    ended = {run.module: (run.backward_start or 0) + run.template.num_backward for run in decoder.forward}
+    for name, module, size in outputs_of(job, context):
+        born = timeline.now if decoder.checkpointed else ended.get(module, 0)
+        timeline.hold(name, Category.ACTIVATIONS, size, forgotten if name == ENCODER_STATES else born, dies, module)

@@ -1,0 +1,31 @@
+"""A layer under activation checkpointing: run again in backward, then its backward."""
+
+from __future__ import annotations
+
+from peakcast.models.analytical.step import Run, Step
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category, Phase
+
+
+def recompute(timeline: Step, first: Run, job: TrainingJob, keeps_gradients: bool, narrowed: int = 0) -> Run:
+    """A checkpointed layer in backward: forward again, then its backward; the checkpoint holds the input all along, or,
+    offloaded, while the layer runs forward. `narrowed`: bytes of the gradient's copy that the residual addition, which
+    keeps nothing and so asks for nothing, has made of it by then."""
+    start, module, template = timeline.now, first.module, first.template
+    run = timeline.run_forward(template, module, Phase.BACKWARD, keeps_gradients=keeps_gradients)
+    run.uses_cached, first.recomputation = True, run
+    run.stops_early = not job.activation_checkpointing.use_reentrant
+    recomputed = timeline.now
+    timeline.run_backward(run)
+    hidden, begin = template.input_bytes, first.forward_start
+    if job.offload.activations:
+        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, begin + template.num_forward, module)
+        ends = timeline.now if template.keeps_input else recomputed
+        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, start, ends, module)
+    else:
+        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, timeline.now, module)
+    for size in (hidden, narrowed):
+        timeline.hold("gradient", Category.TEMPORARIES, size, start, recomputed, module)
+    if job.activation_checkpointing.use_reentrant:  # CheckpointFunction.backward keeps its recomputed outputs
+        timeline.hold("recomputed_output", Category.ACTIVATIONS, hidden, recomputed, timeline.now, module)
+    return run
