@@ -165,7 +165,7 @@ def _peaks(device: Device | None, stage: int | None, task: _Task) -> Ints:
     layouts = [with_knobs(base, {**changes, **variants[v], "sequence_length": _sample_length(base, changes)}) for v in used]
     points, point_of = np.unique(np.stack([batch[valid], sequence[valid]]), axis=1, return_inverse=True)
     found = np.zeros((len(used), points.shape[1]), dtype=np.int64)
-    for number in _stages(layouts[0]) if stage is None else [stage]:
+    for number in fullest_stages(layouts[0]) if stage is None else [stage]:
         found = np.maximum(found, _Asked(tuple(layouts), device, number).peaks(points))
     peaks[valid] = found[np.searchsorted(used, variant_of[valid]), point_of]
     return peaks
@@ -188,7 +188,7 @@ def _sample_length(base: TrainingJob, changes: Mapping[str, Any]) -> int:
     return SAMPLE * math.prod(int(size) for size in sizes.values())
 
 
-def _stages(job: TrainingJob) -> list[int]:
+def fullest_stages(job: TrainingJob) -> list[int]:
     """The pipeline stages that can be the fullest: of those between the ends, which hold equal layers in an even split, the
     first has the most micro-batches in flight."""
     stages = job.parallelism.pipeline_parallel_size
