@@ -149,7 +149,7 @@ def bar(
 
 
 def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> bool:
-    """Whether `predict` may say that `job` fits when its tensors need `allocated_bytes`, without replaying them: so many are
+    """Whether `predict` may say that `job` fits when its tensors need `allocated_bytes`, without a replay: so many are
     reserved at least, and the rest of an answer (context, communicators, bar) does not depend on what is reserved."""
     calibration, _ = calibration_for(device)
     reasons = reasons_outside(job, device, sizes(job, allocated_bytes), calibration, scope=_scope(job))
