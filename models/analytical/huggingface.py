@@ -25,7 +25,7 @@ from peakcast.models.analytical.hf_model import (
 )
 from peakcast.models.analytical.inference import inference_ledger
 from peakcast.models.analytical.layouts import gathered_dtype, layout_of
-from peakcast.models.analytical.layouts.base import StoredTensor
+from peakcast.models.analytical.layouts.base import Layout, StoredTensor
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
 from peakcast.models.analytical.parameters import (
@@ -58,15 +58,30 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
     if job.task == "inference":
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
         return inference_ledger(job, context, weights, device)
-    timeline = Step(hooks=layout)
     alone = job.parallelism.world_size == 1
-    if alone:
-        timeline.run_again(_resident(_weights_job(job)))
+    if alone and job.gradient_accumulation_steps == 1:
+        before, start, ended = _one_micro_batch(job, device)
+        timeline = before.fork(_resident(_weights_job(job)))
+        if step == "steady":
+            _hold_previous_logits(timeline, job, context, start, ended)
     else:
-        layout.hold_resident(timeline)
-    timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
-    _hold_inputs(timeline, job)
-    hold_buffers(timeline, job)
+        timeline = Step(hooks=layout)
+        if alone:
+            timeline.run_again(_resident(_weights_job(job)))
+        else:
+            layout.hold_resident(timeline)
+        _hold_before_forward(timeline, job, device)
+        _micro_batches(timeline, job, context, layout, step)
+    if alone and not optimizer_rule(job).updates_in_backward:
+        timeline.run_again(_optimizer_stepped(_weights_job(job), step))
+        timeline.gradients_die = timeline.now - 1  # `zero_grad` comes last
+    else:
+        place_optimizer_step(timeline, job, layout, step)
+    return timeline.timeline()
+
+
+def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout: Layout, step: str) -> None:
+    """As many micro-batches as differ: the first, which makes the gradients, and the last, which may reduce them."""
     cached = _autocast_cache(context, layout.tensors) if context.autocast else {}
     micro_batches = min(job.gradient_accumulation_steps, 2)
     for micro_batch in range(micro_batches):
@@ -77,12 +92,18 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
         if step == "steady" or micro_batch > 0:
             _hold_previous_logits(timeline, job, context, start, ended)
         layout.end_backward(timeline)
-    if alone and not optimizer_rule(job).updates_in_backward:
-        timeline.run_again(_optimizer_stepped(_weights_job(job), step))
-        timeline.gradients_die = timeline.now - 1  # `zero_grad` comes last
-    else:
-        place_optimizer_step(timeline, job, layout, step)
-    return timeline.timeline()
+
+
+@lru_cache(maxsize=8)
+def _one_micro_batch(job: TrainingJob, device: Device | None) -> tuple[Step, int, int]:
+    """A step of one GPU and one micro-batch up to its optimizer, which a first step and any later one have in common, less
+    what stands before it; the instants at which the micro-batch starts and at which its loss is there."""
+    context, timeline = _context(job, device), Step()
+    _hold_before_forward(timeline, job, device)
+    cached = _autocast_cache(context, _parameters(_weights_job(job))) if context.autocast else {}
+    start = timeline.now
+    ended = _micro_batch(timeline, job, context, cached, keeps_gradients=True, last=True)
+    return timeline, start, ended
 
 
 @lru_cache(maxsize=1024)
@@ -213,12 +234,15 @@ def paged_state_bytes(job: TrainingJob) -> int:
 # -- one micro-batch ----------------------------------------------------------------------------------------------------
 
 
-def _hold_inputs(timeline: Step, job: TrainingJob) -> None:
+def _hold_before_forward(timeline: Step, job: TrainingJob, device: Device | None) -> None:
+    """What is there when the step begins, beside what the layout holds."""
+    timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
     tokens = job.micro_batch_size * job.sequence_length
     for name in ("input_ids", "labels"):
         timeline.hold(name, Category.INPUTS, tokens * INT64, 0)
     if conventions(job).get("trainer"):  # data collators send a mask of ones along
         timeline.hold("attention_mask", Category.INPUTS, tokens * INT64, 0)
+    hold_buffers(timeline, job)
 
 
 def _autocast_cache(context: HFContext, tensors: Iterable[StoredTensor]) -> dict[str, int]:
