@@ -71,7 +71,8 @@ def _stage_share(job: TrainingJob, device: Device | None, stage: int) -> RankSha
         layout.pipeline_layers,
     )
     context = layer_context(job, device)
-    return RankShare(job, device, stage, chunks, context, replace(context, experts=None), convention)
+    dense = context if context.experts is None else replace(context, experts=None)
+    return RankShare(job, device, stage, chunks, context, dense, convention)
 
 
 def weights_share(share: RankShare) -> RankShare:

@@ -47,6 +47,8 @@ UNIT = ALLOCATION_UNIT_BYTES * PARTS
 BOUND = 1.02
 """What a tensor that is no polynomial is given beyond its largest bytes per token at the corners."""
 POINTS_AT_ONCE = 128
+SHRINKS = 0.9
+"""Instants are thinned out until a round leaves more than this part of them."""
 _EXPONENTS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
 """Of micro-batch and sequence length, term by term."""
 
@@ -172,10 +174,14 @@ def _peaks(device: Device | None, stage: int | None, task: _Task) -> Ints:
 
 
 def _valid_lengths(base: TrainingJob, changes: Mapping[str, Any], lengths: Ints) -> list[int]:
-    valid = []
+    valid: list[int] = []
+    try:
+        job = with_knobs(base, {**changes, "sequence_length": _sample_length(base, changes)})
+    except SpecError:
+        return valid
     for length in lengths.tolist():
         try:
-            with_knobs(base, {**changes, "sequence_length": length})
+            job.replace(sequence_length=length)
         except SpecError:
             continue
         valid.append(length)
@@ -227,10 +233,12 @@ class _Asked:
         samples = [(b * SAMPLE, s) for s in lengths for b in (1, 2)]
         if points.shape[1] * len(self.layouts) <= len(samples) + len(self.layouts) + 2:
             return self.one_by_one(points)
-        fitted = _Polynomials.through([self.timeline(0, b, s) for b, s in samples], samples)
+        sampled = [self.timeline(0, b, s) for b, s in samples]
+        fitted = _Polynomials.through(sampled, samples)
         if fitted is None:
             return self.one_by_one(points)
-        fitted = fitted.with_layouts([self.timeline(layout, *samples[0]) for layout in range(len(self.layouts))])
+        others = (self.timeline(layout, *samples[0]) for layout in range(1, len(self.layouts)))
+        fitted = fitted.with_layouts([sampled[0], *others])
         if fitted is None or not fitted.adds(len(self.layouts) - 1, samples[-1], self.timeline(-1, *samples[-1])):
             each = [_Asked((layout,), self.device, self.stage).peaks(points) for layout in self.layouts]
             return np.concatenate(each)
@@ -380,9 +388,10 @@ class _Polynomials:
 def _largest(rows: Ints, weights: Ints) -> Ints:
     """The largest of `rows`.T @ `weights` over the columns of `rows` (instants), [num_points].
 
-    Points come in the order of their tokens. Of some neighbours at a time only the instants are multiplied out whose upper
-    bound there reaches the best lower bound: a few of thousands.
+    Points come in the order of their tokens, and weights are not negative. Of some neighbours at a time only the instants
+    are multiplied out whose upper bound there reaches the best lower bound: a few of thousands.
     """
+    rows = _undominated(rows)
     largest = np.empty(weights.shape[1], dtype=np.int64)
     positive = np.maximum(rows, 0)
     negative = rows - positive
@@ -392,6 +401,19 @@ def _largest(rows: Ints, weights: Ints) -> Ints:
         kept = most @ positive + least @ negative >= (least @ positive + most @ negative).max()
         largest[start : start + POINTS_AT_ONCE] = (rows[:, kept].T @ some).max(axis=0)
     return largest
+
+
+def _undominated(rows: Ints) -> Ints:
+    """`rows` without the columns that are nowhere above a neighbour: no weights make them the largest."""
+    while True:
+        rising, falling = rows[:, :-1] <= rows[:, 1:], rows[:, 1:] <= rows[:, :-1]
+        below_next = rising.all(axis=0)
+        kept = np.ones(rows.shape[1], dtype=bool)
+        kept[:-1] &= ~below_next
+        kept[1:] &= ~falling.all(axis=0) | below_next  # of equal ones the last stays
+        if kept.mean() > SHRINKS:
+            return rows
+        rows = rows[:, kept]
 
 
 def _alike(added: Ints) -> list[Ints]:
