@@ -133,14 +133,28 @@ def _place_fewest_micro_batches(job: TrainingJob, columns: dict[str, npt.NDArray
 
 def _groups(columns: Mapping[str, npt.NDArray[Any]], which: Ints) -> Iterator[tuple[dict[str, Any], Ints]]:
     """Combinations that share all of `columns`: the values, and which."""
-    code = np.zeros(len(which), dtype=np.int64)
+    code, num_codes = np.zeros(len(which), dtype=np.int64), 1
     for values in columns.values():
-        distinct, inverse = np.unique(values, return_inverse=True)
-        code = np.unique(code * len(distinct) + inverse, return_inverse=True)[1]
+        digit, base = _digits(values)
+        if num_codes * base >= 2**63:
+            distinct, code = np.unique(code, return_inverse=True)
+            num_codes = len(distinct)
+        code, num_codes = code * base + digit, num_codes * base
     order = np.argsort(code, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(code[order])) + 1):
         if len(members):
             yield {name: values[members[0]].item() for name, values in columns.items()}, members
+
+
+def _digits(values: npt.NDArray[Any]) -> tuple[Ints, int]:
+    """Whole numbers from 0 on that tell the values of a column apart, and a bound beyond them."""
+    if values.dtype.kind in "iub" and len(values) and int(np.ptp(values.astype(np.int64))) < 2**16:
+        whole = values.astype(np.int64)
+        digits = whole - whole.min()
+        return digits, int(digits.max()) + 1
+    numbers: dict[Any, int] = {}
+    digits = np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()], dtype=np.int64)
+    return digits, len(numbers) or 1
 
 
 def with_knobs(job: TrainingJob, changes: Mapping[str, Any]) -> TrainingJob:
