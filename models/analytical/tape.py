@@ -120,15 +120,15 @@ class Template:
         return np.flatnonzero(self.weight_gradient)
 
     @cached_property
-    def forward_phases(self) -> dict[Phase, bytes]:
-        """The phases of the forward instants when the block runs in a phase."""
+    def forward_phases(self) -> tuple[bytes, ...]:
+        """By the number of the phase in which the block runs forward, those of its instants."""
         loss = bytes((Phase.LOSS,)) * (self.num_forward - self.loss_from)
-        return {phase: bytes((phase,)) * self.loss_from + loss for phase in Phase}
+        return tuple(bytes((phase,)) * self.loss_from + loss for phase in Phase)
 
     @cached_property
-    def backward_phases(self) -> dict[Phase, bytes]:
-        """The phases of the backward instants when the block runs in a phase."""
-        return {phase: bytes((phase,)) * self.num_backward for phase in Phase}
+    def backward_phases(self) -> tuple[bytes, ...]:
+        """By the number of the phase in which the block runs backward, those of its instants."""
+        return tuple(bytes((phase,)) * self.num_backward for phase in Phase)
 
 
 class _Gradient:
