@@ -98,6 +98,8 @@ class Step:
     _runs: list[Run] = field(default_factory=list)
     _placed: list[Placed] = field(default_factory=list)
     """Runs of the step that this one was forked from."""
+    _own: tuple[int, Placed] | None = None
+    """So many of `_runs`, placed for the forks to share."""
     _held: list[Recording | _Rows] = field(default_factory=list)
     """In the order in which they were held, single ones together."""
     _rows: _Rows | None = None
@@ -262,15 +264,15 @@ class Step:
 
     def fork(self, first: Recording) -> Step:
         """A step that goes on from here, with what `first` holds before anything that is held here. This one stays as it
-        is, and runs no further block."""
-        if self._runs:
-            self._placed.append(place(self._runs))
-            self._runs.clear()
+        is; blocks whose backward is still to come must not go on in both."""
+        if self._own is None or self._own[0] != len(self._runs):
+            self._own = len(self._runs), place(self._runs)
         return replace(
             self,
             phases=bytearray(self.phases),
             labels=self.labels.copy(),
-            _placed=self._placed.copy(),
+            _placed=[*self._placed, self._own[1]],
+            _own=None,
             _runs=[],
             _backward_ends=self._backward_ends.copy(),
             _held=[first, *(held if isinstance(held, Recording) else held.copy() for held in self._held)],
