@@ -8,6 +8,7 @@ have no room: these take away, or add.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -74,6 +75,7 @@ _asked: list[Question] = []
 
 
 def _remember(question: Question) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are left to the parent
     _asked[:] = [question]
 
 
