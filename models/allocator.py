@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +18,10 @@ from peakcast.models.caching_allocator import LARGE_SEGMENT_BYTES, SMALL_BYTES, 
 from peakcast.models.pool_replay import UNIT_BYTES, PoolReplay
 from peakcast.timeline import Timeline
 from peakcast.units import MIB
+
+compiled: Any = None
+with suppress(ImportError):  # built where there was a compiler when peakcast was installed
+    compiled = importlib.import_module("peakcast.models._pool_replay")
 
 Ints = npt.NDArray[np.int64]
 MOST_RETRIES = 32
@@ -67,7 +75,7 @@ def replay_run(
     """
     settings, run = settings or Allocator(), _Run.of(steps)
     if settings.max_split_size_mb is None and allowed_bytes is None and 1 not in settings.divisions:
-        found = _replay_pools(run, settings, capacity_bytes)
+        found = (_replay_compiled if compiled else _replay_pools)(run, settings, capacity_bytes)
         if found is not None:
             return found
     return _replay_calls(run, CachingAllocator(settings, capacity_bytes=capacity_bytes, allowed_bytes=allowed_bytes))
@@ -94,6 +102,38 @@ def _replay_calls(run: _Run, allocator: CachingAllocator) -> Replay:
     )
 
 
+def _replay_compiled(run: _Run, settings: Allocator, capacity_bytes: int | None) -> Replay | None:
+    """As `_replay_pools`, by the same loop compiled."""
+    assert compiled is not None
+    sizes = _rounded(run.num_bytes, settings)
+    found = compiled.replay(
+        run.events,
+        sizes // UNIT_BYTES,
+        run.streams * 2 + (sizes <= SMALL_BYTES),
+        2 * int(run.streams.max(initial=0)) + 2,
+        settings.expandable_segments,
+        _large_segment_bytes(settings) // UNIT_BYTES,
+        -1 if capacity_bytes is None else capacity_bytes // UNIT_BYTES,
+    )
+    if found is None:
+        return None
+    peak_allocated, allocated, peak_reserved, reserved, num_segments, num_retries = found
+    return Replay(
+        peak_allocated_bytes=peak_allocated * UNIT_BYTES,
+        peak_requested_bytes=run.peak_requested_bytes,
+        peak_reserved_bytes=peak_reserved * UNIT_BYTES,
+        allocated_bytes=allocated * UNIT_BYTES,
+        reserved_bytes=reserved * UNIT_BYTES,
+        num_segments=num_segments,
+        num_events=run.num_events,
+        num_retries=num_retries,
+    )
+
+
+def _large_segment_bytes(settings: Allocator) -> int:
+    return (settings.large_segment_size_mb or 0) * MIB or LARGE_SEGMENT_BYTES
+
+
 def _replay_pools(run: _Run, settings: Allocator, capacity_bytes: int | None) -> Replay | None:
     """Pool by pool, which gives the same as call by call, only faster; None where it would not: when pages of expandable
     segments go back to the driver, or whole segments again and again."""
@@ -107,7 +147,7 @@ def _replay_pools(run: _Run, settings: Allocator, capacity_bytes: int | None) ->
             units,
             small=bool(pool % 2),
             expandable=settings.expandable_segments,
-            large_segment_bytes=(settings.large_segment_size_mb or 0) * MIB or LARGE_SEGMENT_BYTES,
+            large_segment_bytes=_large_segment_bytes(settings),
         )
         for pool in where
     }
@@ -259,18 +299,32 @@ _Identity = tuple[int, int, str, str]
 """Bytes, category, name and module of an entry."""
 
 
-def _identities(step: Timeline, entries: Ints) -> list[_Identity]:
-    names, modules = step.names, step.modules
-    which = entries.tolist()
-    columns = step.num_bytes[entries].tolist(), step.categories[entries].tolist()
-    return list(zip(*columns, [names[i] for i in which], [modules[i] for i in which], strict=True))
+def _identities(step: Timeline, which: Ints) -> list[_Identity]:
+    entries = which.tolist()
+    if not entries:
+        return []
+    chosen = itemgetter(*entries, entries[0])  # one more, so that it gives a tuple in any case
+    texts = chosen(step.names)[:-1], chosen(step.modules)[:-1]
+    return list(zip(step.num_bytes[which].tolist(), step.categories[which].tolist(), *texts, strict=True))
 
 
 def _take_over(step: Timeline, survivors: list[tuple[_Identity, int]]) -> tuple[dict[int, int], list[int]]:
     """Holders of the last step that entries of this one continue, by entry; and those that nobody does."""
+    standing = np.flatnonzero((step.born <= 0) & (step.dies > 0) & (step.num_bytes > 0))
+    identities, waiting = _identities(step, standing), standing.tolist()
+    holder_of = dict(survivors)
+    if len(holder_of) == len(survivors):  # no two alike: every entry finds its own at once
+        holders = list(map(holder_of.get, identities))
+        taken = {entry: holder for entry, holder in zip(waiting, holders, strict=True) if holder is not None}
+        if len(taken) == len(set(taken.values())) == len(survivors):
+            return taken, []
+    return _matched(list(zip(identities, waiting, strict=True)), survivors)
+
+
+def _matched(
+    wanted: list[tuple[_Identity, int]], survivors: list[tuple[_Identity, int]]
+) -> tuple[dict[int, int], list[int]]:
     taken: dict[int, int] = {}
-    waiting = np.flatnonzero((step.born <= 0) & (step.dies > 0) & (step.num_bytes > 0))
-    wanted = list(zip(_identities(step, waiting), waiting.tolist(), strict=True))
     for parts in (4, 2):  # the same tensor, else one of the same size and category
         shelf: defaultdict[tuple[object, ...], list[tuple[_Identity, int]]] = defaultdict(list)
         for survivor in reversed(survivors):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from peakcast.conventions import release
 from peakcast.models.baseline import Baseline
-from peakcast.spec import TrainingJob
+from peakcast.spec import Parallelism, TrainingJob
 from peakcast.timeline import Category, Phase
 from peakcast.units import GIB
 
@@ -80,25 +80,48 @@ MONOTONE = {"gib_over_allocated": 1, "log2_allocated": -1}
 tensor explains is a larger share of a smaller job."""
 
 
-def features(job: TrainingJob, device: Device, base: Baseline, *, published: bool = False) -> dict[str, float]:
-    """The row of `FEATURES` for one job, device and baseline; every value is finite. `published` tells rows of others from
-    our own and from the run that is asked about."""
+def sizes(job: TrainingJob, allocated_bytes: int) -> dict[str, float]:
+    """The features that are powers of two: what a job is by size when its baseline allocates `allocated_bytes`."""
     layout, a = job.parallelism, job.architecture
-    peak = max(base.peak_allocated_bytes, 1)
-    axes = {
+    sequence = job.sequence_length / layout.context_parallel_size
+    return {
+        "log2_allocated": math.log2(max(allocated_bytes, 1) / GIB),
+        "log2_tokens": math.log2(job.micro_batch_size * job.sequence_length / layout.context_parallel_size),
+        "log2_sequence_length": math.log2(sequence),
+        "log2_hidden_size": math.log2(a.hidden_size),
+        "log2_num_hidden_layers": math.log2(a.num_hidden_layers),
+        "log2_vocab_size": math.log2(a.vocab_size / layout.tensor_parallel_size),
+        "log2_head_dim": math.log2(a.head_dim),
+        "log2_query_groups": math.log2(a.num_attention_heads / a.num_key_value_heads),
+        "log2_num_experts": math.log2(a.moe.num_experts) if a.moe else 0.0,
+        "log2_experts_per_token": math.log2(a.moe.num_experts_per_tok) if a.moe else 0.0,
+        **{f"log2_{name}_parallel": math.log2(size) for name, size in _axes(layout).items()},
+        "log2_virtual_stages": math.log2(layout.virtual_pipeline_stages),
+    }
+
+
+def _axes(layout: Parallelism) -> dict[str, int]:
+    return {
         "data": layout.data_parallel_size,
         "tensor": layout.tensor_parallel_size,
         "pipeline": layout.pipeline_parallel_size,
         "context": layout.context_parallel_size,
         "expert": layout.expert_parallel_size,
     }
+
+
+def features(job: TrainingJob, device: Device, base: Baseline, *, published: bool = False) -> dict[str, float]:
+    """The row of `FEATURES` for one job, device and baseline; every value is finite. `published` tells rows of others from
+    our own and from the run that is asked about."""
+    layout = job.parallelism
+    peak = max(base.peak_allocated_bytes, 1)
     phases = sorted(base.phase_peaks_bytes.values(), reverse=True)
     shares = {name: base.composition.get(name, 0) / peak for name in _CATEGORIES}
     torch = release(str(job.versions.get("torch", "0.0")))
     major, minor = device.compute_capability
     values: dict[str, float] = {
         "gib_over_allocated": GIB / peak,
-        "log2_allocated": math.log2(peak / GIB),
+        **sizes(job, base.peak_allocated_bytes),
         "log2_reserved_over_allocated": math.log2(max(base.peak_reserved_bytes, 1) / peak),
         "log2_device_over_reserved": math.log2(max(base.peak_device_bytes, 1) / max(base.peak_reserved_bytes, 1)),
         "allocator_slack": base.replayed_allocated_bytes / peak - 1,
@@ -107,18 +130,7 @@ def features(job: TrainingJob, device: Device, base: Baseline, *, published: boo
         "temporaries_share": shares["temporaries"] + shares["optimizer_temporaries"],
         **{f"peak_in_{name}": base.peak_phase == name for name in _PHASES},
         "second_phase_ratio": phases[1] / max(phases[0], 1) if len(phases) > 1 else 0.0,
-        "log2_tokens": math.log2(job.micro_batch_size * job.sequence_length / axes["context"]),
-        "log2_sequence_length": math.log2(job.sequence_length / axes["context"]),
-        "log2_hidden_size": math.log2(a.hidden_size),
-        "log2_num_hidden_layers": math.log2(a.num_hidden_layers),
-        "log2_vocab_size": math.log2(a.vocab_size / axes["tensor"]),
-        "log2_head_dim": math.log2(a.head_dim),
-        "log2_query_groups": math.log2(a.num_attention_heads / a.num_key_value_heads),
-        "log2_num_experts": math.log2(a.moe.num_experts) if a.moe else 0.0,
-        "log2_experts_per_token": math.log2(a.moe.num_experts_per_tok) if a.moe else 0.0,
-        **{f"log2_{name}_parallel": math.log2(size) for name, size in axes.items()},
-        "log2_virtual_stages": math.log2(layout.virtual_pipeline_stages),
-        "num_parallel_axes": sum(size > 1 for size in axes.values()),
+        "num_parallel_axes": sum(size > 1 for size in _axes(layout).values()),
         "sequence_parallel": layout.sequence_parallel,
         "sharded": layout.sharding in ("fsdp1", "fsdp2", "hsdp") or layout.zero_stage == 3,
         "distributed_optimizer": layout.sharding in ("fsdp1", "fsdp2", "hsdp") or layout.zero_stage > 0,

@@ -31,6 +31,7 @@ class GaussianProcess:
     """
 
     name: ClassVar[str] = "gaussian_process"
+    never_takes_away: ClassVar[bool] = False
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> GaussianProcess:
         """Learn, forgetting any earlier fit."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from peakcast.conventions import conventions
-from peakcast.models.baseline import Baseline, Ledger, baseline
-from peakcast.models.calibration import Calibration, calibration_for
+from peakcast.models.baseline import Baseline, Ledger, baseline, communicator_bytes, context_bytes
+from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
 from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, Outside, difficulty, severity
-from peakcast.models.features import features
+from peakcast.models.features import features, sizes
 from peakcast.models.grouping import bar_groups, residual_group
 from peakcast.prediction import QUANTITIES, Fits, Interval, Prediction
 from peakcast.spec import TrainingJob
@@ -113,22 +113,14 @@ def combine(
     """
     intervals: dict[str, Interval] = {}
     groups = bar_groups(job, base.peak_allocated_bytes)
-    total = severity(reasons)
-    never_tried = any(reason.severity >= OUT_OF_SCOPE_SEVERITY for reason in reasons)
     inside = not reasons
     least = base.held_bytes
     for quantity in QUANTITIES:
         size: int = getattr(base, quantity)
         learned = calibration.quantities.get(quantity)
         correction = float(learned.residual.predict([row], [residual_group(job)])[0]) if learned else 0.0
-        found = learned.intervals.outside(groups, total) if learned else None
-        if learned is None or found is None:
-            half_width = upper = difficulty(total) * DEFAULT_HALF_WIDTHS[quantity]
-            inside = inside and quantity == "peak_host_bytes" and size == 0
-        else:
-            half_width, upper = found
-        num_tried = learned.intervals.num_tried(total) if learned and not never_tried else 0
-        half_width, upper = at_least(half_width, upper, total, quantity, num_tried=num_tried)
+        half_width, upper, measured = bar(quantity, learned, groups, reasons)
+        inside = inside and (measured or (quantity == "peak_host_bytes" and size == 0))
         exact = base.start(quantity) * math.exp(correction)
         if quantity != "peak_host_bytes":
             exact = max(exact, least)
@@ -141,6 +133,30 @@ def combine(
             upper_95=math.ceil(exact * math.exp(upper)),
         )
     return Verdict(intervals=nested(intervals), inside=inside)
+
+
+def bar(
+    quantity: str, learned: QuantityCalibration | None, groups: Sequence[str], reasons: Sequence[Outside]
+) -> tuple[float, float, bool]:
+    """Half-width and one-sided bound of a quantity for a job of `groups` that lies outside by `reasons`, and whether
+    measurements say so."""
+    total = severity(reasons)
+    never_tried = any(reason.severity >= OUT_OF_SCOPE_SEVERITY for reason in reasons)
+    found = learned.intervals.outside(groups, total) if learned else None
+    half_width, upper = found or (difficulty(total) * DEFAULT_HALF_WIDTHS[quantity],) * 2
+    num_tried = learned.intervals.num_tried(total) if learned and not never_tried else 0
+    return *at_least(half_width, upper, total, quantity, num_tried=num_tried), found is not None
+
+
+def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> bool:
+    """Whether `predict` may say that `job` fits when its tensors need `allocated_bytes`, without a replay: so many are
+    reserved at least, and the rest of an answer (context, communicators, bar) does not depend on what is reserved."""
+    calibration, _ = calibration_for(device)
+    reasons = reasons_outside(job, device, sizes(job, allocated_bytes), calibration, scope=_scope(job))
+    learned = calibration.quantities.get("peak_device_bytes")
+    _, upper, _ = bar("peak_device_bytes", learned, bar_groups(job, allocated_bytes), reasons)
+    least = allocated_bytes + context_bytes(device) + communicator_bytes(job)
+    return least * math.exp((learned.residual.least if learned else 0.0) + upper) < device.cuda_memory_bytes
 
 
 def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:

@@ -33,6 +33,8 @@ class Regressor(Protocol):
     """What a candidate can do."""
 
     name: ClassVar[str]
+    never_takes_away: ClassVar[bool]
+    """Whether no log ratio that it predicts is negative."""
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> Any:
         """Learn, forgetting any earlier fit; returns self."""
@@ -48,6 +50,7 @@ class Zero:
     """The baseline alone."""
 
     name: ClassVar[str] = "zero"
+    never_takes_away: ClassVar[bool] = True
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> Zero:
         """Nothing to learn."""
@@ -68,6 +71,7 @@ class HiddenBytes:
     negative: what is hidden can only add)."""
 
     name: ClassVar[str] = "hidden_bytes"
+    never_takes_away: ClassVar[bool] = True
     column = list(FEATURES).index("gib_over_allocated")
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> HiddenBytes:
@@ -90,6 +94,7 @@ class GroupMedian:
     value had been seen too. Learned: `medians_` (group → value), `overall_`."""
 
     name: ClassVar[str] = "group_median"
+    never_takes_away: ClassVar[bool] = False
 
     def __init__(self, *, prior_weight: float = 3.0) -> None:
         self.prior_weight = prior_weight
@@ -119,6 +124,7 @@ class GpuMedian:
     those that it learns from. A type never seen takes its nearest relative's. Learned: `gpus_`."""
 
     name: ClassVar[str] = "gpu_median"
+    never_takes_away: ClassVar[bool] = False
     columns = tuple(list(FEATURES).index(name) for name in ("compute_capability", "num_sms"))
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> GpuMedian:
@@ -146,6 +152,7 @@ class Ridge:
     coefficient would contradict DIRECTIONS is left out."""
 
     name: ClassVar[str] = "ridge"
+    never_takes_away: ClassVar[bool] = False
 
     def __init__(self, *, alpha: float = 0.3) -> None:
         self.alpha = alpha
@@ -191,6 +198,7 @@ class BoostedTrees:
     """scikit-learn's HistGradientBoostingRegressor, learned with scikit-learn and evaluated without. Learned: `trees_`."""
 
     name: ClassVar[str] = "boosted_trees"
+    never_takes_away: ClassVar[bool] = False
 
     def __init__(self, *, max_iter: int = 40, learning_rate: float = 0.12, max_leaf_nodes: int = 8) -> None:
         self.max_iter = max_iter

@@ -102,6 +102,11 @@ class Residual:
         clipped: Floats = np.clip(guess, min(self.low_, 0.0), max(self.high_, 0.0))
         return clipped
 
+    @property
+    def least(self) -> float:
+        """What no prediction lies below."""
+        return 0.0 if self.regressor_.never_takes_away else self.shrinkage_ and min(self.low_, 0.0)
+
     def _out_of_fold(
         self, candidate: Regressor, x: Floats, y: Floats, weights: Floats, groups: Sequence[str], censored: Flags
     ) -> Floats:

@@ -99,6 +99,8 @@ class FrozenMapping(Mapping[str, Any]):
         return hash(tuple(self._items.items()))
 
     def __eq__(self, other: object) -> bool:
+        if isinstance(other, FrozenMapping):
+            return self._items == other._items
         return isinstance(other, Mapping) and dict(self) == dict(other)
 
     def __repr__(self) -> str:

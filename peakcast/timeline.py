@@ -139,12 +139,15 @@ class Timeline:
 
     def largest_at(self, instant: int, count: int = 5) -> list[tuple[str, Category, int, int]]:
         """The `count` biggest (name, category, bytes, how many tensors) at `instant`, alike tensors added up."""
-        groups: dict[tuple[str, int], list[int]] = {}
         alive = np.flatnonzero(self.alive_at(instant))
-        columns = alive.tolist(), self.categories[alive].tolist(), self.num_bytes[alive].tolist()
-        for i, category, size in zip(*columns, strict=True):
-            group = groups.setdefault((self.names[i], category), [0, 0])
-            group[0] += size
-            group[1] += 1
-        ranked = sorted(groups.items(), key=lambda item: -item[1][0])[:count]
-        return [(name, Category(code), total, number) for (name, code), (total, number) in ranked]
+        names = self.names
+        keys = list(zip([names[i] for i in alive.tolist()], self.categories[alive].tolist(), strict=True))
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        group = np.array([numbers[key] for key in keys], dtype=np.int64)
+        totals = np.zeros(len(numbers), dtype=np.int64)
+        np.add.at(totals, group, self.num_bytes[alive])
+        counts = np.bincount(group, minlength=len(numbers))
+        ordered, of_group = np.argsort(-totals, kind="stable")[:count].tolist(), list(numbers)
+        return [
+            (of_group[i][0], Category(of_group[i][1]), int(totals[i]), int(counts[i])) for i in ordered
+        ]

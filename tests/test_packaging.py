@@ -38,6 +38,14 @@ def test_every_code_folder_of_the_root_is_mapped_into_the_one_import_name() -> N
     assert mapped == {"peakcast": "peakcast", **{f"peakcast.{top}": top for top in sorted(outside)}}
 
 
+def test_what_is_compiled_is_optional_and_its_source_is_there() -> None:
+    modules = _setuptools()["ext-modules"]
+    assert isinstance(modules, list)
+    for module in modules:
+        assert module["optional"]
+        assert all((ROOT / source).is_file() for source in module["sources"])
+
+
 def test_datasets_is_data_only_lest_it_shadow_hugging_faces_library() -> None:
     assert not list((ROOT / "datasets").rglob("__init__.py"))
 

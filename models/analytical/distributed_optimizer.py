@@ -77,6 +77,8 @@ def shard_pieces(parameters: Sequence[Parameter], rules: BufferRules) -> list[tu
     owned = buffer_elements(parameters, rules) // rules.shards
     pieces = []
     for parameter in reversed(parameters):  # the last rank's end of the buffer is the model's beginning
+        if not owned:
+            break
         taken = min(parameter.numel, owned)
         if taken:
             pieces.append((parameter, taken))

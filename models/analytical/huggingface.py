@@ -28,7 +28,7 @@ from peakcast.models.analytical.hf_model import (
 )
 from peakcast.models.analytical.inference import inference_ledger
 from peakcast.models.analytical.layouts import gathered_dtype, layout_of
-from peakcast.models.analytical.layouts.base import StoredTensor
+from peakcast.models.analytical.layouts.base import Layout, StoredTensor
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
 from peakcast.models.analytical.parameter_tensor import ParameterTensor
@@ -62,32 +62,52 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
     if job.task == "inference":
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
         return inference_ledger(job, context, weights, device)
-    timeline = Step(hooks=layout)
     alone = job.parallelism.world_size == 1
-    if alone:
-        timeline.run_again(_resident(_weights_job(job)))
-    else:
-        layout.hold_resident(timeline)
-    timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
-    _hold_inputs(timeline, job)
-    hold_buffers(timeline, job)
-    cached = _autocast_cache(context, layout.tensors) if context.autocast else {}
-    micro_batches = min(job.gradient_accumulation_steps, 2)
-    micro_batch_of = _two_stacks if job.architecture.kind == "encoder_decoder" else _micro_batch
-    for micro_batch in range(micro_batches):
-        start = timeline.now
-        last = micro_batch == micro_batches - 1
-        layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
-        ended = micro_batch_of(timeline, job, context, cached, keeps_gradients=micro_batch == 0, last=last)
-        if step == "steady" or micro_batch > 0:
+    if alone and job.gradient_accumulation_steps == 1:
+        before, start, ended = _one_micro_batch(job, device)
+        timeline = before.fork(_resident(_weights_job(job)))
+        if step == "steady":
             _hold_previous_outputs(timeline, job, context, start, ended)
-        layout.end_backward(timeline)
+    else:
+        timeline = Step(hooks=layout)
+        if alone:
+            timeline.run_again(_resident(_weights_job(job)))
+        else:
+            layout.hold_resident(timeline)
+        _hold_before_forward(timeline, job, device)
+        _micro_batches(timeline, job, context, layout, step)
     if alone and not optimizer_rule(job).updates_in_backward:
         timeline.run_again(_optimizer_stepped(_weights_job(job), step))
         timeline.gradients_die = timeline.now - 1  # `zero_grad` comes last
     else:
         place_optimizer_step(timeline, job, layout, step)
     return timeline.timeline()
+
+
+def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout: Layout, step: str) -> None:
+    """As many micro-batches as differ: the first, which makes the gradients, and the last, which may reduce them."""
+    cached = _autocast_cache(context, layout.tensors) if context.autocast else {}
+    micro_batches = min(job.gradient_accumulation_steps, 2)
+    for micro_batch in range(micro_batches):
+        start = timeline.now
+        last = micro_batch == micro_batches - 1
+        layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
+        ended = _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0, last=last)
+        if step == "steady" or micro_batch > 0:
+            _hold_previous_outputs(timeline, job, context, start, ended)
+        layout.end_backward(timeline)
+
+
+@lru_cache(maxsize=8)
+def _one_micro_batch(job: TrainingJob, device: Device | None) -> tuple[Step, int, int]:
+    """A step of one GPU and one micro-batch up to its optimizer, which a first step and any later one have in common, less
+    what stands before it; the instants at which the micro-batch starts and at which its loss is there."""
+    context, timeline = _context(job, device), Step()
+    _hold_before_forward(timeline, job, device)
+    cached = _autocast_cache(context, _parameters(_weights_job(job))) if context.autocast else {}
+    start = timeline.now
+    ended = _micro_batch(timeline, job, context, cached, keeps_gradients=True, last=True)
+    return timeline, start, ended
 
 
 @lru_cache(maxsize=1024)
@@ -223,7 +243,9 @@ def paged_state_bytes(job: TrainingJob) -> int:
 # -- one micro-batch ----------------------------------------------------------------------------------------------------
 
 
-def _hold_inputs(timeline: Step, job: TrainingJob) -> None:
+def _hold_before_forward(timeline: Step, job: TrainingJob, device: Device | None) -> None:
+    """What is there when the step begins, beside what the layout holds."""
+    timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
     joined = job.batch.form == "padding_free"
     tokens = job.num_tokens if joined else job.micro_batch_size * job.sequence_length
     targets = job.micro_batch_size * (job.decoder_sequence_length or job.sequence_length)
@@ -233,6 +255,7 @@ def _hold_inputs(timeline: Step, job: TrainingJob) -> None:
         timeline.hold("position_ids", Category.INPUTS, tokens * INT64, 0)
     elif job.batch.form == "masked" or conventions(job).get("trainer"):  # data collators send a mask of ones along
         timeline.hold("attention_mask", Category.INPUTS, tokens * INT64, 0)
+    hold_buffers(timeline, job)
 
 
 def _autocast_cache(context: HFContext, tensors: Iterable[StoredTensor]) -> dict[str, int]:
@@ -248,6 +271,10 @@ def _micro_batch(
     timeline: Step, job: TrainingJob, context: HFContext, cached: Mapping[str, int], *, keeps_gradients: bool, last: bool
 ) -> int:
     """Forward, loss and backward of one micro-batch; returns the first instant after its loss."""
+    if job.architecture.kind == "encoder_decoder":
+        loss = encoder_decoder_micro_batch(timeline, job, context, cached, keeps_gradients=keeps_gradients, last=last)
+        _hold_logits(timeline, job, target_context(context, job), loss, last)
+        return loss.forward_start + loss.template.num_forward
     checkpointing = job.activation_checkpointing
     start = timeline.now
     layers = range(job.architecture.num_hidden_layers)
@@ -296,15 +323,6 @@ def _micro_batch(
     if job.architecture.tie_word_embeddings and not keeps_gradients:
         hold_tied_gradient(timeline, loss)
     _hold_logits(timeline, job, context, loss, last)
-    return loss.forward_start + loss.template.num_forward
-
-
-def _two_stacks(
-    timeline: Step, job: TrainingJob, context: HFContext, cached: Mapping[str, int], *, keeps_gradients: bool, last: bool
-) -> int:
-    """`_micro_batch` of an encoder-decoder."""
-    loss = encoder_decoder_micro_batch(timeline, job, context, cached, keeps_gradients=keeps_gradients, last=last)
-    _hold_logits(timeline, job, target_context(context, job), loss, last)
     return loss.forward_start + loss.template.num_forward
 
 

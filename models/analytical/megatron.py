@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from peakcast.catalog import Device
@@ -35,10 +35,10 @@ __all__ = ["megatron_ledger", "megatron_out_of_scope"]
 INT64 = 8
 
 
-@lru_cache(maxsize=512)
-def decoder_layers(context: MegatronContext) -> tuple[Template, Template]:
-    """The template of a layer that owns its input, and of one whose input somebody else holds."""
-    return decoder_layer(context), decoder_layer(replace(context, checkpointed=True))
+@lru_cache(maxsize=1024)
+def layer_template(context: MegatronContext, input_held: bool) -> Template:
+    """The template of a layer that owns its input, or of one whose input somebody else holds."""
+    return decoder_layer(replace(context, checkpointed=True) if input_held else context)
 
 
 def megatron_ledger(
@@ -124,7 +124,7 @@ class _Turns:
         chunk, step = self.share.chunks[turn.chunk], self.step
         state = _MicroBatch(step.now, [])
         if chunk.is_first:
-            state.runs.append(step.run_forward(embedding(self.share.context), "embedding", keeps_gradients=False))
+            state.runs.append(step.run_forward(self._embedding, "embedding", keeps_gradients=False))
         for layers, checkpointed in self._groups(chunk.layers):
             if checkpointed:
                 state.runs.append(_Checkpoint(step.now, layers, received=self._receives(chunk, layers[0])))
@@ -147,11 +147,15 @@ class _Turns:
         """Whether the layer's input comes from another stage."""
         return not chunk.is_first and layer == chunk.layers[0]
 
+    @cached_property
+    def _embedding(self) -> Template:
+        return embedding(self.share.context)
+
     def _layer(self, layer: int, input_held: bool) -> Template:
         """Decoder layer `layer`; `input_held`: somebody else holds its input (a checkpoint, the receiving buffer)."""
         key = self.share.job.architecture.is_moe_layer(layer), input_held
         if key not in self.templates:
-            self.templates[key] = decoder_layers(self.share.layer_context(layer))[input_held]
+            self.templates[key] = layer_template(self.share.layer_context(layer), input_held)
         return self.templates[key]
 
     def _head(self) -> Template:

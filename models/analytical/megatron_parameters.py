@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from peakcast.models.analytical.blocks.megatron_context import ExpertContext, LatentContext, MegatronContext
 from peakcast.models.analytical.pipeline import Chunk
@@ -30,7 +30,10 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return _product(self.shape)
+
+
+_product = cache(math.prod)
 
 
 @lru_cache(maxsize=512)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -60,7 +60,7 @@ def rank_share(job: TrainingJob, device: Device | None, rank: int) -> RankShare:
     return _stage_share(job, device, pipeline_rank(job.parallelism, rank, pipeline_innermost=innermost))
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=8192)
 def _stage_share(job: TrainingJob, device: Device | None, stage: int) -> RankShare:
     layout, convention = job.parallelism, conventions(job)
     chunks = stage_chunks(
@@ -71,7 +71,8 @@ def _stage_share(job: TrainingJob, device: Device | None, stage: int) -> RankSha
         layout.pipeline_layers,
     )
     context = layer_context(job, device)
-    return RankShare(job, device, stage, chunks, context, replace(context, experts=None), convention)
+    dense = context if context.experts is None else replace(context, experts=None)
+    return RankShare(job, device, stage, chunks, context, dense, convention)
 
 
 def weights_share(share: RankShare) -> RankShare:
@@ -103,7 +104,7 @@ def activations_share(share: RankShare) -> RankShare:
 def parameters_held(share: RankShare) -> Recording:
     """`hold_parameters`, recorded."""
     step = Step()
-    hold_parameters(step, share, owned_parameters(share))
+    hold_parameters(step, share)
     return step.record()
 
 
@@ -112,13 +113,17 @@ def optimizer_stepped(share: RankShare, first: bool) -> Recording:
     """`optimizer_step`, recorded."""
     step = Step()
     step.moment("before", Phase.BACKWARD)
-    optimizer_step(step, share, owned_parameters(share), first=first)
+    optimizer_step(step, share, first=first)
     return step.record()
 
 
-@lru_cache(maxsize=512)
 def owned_parameters(share: RankShare) -> list[list[Parameter]]:
     """The parameters of each model chunk."""
+    return _owned_parameters(activations_share(share))  # data parallelism cuts buffers, not parameters
+
+
+@lru_cache(maxsize=512)
+def _owned_parameters(share: RankShare) -> list[list[Parameter]]:
     architecture, pipelined = share.job.architecture, share.job.parallelism.pipeline_parallel_size > 1
     ahead = (architecture.num_hidden_layers - 1,) * architecture.num_nextn_predict_layers
     tied = architecture.tie_word_embeddings
@@ -144,36 +149,46 @@ def buffer_rules(share: RankShare, *, expert: bool = False) -> BufferRules:
     )
 
 
-def buffers(share: RankShare, chunks: Sequence[Sequence[Parameter]]) -> list[tuple[list[Parameter], BufferRules]]:
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A contiguous buffer: its parameters, how it is laid out, its elements, and what this rank's optimizer owns of it."""
+
+    parameters: list[Parameter]
+    rules: BufferRules
+    elements: int
+    pieces: list[tuple[Parameter, int]]
+
+
+@lru_cache(maxsize=64)
+def buffers(share: RankShare) -> list[Buffer]:
     """The contiguous buffers of the rank: one per chunk for the parameters that every data-parallel rank has, one for those
     of the routed experts (`distributed_data_parallel.py`: `dense_params`, `expert_parallel_params`)."""
-    groups = []
-    for parameters in chunks:
+    found = []
+    for parameters in owned_parameters(share):
         for expert in (False, True):
             members = [p for p in parameters if p.expert == expert]
             if members:
-                groups.append((members, buffer_rules(share, expert=expert)))
-    return groups
+                rules = buffer_rules(share, expert=expert)
+                found.append(Buffer(members, rules, buffer_elements(members, rules), shard_pieces(members, rules)))
+    return found
 
 
-def hold_parameters(step: Step, share: RankShare, chunks: Sequence[Sequence[Parameter]]) -> None:
+def hold_parameters(step: Step, share: RankShare) -> None:
     """Parameters, gradient buffer and fp32 main parameters of every chunk."""
     precision = share.job.precision
     weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
-    for parameters, rules in buffers(share, chunks):
-        elements = buffer_elements(parameters, rules)
-        if rules.sharded:
-            step.hold("parameter_buffer", Category.PARAMETERS, elements * weight, 0, module="model")
+    for buffer in buffers(share):
+        if buffer.rules.sharded:
+            step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * weight, 0, module="model")
         else:
-            for p in parameters:
-                step.hold(p.name, Category.PARAMETERS, p.numel * weight, 0, module=p.module)
-        step.hold("gradient_buffer", Category.GRADIENTS, elements * gradient, 0, module="model")
+            step.hold_all([(p.name, p.module, p.numel * weight) for p in buffer.parameters], Category.PARAMETERS)
+        step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, 0, module="model")
         if weight != FP32:
-            for p, owned in shard_pieces(parameters, rules):
-                step.hold(f"{p.name}.main", Category.MAIN_PARAMETERS, owned * FP32, 0, module=p.module)
+            main = [(f"{p.name}.main", p.module, owned * FP32) for p, owned in buffer.pieces]
+            step.hold_all(main, Category.MAIN_PARAMETERS)
 
 
-def optimizer_step(step: Step, share: RankShare, chunks: Sequence[Sequence[Parameter]], *, first: bool) -> None:
+def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
     """Adam on the owned fp32 shards: states made by the first step; gradients narrower than fp32 get an fp32 copy that
     lives until the next step's `zero_grad`."""
     precision = share.job.precision
@@ -181,12 +196,15 @@ def optimizer_step(step: Step, share: RankShare, chunks: Sequence[Sequence[Param
     born = now if first else 0
     width = int(DTYPE_BYTES[precision.optimizer_states])
     widened = DTYPE_BYTES[precision.gradients] < FP32 and precision.main_parameters == "float32"
-    for parameters, rules in buffers(share, chunks):
-        for p, owned in shard_pieces(parameters, rules):
-            for name in ("exp_avg", "exp_avg_sq"):
+    names = ("exp_avg", "exp_avg_sq")
+    for buffer in buffers(share):
+        for p, owned in buffer.pieces if widened else ():
+            for name in names:
                 step.hold(f"{p.name}.{name}", Category.OPTIMIZER_STATES, owned * width, born, module=p.module)
-            if widened:
-                step.hold(f"{p.name}.main_grad", Category.GRADIENTS, owned * FP32, now, FOREVER, p.module)
+            step.hold(f"{p.name}.main_grad", Category.GRADIENTS, owned * FP32, now, FOREVER, p.module)
+        if not widened:
+            states = [(f"{p.name}.{name}", p.module, owned * width) for p, owned in buffer.pieces for name in names]
+            step.hold_all(states, Category.OPTIMIZER_STATES, born)
 
 
 # -- library workspaces and buffers that are made at first use and never freed ------------------------------------------

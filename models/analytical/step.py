@@ -2,23 +2,23 @@
 
 A ledger reserves instants in the order in which the framework runs them (`run_forward`, `run_backward`, `moment`) and
 says what else lives when (`hold`, or `allocate` now and `free` later). What happens around each run of a block is left to
-`Hooks`, which data-parallel layouts fill in. Everything of a template is placed by one vectorised addition.
+`Hooks`, which data-parallel layouts fill in. `placing.py` turns the runs into columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from peakcast.models.analytical.placing import FOREVER, Placed, Run, place
 from peakcast.models.analytical.tape import ALLOCATION_UNIT_BYTES, Template
 from peakcast.timeline import Category, Phase, Timeline
 from peakcast.units import round_up
 
-FOREVER = 2**62
-"""A `dies` beyond every instant: alive to the end of the step."""
+__all__ = ["FOREVER", "Hooks", "Recording", "Run", "Step", "Tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +54,20 @@ class Recording:
     labels: tuple[str, ...] = ()
 
 
-_Row = tuple[str, str, int, int, int, int, int]
-"""Name, module, category, bytes, born, dies, stream of a single tensor."""
+class _Rows:
+    """Single tensors: names, modules, and the five columns of a `Recording` row after row."""
 
+    __slots__ = ("modules", "names", "numbers")
 
-@dataclass(slots=True)
-class Run:
-    """One run of a block: `forward_start` is where it ran forward with a graph, until its backward is placed."""
+    def __init__(self, names: list[str], modules: list[str], numbers: list[int]) -> None:
+        self.names, self.modules, self.numbers = names, modules, numbers
 
-    template: Template
-    module: str
-    forward_start: int
-    backward_start: int | None = None
-    keeps_gradients: bool = True
-    """Whether its parameter gradients become new `.grad` tensors (else they are added to ones that exist)."""
-    recomputation: Run | None = None
-    """Of a run under checkpointing: the run in backward that uses what the template says is cached."""
-    uses_cached: bool = False
-    """Of that recomputation: what is cached is there already."""
-    stops_early: bool = False
-    """Of that recomputation: it ends when all is there that autograd keeps (non-reentrant checkpointing)."""
-    gradients_die: int | None = None
-    """The instant at which somebody takes its parameter gradients away; None: they stay as `.grad`."""
+    def copy(self) -> _Rows:
+        return _Rows(self.names.copy(), self.modules.copy(), self.numbers.copy())
+
+    @property
+    def columns(self) -> npt.NDArray[np.int64]:
+        return np.array(self.numbers, dtype=np.int64).reshape(-1, 5).T
 
 
 class Hooks:
@@ -94,6 +86,9 @@ class Hooks:
         """After its backward; may set `run.gradients_die`, also later."""
 
 
+_MOMENTS = ("before_forward", "after_forward", "before_backward", "after_backward")
+
+
 @dataclass
 class Step:
     """The instants and entries of one step, in the making."""
@@ -101,8 +96,14 @@ class Step:
     phases: bytearray = field(default_factory=bytearray)
     labels: list[str] = field(default_factory=list)
     _runs: list[Run] = field(default_factory=list)
-    _held: list[Recording | list[_Row]] = field(default_factory=list)
-    """In the order in which they were held, single ones in lists."""
+    _placed: list[Placed] = field(default_factory=list)
+    """Runs of the step that this one was forked from."""
+    _own: tuple[int, Placed] | None = None
+    """So many of `_runs`, placed for the forks to share."""
+    _held: list[Recording | _Rows] = field(default_factory=list)
+    """In the order in which they were held, single ones together."""
+    _rows: _Rows | None = None
+    """The last of `_held` where single ones may still be added to it."""
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
     update_bytes_per_gradient_byte: int | None = None
@@ -113,6 +114,9 @@ class Step:
     hooks: Hooks = field(default_factory=Hooks)
     _allocated: dict[int, tuple[str, Category, int, int, str]] = field(default_factory=dict)
     _next_handle: int = 0
+
+    def __post_init__(self) -> None:
+        self._watched = any(getattr(type(self.hooks), name) is not getattr(Hooks, name) for name in _MOMENTS)
 
     @property
     def now(self) -> int:
@@ -125,34 +129,30 @@ class Step:
         self.labels.append(label)
         return len(self.phases) - 1
 
-    def _span(self, labels: Sequence[str], phase: Phase) -> int:
-        start = len(self.phases)
-        self.phases += bytes((phase,)) * len(labels)
-        self.labels.extend(labels)
-        return start
-
     def run_forward(
         self, template: Template, module: str, phase: Phase = Phase.FORWARD, *, keeps_gradients: bool = True
     ) -> Run:
         """Run a block forward, keeping what autograd keeps; place its backward later with `run_backward`."""
-        if phase == Phase.BACKWARD:
-            self.hooks.before_backward(self, module)
-        else:
-            self.hooks.before_forward(self, module)
-        start = self._span(template.forward_labels, phase)
-        for instant in range(start + template.loss_from, start + template.num_forward):
-            self.phases[instant] = int(Phase.LOSS)
+        if self._watched:
+            (self.hooks.before_backward if phase == Phase.BACKWARD else self.hooks.before_forward)(self, module)
+        start = len(self.phases)
+        self.phases += template.forward_phases[phase]
+        self.labels += template.forward_labels
         run = Run(template, module, start, None, keeps_gradients)
         self._runs.append(run)
-        if phase != Phase.BACKWARD:
+        if self._watched and phase != Phase.BACKWARD:
             self.hooks.after_forward(self, module)
         return run
 
     def run_backward(self, run: Run, phase: Phase = Phase.BACKWARD) -> None:
         """Run the backward of an earlier forward."""
-        self.hooks.before_backward(self, run.module)
-        run.backward_start = self._span(run.template.backward_labels, phase)
-        self.hooks.after_backward(self, run)
+        if self._watched:
+            self.hooks.before_backward(self, run.module)
+        run.backward_start = len(self.phases)
+        self.phases += run.template.backward_phases[phase]
+        self.labels += run.template.backward_labels
+        if self._watched:
+            self.hooks.after_backward(self, run)
 
     def end_backward(self) -> None:
         """`loss.backward()` returns."""
@@ -177,12 +177,17 @@ class Step:
     ) -> None:
         """One tensor alive from `born` until before `dies`; its bytes are rounded as the allocator does."""
         if num_bytes > 0:
-            size = round_up(num_bytes, ALLOCATION_UNIT_BYTES)
-            if not self._held or isinstance(self._held[-1], Recording):
-                self._held.append([])
-            rows = self._held[-1]
-            assert isinstance(rows, list)
-            rows.append((name, module, int(category), size, born, dies, stream))
+            rows = self._rows
+            if rows is None:
+                rows = self._rows = _Rows([], [], [])
+                self._held.append(rows)
+            rows.names.append(name)
+            rows.modules.append(module)
+            rows.numbers += (int(category), round_up(num_bytes, ALLOCATION_UNIT_BYTES), born, dies, stream)
+
+    def _hold(self, recorded: Recording) -> None:
+        self._held.append(recorded)
+        self._rows = None
 
     def hold_all(
         self, tensors: Tensors | Iterable[tuple[str, str, int]], category: Category, born: int = 0, dies: int = FOREVER
@@ -192,16 +197,16 @@ class Step:
         num = len(tensors.names)
         columns = np.array([int(category), 0, born, dies, 0]).repeat(num).reshape(5, num)
         columns[1] = tensors.num_bytes
-        self._held.append(Recording(tensors.names, tensors.modules, columns))
+        self._hold(Recording(tensors.names, tensors.modules, columns))
 
     def record(self) -> Recording:
         """What this step holds and runs, blocks apart. Instant 0 stands for the beginning of any step; further instants
         follow where it is run again."""
-        parts = [_columns(held) for held in self._held]
+        columns = [held.columns for held in self._held]
         return Recording(
-            names=[name for names, _, _ in parts for name in names],
-            modules=[module for _, modules, _ in parts for module in modules],
-            columns=np.concatenate([columns for _, _, columns in parts], axis=1) if parts else np.zeros((5, 0), np.int64),
+            names=[name for held in self._held for name in held.names],
+            modules=[module for held in self._held for module in held.modules],
+            columns=np.concatenate(columns, axis=1) if columns else np.zeros((5, 0), np.int64),
             phases=bytes(self.phases[1:]),
             labels=tuple(self.labels[1:]),
         )
@@ -213,7 +218,7 @@ class Step:
             columns = columns.copy()
             times = columns[2:4]
             times[(times > 0) & (times < FOREVER)] += self.now - 1
-        self._held.append(Recording(recorded.names, recorded.modules, columns))
+        self._hold(Recording(recorded.names, recorded.modules, columns))
         self.phases += recorded.phases
         self.labels += recorded.labels
 
@@ -238,23 +243,19 @@ class Step:
         handles.clear()
 
     def _update_in_backward(
-        self,
-        names: Sequence[str],
-        gradients: npt.NDArray[np.bool_],
-        sizes: npt.NDArray[np.int64],
-        born: npt.NDArray[np.int64],
-        dies: npt.NDArray[np.int64],
+        self, runs: Placed, born: npt.NDArray[np.int64], dies: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
         """`dies` of all entries when a gradient is used up as soon as the next one is there; appends what its update
         allocates. Shapes: all [num_entries]."""
-        mine = gradients & (born < len(self.phases))
-        whole = np.array([name not in self.summed_gradients for name in names], dtype=bool)
+        mine = np.zeros(len(born), dtype=bool)
+        mine[runs.gradients] = born[runs.gradients] < len(self.phases)
+        whole = np.array([name not in self.summed_gradients for name in runs.names], dtype=bool)
         last = np.array(self._backward_ends, dtype=np.int64)
         instants = np.unique(np.concatenate([born[mine & whole], last]))
         updated = instants[np.searchsorted(instants, born[mine], side="right")]
         ends = last[np.searchsorted(last, born[mine], side="right")]
         updated = np.where(whole[mine], updated, ends)
-        for size, instant in zip(sizes[mine].tolist(), updated.tolist(), strict=True):
+        for size, instant in zip(runs.num_bytes[mine].tolist(), updated.tolist(), strict=True):
             temporary = size * (self.update_bytes_per_gradient_byte or 0)
             self.hold("update", Category.OPTIMIZER_TEMPORARIES, temporary, instant, instant + 1, "optimizer")
         dies = dies.copy()
@@ -264,13 +265,19 @@ class Step:
     def fork(self, first: Recording) -> Step:
         """A step that goes on from here, with what `first` holds before anything that is held here. This one stays as it
         is; blocks whose backward is still to come must not go on in both."""
+        if self._own is None or self._own[0] != len(self._runs):
+            self._own = len(self._runs), place(self._runs)
         return replace(
             self,
             phases=bytearray(self.phases),
             labels=self.labels.copy(),
-            _runs=self._runs.copy(),
+            _placed=[*self._placed, self._own[1]],
+            _own=None,
+            _runs=[],
             _backward_ends=self._backward_ends.copy(),
             _held=[first, *(held if isinstance(held, Recording) else held.copy() for held in self._held)],
+            _rows=None,
+            _allocated=self._allocated.copy(),
         )
 
     def timeline(self) -> Timeline:
@@ -279,92 +286,29 @@ class Step:
         for name, category, num_bytes, since, module in self._allocated.values():
             self.hold(name, category, num_bytes, since, FOREVER, module)
         self._allocated.clear()
-        groups: dict[int, list[Run]] = {}
-        for run in self._runs:
-            groups.setdefault(id(run.template), []).append(run)
+        placed = [*self._placed, place(self._runs)] if self._runs else self._placed
+        lives = [runs.ended(n, self.gradients_die) for runs in placed]
+        if self.update_bytes_per_gradient_byte is not None:
+            pairs = zip(placed, lives, strict=True)
+            lives = [(born, self._update_in_backward(runs, born, dies)) for runs, (born, dies) in pairs]
         names: list[str] = []
         modules: list[str] = []
-        categories: list[npt.NDArray[np.generic]] = []
-        sizes: list[npt.NDArray[np.int64]] = []
-        born: list[npt.NDArray[np.int64]] = []
-        dies: list[npt.NDArray[np.int64]] = []
-        gradients: list[npt.NDArray[np.bool_]] = []
-        for runs in groups.values():
-            template = runs[0].template
-            start, end = _place(template, runs, self.gradients_die, n)
-            gradients.append(np.tile(template.weight_gradient, len(runs)))
-            born.append(start.ravel())
-            dies.append(end.ravel())
-            categories.append(np.tile(template.categories, len(runs)))
-            sizes.append(np.tile(template.num_bytes, len(runs)))
-            names.extend(template.names * len(runs))
-            for run in runs:
-                modules += [run.module] * len(template.names)
-        if self.update_bytes_per_gradient_byte is not None and groups:
-            dies_in_turn = self._update_in_backward(
-                names, np.concatenate(gradients), np.concatenate(sizes), np.concatenate(born), np.concatenate(dies)
-            )
-            dies = [dies_in_turn]
-        streams = [np.zeros(len(names), dtype=np.int8)]
-        for held in self._held:
-            held_names, held_modules, columns = _columns(held)
-            names += held_names
-            modules += held_modules
-            categories.append(columns[0])
-            sizes.append(columns[1])
-            born.append(columns[2])
-            dies.append(columns[3])
-            streams.append(columns[4])
+        for part in (*placed, *self._held):
+            names += part.names
+            modules += part.modules
+        columns = [held.columns for held in self._held]
+        none = [np.zeros(0, dtype=np.int64)]
+        of_runs = np.zeros(sum(len(runs.names) for runs in placed), dtype=np.int8)
+        categories = [*(runs.categories for runs in placed), *(part[0] for part in columns)]
+        dies = np.concatenate([*none, *(dies for _, dies in lives), *(part[3] for part in columns)])
         return Timeline(
             names=names,
             modules=modules,
-            categories=np.concatenate(categories).astype(np.int8),
-            num_bytes=np.concatenate(sizes),
-            born=np.concatenate(born),
-            dies=np.minimum(np.concatenate(dies), n),
+            categories=np.concatenate([*none, *categories], dtype=np.int8, casting="unsafe"),
+            num_bytes=np.concatenate([*none, *(runs.num_bytes for runs in placed), *(part[1] for part in columns)]),
+            born=np.concatenate([*none, *(born for born, _ in lives), *(part[2] for part in columns)]),
+            dies=np.minimum(dies, n, out=dies),
             phases=np.frombuffer(bytes(self.phases), dtype=np.int8),
             labels=self.labels,
-            streams=np.concatenate(streams).astype(np.int8),
+            streams=np.concatenate([of_runs, *(part[4] for part in columns)], dtype=np.int8, casting="unsafe"),
         )
-
-
-def _columns(held: Recording | list[_Row]) -> tuple[list[str], list[str], npt.NDArray[np.int64]]:
-    if isinstance(held, Recording):
-        return held.names, held.modules, held.columns
-    columns = np.array([row[2:] for row in held], dtype=np.int64).T
-    return [row[0] for row in held], [row[1] for row in held], columns
-
-
-def _place(
-    template: Template, runs: list[Run], gradients_die: int, end_of_step: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """`born` and `dies` of every entry of every run of one template, each [num_runs, num_entries]."""
-    forward = np.array([run.forward_start for run in runs], dtype=np.int64)[:, None]
-    backward = np.array(
-        [end_of_step if run.backward_start is None else run.backward_start for run in runs], dtype=np.int64
-    )[:, None]
-    without_graph = backward < 0
-    keeps = np.array([run.keeps_gradients for run in runs], dtype=bool)[:, None]
-    born = np.where(template.born_backward, backward, forward) + template.born
-    dies = np.where(template.dies_backward, backward, forward) + template.dies
-    dies = np.where(keeps & template.weight_gradient, gradients_die, dies)
-    taken = np.array([-1 if run.gradients_die is None else run.gradients_die for run in runs], dtype=np.int64)[:, None]
-    dies = np.where((taken >= 0) & template.weight_gradient, taken, dies)
-    # under no_grad nothing is kept for backward: it dies after its last reader, and the backward's entries never are
-    dies = np.where(without_graph, forward + template.dies_without_graph, dies)
-    never = without_graph & template.born_backward
-    born = np.where(never, end_of_step, born)
-    dies = np.where(never, end_of_step, dies)
-    not_run = ~template.born_backward & (template.born >= template.num_recomputed)
-    for row, run in enumerate(runs):
-        if run.stops_early:
-            born[row, not_run] = dies[row, not_run] = end_of_step
-    if template.cached.any():
-        for row, run in enumerate(runs):
-            if run.uses_cached:
-                born[row, template.cached] = dies[row, template.cached] = end_of_step
-            elif run.recomputation is not None:
-                again = run.recomputation
-                starts = np.where(template.dies_backward, again.backward_start or 0, again.forward_start)
-                dies[row, template.cached] = (starts + template.dies)[template.cached]
-    return born, dies

@@ -47,6 +47,8 @@ UNIT = ALLOCATION_UNIT_BYTES * PARTS
 BOUND = 1.02
 """What a tensor that is no polynomial is given beyond its largest bytes per token at the corners."""
 POINTS_AT_ONCE = 128
+SHRINKS = 0.9
+"""Instants are thinned out until a round leaves more than this part of them."""
 _EXPONENTS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
 """Of micro-batch and sequence length, term by term."""
 
@@ -131,14 +133,28 @@ def _place_fewest_micro_batches(job: TrainingJob, columns: dict[str, npt.NDArray
 
 def _groups(columns: Mapping[str, npt.NDArray[Any]], which: Ints) -> Iterator[tuple[dict[str, Any], Ints]]:
     """Combinations that share all of `columns`: the values, and which."""
-    code = np.zeros(len(which), dtype=np.int64)
+    code, num_codes = np.zeros(len(which), dtype=np.int64), 1
     for values in columns.values():
-        distinct, inverse = np.unique(values, return_inverse=True)
-        code = np.unique(code * len(distinct) + inverse, return_inverse=True)[1]
+        digit, base = _digits(values)
+        if num_codes * base >= 2**63:
+            distinct, code = np.unique(code, return_inverse=True)
+            num_codes = len(distinct)
+        code, num_codes = code * base + digit, num_codes * base
     order = np.argsort(code, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(code[order])) + 1):
         if len(members):
             yield {name: values[members[0]].item() for name, values in columns.items()}, members
+
+
+def _digits(values: npt.NDArray[Any]) -> tuple[Ints, int]:
+    """Whole numbers from 0 on that tell the values of a column apart, and a bound beyond them."""
+    if values.dtype.kind in "iub" and len(values) and int(np.ptp(values.astype(np.int64))) < 2**16:
+        whole = values.astype(np.int64)
+        digits = whole - whole.min()
+        return digits, int(digits.max()) + 1
+    numbers: dict[Any, int] = {}
+    digits = np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()], dtype=np.int64)
+    return digits, len(numbers) or 1
 
 
 def with_knobs(job: TrainingJob, changes: Mapping[str, Any]) -> TrainingJob:
@@ -165,17 +181,21 @@ def _peaks(device: Device | None, stage: int | None, task: _Task) -> Ints:
     layouts = [with_knobs(base, {**changes, **variants[v], "sequence_length": _sample_length(base, changes)}) for v in used]
     points, point_of = np.unique(np.stack([batch[valid], sequence[valid]]), axis=1, return_inverse=True)
     found = np.zeros((len(used), points.shape[1]), dtype=np.int64)
-    for number in _stages(layouts[0]) if stage is None else [stage]:
+    for number in fullest_stages(layouts[0]) if stage is None else [stage]:
         found = np.maximum(found, _Asked(tuple(layouts), device, number).peaks(points))
     peaks[valid] = found[np.searchsorted(used, variant_of[valid]), point_of]
     return peaks
 
 
 def _valid_lengths(base: TrainingJob, changes: Mapping[str, Any], lengths: Ints) -> list[int]:
-    valid = []
+    valid: list[int] = []
+    try:
+        job = with_knobs(base, {**changes, "sequence_length": _sample_length(base, changes)})
+    except SpecError:
+        return valid
     for length in lengths.tolist():
         try:
-            with_knobs(base, {**changes, "sequence_length": length})
+            job.replace(sequence_length=length)
         except SpecError:
             continue
         valid.append(length)
@@ -188,7 +208,7 @@ def _sample_length(base: TrainingJob, changes: Mapping[str, Any]) -> int:
     return SAMPLE * math.prod(int(size) for size in sizes.values())
 
 
-def _stages(job: TrainingJob) -> list[int]:
+def fullest_stages(job: TrainingJob) -> list[int]:
     """The pipeline stages that can be the fullest: of those between the ends, which hold equal layers in an even split, the
     first has the most micro-batches in flight."""
     stages = job.parallelism.pipeline_parallel_size
@@ -227,10 +247,12 @@ class _Asked:
         samples = [(b * SAMPLE, s) for s in lengths for b in (1, 2)]
         if points.shape[1] * len(self.layouts) <= len(samples) + len(self.layouts) + 2:
             return self.one_by_one(points)
-        fitted = _Polynomials.through([self.timeline(0, b, s) for b, s in samples], samples)
+        sampled = [self.timeline(0, b, s) for b, s in samples]
+        fitted = _Polynomials.through(sampled, samples)
         if fitted is None:
             return self.one_by_one(points)
-        fitted = fitted.with_layouts([self.timeline(layout, *samples[0]) for layout in range(len(self.layouts))])
+        others = (self.timeline(layout, *samples[0]) for layout in range(1, len(self.layouts)))
+        fitted = fitted.with_layouts([sampled[0], *others])
         if fitted is None or not fitted.adds(len(self.layouts) - 1, samples[-1], self.timeline(-1, *samples[-1])):
             each = [_Asked((layout,), self.device, self.stage).peaks(points) for layout in self.layouts]
             return np.concatenate(each)
@@ -380,9 +402,10 @@ class _Polynomials:
 def _largest(rows: Ints, weights: Ints) -> Ints:
     """The largest of `rows`.T @ `weights` over the columns of `rows` (instants), [num_points].
 
-    Points come in the order of their tokens. Of some neighbours at a time only the instants are multiplied out whose upper
-    bound there reaches the best lower bound: a few of thousands.
+    Points come in the order of their tokens, and weights are not negative. Of some neighbours at a time only the instants
+    are multiplied out whose upper bound there reaches the best lower bound: a few of thousands.
     """
+    rows = _undominated(rows)
     largest = np.empty(weights.shape[1], dtype=np.int64)
     positive = np.maximum(rows, 0)
     negative = rows - positive
@@ -392,6 +415,19 @@ def _largest(rows: Ints, weights: Ints) -> Ints:
         kept = most @ positive + least @ negative >= (least @ positive + most @ negative).max()
         largest[start : start + POINTS_AT_ONCE] = (rows[:, kept].T @ some).max(axis=0)
     return largest
+
+
+def _undominated(rows: Ints) -> Ints:
+    """`rows` without the columns that are nowhere above a neighbour: no weights make them the largest."""
+    while True:
+        rising, falling = rows[:, :-1] <= rows[:, 1:], rows[:, 1:] <= rows[:, :-1]
+        below_next = rising.all(axis=0)
+        kept = np.ones(rows.shape[1], dtype=bool)
+        kept[:-1] &= ~below_next
+        kept[1:] &= ~falling.all(axis=0) | below_next  # of equal ones the last stays
+        if kept.mean() > SHRINKS:
+            return rows
+        rows = rows[:, kept]
 
 
 def _alike(added: Ints) -> list[Ints]:

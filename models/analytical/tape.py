@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.timeline import Category
-from peakcast.units import round_up
+from peakcast.timeline import Category, Phase
 
 HANDED_IN = "gradient"
 """The name of the gradient that a block's output gets from the block after it."""
@@ -38,7 +38,7 @@ class Storage:
         self.name = name
         self.kind = kind
         self.num_bytes = num_bytes
-        self.category = category
+        self.category = int(category)
         self.born = born
         self.last_read = born
         self.last_saver: int | None = None  # the earliest operation that keeps it: the last to run in backward
@@ -71,7 +71,7 @@ class Operation:
     name: str
     outputs: list[Tensor]
     gradients: list[tuple[Tensor, int | None]]
-    weight_gradients: list[WeightGradient]
+    weight_gradients: Sequence[WeightGradient]
     forward_temporary_bytes: int
     backward_temporary_bytes: int
     gradients_in_place: bool = False
@@ -81,7 +81,7 @@ class Operation:
 
     @property
     def has_backward(self) -> bool:
-        return any(output.requires_grad for output in self.outputs)
+        return self.outputs[0].requires_grad or any(output.requires_grad for output in self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,35 +128,36 @@ class Template:
     elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
     """By name, what becomes here of the tensors that other blocks own."""
 
+    @cached_property
+    def gradient_columns(self) -> npt.NDArray[np.int64]:
+        """Which entries are a parameter's gradient."""
+        return np.flatnonzero(self.weight_gradient)
 
-@dataclass
+    @cached_property
+    def forward_phases(self) -> tuple[bytes, ...]:
+        """By the number of the phase in which the block runs forward, those of its instants."""
+        loss = bytes((Phase.LOSS,)) * (self.num_forward - self.loss_from)
+        return tuple(bytes((phase,)) * self.loss_from + loss for phase in Phase)
+
+    @cached_property
+    def backward_phases(self) -> tuple[bytes, ...]:
+        """By the number of the phase in which the block runs backward, those of its instants."""
+        return tuple(bytes((phase,)) * self.num_backward for phase in Phase)
+
+
 class _Gradient:
-    num_bytes: int
-    born: int
-    holders: int = 0
-    category: Category = Category.TEMPORARIES
-    name: str = HANDED_IN
+    """A gradient on its way: `holders` are the tensors that it is the gradient of and that have not run backward."""
+
+    __slots__ = ("born", "holders", "name", "num_bytes")
+
+    def __init__(self, num_bytes: int, born: int, name: str = HANDED_IN, holders: int = 0) -> None:
+        self.num_bytes, self.born, self.name, self.holders = num_bytes, born, name, holders
 
 
-@dataclass
-class _Rows:
-    rows: list[tuple[str, int, int, int, bool, int, bool, bool, int, bool]] = field(default_factory=list)
-
-    def add(
-        self,
-        name: str,
-        category: Category,
-        num_bytes: int,
-        born: tuple[int, bool],
-        dies: tuple[int, bool],
-        weight_gradient: bool = False,
-        dies_without_graph: int | None = None,
-        cached: bool = False,
-    ) -> None:
-        if num_bytes > 0:
-            size = round_up(num_bytes, ALLOCATION_UNIT_BYTES)
-            without_graph = dies[0] if dies_without_graph is None else dies_without_graph
-            self.rows.append((name, int(category), size, *born, *dies, weight_gradient, without_graph, cached))
+_Row = tuple[str, int, int, int, bool, int, bool, bool, int, bool]
+"""Name, category, bytes, born, whether in backward, dies, whether in backward, whether a parameter's gradient, dies
+without a graph, whether selective checkpointing keeps it."""
+_TEMPORARY, _GRADIENT = int(Category.TEMPORARIES), int(Category.GRADIENTS)
 
 
 class Tape:
@@ -222,9 +223,10 @@ class Tape:
         Temporaries live during the operation only. `kind` ("matmul", "attention"): what selective checkpointing goes by.
         """
         index = len(self._operations)
+        needs_grad = bool(weight_gradients)
         for tensor in reads:
-            tensor.storage.last_read = max(tensor.storage.last_read, index)
-        needs_grad = any(tensor.requires_grad for tensor in reads) or bool(weight_gradients)
+            tensor.storage.last_read = index
+            needs_grad = needs_grad or tensor.requires_grad
         if view_of is not None:
             output = Tensor(view_of.storage, output_bytes, needs_grad)
         else:
@@ -241,22 +243,24 @@ class Tape:
                 self._storages.append(extra)
                 self._keep(extra, index)
         if gradients is None:
-            gradients = [(tensor, tensor.num_bytes) for tensor in reads]
+            needed: list[tuple[Tensor, int | None]] = [(t, t.num_bytes) for t in reads if t.requires_grad]
+        else:
+            needed = [pair for pair in gradients if pair[0].requires_grad]
+        saved_bytes = [tensor.num_bytes for tensor in saves]
+        if saves_output:
+            saved_bytes.append(output_bytes)
+        saved_bytes += extra_saved_bytes
+        saved_bytes.append(saved_parameter_bytes)
         self._operations.append(
             Operation(
                 name,
                 [output],
-                [(tensor, size) for tensor, size in gradients if tensor.requires_grad],
-                list(weight_gradients),
+                needed,
+                weight_gradients,
                 forward_temporary_bytes,
                 backward_temporary_bytes,
                 gradients_in_place,
-                [
-                    *(tensor.num_bytes for tensor in saves),
-                    *([output_bytes] if saves_output else []),
-                    *extra_saved_bytes,
-                    saved_parameter_bytes,
-                ],
+                saved_bytes,
             )
         )
         return output
@@ -264,10 +268,10 @@ class Tape:
     def split(self, tensor: Tensor, sizes: Sequence[int], name: str = "split") -> list[Tensor]:
         """Views of `tensor` of the given bytes; their gradients are concatenated into a new one in backward."""
         index = len(self._operations)
-        tensor.storage.last_read = max(tensor.storage.last_read, index)
+        tensor.storage.last_read = index
         views = [Tensor(tensor.storage, size, tensor.requires_grad) for size in sizes]
         gradients: list[tuple[Tensor, int | None]] = [(tensor, tensor.num_bytes)] if tensor.requires_grad else []
-        self._operations.append(Operation(name, views, gradients, [], 0, 0))
+        self._operations.append(Operation(name, views, gradients, (), 0, 0))
         return views
 
     def hold(self, tensor: Tensor) -> None:
@@ -293,46 +297,38 @@ class Tape:
         selective checkpointing keeps the results of attention and of one in so many matrix products (0: nothing)."""
         num_forward = len(self._operations)
         backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
-        position = {operation: instant for instant, operation in enumerate(backward)}
-        rows = _Rows()
+        ends = {index: instant + 1 for instant, index in enumerate(backward)}
+        rows: list[_Row] = []
         if output is not None:
             output.storage.last_read = num_forward - 1
         cached = self._cached(cached_matmuls) if cached_matmuls else set()
         savers = [index for index, operation in enumerate(self._operations) if any(operation.saved_bytes)]
         last_saver = max(savers, default=0)
         for storage in self._storages:
-            if storage.last_saver is not None and storage.last_saver in position and not self._saves_on_cpu:
-                dies = (position[storage.last_saver] + 1, True)
-            else:
-                dies = (storage.last_read + 1, False)
-            if id(storage) in cached and storage.born >= last_saver:
-                dies = (len(backward), True)  # a recomputation stops there and never asks for it
-            born = (storage.born, False)
-            rows.add(
-                storage.name,
-                storage.category,
-                storage.num_bytes,
-                born,
-                dies,
-                dies_without_graph=storage.last_read + 1,
-                cached=id(storage) in cached,
+            if storage.num_bytes <= 0:
+                continue
+            saver = None if self._saves_on_cpu or storage.last_saver is None else ends.get(storage.last_saver)
+            last, kept = storage.last_read + 1, id(storage) in cached
+            dies, in_backward = (last, False) if saver is None else (saver, True)
+            if kept and storage.born >= last_saver:
+                dies, in_backward = len(backward), True  # a recomputation stops there and never asks for it
+            rows.append(
+                (
+                    *(storage.name, storage.category, storage.num_bytes),
+                    *(storage.born, False, dies, in_backward, False, last, kept),
+                )
             )
         for index, operation in enumerate(self._operations):
-            if operation.forward_temporary_bytes:
-                rows.add(
-                    f"{operation.name}.temporary",
-                    Category.TEMPORARIES,
-                    operation.forward_temporary_bytes,
-                    (index, False),
-                    (index + 1, False),
-                )
+            size = operation.forward_temporary_bytes
+            if size > 0:
+                last = index + 1
+                name = f"{operation.name}.temporary"
+                rows.append((name, _TEMPORARY, size, index, False, last, False, False, last, False))
         self._run_backward(backward, output, rows)
         elsewhere = {
-            name: Elsewhere(
-                None if (saver := tensor.storage.last_saver) not in position else position[saver] + 1,
-                self._gradient_from.get(id(tensor)),
-            )
+            name: Elsewhere(ends.get(-1 if saver is None else saver), self._gradient_from.get(id(tensor)))
             for name, tensor in self._elsewhere.items()
+            for saver in (tensor.storage.last_saver,)
         }
         return self._template(rows, backward, elsewhere)
 
@@ -345,22 +341,27 @@ class Tape:
                 cached.add(id(storage))
         return cached
 
-    def _run_backward(self, backward: list[int], output: Tensor | None, rows: _Rows) -> None:
+    def _run_backward(self, backward: list[int], output: Tensor | None, rows: list[_Row]) -> None:
+        def live(name: str, num_bytes: int, born: int, dies: int) -> None:
+            if num_bytes > 0:
+                rows.append((name, _TEMPORARY, num_bytes, born, True, dies, True, False, dies, False))
+
         held: dict[int, _Gradient] = {}
         if output is not None and output.requires_grad:
             held[id(output)] = _Gradient(output.num_bytes, 0, holders=1)
         for instant, index in enumerate(backward):
             operation = self._operations[index]
-            incoming = [held.pop(id(tensor)) for tensor in operation.outputs if id(tensor) in held]
-            made: list[_Gradient] = []
-            made_at = instant + operation.gradients_in_place
+            after = instant + 1
+            incoming = [held.pop(key) for key in map(id, operation.outputs) if key in held]
+            touched = dict.fromkeys(incoming)
+            made_at = after if operation.gradients_in_place else instant
             for tensor, size in operation.gradients:
                 if size is None and incoming:
                     gradient = incoming[0]
                 else:
                     num_bytes = tensor.num_bytes if size is None else size
-                    gradient = _Gradient(num_bytes, made_at, name=f"{operation.name}.gradient")
-                    made.append(gradient)
+                    gradient = _Gradient(num_bytes, made_at, f"{operation.name}.gradient")
+                    touched[gradient] = None
                 if any(tensor is shared for shared in self._elsewhere.values()):
                     self._gradient_from.setdefault(id(tensor), instant + 1)
                     continue
@@ -370,51 +371,43 @@ class Tape:
                     held[id(tensor)] = gradient
                 elif existing.holders > 1:  # somebody else still needs the first one: the sum is a new tensor
                     existing.holders -= 1
-                    total = _Gradient(tensor.num_bytes, instant, holders=1, name=f"{operation.name}.gradient")
-                    made.append(total)
+                    total = _Gradient(tensor.num_bytes, instant, f"{operation.name}.gradient", 1)
+                    touched[total] = None
                     held[id(tensor)] = total
-            for weight in operation.weight_gradients:
-                rows.add(weight.name, Category.GRADIENTS, weight.num_bytes, (made_at, True), (instant + 1, True), True)
+            rows += [
+                (weight.name, _GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False)
+                for weight in operation.weight_gradients
+                if weight.num_bytes > 0
+            ]
             if operation.backward_temporary_bytes:
-                rows.add(
-                    f"{operation.name}.temporary",
-                    Category.TEMPORARIES,
-                    operation.backward_temporary_bytes,
-                    (instant, True),
-                    (instant + 1, True),
-                )
+                live(f"{operation.name}.temporary", operation.backward_temporary_bytes, instant, after)
             if self._saves_on_cpu:
                 for size in operation.saved_bytes:
-                    name = f"{operation.name}.from_cpu"
-                    rows.add(name, Category.TEMPORARIES, size, (instant, True), (instant + 1, True))
+                    live(f"{operation.name}.from_cpu", size, instant, after)
             for gradient in incoming:
                 gradient.holders -= 1
-            for gradient in {id(g): g for g in [*incoming, *made]}.values():
+            for gradient in touched:
                 if gradient.holders <= 0:
-                    rows.add(
-                        gradient.name,
-                        gradient.category,
-                        gradient.num_bytes,
-                        (gradient.born, True),
-                        (instant + 1, True),
-                    )
-        for gradient in {id(g): g for g in held.values()}.values():  # the input's gradient, handed on at the end
-            rows.add(gradient.name, gradient.category, gradient.num_bytes, (gradient.born, True), (len(backward), True))
+                    live(gradient.name, gradient.num_bytes, gradient.born, after)
+        for gradient in dict.fromkeys(held.values()):  # the input's gradient, handed on at the end
+            live(gradient.name, gradient.num_bytes, gradient.born, len(backward))
 
-    def _template(self, rows: _Rows, backward: list[int], elsewhere: dict[str, Elsewhere]) -> Template:
-        columns = list(zip(*rows.rows, strict=True)) if rows.rows else [()] * 10
+    def _template(self, rows: list[_Row], backward: list[int], elsewhere: dict[str, Elsewhere]) -> Template:
+        columns = list(zip(*rows, strict=True)) if rows else [()] * 10
         names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph, cached = columns
+        instants = np.array((sizes, born, dies, without_graph), dtype=np.int64)
+        flags = np.array((born_b, dies_b, weights, cached), dtype=bool)
         return Template(
             names=list(names),
             categories=np.array(categories, dtype=np.int8),
-            num_bytes=np.array(sizes, dtype=np.int64),
-            born=np.array(born, dtype=np.int64),
-            dies=np.array(dies, dtype=np.int64),
-            born_backward=np.array(born_b, dtype=bool),
-            dies_backward=np.array(dies_b, dtype=bool),
-            weight_gradient=np.array(weights, dtype=bool),
-            dies_without_graph=np.array(without_graph, dtype=np.int64),
-            cached=np.array(cached, dtype=bool),
+            num_bytes=-(-instants[0] // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES,
+            born=instants[1],
+            dies=instants[2],
+            born_backward=flags[0],
+            dies_backward=flags[1],
+            weight_gradient=flags[2],
+            dies_without_graph=instants[3],
+            cached=flags[3],
             num_forward=len(self._operations),
             num_recomputed=1 + max((i for i in backward if any(self._operations[i].saved_bytes)), default=-1),
             num_backward=len(backward),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 
 from peakcast.conventions import conventions
 from peakcast.explaining import communication_data, communication_model
@@ -36,14 +37,12 @@ RULES: tuple[Callable[[Share], Iterator[Call]], ...] = (
 
 def communication(job: TrainingJob, rank: int) -> tuple[Collective, ...]:
     """Every kind of communication of `rank` in one iteration (optimizer step), those of a step's layers first."""
-    layout, convention = job.parallelism, conventions(job)
-    stages = [Share.of(job, stage) for stage in range(layout.pipeline_parallel_size)]
-    own = pipeline_rank(layout, rank, pipeline_innermost=bool(convention.get("use_tp_pp_dp_mapping")))
+    layout, own = job.parallelism, _stage(job, rank)
     ranks_per_stage = layout.world_size // layout.pipeline_parallel_size
     in_cluster: dict[tuple[str, ...], int] = {}
     calls_of: list[list[Call]] = []
-    for share in stages:
-        calls_of.append([call for rule in RULES for call in rule(share) if call.count and call.group_size > 1])
+    for stage in range(layout.pipeline_parallel_size):
+        calls_of.append(_calls(Share.of(job, stage)))
         for call in calls_of[-1]:
             sent = _sent(call) * _per_iteration(call, job) * ranks_per_stage
             in_cluster[call.key] = in_cluster.get(call.key, 0) + sent
@@ -64,6 +63,19 @@ def communication(job: TrainingJob, rank: int) -> tuple[Collective, ...]:
         )
         for call in calls_of[own]
     )
+
+
+def sent_per_iteration(job: TrainingJob, rank: int) -> int:
+    """Bytes that `rank` sends in one iteration: the sum of what `communication` lists, of its own stage alone."""
+    return sum(_sent(call) * _per_iteration(call, job) for call in _calls(Share.of(job, _stage(job, rank))))
+
+
+def _stage(job: TrainingJob, rank: int) -> int:
+    return pipeline_rank(job.parallelism, rank, pipeline_innermost=bool(conventions(job).get("use_tp_pp_dp_mapping")))
+
+
+def _calls(share: Share) -> list[Call]:
+    return [call for rule in RULES for call in rule(share) if call.count and call.group_size > 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +111,13 @@ def notes(job: TrainingJob) -> tuple[str, ...]:
 
 
 def _sent(call: Call) -> int:
-    return int(SENT[call.function](call.group_size) * call.message_bytes)
+    numerator, denominator = _part(call.function, call.group_size)
+    return numerator * call.message_bytes // denominator
+
+
+@cache
+def _part(function: str, group_size: int) -> tuple[int, int]:
+    return SENT[function](group_size).as_integer_ratio()
 
 
 def _per_iteration(call: Call, job: TrainingJob) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peakcast.explaining.communication import communication
+from peakcast.explaining.communication import sent_per_iteration
 from peakcast.spec import TrainingJob
 
 FORWARD_SHARE = 1 / 3
@@ -31,4 +31,4 @@ def price(job: TrainingJob) -> tuple[float, int]:
 def sent_bytes(job: TrainingJob) -> int:
     """What the first or the last pipeline stage's rank sends per optimizer step, whichever sends more."""
     last = job.parallelism.world_size - 1
-    return max(sum(row.sent_per_iteration_bytes for row in communication(job, rank)) for rank in {0, last})
+    return max(sent_per_iteration(job, rank) for rank in {0, last})

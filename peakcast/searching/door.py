@@ -7,7 +7,8 @@ from typing import Any
 from peakcast.catalog import Device
 from peakcast.errors import SpecError, near_misses
 from peakcast.searching.found import Found, Largest
-from peakcast.searching.search import MOST, biggest_model, fewest_gpus, largest, search
+from peakcast.searching.inverse import MOST, biggest_model, fewest_gpus, largest
+from peakcast.searching.search import search
 from peakcast.spec import TrainingJob
 
 ASKED = ("plans", *MOST, "num_gpus", "model")

@@ -48,7 +48,7 @@ class Found:
     global_batch_size: int
     num_candidates: int
     num_ruled_out: int
-    """Candidates whose tensors alone are more than the GPU has."""
+    """Candidates whose weights, gradients and optimizer states alone are more than the GPU has."""
     plans: tuple[Plan, ...]
 
     @property

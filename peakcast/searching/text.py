@@ -28,7 +28,7 @@ def found_text(found: Found) -> str:
     sure = sum(plan.fits == "yes" for plan in found.plans)
     head = (
         f"{found.num_gpus} × {found.gpu}, {found.global_batch_size} sequences per step: {found.num_candidates:,} "
-        f"candidates, {found.num_ruled_out:,} of them have tensors beyond the GPU."
+        f"candidates, {found.num_ruled_out:,} of them with weights and states beyond the GPU."
     )
     if not found.plans:
         return f"{head}\nNothing fits: more GPUs, a shorter sequence, adapters or a smaller model would be needed."

@@ -18,6 +18,9 @@ from peakcast.models import allocator
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.sweep import sweep, with_knobs
 from peakcast.models.caching_allocator import CachingAllocator
+from peakcast.searching.search import search
+from peakcast.searching.space import candidates
+from peakcast.searching.walk import fullest
 from peakcast.spec import ActivationCheckpointing, Parallelism, Precision, TrainingJob
 
 pytestmark = pytest.mark.benchmarks
@@ -57,8 +60,13 @@ def fastest(function: Callable[[], object], rounds: int = 3) -> float:
     return min(seconds)
 
 
+@pytest.mark.parametrize("way", ["compiled", "in Python"])
 @pytest.mark.parametrize("name", EIGHTY_LAYERS)
-def test_allocator_events_beside_the_simulation_call_by_call(benchmark, name):
+def test_allocator_events_beside_the_simulation_call_by_call(benchmark, monkeypatch, name, way):
+    if way == "in Python":
+        monkeypatch.setattr(allocator, "compiled", None)
+    elif allocator.compiled is None:
+        pytest.skip("the replay was not compiled when peakcast was installed")
     steps = [ledger(EIGHTY_LAYERS[name], device=DEVICE, step=step) for step in ("first", "steady")]
     run = allocator._Run.of(steps)
     fast = benchmark(lambda: allocator.replay_run(steps))
@@ -66,14 +74,15 @@ def test_allocator_events_beside_the_simulation_call_by_call(benchmark, name):
     benchmark.extra_info["events_per_second"] = round(fast.num_events / benchmark.stats.stats.min)
     benchmark.extra_info["times_faster_than_call_by_call"] = round(slow / benchmark.stats.stats.min, 2)
     assert fast == allocator._replay_calls(run, CachingAllocator())
-    assert slow > benchmark.stats.stats.min
+    assert slow > (4 if way == "compiled" else 1) * benchmark.stats.stats.min
 
 
 @pytest.mark.parametrize("name", EIGHTY_LAYERS)
 def test_one_ledger_of_eighty_layers_beside_a_formula(benchmark, name):
-    job = EIGHTY_LAYERS[name]
+    """A job like one that was asked before, but for its micro-batch: what a search or a batch asks."""
+    job, sizes = EIGHTY_LAYERS[name], itertools.count(1)
     ledger(job, device=DEVICE)
-    benchmark(lambda: ledger(job, device=DEVICE).totals.max())
+    benchmark(lambda: ledger(job.replace(micro_batch_size=next(sizes)), device=DEVICE).totals.max())
     benchmark.extra_info["times_a_plain_formula"] = round(benchmark.stats.stats.min / fastest(lambda: korthikanti(job)))
 
 
@@ -115,8 +124,8 @@ def test_a_ledger_beside_torchs_memory_tracker(benchmark):
                 model(input_ids=ids, labels=ids).loss.backward()
                 optimizer.step()
 
-    ledger(job)
-    benchmark(lambda: ledger(job).peak())
+    sizes = itertools.count(1)
+    benchmark(lambda: ledger(job.replace(micro_batch_size=next(sizes))).peak())
     times = fastest(track, 1) / benchmark.stats.stats.min
     benchmark.extra_info["times_faster_than_mem_tracker"] = round(times)
     assert times > 10
@@ -141,6 +150,19 @@ SWEEPS = {
         {
             "micro_batch_size": [1, 2, 4, 8],
             "activation_checkpointing.mode": ["none", "full", "selective"],
+            "parallelism.tensor_parallel_size": [1, 2, 4, 8],
+            "parallelism.pipeline_parallel_size": [1, 2, 4],
+            "parallelism.data_parallel_size": [1, 2, 4, 8, 16, 32, 64],
+            "parallelism.zero_stage": [0, 1],
+        },
+    ),
+    "layouts, micro-batch and length": (
+        EIGHTY_LAYERS["megatron, 4D"],
+        {
+            "micro_batch_size": [1, 2, 4, 8],
+            "sequence_length": [1024 * i for i in range(1, 65)],
+            "activation_checkpointing.mode": ["none", "full"],
+            "parallelism.context_parallel_size": [1],
             "parallelism.tensor_parallel_size": [1, 2, 4, 8],
             "parallelism.pipeline_parallel_size": [1, 2, 4],
             "parallelism.data_parallel_size": [1, 2, 4, 8, 16, 32, 64],
@@ -176,6 +198,30 @@ def test_a_sweep_beside_a_ledger_for_every_job(benchmark, name):
     assert per_job * len(peaks) > 2 * seconds
 
 
+def test_a_search_beside_the_peak_of_every_candidate(benchmark):
+    experts = TrainingJob(
+        architecture=architecture("qwen3-30b-a3b"),
+        framework="megatron",
+        precision=MIXED,
+        sequence_length=4096,
+        parallelism=Parallelism(
+            pipeline_parallel_size=2, virtual_pipeline_stages=3, pipeline_schedule="interleaved_1f1b"
+        ),
+    )
+    said: list[str] = []
+    options = {"top": 20, "processes": 2, "progress": said.append}
+    found = benchmark.pedantic(lambda: search(experts, DEVICE, 2048, 24_576, **options), rounds=1)
+    seconds = benchmark.stats.stats.min
+    some = list(candidates(experts, 2048, 24_576))[:: max(1, found.num_candidates // 60)]
+    per_candidate = fastest(lambda: [fullest(job, DEVICE, 2**62) for job in some], 1) / len(some)
+    benchmark.extra_info["candidates_per_second"] = round(found.num_candidates / seconds)
+    benchmark.extra_info["times_faster_than_all_peaks"] = round(per_candidate * found.num_candidates / seconds, 1)
+    assert found.num_candidates > 100_000
+    assert len(found.plans) == 20
+    assert said
+    assert per_candidate * found.num_candidates > 10 * seconds
+
+
 def test_a_batch_beside_the_same_without_the_fast_replay(benchmark, monkeypatch):
     lines = [
         json.dumps(
@@ -194,6 +240,7 @@ def test_a_batch_beside_the_same_without_the_fast_replay(benchmark, monkeypatch)
     from peakcast.batch import _answer_text
 
     _answer_text.cache_clear()
+    monkeypatch.setattr(allocator, "compiled", None)
     monkeypatch.setattr(allocator, "_replay_pools", lambda *_: None)
     slow: list[list[dict]] = []
     seconds = fastest(lambda: slow.append(list(predict_batch(lines))), 1)

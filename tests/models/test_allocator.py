@@ -291,6 +291,10 @@ def random_step(seed: int, num_streams: int, num_entries: int = 300) -> Timeline
     )
 
 
+FAST = [allocator_module._replay_pools] + [allocator_module._replay_compiled] * (allocator_module.compiled is not None)
+"""The two that do a whole run at once; the compiled one where it was built."""
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -307,23 +311,32 @@ def test_pool_by_pool_equals_call_by_call(seed, chosen, tightness, num_streams):
     steps = [random_step(seed, num_streams), random_step(seed + 1, num_streams)]
     run = allocator_module._Run.of(steps)
     roomy = allocator_module._replay_calls(run, CachingAllocator(chosen))
-    assert allocator_module._replay_pools(run, chosen, None) == roomy
-    if tightness is None:
-        return
-    capacity = int(roomy.peak_reserved_bytes * tightness)
-    fast = allocator_module._replay_pools(run, chosen, capacity)
-    if fast is not None:  # else the run is replayed call by call
-        assert fast == allocator_module._replay_calls(run, CachingAllocator(chosen, capacity_bytes=capacity))
+    for replay_fast in FAST:
+        assert replay_fast(run, chosen, None) == roomy
+        if tightness is None:
+            continue
+        capacity = int(roomy.peak_reserved_bytes * tightness)
+        fast = replay_fast(run, chosen, capacity)
+        if fast is not None:  # else the run is replayed call by call
+            assert fast == allocator_module._replay_calls(run, CachingAllocator(chosen, capacity_bytes=capacity))
 
 
-def test_pool_by_pool_covers_runs_that_give_memory_back():
+@pytest.mark.parametrize("replay_fast", FAST)
+def test_pool_by_pool_covers_runs_that_give_memory_back(replay_fast):
     retried = 0
     for seed in range(40):
         run = allocator_module._Run.of([random_step(seed, 1), random_step(seed + 1, 1)])
-        roomy = allocator_module._replay_pools(run, Allocator(), None)
-        tight = allocator_module._replay_pools(run, Allocator(), int(roomy.peak_reserved_bytes * 0.97))
+        roomy = replay_fast(run, Allocator(), None)
+        tight = replay_fast(run, Allocator(), int(roomy.peak_reserved_bytes * 0.97))
         retried += tight is not None and tight.num_retries > 0
     assert retried > 10
+
+
+def test_without_the_compiled_replay_the_answer_is_the_same(monkeypatch):
+    steps = [random_step(1, 2), random_step(2, 2)]
+    found = replay_run(steps)
+    monkeypatch.setattr(allocator_module, "compiled", None)
+    assert replay_run(steps) == found
 
 
 def test_what_dies_at_an_instant_makes_room_for_what_is_born_there():

@@ -6,9 +6,12 @@ from peakcast import api, catalog
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.errors import SpecError
 from peakcast.models.analytical.ledger import ledger
+from peakcast.models.predict import could_surely_fit
 from peakcast.searching import costs
-from peakcast.searching.search import _least, _peaks, fewest_gpus, largest, planned, search
+from peakcast.searching.inverse import fewest_gpus, largest
+from peakcast.searching.search import planned, search
 from peakcast.searching.space import candidates
+from peakcast.searching.walk import fullest, least_of, series, standing
 
 H100, A100 = catalog.gpu("H100-80GB"), catalog.gpu("A100-80GB")
 MEGATRON = job_from_mapping({"architecture": "llama-3.2-1b", "framework": "megatron", "sequence_length": 4096})
@@ -22,7 +25,7 @@ ADAPTERS = job_from_mapping(
 )
 
 
-def fullest(job, device):
+def fullest_of_all(job, device):
     layout = job.parallelism
     per_stage = layout.world_size // layout.pipeline_parallel_size
     ranks = [stage * per_stage for stage in range(layout.pipeline_parallel_size)]
@@ -57,18 +60,55 @@ def test_data_parallel_frameworks_vary_what_they_shard(framework):
     assert len(offloads) == (3 if framework == "deepspeed" else 1)
 
 
-def test_the_least_that_a_layout_can_need_is_no_more_than_any_of_its_candidates():
-    every = list(candidates(MEGATRON, 8, 32))[::7]
-    for job in every:
-        assert fullest(_least(job), H100) <= fullest(job, H100)
+@pytest.mark.parametrize("architecture", ["llama-3.2-1b", "mixtral-8x7b"])
+def test_what_lets_a_candidate_be_passed_over_is_below_its_peak(architecture):
+    """What stands on its ranks, the same shards with sequence parallelism and no interleaving, a smaller micro-batch."""
+    layout = {"pipeline_parallel_size": 2, "virtual_pipeline_stages": 2, "pipeline_schedule": "interleaved_1f1b"}
+    job = job_from_mapping(
+        {"architecture": architecture, "framework": "megatron", "sequence_length": 4096, "parallelism": layout}
+    )
+    every = list(candidates(job, 8, 32))
+    assert {c.parallelism.virtual_pipeline_stages for c in every} == {1, 2}
+    found = series(every)
+    assert sorted(index for members in found for index in members) == list(range(len(every)))
+    for members in found[::7]:
+        peaks = [fullest_of_all(every[index], H100) for index in members]
+        assert peaks == sorted(peaks)
+        assert standing(every, members) <= peaks[0]
+        assert fullest_of_all(least_of(every[members[0]]), H100) <= peaks[0]
 
 
-def test_the_peaks_of_candidates_with_room_are_their_ledgers():
-    every = list(candidates(MEGATRON, 4, 16))[::5]
-    room = 20 * 2**30
-    peaks = _peaks(MEGATRON, every, H100, room, 1)
-    for job, peak in zip(every, peaks.tolist(), strict=True):
-        exact = fullest(job, H100)
+@pytest.mark.parametrize(("name", "num_gpus", "batch", "top"), [("megatron", 4, 16, 5), ("deepspeed", 4, 8, 40)])
+@pytest.mark.parametrize("gpu", ["A100-80GB", "RTX4090"])
+def test_a_search_finds_what_predicting_every_candidate_does(name, num_gpus, batch, top, gpu):
+    job = MEGATRON if name == "megatron" else MEGATRON.replace(framework="deepspeed")
+    device = catalog.gpu(gpu)
+    every = [
+        (fullest_of_all(c, device), c) for c in candidates(job, num_gpus, batch)
+    ]
+    ordered = sorted(every, key=lambda item: (*costs.price(item[1]), costs.sent_bytes(alike(item[1])), item[0]))
+    plans = [planned(c, device, costs.sent_bytes(alike(c))) for _, c in ordered]
+    sure = [plan for plan in plans if plan.fits == "yes"][:top]
+    others = [plan for plan in plans if plan.fits == "uncertain"][: top - len(sure)]
+    found = search(job, device, num_gpus, batch, top=top, processes=2)
+    assert len(found.plans) == len(sure + others) > 0
+    assert sorted(map(str, found.plans)) == sorted(map(str, sure + others))
+    assert all(could_surely_fit(p.job, device, fullest_of_all(p.job, device)) for p in sure)
+    assert found == search(job, device, num_gpus, batch, top=top)
+
+
+def alike(job):
+    """The candidate of the first micro-batch size that sends as much: ties are exact."""
+    if job.parallelism.zero_stage == 3:
+        return job
+    together = job.micro_batch_size * job.gradient_accumulation_steps
+    return job.replace(micro_batch_size=together, gradient_accumulation_steps=1)
+
+
+def test_a_stage_without_room_is_enough_to_pass_over_a_candidate():
+    for job in list(candidates(MEGATRON, 4, 16))[::5]:
+        exact, room = fullest_of_all(job, H100), 20 * 2**30
+        peak = fullest(job, H100, room)
         assert peak == exact or min(peak, exact) > room
 
 

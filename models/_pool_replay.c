@@ -1,0 +1,294 @@
+/* pool_replay.py compiled: a whole run through the pools of the caching allocator, event by event.
+
+   Which block is taken, split and merged is what caching_allocator.py says, rule by rule; the tests hold the two against
+   each other. Sizes and addresses are in units of 512 bytes. It is built where there is a compiler, and not needed: without
+   it pool_replay.py does the same, some twenty times slower. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SMALL = 2048, SMALL_SEGMENT = 4096, MIN_LARGE = 20480, LARGE_ROUND = 4096 }; /* caching_allocator.py, in units */
+
+typedef struct {
+    int64_t size, address;
+    int32_t previous, next; /* neighbours in the segment; 0 is no block */
+    char cached;
+} Block;
+
+typedef struct {
+    int32_t *free; /* cached blocks by size, then address; not the end that can still grow */
+    Py_ssize_t count, room;
+    int64_t end;   /* the next address */
+    int32_t last;  /* of an expandable segment, its last block */
+    int small;
+} Pool;
+
+typedef struct {
+    Block *blocks;
+    Py_ssize_t count, room;
+    Pool *pools;
+    int64_t reserved, peak_reserved, limit, segment;
+    Py_ssize_t num_segments;
+    int expandable, failed;
+} Heap;
+
+/* The first of the pool's free blocks that is not before (size, address). */
+static Py_ssize_t find(const Heap *heap, const Pool *pool, int64_t size, int64_t address)
+{
+    Py_ssize_t low = 0, high = pool->count;
+    while (low < high) {
+        Py_ssize_t middle = (low + high) / 2;
+        const Block *block = &heap->blocks[pool->free[middle]];
+        if (block->size < size || (block->size == size && block->address < address))
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static void take(Pool *pool, Py_ssize_t at)
+{
+    pool->count--;
+    memmove(pool->free + at, pool->free + at + 1, (pool->count - at) * sizeof(int32_t));
+}
+
+static void drop(Heap *heap, Pool *pool, int32_t number)
+{
+    take(pool, find(heap, pool, heap->blocks[number].size, heap->blocks[number].address));
+}
+
+static void insert(Heap *heap, Pool *pool, int32_t number)
+{
+    Py_ssize_t at;
+    if (pool->count == pool->room) {
+        Py_ssize_t room = pool->room ? 2 * pool->room : 64;
+        int32_t *larger = realloc(pool->free, room * sizeof(int32_t));
+        if (!larger) {
+            heap->failed = 1;
+            return;
+        }
+        pool->free = larger;
+        pool->room = room;
+    }
+    at = find(heap, pool, heap->blocks[number].size, heap->blocks[number].address);
+    memmove(pool->free + at + 1, pool->free + at, (pool->count - at) * sizeof(int32_t));
+    pool->free[at] = number;
+    pool->count++;
+}
+
+/* A block with the given neighbours; its number. There is room for two of every request. */
+static int32_t add(Heap *heap, int64_t size, int64_t address, int32_t previous, int32_t next)
+{
+    int32_t number = (int32_t)heap->count++;
+    Block block = {size, address, previous, next, 0};
+    heap->blocks[number] = block;
+    if (previous)
+        heap->blocks[previous].next = number;
+    if (next)
+        heap->blocks[next].previous = number;
+    return number;
+}
+
+static int reserve(Heap *heap, Pool *pool, int64_t size)
+{
+    if (heap->limit >= 0 && heap->reserved + size > heap->limit)
+        return 0;
+    heap->reserved += size;
+    if (heap->reserved > heap->peak_reserved)
+        heap->peak_reserved = heap->reserved;
+    pool->end += size;
+    return 1;
+}
+
+/* A block of at least `size` where no free one holds it: a fresh segment, or the end of the expandable one; 0 where the limit
+   forbids it. */
+static int32_t grow(Heap *heap, Pool *pool, int64_t size)
+{
+    int64_t address = pool->end, segment, page, have;
+    if (!heap->expandable) {
+        segment = size <= SMALL       ? SMALL_SEGMENT
+                  : size < MIN_LARGE ? heap->segment
+                                     : (size + LARGE_ROUND - 1) / LARGE_ROUND * LARGE_ROUND;
+        if (!reserve(heap, pool, segment))
+            return 0;
+        heap->num_segments++;
+        return add(heap, segment, address, 0, 0);
+    }
+    page = pool->small ? SMALL_SEGMENT : heap->segment;
+    have = pool->last && heap->blocks[pool->last].cached ? heap->blocks[pool->last].size : 0;
+    segment = size > have ? (size - have + page - 1) / page * page : 0;
+    if (segment && !reserve(heap, pool, segment))
+        return 0;
+    if (have) {
+        heap->blocks[pool->last].size += segment;
+        return pool->last;
+    }
+    heap->num_segments += !pool->last;
+    return pool->last = add(heap, segment, address, pool->last, 0);
+}
+
+/* Every wholly cached segment goes back to the driver. */
+static void give_back(Heap *heap, Py_ssize_t num_pools)
+{
+    for (Pool *pool = heap->pools; pool < heap->pools + num_pools; pool++) {
+        Py_ssize_t kept = 0;
+        for (Py_ssize_t at = 0; at < pool->count; at++) {
+            Block *block = &heap->blocks[pool->free[at]];
+            if (block->previous || block->next) {
+                pool->free[kept++] = pool->free[at];
+            } else {
+                block->cached = 0;
+                heap->reserved -= block->size;
+                heap->num_segments--;
+            }
+        }
+        pool->count = kept;
+    }
+}
+
+/* Hand out a block of at least `size`; its number, or 0 where the limit forbids it. */
+static int32_t allocate(Heap *heap, Pool *pool, int64_t size)
+{
+    Py_ssize_t at = find(heap, pool, size, 0);
+    int64_t rest;
+    int32_t number, after;
+    if (at < pool->count) {
+        number = pool->free[at];
+        take(pool, at);
+    } else if (!(number = grow(heap, pool, size))) {
+        return 0;
+    }
+    heap->blocks[number].cached = 0;
+    rest = heap->blocks[number].size - size;
+    if (rest >= (pool->small || heap->expandable ? 1 : SMALL + 1)) {
+        heap->blocks[number].size = size;
+        after = add(heap, rest, heap->blocks[number].address + size, number, heap->blocks[number].next);
+        heap->blocks[after].cached = 1;
+        if (heap->expandable && !heap->blocks[after].next)
+            pool->last = after;
+        else
+            insert(heap, pool, after);
+    }
+    return number;
+}
+
+static void release(Heap *heap, Pool *pool, int32_t number)
+{
+    Block *block = &heap->blocks[number], *other;
+    if (block->next && (other = &heap->blocks[block->next])->cached) {
+        if (other->next || !heap->expandable)
+            drop(heap, pool, block->next);
+        other->cached = 0;
+        block->size += other->size;
+        block->next = other->next;
+        if (block->next)
+            heap->blocks[block->next].previous = number;
+    }
+    if (block->previous && (other = &heap->blocks[block->previous])->cached) {
+        drop(heap, pool, block->previous);
+        other->cached = 0;
+        block->size += other->size;
+        block->address = other->address;
+        block->previous = other->previous;
+        if (block->previous)
+            heap->blocks[block->previous].next = number;
+    }
+    block->cached = 1;
+    if (block->next || !heap->expandable)
+        insert(heap, pool, number);
+    else
+        pool->last = number;
+}
+
+PyDoc_STRVAR(replay_doc,
+"replay(events, sizes, pools, num_pools, expandable, segment, limit)\n\n"
+"Replay `events` (int64: a holder to allocate, its complement to free); `sizes` and `pools` (int64) are by holder, pools of\n"
+"odd number hold small blocks; `limit`: units that may be reserved, -1 for any. Returns the largest and the last of what is\n"
+"allocated and of what is reserved, the segments and the retries; None where a limit needs more than giving segments back.");
+
+static PyObject *replay(PyObject *module, PyObject *args)
+{
+    Py_buffer events, sizes, pools;
+    Py_ssize_t num_pools, num_events, num_holders, retries = 0;
+    long long segment, limit;
+    int64_t allocated = 0, peak = 0;
+    int32_t *held = NULL;
+    int expandable, answered = 0;
+    Heap heap = {0};
+    if (!PyArg_ParseTuple(args, "y*y*y*npLL", &events, &sizes, &pools, &num_pools, &expandable, &segment, &limit))
+        return NULL;
+    num_events = events.len / 8;
+    num_holders = sizes.len / 8;
+    heap.expandable = expandable;
+    heap.segment = segment;
+    heap.limit = limit;
+    heap.room = 2 * num_events + 1;
+    heap.count = 1;
+    heap.blocks = calloc(heap.room, sizeof(Block));
+    heap.pools = calloc(num_pools, sizeof(Pool));
+    held = calloc(num_holders + 1, sizeof(int32_t));
+    if (!heap.blocks || !heap.pools || !held || heap.room >= INT32_MAX)
+        heap.failed = 1;
+    for (Py_ssize_t pool = 0; !heap.failed && pool < num_pools; pool++)
+        heap.pools[pool].small = pool % 2;
+    for (Py_ssize_t at = 0; !heap.failed; at++) {
+        int64_t event, holder;
+        Pool *pool;
+        if (at == num_events) {
+            answered = 1;
+            break;
+        }
+        event = ((const int64_t *)events.buf)[at];
+        holder = event < 0 ? ~event : event;
+        if (holder >= num_holders || ((const int64_t *)pools.buf)[holder] >= num_pools)
+            break;
+        pool = &heap.pools[((const int64_t *)pools.buf)[holder]];
+        if (event < 0) {
+            if (!held[holder])
+                break;
+            allocated -= heap.blocks[held[holder]].size;
+            release(&heap, pool, held[holder]);
+        } else {
+            int64_t size = ((const int64_t *)sizes.buf)[holder];
+            int32_t number = allocate(&heap, pool, size);
+            if (!number) {
+                if (heap.expandable)
+                    break;
+                give_back(&heap, num_pools);
+                retries++;
+                if (!(number = allocate(&heap, pool, size)))
+                    break;
+            }
+            held[holder] = number;
+            allocated += heap.blocks[number].size;
+            if (allocated > peak)
+                peak = allocated;
+        }
+    }
+    for (Py_ssize_t pool = 0; heap.pools && pool < num_pools; pool++)
+        free(heap.pools[pool].free);
+    free(heap.blocks);
+    free(heap.pools);
+    free(held);
+    PyBuffer_Release(&events);
+    PyBuffer_Release(&sizes);
+    PyBuffer_Release(&pools);
+    if (heap.failed)
+        return PyErr_NoMemory();
+    if (!answered)
+        Py_RETURN_NONE;
+    return Py_BuildValue("LLLLnn", (long long)peak, (long long)allocated, (long long)heap.peak_reserved,
+                         (long long)heap.reserved, heap.num_segments, retries);
+}
+
+static PyMethodDef methods[] = {{"replay", replay, METH_VARARGS, replay_doc}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_pool_replay", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__pool_replay(void)
+{
+    return PyModule_Create(&definition);
+}

@@ -1,0 +1,128 @@
+"""Runs of blocks as columns: every entry of every run of a template is placed by a few vectorised additions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from peakcast.models.analytical.tape import Template
+
+FOREVER = 2**62
+"""A `dies` beyond every instant: alive to the end of the step."""
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of a block: `forward_start` is where it ran forward with a graph, until its backward is placed."""
+
+    template: Template
+    module: str
+    forward_start: int
+    backward_start: int | None = None
+    keeps_gradients: bool = True
+    """Whether its parameter gradients become new `.grad` tensors (else they are added to ones that exist)."""
+    recomputation: Run | None = None
+    """Of a run under checkpointing: the run in backward that uses what the template says is cached."""
+    uses_cached: bool = False
+    """Of that recomputation: what is cached is there already."""
+    stops_early: bool = False
+    """Of that recomputation: it ends when all is there that autograd keeps (non-reentrant checkpointing)."""
+    gradients_die: int | None = None
+    """The instant at which somebody takes its parameter gradients away; None: they stay as `.grad`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Entries of runs in columns, each [num_entries], template by template. What waits for the end of the step, which is
+    not known yet, counts from FOREVER."""
+
+    names: list[str]
+    modules: list[str]
+    categories: npt.NDArray[np.int8]
+    num_bytes: Ints
+    born: Ints
+    dies: Ints
+    kept: Ints
+    """Which entries are `.grad` tensors: they die with `Step.gradients_die`."""
+    gradients: Ints
+    """Which entries are a parameter's gradient, kept or added to one that exists."""
+
+    def ended(self, num_instants: int, gradients_die: int) -> tuple[Ints, Ints]:
+        """`born` and `dies` once the number of instants is known, and the one at which `.grad` tensors are released."""
+        born, dies = self.born, self.dies.copy()
+        dies[self.kept] = gradients_die
+        if len(born) and born.max() >= FOREVER:
+            born = np.where(born >= FOREVER, born - FOREVER + num_instants, born)
+        return born, dies
+
+
+def place(runs: Sequence[Run]) -> Placed:
+    """The entries of `runs`, those of one template together."""
+    groups: dict[int, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(id(run.template), []).append(run)
+    total = sum(len(members) * len(members[0].template.names) for members in groups.values())
+    categories, columns = np.empty(total, dtype=np.int8), np.empty((3, total), dtype=np.int64)
+    names: list[str] = []
+    modules: list[str] = []
+    kept, gradients = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    end = 0
+    for members in groups.values():
+        template = members[0].template
+        entries = len(template.names)
+        start, end = end, end + len(members) * entries
+        categories[start:end].reshape(-1, entries)[:] = template.categories
+        of_template = columns[:, start:end].reshape(3, -1, entries)
+        of_template[0] = template.num_bytes
+        keeping = _place(template, members, *of_template[1:])
+        if len(template.gradient_columns):
+            firsts = np.arange(start, end, entries)[:, None]
+            gradients.append((firsts + template.gradient_columns).ravel())
+            kept.append((firsts[keeping] + template.gradient_columns).ravel())
+        names += template.names * len(members)
+        for run in members:
+            modules += [run.module] * entries
+    num_bytes, born, dies = columns
+    return Placed(names, modules, categories, num_bytes, born, dies, np.concatenate(kept), np.concatenate(gradients))
+
+
+def _place(template: Template, runs: Sequence[Run], born: Ints, dies: Ints) -> npt.NDArray[np.bool_]:
+    """Fill in `born` and `dies` of every entry of every run of one template, both [num_runs, num_entries]; returns which
+    runs keep their parameters' gradients, [num_runs]."""
+    forward = np.array([run.forward_start for run in runs], dtype=np.int64)
+    backward = np.array([FOREVER if run.backward_start is None else run.backward_start for run in runs], dtype=np.int64)
+    span = (backward - forward)[:, None]
+    ends = (born, template.born_backward, template.born), (dies, template.dies_backward, template.dies)
+    for times, in_backward, offsets in ends:
+        np.multiply(span, in_backward.astype(np.int64), out=times)
+        times += forward[:, None]
+        times += offsets
+    without_graph = backward < 0
+    keeping = np.array([run.keeps_gradients for run in runs], dtype=bool) & ~without_graph
+    for row, taken in enumerate([run.gradients_die for run in runs]):
+        if taken is not None:
+            keeping[row] = False
+            dies[row, template.gradient_columns] = taken
+    if without_graph.any():
+        # under no_grad nothing is kept for backward: it dies after its last reader, and the backward's entries never are
+        dies[without_graph] = forward[without_graph, None] + template.dies_without_graph
+        never = without_graph[:, None] & template.born_backward
+        born[never] = dies[never] = FOREVER
+    for row, run in enumerate(runs):
+        if run.stops_early:
+            not_run = ~template.born_backward & (template.born >= template.num_recomputed)
+            born[row, not_run] = dies[row, not_run] = FOREVER
+    if template.cached.any():
+        for row, run in enumerate(runs):
+            if run.uses_cached:
+                born[row, template.cached] = dies[row, template.cached] = FOREVER
+            elif run.recomputation is not None:
+                again = run.recomputation
+                starts = np.where(template.dies_backward, again.backward_start or 0, again.forward_start)
+                dies[row, template.cached] = (starts + template.dies)[template.cached]
+    return keeping

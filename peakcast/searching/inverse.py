@@ -1,0 +1,94 @@
+"""The inverse questions: the largest batch, sequence or model that surely fits, and the fewest GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from peakcast import catalog
+from peakcast.catalog import Device
+from peakcast.errors import SpecError
+from peakcast.models.analytical.parameters import num_parameters
+from peakcast.searching.found import Found, Largest, Plan
+from peakcast.searching.search import planned, search
+from peakcast.spec import TrainingJob
+
+MOST = {"micro_batch_size": 65_536, "sequence_length": 2**24}
+STEP = {"micro_batch_size": 1, "sequence_length": 128}
+"""Lengths are searched in steps of 128 tokens, times what the layout must divide."""
+
+
+def largest(job: TrainingJob, device: Device, name: str) -> Largest:
+    """The largest `name` ("micro_batch_size" or "sequence_length") with which `job` surely fits. Memory grows with both, so
+    halving finds it."""
+    layout = job.parallelism
+    step = STEP[name]
+    if name == "sequence_length":
+        step *= 2 * layout.context_parallel_size * layout.tensor_parallel_size
+
+    def plan_of(times: int) -> Plan | None:
+        return planned(job.replace(**{name: times * step}), device, 0)
+
+    low, high, best, beyond = 0, 1, None, None
+    while high * step <= MOST[name]:
+        plan = plan_of(high)
+        if plan is None or plan.fits != "yes":
+            beyond = plan
+            break
+        low, high, best = high, high * 2, plan
+    while high - low > 1:
+        middle = (low + high) // 2
+        plan = plan_of(middle)
+        if plan is not None and plan.fits == "yes":
+            low, best = middle, plan
+        else:
+            high, beyond = middle, plan
+    return Largest(
+        asked=name,
+        value=low * step or None,
+        plan=best,
+        beyond=high * step if high * step <= MOST[name] else None,
+        beyond_fits=beyond.fits if beyond is not None else None,
+    )
+
+
+def fewest_gpus(
+    job: TrainingJob, device: Device, global_batch_size: int | None = None, *, most: int = 4096, **options: Any
+) -> Largest:
+    """The fewest GPUs (a power of two, up to `most`) on which some plan surely fits."""
+    before: Found | None = None
+    for num_gpus in (1 << k for k in range(most.bit_length())):
+        try:
+            found = search(job, device, num_gpus, global_batch_size, **{**options, "top": 1})
+        except SpecError:
+            continue
+        if found.plans and found.plans[0].fits == "yes":
+            verdict = (before.plans[0].fits if before.plans else "no") if before is not None else None
+            beyond = before.num_gpus if before is not None else None
+            return Largest(asked="num_gpus", value=num_gpus, plan=found.plans[0], beyond=beyond, beyond_fits=verdict)
+        before = found
+    return Largest(asked="num_gpus", value=None, plan=None, beyond=most, beyond_fits="no")
+
+
+def biggest_model(job: TrainingJob, device: Device, progress: Callable[[str], None] | None = None) -> Largest:
+    """The architecture of the catalog with the most parameters with which `job`, else as it is, surely fits."""
+    beyond, verdict = None, None
+    for number, (name, candidate) in enumerate(_by_size(job)):
+        if progress:
+            progress(f"{number} architectures do not fit; trying {name}")
+        plan = planned(candidate, device, 0)
+        if plan is not None and plan.fits == "yes":
+            return Largest(asked="model", value=name, plan=plan, beyond=beyond, beyond_fits=verdict)
+        beyond, verdict = name, plan.fits if plan is not None else "no"
+    return Largest(asked="model", value=None, plan=None, beyond=beyond, beyond_fits=verdict)
+
+
+def _by_size(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
+    names: Sequence[str] = catalog.architecture_names()
+    for name in sorted(names, key=lambda name: -num_parameters(catalog.architecture(name))):
+        architecture = catalog.architecture(name)
+        try:
+            if architecture.kind == "decoder":
+                yield name, job.replace(architecture=architecture)
+        except SpecError:
+            continue

@@ -1,0 +1,186 @@
+"""Candidates in the order of what they cost beside memory, those that have room with their peaks.
+
+Candidates that differ in the micro-batch alone are a *series*: they cost the same, and each needs at least as much as the
+one before, so the first that has no room ends it. A series is passed over without a timeline where what stands on its ranks
+is already too much, and with one that many share where the same shards with sequence parallelism and without interleaving
+have no room: these take away, or add.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+from peakcast.catalog import Device
+from peakcast.models.analytical.ledger import ledger
+from peakcast.models.analytical.pipeline import representative_micro_batches
+from peakcast.models.analytical.standing import standing_bytes
+from peakcast.models.analytical.sweep import fullest_stages
+from peakcast.searching import costs
+from peakcast.spec import TrainingJob
+
+AT_ONCE = 64
+"""Series that are looked at together by each process: few enough that little is in vain when the walk ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One that has room: its place among all, what it sends and the peak of its fullest stage, both in bytes."""
+
+    index: int
+    sent_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is walked: every candidate, the GPU type, and what it has room for."""
+
+    every: Sequence[TrainingJob]
+    device: Device
+    room_bytes: int
+
+
+class Workers:
+    """Asks `function(question, item)` of many items, in order, on some processes; one process asks itself. The question is
+    handed to each process once."""
+
+    def __init__(self, question: Question, processes: int) -> None:
+        self.question, self.processes = question, processes
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def map(self, function: Callable[[Question, Any], Any], items: Sequence[Any]) -> list[Any]:
+        """The answers, item by item."""
+        if self.processes < 2 or len(items) < 2:
+            return [function(self.question, item) for item in items]
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(self.processes, initializer=_remember, initargs=(self.question,))
+        chunk = max(1, len(items) // (self.processes * 8))
+        return list(self._pool.map(_ask, [function] * len(items), items, chunksize=chunk))
+
+
+_asked: list[Question] = []
+
+
+def _remember(question: Question) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are left to the parent
+    _asked[:] = [question]
+
+
+def _ask(function: Callable[[Question, Any], Any], item: Any) -> Any:
+    return function(_asked[0], item)
+
+
+Series = tuple[int, ...]
+"""Places of candidates that differ in the micro-batch alone, by rising micro-batch."""
+
+
+def series(every: Sequence[TrainingJob]) -> list[Series]:
+    """All candidates in series."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for index, job in enumerate(every):
+        layout = job.parallelism
+        # weights that are gathered for each micro-batch are sent as often as there are micro-batches
+        apart = job.micro_batch_size if layout.sharding != "none" or layout.zero_stage == 3 else 0
+        found.setdefault((layout, job.activation_checkpointing, job.offload, apart), []).append(index)
+    return [tuple(sorted(members, key=lambda index: every[index].micro_batch_size)) for members in found.values()]
+
+
+def standing(every: Sequence[TrainingJob], members: Series) -> int:
+    """What stands on the fullest of the ends of the pipeline."""
+    job = every[members[0]]
+    return max(standing_bytes(job, stage) for stage in {0, job.parallelism.pipeline_parallel_size - 1})
+
+
+def in_order(workers: Workers, left: Iterable[Series], say: Callable[[str], None]) -> Iterator[Candidate]:
+    """The candidates of `left` that have room, by what is done again, offloaded, sent, then by their peak."""
+    every = workers.question.every
+    by_price = sorted(left, key=lambda members: costs.price(every[members[0]]))
+    num_looked = 0
+    for _, group in groupby(by_price, key=lambda members: costs.price(every[members[0]])):
+        alike = list(group)
+        say(f"{num_looked:,} of {len(by_price):,} layouts looked at: what the next {len(alike):,} send")
+        sent = dict(zip(alike, workers.map(_sent, alike), strict=True))
+        alike.sort(key=lambda members: sent[members])
+        for wave in _waves(alike, sent, AT_ONCE * workers.processes):
+            say(f"{num_looked:,} of {len(by_price):,} layouts looked at: the peaks of the next {len(wave):,}")
+            peaks = dict(zip(wave, workers.map(_peaks, wave), strict=True))
+            num_looked += len(wave)
+            for size, ties in groupby(wave, key=lambda members: sent[members]):
+                found = [(peak, index) for members in ties for index, peak in zip(members, peaks[members], strict=False)]
+                yield from (Candidate(index, size, peak) for peak, index in sorted(found))
+
+
+def _waves(ordered: Sequence[Series], sent: dict[Series, int], size: int) -> Iterator[list[Series]]:
+    """`ordered` in pieces of about `size`, ties together."""
+    wave: list[Series] = []
+    for _, ties in groupby(ordered, key=lambda members: sent[members]):
+        wave += ties
+        if len(wave) >= size:
+            yield wave
+            wave = []
+    if wave:
+        yield wave
+
+
+def _sent(question: Question, members: Series) -> int:
+    job = question.every[members[0]]
+    if len(members) > 1:  # activations are sent once per token of the step, in however many micro-batches
+        together = job.micro_batch_size * job.gradient_accumulation_steps
+        job = job.replace(micro_batch_size=together, gradient_accumulation_steps=1)
+    return costs.sent_bytes(job)
+
+
+def _peaks(question: Question, members: Series) -> list[int]:
+    """The peaks of a series up to the first that has no room."""
+    every, device, room = question.every, question.device, question.room_bytes
+    least = least_of(every[members[0]])
+    if least != every[members[0]] and fullest(least, device, room) > room:
+        return []
+    peaks: list[int] = []
+    for index in members:
+        peak = fullest(every[index], device, room)
+        if peak > room:
+            break
+        peaks.append(peak)
+    return peaks
+
+
+def least_of(job: TrainingJob) -> TrainingJob:
+    """The job of the same shards that needs least: interleaving adds to memory, sequence parallelism only takes away."""
+    layout = job.parallelism
+    shares = layout.tensor_parallel_size > 1 and job.framework == "megatron"
+    least = replace(layout, sequence_parallel=shares, virtual_pipeline_stages=1, pipeline_schedule="1f1b")
+    return job.replace(parallelism=least)
+
+
+def fullest(job: TrainingJob, device: Device, room_bytes: int) -> int:
+    """Peak bytes of the pipeline stage that needs most; of one that has no room where there is one."""
+    layout, steps = job.parallelism, job.gradient_accumulation_steps
+    # as many micro-batches as make the same peak: more of them differ in nothing
+    stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
+    enough = max(min(steps, 2), representative_micro_batches(stages, virtual, 0, steps))
+    return _fullest(job if enough == steps else job.replace(gradient_accumulation_steps=enough), device, room_bytes)
+
+
+@lru_cache(maxsize=8192)
+def _fullest(job: TrainingJob, device: Device, room_bytes: int) -> int:
+    most, layout = 0, job.parallelism
+    for stage in fullest_stages(job):
+        rank = stage * (layout.world_size // layout.pipeline_parallel_size)
+        most = max(most, ledger(job, device=device, rank=rank, step="steady").peak().num_bytes)
+        if most > room_bytes:
+            break
+    return most
