@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+from peakcast.collectors.tracing import transformer_engine_stub
 from peakcast.collectors.tracing.tracer import Tracer
 
+HOPPER = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H100 80GB HBM3")
+"""The GPU that a trace stands for: Transformer Engine chooses by its compute capability."""
 _TYPE_NAMES = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 
@@ -27,13 +32,16 @@ class _Done:
         """Nothing to wait for."""
 
 
-def install(tracer: Tracer) -> None:
-    """Replace them for this process."""
+def install(tracer: Tracer, *, engine: bool) -> None:
+    """Replace them for this process. `engine`: with Transformer Engine, where its Python is installed; else without, also
+    where it is."""
     cuda: Any = torch.cuda
     torch.compile = functools.partial(_one_operation, tracer)  # type: ignore[assignment]  # core/jit.py: jit_fuser
     device = torch.device("cuda:0")
     cuda.current_device = lambda: device
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.zeros(1, dtype=torch.uint8, device="cpu")
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
     cuda.manual_seed = cuda.set_rng_state = lambda *_, **__: None
     dist.all_gather_object = _all_gather_object
     kind = torch.Tensor.type
@@ -45,6 +53,12 @@ def install(tracer: Tracer) -> None:
         return kind(tensor, dtype, **keywords)
 
     FakeTensor.type = type_of  # type: ignore[method-assign]
+    if engine:
+        transformer_engine_stub.install()
+    else:
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    cuda.get_device_properties = lambda device=None: HOPPER
+    cuda.get_device_capability = lambda device=None: (HOPPER.major, HOPPER.minor)
     _install_in_megatron()
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob, job_to_mapping
 from peakcast.timeline import Category, Entry, Phase, Timeline
@@ -62,7 +63,7 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         fake_streams.install()
     layouts.start_group(job, rank)
     if job.framework == "megatron":
-        megatron_fakes.install(tracer)
+        megatron_fakes.install(tracer, engine=conventions(job)["adam_library"] != "torch")
     steps: dict[str, tuple[int, int]] = {}
     if job.task == "inference":
         with fake_mode(), tracer:
