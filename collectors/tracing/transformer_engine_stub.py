@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from peakcast.collectors.tracing import triton_stub
 
@@ -97,17 +98,30 @@ def install() -> bool:
     found.loader.exec_module(package)
     base = importlib.import_module("transformer_engine.pytorch.module.base")
     base.get_cublas_workspace_size_bytes = lambda: 1  # type: ignore[attr-defined]  # a kernel's own, which no trace has
+    choice: Any = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    choice.get_attention_backend = _of_tensors(choice.get_attention_backend)
     module: Any = base.TransformerEngineBaseModule
     module.__init__ = _with_gpu(module.__init__)
     return True
 
 
 def _install_extensions() -> None:
-    """apex's kernels that megatron-core's own modules call: products into main gradients, softmax with its mask."""
+    """apex's kernels that megatron-core's own modules call: products into main gradients, softmax with its mask, norms."""
     for name, kernels in EXTENSIONS.items():
         extension = types.ModuleType(name)
         extension.__dict__.update(kernels)
         sys.modules[name] = extension
+
+
+def _of_tensors(choose: Callable[..., Any]) -> Callable[..., Any]:
+    """The chooser of an attention backend, told that fake tensors are tensors."""
+
+    def chosen(parameters: Any) -> Any:
+        if issubclass(parameters.qkv_type, FakeTensor):
+            parameters.qkv_type = torch.Tensor
+        return choose(parameters)
+
+    return chosen
 
 
 def _with_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -397,6 +411,34 @@ def get_cudnn_version() -> int:
     return 91400  # 9.14, as encoded by cudnnGetVersion
 
 
+class _FastLayerNorm(torch.autograd.Function):
+    """apex contrib/layer_norm/layer_norm.py `FastLayerNormFN`: keeps its input and two fp32 statistics per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, epsilon: float) -> Any:
+        rows = x.numel() // weight.numel()
+        statistics = [torch.empty(rows, dtype=torch.float32, device="cuda") for _ in range(2)]
+        ctx.save_for_backward(x, weight, *statistics)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        x, weight, *_ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight), None
+
+
+class _FusedLayerNorm(_FastLayerNorm):
+    """apex normalization/fused_layer_norm.py `FusedLayerNormAffineFunction`: the same, told the normalised shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, shape: Any, epsilon: float) -> Any:  # type: ignore[override]
+        return _FastLayerNorm.forward(ctx, x, weight, bias, epsilon)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return (*_FastLayerNorm.backward(ctx, gradient), None)
+
+
 _SOFTMAX = {
     "forward": _softmax_forward,
     "backward": _softmax_backward,
@@ -407,5 +449,11 @@ EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "scaled_upper_triang_masked_softmax_cuda": _SOFTMAX,
     "scaled_masked_softmax_cuda": _SOFTMAX,
     "scaled_softmax_cuda": _SOFTMAX,
+    "apex": {},
+    "apex.contrib": {},
+    "apex.contrib.layer_norm": {},
+    "apex.contrib.layer_norm.layer_norm": {"FastLayerNormFN": _FastLayerNorm},
+    "apex.normalization": {},
+    "apex.normalization.fused_layer_norm": {"FusedLayerNormAffineFunction": _FusedLayerNorm},
 }
-"""Module -> its functions (apex csrc/megatron: fused_weight_gradient_dense.cpp, scaled_*_softmax.cpp)."""
+"""Module -> what megatron-core takes from it (apex csrc/megatron: fused_weight_gradient_dense.cpp, scaled_*_softmax.cpp)."""
