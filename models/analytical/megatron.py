@@ -181,6 +181,8 @@ class _Turns:
                 self._recompute(run)
             else:
                 step.run_backward(run)
+        if chunk.is_first and chunk.is_last and self.share.job.architecture.tie_word_embeddings:
+            self._hold_tied_gradient(started)
         self.backward_turns.append((step.now, turn.chunk))
         self._hold_inputs(chunk, state.start)
         if chunk.is_last and self.share.convention.get("defer_embedding_wgrad_compute"):
@@ -188,6 +190,16 @@ class _Turns:
         if not chunk.is_first:
             sent = step.moment("send_backward", Phase.BACKWARD)
             self.received.setdefault(turn.chunk, []).append((state.start, sent))
+
+    def _hold_tied_gradient(self, started: int) -> None:
+        """A table that both ends use gets its gradient when both have given theirs: the output layer's waits for the
+        embedding's, which is added to it in place. To a cached placeholder, which others hold, it is added anew."""
+        context, step = self.share.context, self.step
+        size = context.vocabulary * context.hidden * context.element_bytes
+        born = started + self._head().backward_labels.index("output_layer") + 1
+        if context.gradient_accumulation_fusion and context.cached_output_placeholder:
+            born = step.now - 1
+        step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
 
     def _defer_output_layer(self, started: int) -> None:
         """`--defer-embedding-wgrad-compute`: up to `--wgrad-deferral-limit` micro-batches (0: all) keep the logits gradient
@@ -270,7 +282,8 @@ class _Turns:
 
     def _hold_inputs(self, chunk: Chunk, start: int) -> None:
         """The micro-batch on the GPU: ids and labels until its backward is done, the attention mask until its forward is
-        (checkpoints keep it until their backward). Stages between the ends read none of them."""
+        (checkpoints, and the graph of megatron-core's unfused softmax, keep it until their backward). Stages between the
+        ends read none of them."""
         share, context, hold, now = self.share, self.share.context, self.step.hold, self.step.now
         tokens = context.batch * context.sequence
         reads = chunk.is_first or (chunk.is_last and share.job.architecture.num_nextn_predict_layers > 0)
@@ -283,7 +296,9 @@ class _Turns:
             hold("loss_mask", Category.INPUTS, tokens * FP32, start, now)
         builds = share.convention.get("create_attention_mask_in_dataloader", True) and not context.masked_tokens
         if builds and (chunk.is_first or chunk.is_last):
-            dies = now if share.job.activation_checkpointing.mode == "full" else self.forward_ends[start]
+            masked = context.attention == "local" and not context.fused_softmax
+            kept = masked or context.recompute_attention or share.job.activation_checkpointing.mode == "full"
+            dies = now if kept else self.forward_ends[start]
             hold("attention_mask", Category.INPUTS, tokens * share.job.sequence_length, start, dies)
         if context.rotary_dim:
             table = share.job.sequence_length * context.rotary_dim * FP32

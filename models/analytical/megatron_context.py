@@ -54,6 +54,7 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         transformer_engine=engine,
         attention=core,
         fused_softmax=_fused_softmax(engine, convention, sequence, job),
+        wide_softmax=engine or job.precision.parameters == "float32" or _softmax_in_fp32(convention),
         bias_activation_fusion=bool(fusion)
         and (architecture.gated_mlp or (activation == "gelu" and architecture.mlp_bias)),
         bias_dropout_fusion=bool(convention.get("bias_dropout_fusion", True)),
@@ -170,6 +171,11 @@ def attention_core(job: TrainingJob, device: Device | None) -> AttentionCore:
 
 def _deterministic(convention: Mapping[str, Any]) -> bool:
     return str(convention.get("nvte_allow_nondeterministic_algo", "")) == "0"
+
+
+def _softmax_in_fp32(convention: Mapping[str, Any]) -> bool:
+    """megatron-core's own attention widens on demand, and where scores are scaled by layer (`transformer_config.py`)."""
+    return bool(convention.get("attention_softmax_in_fp32") or convention.get("apply_query_key_layer_scaling"))
 
 
 def _fused_softmax(engine: bool, convention: Mapping[str, Any], sequence: int, job: TrainingJob) -> bool:

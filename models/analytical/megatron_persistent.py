@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -181,12 +182,20 @@ def optimizer_step(step: Step, share: RankShare, chunks: Sequence[Sequence[Param
     born = now if first else 0
     width = int(DTYPE_BYTES[precision.optimizer_states])
     widened = DTYPE_BYTES[precision.gradients] < FP32 and precision.main_parameters == "float32"
+    groups: Counter[bool] = Counter()
     for parameters, rules in buffers(share, chunks):
         for p, owned in shard_pieces(parameters, rules):
+            groups[len(p.shape) > 1] += owned * width
             for name in ("exp_avg", "exp_avg_sq"):
                 step.hold(f"{p.name}.{name}", Category.OPTIMIZER_STATES, owned * width, born, module=p.module)
             if widened:
                 step.hold(f"{p.name}.main_grad", Category.GRADIENTS, owned * FP32, now, FOREVER, p.module)
+    if share.convention.get("adam_library") == "torch" and groups:
+        # AdamW's foreach path: the square roots of a group's second moments; vectors and biases are a group of their own,
+        # without weight decay (`get_standard_config_overrides`)
+        largest = max(groups.values())
+        step.hold("exp_avg_sq_sqrt", Category.OPTIMIZER_TEMPORARIES, largest, now, now + 1, "optimizer")
+        step.moment("optimizer.step returns", Phase.OPTIMIZER_STEP)
 
 
 # -- library workspaces and buffers that are made at first use and never freed ------------------------------------------

@@ -70,8 +70,9 @@ TURNED_OFF: dict[str, str] = {
 }
 """Flags that turn off a framework option which is on by default."""
 
-OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {"decoupled_lr": False, "container": ""}
-"""Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image; importers set it)."""
+OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {"decoupled_lr": False, "container": "", "adam_library": "transformer_engine"}
+"""Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image; importers set it),
+`adam_library` (what is installed)."""
 
 ENVIRONMENT: dict[str, str] = {
     "CUBLAS_WORKSPACE_CONFIG": "cublas_workspace_config",

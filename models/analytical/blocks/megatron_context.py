@@ -140,6 +140,8 @@ class MegatronContext:
     transformer_engine: bool
     attention: AttentionCore
     fused_softmax: bool
+    wide_softmax: bool
+    """Whether an unfused softmax is computed in fp32."""
     bias_activation_fusion: bool
     bias_dropout_fusion: bool
     gradient_accumulation_fusion: bool

@@ -12,7 +12,12 @@ from peakcast.models.analytical.blocks.megatron_attention import attention
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
 from peakcast.models.analytical.blocks.megatron_mla import latent_attention
 from peakcast.models.analytical.blocks.megatron_moe import routed_feed_forward
-from peakcast.models.analytical.blocks.megatron_primitives import bias_dropout_add, norm_column_linear, row_linear
+from peakcast.models.analytical.blocks.megatron_primitives import (
+    bias_dropout_add,
+    column_linear_of_norm,
+    own_norm,
+    row_linear,
+)
 from peakcast.models.analytical.blocks.megatron_recompute import checkpointed
 from peakcast.models.analytical.tape import Tape, Template, Tensor
 
@@ -27,16 +32,23 @@ def decoder_layer(context: MegatronContext) -> Template:
 def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
     """The operations of one decoder layer on `tape`."""
     if context.latent is not None:
-        attended = latent_attention(tape, hidden, context, context.latent)
+        projected = _projected(tape, latent_attention(tape, hidden, context, context.latent), context)
+        middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
     else:
+        normalized = own_norm(tape, hidden, context, "input_layernorm")
         width = context.query + 2 * context.key_value
-        mixed = norm_column_linear(tape, hidden, context, width, "linear_qkv", context.qkv_bias)
-        attended = attention(tape, mixed, context)
-    projected = row_linear(tape, attended, context, context.attended, "linear_proj")
-    middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
+        mixed = column_linear_of_norm(tape, normalized, context, width, "linear_qkv", context.qkv_bias)
+        projected = _projected(tape, attention(tape, mixed, context), context)
+        tape.hold(mixed)  # `attention.py` names query, key and value until its projection has returned
+        middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
+        tape.hold(normalized)  # a variable of `_forward_attention`
     output = bias_dropout_add(tape, feed_forward(tape, middle, context), middle, context, "mlp_bda")
     tape.hold(hidden)
     return output
+
+
+def _projected(tape: Tape, attended: Tensor, context: MegatronContext) -> Tensor:
+    return row_linear(tape, attended, context, context.attended, "linear_proj")
 
 
 def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
@@ -50,9 +62,11 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
 
 
 def _dense(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
-    inner = norm_column_linear(tape, x, context, context.ffn * (2 if context.gated else 1), "linear_fc1", False)
-    activated = _activation(tape, inner, context)
-    return row_linear(tape, activated, context, context.ffn, "linear_fc2")
+    normalized = own_norm(tape, x, context, "pre_mlp_layernorm")
+    inner = column_linear_of_norm(tape, normalized, context, context.ffn * (2 if context.gated else 1), "linear_fc1", False)
+    output = row_linear(tape, _activation(tape, inner, context), context, context.ffn, "linear_fc2")
+    tape.hold(normalized)  # a variable of `_forward_mlp`
+    return output
 
 
 def _activation(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
