@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from peakcast.catalog import Device
@@ -70,8 +71,16 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         experts=expert_context(job) if architecture.moe is not None else None,
         latent=latent_context(job) if architecture.mla is not None else None,
         masked_tokens=architecture.kind == "encoder",
+        output_bias=architecture.kind == "encoder"
+        or (architecture.kind == "encoder_decoder" and architecture.tie_word_embeddings),
         token_types=architecture.type_vocab_size,
     )
+
+
+def target_context(job: TrainingJob, context: MegatronContext) -> MegatronContext:
+    """The context of a decoder layer that reads an encoder with `context`, and of all that follows it."""
+    length = (job.decoder_sequence_length or job.sequence_length) // job.parallelism.context_parallel_size
+    return replace(context, sequence=length, source_sequence=context.sequence)
 
 
 def expert_context(job: TrainingJob) -> ExpertContext:

@@ -13,7 +13,7 @@ from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
 from peakcast.models.analytical.distributed_optimizer import BufferRules, bucket_size, buffer_elements, shard_pieces
-from peakcast.models.analytical.megatron_context import layer_context
+from peakcast.models.analytical.megatron_context import layer_context, target_context
 from peakcast.models.analytical.megatron_parameters import Parameter, chunk_parameters, layer_parameters
 from peakcast.models.analytical.pipeline import Chunk, pipeline_rank, stage_chunks
 from peakcast.models.analytical.step import FOREVER, Recording, Step
@@ -39,6 +39,8 @@ class RankShare:
     context: MegatronContext
     dense: MegatronContext
     """As `context`, of a layer without routed experts."""
+    target: MegatronContext | None
+    """As `context`, of an encoder-decoder's decoder."""
     convention: Mapping[str, Any]
 
     @property
@@ -46,7 +48,10 @@ class RankShare:
         return any(chunk.is_last for chunk in self.chunks)
 
     def layer_context(self, layer: int) -> MegatronContext:
-        """The context of decoder layer `layer`: the leading layers of a mixture of experts may be dense."""
+        """The context of layer `layer`: the leading layers of a mixture of experts may be dense; an encoder's layers come
+        before its decoder's."""
+        if self.target is not None and layer >= self.job.architecture.num_hidden_layers:
+            return self.target
         return self.context if self.job.architecture.is_moe_layer(layer) else self.dense
 
     @property
@@ -65,14 +70,15 @@ def rank_share(job: TrainingJob, device: Device | None, rank: int) -> RankShare:
 def _stage_share(job: TrainingJob, device: Device | None, stage: int) -> RankShare:
     layout, convention = job.parallelism, conventions(job)
     chunks = stage_chunks(
-        job.architecture.num_hidden_layers,
+        job.architecture.num_layers,
         layout.pipeline_parallel_size,
         layout.virtual_pipeline_stages,
         stage,
         layout.pipeline_layers,
     )
     context = layer_context(job, device)
-    return RankShare(job, device, stage, chunks, context, replace(context, experts=None), convention)
+    target = target_context(job, context) if job.architecture.num_decoder_layers else None
+    return RankShare(job, device, stage, chunks, context, replace(context, experts=None), target, convention)
 
 
 def weights_share(share: RankShare) -> RankShare:
@@ -87,6 +93,7 @@ def _weights_job(job: TrainingJob) -> TrainingJob:
         micro_batch_size=1,
         gradient_accumulation_steps=1,
         sequence_length=layout.context_parallel_size * layout.tensor_parallel_size,
+        decoder_sequence_length=None,
         activation_checkpointing=ActivationCheckpointing(),
         allocator=Allocator(),
     )

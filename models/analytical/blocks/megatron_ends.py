@@ -62,7 +62,7 @@ def embed(tape: Tape, context: MegatronContext) -> Tensor:
 
 def output_layer(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     """Logits [rows, vocabulary] of [stream_rows, hidden]."""
-    logits = column_linear(tape, x, context, context.vocabulary, "output_layer", context.masked_tokens)
+    logits = column_linear(tape, x, context, context.vocabulary, "output_layer", context.output_bias)
     logits.storage.category = Category.LOGITS
     return logits
 

@@ -71,10 +71,10 @@ def test_the_heads_projection_and_norm_are_kept_whole_on_every_tensor_parallel_r
         assert {sizes[f"lm_head.{part}"] for part in ("dense", "gelu", "layer_norm")} == {4 * 512 * H * 2}
 
 
-def test_an_encoder_decoder_is_still_refused_by_name():
+def test_another_shape_is_still_refused_by_name():
     assert megatron_out_of_scope(make()) == ""
-    both = make().replace(architecture=replace(make().architecture, kind="encoder_decoder"))
-    assert "neither a GPT nor a BERT" in megatron_out_of_scope(both)
+    other = make().replace(architecture=replace(make().architecture, kind="hybrid"))
+    assert "neither a GPT nor a BERT or T5" in megatron_out_of_scope(other)
 
 
 @pytest.mark.parametrize(
