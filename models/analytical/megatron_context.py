@@ -70,6 +70,7 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         recompute_feed_forward=recomputes(job, "mlp"),
         experts=expert_context(job) if architecture.moe is not None else None,
         latent=latent_context(job) if architecture.mla is not None else None,
+        padding=architecture.kind != "decoder",
         masked_tokens=architecture.kind == "encoder",
         output_bias=architecture.kind == "encoder"
         or (architecture.kind == "encoder_decoder" and architecture.tie_word_embeddings),
@@ -80,7 +81,7 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
 def target_context(job: TrainingJob, context: MegatronContext) -> MegatronContext:
     """The context of a decoder layer that reads an encoder with `context`, and of all that follows it."""
     length = (job.decoder_sequence_length or job.sequence_length) // job.parallelism.context_parallel_size
-    return replace(context, sequence=length, source_sequence=context.sequence)
+    return replace(context, sequence=length, source_sequence=context.sequence, padding=False)
 
 
 def expert_context(job: TrainingJob) -> ExpertContext:

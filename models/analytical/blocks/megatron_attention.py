@@ -145,6 +145,9 @@ def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Meg
         forward_temporary_bytes=narrow if context.transformer_engine else 0,
     )
     raw, probabilities = probabilities, _softmax(tape, probabilities, context)
+    if context.padding and context.transformer_engine:  # `masked_fill(attention_mask, 0)`, by a mask of this layer's own
+        mask = BOOL * scores // context.heads
+        probabilities = tape.operation("mask_padding", [probabilities], narrow, extra_saved_bytes=[mask])
     if context.attention_dropout > 0:
         probabilities = tape.operation("attention_dropout", [probabilities], narrow, extra_saved_bytes=[scores * BOOL])
     output = tape.operation("weighted_sum", [probabilities, value], _output_bytes(context), saves=[probabilities, value])

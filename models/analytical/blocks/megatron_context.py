@@ -166,6 +166,8 @@ class MegatronContext:
     """Tokens per sample that a decoder layer's cross-attention reads from the encoder, 0 for a layer without it."""
     key_sequence: int = 0
     """Tokens per sample whose keys are attended to, 0 for as many as ask."""
+    padding: bool = False
+    """Whether attention is told which tokens are padding, instead of being causal."""
     masked_tokens: bool = False
     """BERT: the output layer has a head of its own before it."""
     output_bias: bool = False

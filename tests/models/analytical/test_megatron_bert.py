@@ -80,7 +80,7 @@ def test_another_shape_is_still_refused_by_name():
 @pytest.mark.parametrize(
     ("device", "tensor", "measured", "tolerance"),
     [
-        ("A100-80GB", 1, 5_631_605_760, 0.007),  # bert_mcore_tp1_pp2, dev
+        ("A100-80GB", 1, 5_631_605_760, 0.008),  # bert_mcore_tp1_pp2, dev
         ("A100-80GB", 2, 3_055_894_528, 0.009),  # bert_mcore_tp2_pp2, dev
         ("H100-80GB", 1, 5_707_393_024, 0.003),
         ("H100-80GB", 2, 3_125_675_520, 0.022),  # 60 MiB are missing with two ranks, not with one

@@ -83,7 +83,7 @@ def test_what_is_not_modelled_is_said(flags: dict[str, Any]):
     [
         ("A100-80GB", 1, {"transformer_impl": "local"}, 6_189_654_016, 0.011),  # t5_mcore_tp1_pp1_vp1, dev
         ("A100-80GB", 4, {"transformer_impl": "local"}, 1_820_059_648, 0.009),  # t5_mcore_tp4_pp1, dev
-        ("H100-80GB", 4, {"attention_backend": "unfused"}, 1_862_527_488, 0.003),  # t5_mcore_te_tp4_pp1, dev
+        ("H100-80GB", 4, {"attention_backend": "unfused"}, 1_862_527_488, 0.011),  # t5_mcore_te_tp4_pp1, dev
         ("H100-80GB", 4, {"hidden_size": 4096, "num_attention_heads": 64, "ffn_hidden_size": 10240,
                           "encoder_num_layers": 24, "decoder_num_layers": 24, "global_batch_size": 8},
          44_989_894_656, 0.002),  # t5_11b_mcore_tp4_pp1, dev
