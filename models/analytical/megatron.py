@@ -146,8 +146,9 @@ class _Turns:
 
     def _turn_to_decoder(self) -> list[Run]:
         """Between an encoder's last layer and its decoder's first one."""
-        ends = ((encoder_end(self.share.context), "encoder"), (embedding(self.share.layer_context(self._last())), "embedding"))
-        return [self.step.run_forward(template, module, keeps_gradients=False) for template, module in ends]
+        target = embedding(self.share.layer_context(self._last()))
+        blocks = ((encoder_end(self.share.context), "encoder"), (target, "embedding"))
+        return [self.step.run_forward(template, module, keeps_gradients=False) for template, module in blocks]
 
     def _last(self) -> int:
         """The number of the model's last layer."""
@@ -220,7 +221,9 @@ class _Turns:
         (end,) = (place for place, run in enumerate(runs) if run.module == "encoder")
         made, read = runs[end], runs[end + 2 : -1]  # between them the decoder's embedding, after them the head
         first, last = (layer.template.elsewhere[ENCODER_STATES] for layer in (read[0], read[-1]))
-        assert first.kept_until is not None and last.gradient_from is not None and made.backward_start is not None
+        assert first.kept_until is not None
+        assert last.gradient_from is not None
+        assert made.backward_start is not None
         size, hold = self.share.context.stream_bytes, self.step.hold
         born, kept = made.forward_start + made.template.num_forward, (read[0].backward_start or 0) + first.kept_until
         hold(ENCODER_STATES, Category.ACTIVATIONS, size, born, kept, "encoder")

@@ -24,7 +24,6 @@ from peakcast.models.analytical.blocks.megatron_primitives import (
 from peakcast.models.analytical.blocks.megatron_recompute import checkpointed
 from peakcast.models.analytical.tape import Tape, Template, Tensor
 
-
 ENCODER_STATES = "encoder_hidden_states"
 
 
