@@ -44,21 +44,22 @@ def run(question: Mapping[str, Any]) -> Measurement:
 
     job = job_from_mapping(question["job"])
     if question.get("trace"):
-        return traced(job, str(question["gpu"]))
+        return traced(job, str(question["gpu"]), int(question.get("rank", 0)))
     return measured(job, question.get("gpu"), max(int(question.get("steps", MIN_STEPS)), MIN_STEPS))
 
 
-def traced(job: TrainingJob, gpu: str) -> Measurement:
-    """The row of a trace: what the framework allocates, no kernels, no context."""
+def traced(job: TrainingJob, gpu: str, rank: int = 0) -> Measurement:
+    """The row of a trace of `rank`: what the framework allocates, no kernels, no context."""
     from peakcast.collectors.tracing.trace import trace_here
 
     started = time.monotonic()
-    timelines = trace_here(job)
+    timelines = trace_here(job, rank)
     first, steady = timelines["first"], timelines["steady"]
     return Measurement(
         job=with_versions(job),
         gpu=gpu,
         provenance="traced",
+        rank=rank,
         collectives=collectives(job),
         source="peakcast",
         source_version=__version__,
@@ -184,6 +185,19 @@ class Recorder:
     def _step(self, training: Any) -> None:
         import torch
 
+        if hasattr(training, "forward_backward"):  # the library has a schedule of its own
+            training.forward_backward(self._begin)
+        else:
+            self._micro_batches(training)
+        self._begin(Phase.GRADIENT_CLIPPING)
+        training.clip()
+        self._begin(Phase.OPTIMIZER_STEP)
+        training.step()
+        training.zero_grad()
+        self._begin(None)
+        self.steady_allocated = int(torch.cuda.memory_allocated())
+
+    def _micro_batches(self, training: Any) -> None:
         for _ in range(self.job.gradient_accumulation_steps):
             self._begin(Phase.FORWARD)
             loss = training.forward(lambda: self._begin(Phase.LOSS))
@@ -192,13 +206,6 @@ class Recorder:
             self._begin(Phase.BACKWARD)
             training.backward(loss)
             del loss
-        self._begin(Phase.GRADIENT_CLIPPING)
-        training.clip()
-        self._begin(Phase.OPTIMIZER_STEP)
-        training.step()
-        training.zero_grad()
-        self._begin(None)
-        self.steady_allocated = int(torch.cuda.memory_allocated())
 
     def _begin(self, phase: Phase | None) -> None:
         """Close the phase at hand and begin the next."""

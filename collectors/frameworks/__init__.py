@@ -14,8 +14,12 @@ from peakcast.spec import TrainingJob
 STACKS = {
     "huggingface": "peakcast.collectors.frameworks.huggingface",
     "torch": "peakcast.collectors.frameworks.huggingface",
+    "megatron": "peakcast.collectors.frameworks.megatron_core",
 }
 """framework -> module. A plain torch loop trains the same networks, and keeps the model's outputs as plain loops do."""
+
+INSTALLED_BY = {"": "pip install 'peakcast[collect]'", "megatron": "pip install --no-deps megatron-core"}
+"""framework ("" for the others) -> how its packages are installed; megatron-core needs nothing that torch has not."""
 
 
 class Training(Protocol):
@@ -58,7 +62,7 @@ def build(job: TrainingJob, device: str) -> Training:
     except ImportError as error:
         raise CollectorError(
             f"framework={job.framework!r} needs a package that is not installed ({error}); "
-            "install it with: pip install 'peakcast[collect]'.",
+            f"install it with: {INSTALLED_BY.get(job.framework, INSTALLED_BY[''])}.",
             parameter="framework",
             value=job.framework,
         ) from error

@@ -47,7 +47,6 @@ FAMILY_REASONS = {
     "hybrid": "A hybrid (Mamba) model is not modelled.",
     "nemotron": "A hybrid (Mamba) model is not modelled.",
     "multimodal-llava": "A multimodal model is not modelled.",
-    "t5": "An encoder-decoder (T5) model is not modelled.",
 }
 
 CONTRADICTIONS: dict[tuple[str, str, str], str] = {

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob, job_to_mapping
 from peakcast.timeline import Category, Entry, Phase, Timeline
@@ -18,12 +19,13 @@ NUM_STEPS = 2
 """The first step makes the optimizer states; the second is steady."""
 
 
-def trace_job(job: TrainingJob, *, timeout_seconds: float = 600) -> dict[str, Timeline]:
-    """`{"first": ..., "steady": ...}`: the timelines of the two steps of `job`, traced in a subprocess without a GPU.
+def trace_job(job: TrainingJob, *, rank: int = 0, timeout_seconds: float = 600) -> dict[str, Timeline]:
+    """`{"first": ..., "steady": ...}`: the timelines of the two steps of `job` on `rank`, traced in a subprocess without a
+    GPU.
 
     Raises: CollectorError with what the subprocess said.
     """
-    command = [sys.executable, "-P", "-m", "peakcast.collectors.tracing", "-"]
+    command = [sys.executable, "-P", "-m", "peakcast.collectors.tracing", "-", str(rank)]
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
@@ -44,22 +46,24 @@ def trace_job(job: TrainingJob, *, timeout_seconds: float = 600) -> dict[str, Ti
     return {step: timeline_from_mapping(answer[step]) for step in ("first", "steady")}
 
 
-def trace_here(job: TrainingJob) -> dict[str, Timeline]:
+def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     """As `trace_job`, in this process, which it changes for good (fake CUDA, patched attention)."""
     import torch
 
     from peakcast.collectors.frameworks import build, layouts
-    from peakcast.collectors.tracing import fake_cuda, fake_streams, patches, triton_stub
+    from peakcast.collectors.tracing import fake_cuda, fake_streams, megatron_fakes, patches, triton_stub
     from peakcast.collectors.tracing.tracer import Tracer
 
     fake_cuda.install()
     patches.install(masks_of_batch=job.batch.form != "rows")
     if job.loss.fused_linear_cross_entropy or job.framework_options.get("liger_kernels"):
         triton_stub.install()
-    if job.parallelism.world_size > 1:
-        fake_streams.install()
-    layouts.start_group(job)
     tracer = Tracer()
+    if job.parallelism.world_size > 1 or job.framework == "megatron":
+        fake_streams.install()
+    layouts.start_group(job, rank)
+    if job.framework == "megatron":
+        megatron_fakes.install(tracer, engine=conventions(job)["adam_library"] != "torch")
     steps: dict[str, tuple[int, int]] = {}
     if job.task == "inference":
         with fake_mode(), tracer:
@@ -113,15 +117,18 @@ def _generate(job: TrainingJob, tracer: Any) -> tuple[int, int]:
 def run_step(training: Any, tracer: Any) -> None:
     """One training step, telling the tracer its phases and what the tensors are."""
 
-    def on_loss() -> None:
-        tracer.phase = Phase.LOSS
+    def begin(phase: Phase) -> None:
+        tracer.phase = phase
 
-    for _ in range(training.job.gradient_accumulation_steps):
-        tracer.phase = Phase.FORWARD
-        loss = training.forward(on_loss)
-        tracer.phase = Phase.BACKWARD
-        training.backward(loss)
-        del loss
+    if hasattr(training, "forward_backward"):  # the library has a schedule of its own
+        training.forward_backward(begin)
+    else:
+        for _ in range(training.job.gradient_accumulation_steps):
+            begin(Phase.FORWARD)
+            loss = training.forward(lambda: begin(Phase.LOSS))
+            begin(Phase.BACKWARD)
+            training.backward(loss)
+            del loss
     parameters = dict(training.model.named_parameters())
     gradients = ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
     tracer.name(gradients, Category.GRADIENTS)

@@ -39,6 +39,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._seen: set[int] = set()  # storages that are there, emptied ones too
         self._named: dict[int, tuple[Category, str]] = {}
         self._count = 0
+        self._fused: str | None = None
+        """The operation as which a function is seen, while it runs."""
 
     @property
     def now(self) -> int:
@@ -63,6 +65,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             before.remove()
             after.remove()
 
+    @contextlib.contextmanager
+    def one_operation(self, label: str) -> Iterator[None]:
+        """What runs here is one kernel on a GPU: a single operation, of which only what outlives it is seen."""
+        if self._fused is not None:
+            yield
+            return
+        self._fused, first = label, self._count
+        self._phases.append(int(self.phase))
+        self._labels.append(label)
+        try:
+            yield
+        finally:
+            self._fused = None
+            for number in range(first, self._count):
+                if number in self._entries and self._entries[number][3] is not None:
+                    del self._entries[number]
+
     def __enter__(self) -> Tracer:
         """Also see storages that are emptied in place, as FSDP frees them."""
         resize = self._resize = torch.UntypedStorage.resize_
@@ -86,9 +105,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        instant = self.now
-        self._phases.append(int(self.phase))
-        self._labels.append(str(func).removeprefix("aten."))
+        if self._fused is None:
+            self._phases.append(int(self.phase))
+            self._labels.append(str(func).removeprefix("aten."))
+        instant = self.now - 1
         for leaf in tree_iter(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf, instant)

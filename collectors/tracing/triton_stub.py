@@ -46,8 +46,11 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = packages
+
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if fullname.split(".")[0] != "triton":
+        if fullname.split(".")[0] not in self.packages:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -63,9 +66,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None: ...
 
 
-def install() -> None:
-    """Make `import triton` give the stub in this process, and answer what code asks of a GPU before it launches: a current
-    device, one multiprocessor (partial sums of which each makes a row stay negligible)."""
-    sys.meta_path.insert(0, _Finder())
+def install(*packages: str) -> None:
+    """Make `import triton` (and of `packages`) give the stub in this process, and answer what code asks of a GPU before it
+    launches: a current device, one multiprocessor (partial sums of which each makes a row stay negligible)."""
+    sys.meta_path.insert(0, _Finder(packages or ("triton",)))
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=1)  # type: ignore[assignment]

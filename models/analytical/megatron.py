@@ -11,8 +11,8 @@ from peakcast.catalog import Device
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
 from peakcast.models.analytical.blocks.megatron_dispatch import held_by_dispatcher
 from peakcast.models.analytical.blocks.megatron_ends import embedding
-from peakcast.models.analytical.blocks.megatron_head import head
-from peakcast.models.analytical.blocks.megatron_layer import decoder_layer
+from peakcast.models.analytical.blocks.megatron_head import encoder_end, head
+from peakcast.models.analytical.blocks.megatron_layer import ENCODER_STATES, decoder_layer
 from peakcast.models.analytical.megatron_persistent import (
     FP32,
     RankShare,
@@ -88,8 +88,8 @@ class _Turns:
     def __init__(self, share: RankShare) -> None:
         self.share = share
         self.step = Step()
-        self.templates: dict[tuple[bool, bool], Template] = {}
-        """Decoder layers, by whether they are routed and whether somebody else holds their input."""
+        self.templates: dict[tuple[int, bool], Template] = {}
+        """Layers, by their context and whether somebody else holds their input."""
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
         self.received: dict[int, list[tuple[int, int]]] = {}
         """Per chunk, the turns that received an input: first instant of the forward, end of the backward."""
@@ -132,6 +132,8 @@ class _Turns:
                     step.run_without_graph(self._layer(layer, layer == layers[0]), f"layers.{layer}")
             else:
                 for i in layers:
+                    if i > chunk.layers[0] and i == self.share.job.architecture.num_hidden_layers:
+                        state.runs += self._turn_to_decoder()
                     template = self._layer(i, self._receives(chunk, i))
                     state.runs.append(step.run_forward(template, f"layers.{i}", keeps_gradients=False))
         if chunk.is_last:
@@ -141,6 +143,16 @@ class _Turns:
             step.hold("output_tensor", Category.ACTIVATIONS, self.share.context.stream_bytes, sent, sent + 1)
         self.forward_ends[state.start] = step.now
         self.alive[turn.micro_batch, turn.chunk] = state
+
+    def _turn_to_decoder(self) -> list[Run]:
+        """Between an encoder's last layer and its decoder's first one."""
+        target = embedding(self.share.layer_context(self._last()))
+        blocks = ((encoder_end(self.share.context), "encoder"), (target, "embedding"))
+        return [self.step.run_forward(template, module, keeps_gradients=False) for template, module in blocks]
+
+    def _last(self) -> int:
+        """The number of the model's last layer."""
+        return self.share.job.architecture.num_layers - 1
 
     @staticmethod
     def _receives(chunk: Chunk, layer: int) -> bool:
@@ -153,14 +165,15 @@ class _Turns:
 
     def _layer(self, layer: int, input_held: bool) -> Template:
         """Decoder layer `layer`; `input_held`: somebody else holds its input (a checkpoint, the receiving buffer)."""
-        key = self.share.job.architecture.is_moe_layer(layer), input_held
+        context = self.share.layer_context(layer)
+        key = id(context), input_held
         if key not in self.templates:
-            self.templates[key] = layer_template(self.share.layer_context(layer), input_held)
+            self.templates[key] = layer_template(context, input_held)
         return self.templates[key]
 
     def _head(self) -> Template:
         architecture = self.share.job.architecture
-        return head(self.share.layer_context(architecture.num_hidden_layers - 1), architecture.num_nextn_predict_layers)
+        return head(self.share.layer_context(self._last()), architecture.num_nextn_predict_layers)
 
     def _groups(self, layers: range) -> list[tuple[range, bool]]:
         """Layers of a chunk in the groups in which they are checkpointed (`_checkpointed_forward`)."""
@@ -185,6 +198,10 @@ class _Turns:
                 self._recompute(run)
             else:
                 step.run_backward(run)
+        if self.share.target is not None:
+            self._hold_encoder_states([run for run in state.runs if isinstance(run, Run)])
+        if chunk.is_first and chunk.is_last and self.share.job.architecture.tie_word_embeddings:
+            self._hold_tied_gradient(started)
         self.backward_turns.append((step.now, turn.chunk))
         self._hold_inputs(chunk, state.start)
         if chunk.is_last and self.share.convention.get("defer_embedding_wgrad_compute"):
@@ -192,6 +209,30 @@ class _Turns:
         if not chunk.is_first:
             sent = step.moment("send_backward", Phase.BACKWARD)
             self.received.setdefault(turn.chunk, []).append((state.start, sent))
+
+    def _hold_tied_gradient(self, started: int) -> None:
+        """A table that both ends use gets its gradient when both have given theirs: the output layer's waits for the
+        embedding's, which is added to it in place. To a cached placeholder, which others hold, it is added anew."""
+        context, step = self.share.context, self.step
+        size = context.vocabulary * context.hidden * context.element_bytes
+        born = started + self._head().backward_labels.index("output_layer") + 1
+        if context.gradient_accumulation_fusion and context.cached_output_placeholder:
+            born = step.now - 1
+        step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
+
+    def _hold_encoder_states(self, runs: list[Run]) -> None:
+        """What an encoder hands to its decoder: every decoder layer keeps it and adds to its gradient."""
+        (end,) = (place for place, run in enumerate(runs) if run.module == "encoder")
+        made, read = runs[end], runs[end + 2 : -1]  # between them the decoder's embedding, after them the head
+        first, last = (layer.template.elsewhere[ENCODER_STATES] for layer in (read[0], read[-1]))
+        assert first.kept_until is not None
+        assert last.gradient_from is not None
+        assert made.backward_start is not None
+        size, hold = self.share.context.stream_bytes, self.step.hold
+        born, kept = made.forward_start + made.template.num_forward, (read[0].backward_start or 0) + first.kept_until
+        hold(ENCODER_STATES, Category.ACTIVATIONS, size, born, kept, "encoder")
+        gradient = (read[-1].backward_start or 0) + last.gradient_from
+        hold(f"{ENCODER_STATES}.grad", Category.TEMPORARIES, size, gradient, made.backward_start, "encoder")
 
     def _defer_output_layer(self, started: int) -> None:
         """`--defer-embedding-wgrad-compute`: up to `--wgrad-deferral-limit` micro-batches (0: all) keep the logits gradient
@@ -274,20 +315,27 @@ class _Turns:
 
     def _hold_inputs(self, chunk: Chunk, start: int) -> None:
         """The micro-batch on the GPU: ids and labels until its backward is done, the attention mask until its forward is
-        (checkpoints keep it until their backward). Stages between the ends read none of them."""
+        (checkpoints, and the graph of megatron-core's unfused softmax, keep it until their backward). Stages between the
+        ends read none of them."""
         share, context, hold, now = self.share, self.share.context, self.step.hold, self.step.now
         tokens = context.batch * context.sequence
         reads = chunk.is_first or (chunk.is_last and share.job.architecture.num_nextn_predict_layers > 0)
-        names = (["tokens", "position_ids"] if reads else []) + (["labels"] if chunk.is_last else [])
+        names = ["tokens", "position_ids"] if reads else []
+        targets = share.target.batch * share.target.sequence if share.target is not None else tokens
         if context.masked_tokens and (chunk.is_first or chunk.is_last):  # broadcast to both ends, and no [s, s] mask
-            names = ["tokens", "types", "labels", "is_random", "loss_mask", "padding_mask"]
+            names = ["tokens", "types", "is_random", "padding_mask"]
         for name in names:
             hold(name, Category.INPUTS, tokens * INT64, start, now)
         if chunk.is_last:
-            hold("loss_mask", Category.INPUTS, tokens * FP32, start, now)
+            hold("labels", Category.INPUTS, targets * INT64, start, now)
+            hold("loss_mask", Category.INPUTS, targets * FP32, start, now)
+        if share.target is not None:
+            hold("decoder_tokens", Category.INPUTS, targets * INT64, start, now)
         builds = share.convention.get("create_attention_mask_in_dataloader", True) and not context.masked_tokens
         if builds and (chunk.is_first or chunk.is_last):
-            dies = now if share.job.activation_checkpointing.mode == "full" else self.forward_ends[start]
+            masked = context.attention == "local" and not context.fused_softmax
+            kept = masked or context.recompute_attention or share.job.activation_checkpointing.mode == "full"
+            dies = now if kept else self.forward_ends[start]
             hold("attention_mask", Category.INPUTS, tokens * share.job.sequence_length, start, dies)
         if context.rotary_dim:
             table = share.job.sequence_length * context.rotary_dim * FP32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from peakcast.catalog import Device
@@ -54,6 +55,7 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         transformer_engine=engine,
         attention=core,
         fused_softmax=_fused_softmax(engine, convention, sequence, job),
+        wide_softmax=engine or job.precision.parameters == "float32" or _softmax_in_fp32(convention),
         bias_activation_fusion=bool(fusion)
         and (architecture.gated_mlp or (activation == "gelu" and architecture.mlp_bias)),
         bias_dropout_fusion=bool(convention.get("bias_dropout_fusion", True)),
@@ -68,9 +70,18 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         recompute_feed_forward=recomputes(job, "mlp"),
         experts=expert_context(job) if architecture.moe is not None else None,
         latent=latent_context(job) if architecture.mla is not None else None,
+        padding=architecture.kind != "decoder",
         masked_tokens=architecture.kind == "encoder",
+        output_bias=architecture.kind == "encoder"
+        or (architecture.kind == "encoder_decoder" and architecture.tie_word_embeddings),
         token_types=architecture.type_vocab_size,
     )
+
+
+def target_context(job: TrainingJob, context: MegatronContext) -> MegatronContext:
+    """The context of a decoder layer that reads an encoder with `context`, and of all that follows it."""
+    length = (job.decoder_sequence_length or job.sequence_length) // job.parallelism.context_parallel_size
+    return replace(context, sequence=length, source_sequence=context.sequence, padding=False)
 
 
 def expert_context(job: TrainingJob) -> ExpertContext:
@@ -170,6 +181,11 @@ def attention_core(job: TrainingJob, device: Device | None) -> AttentionCore:
 
 def _deterministic(convention: Mapping[str, Any]) -> bool:
     return str(convention.get("nvte_allow_nondeterministic_algo", "")) == "0"
+
+
+def _softmax_in_fp32(convention: Mapping[str, Any]) -> bool:
+    """megatron-core's own attention widens on demand, and where scores are scaled by layer (`transformer_config.py`)."""
+    return bool(convention.get("attention_softmax_in_fp32") or convention.get("apply_query_key_layer_scaling"))
 
 
 def _fused_softmax(engine: bool, convention: Mapping[str, Any], sequence: int, job: TrainingJob) -> bool:

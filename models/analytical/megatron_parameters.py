@@ -40,7 +40,8 @@ _product = cache(math.prod)
 def layer_parameters(context: MegatronContext) -> tuple[Parameter, ...]:
     """Parameters of one decoder layer."""
     attention = _attention(context) if context.latent is None else _latent_attention(context, context.latent)
-    return (*attention, *(_dense(context) if context.experts is None else _routed(context, context.experts)))
+    cross = _cross_attention(context) if context.source_sequence else ()
+    return (*attention, *cross, *(_dense(context) if context.experts is None else _routed(context, context.experts)))
 
 
 def _attention(context: MegatronContext) -> Iterator[Parameter]:
@@ -55,6 +56,17 @@ def _attention(context: MegatronContext) -> Iterator[Parameter]:
     if context.qk_norm:
         yield from _norm(context, "self_attention.q_layernorm", context.head_dim)
         yield from _norm(context, "self_attention.k_layernorm", context.head_dim)
+
+
+def _cross_attention(context: MegatronContext) -> Iterator[Parameter]:
+    yield from _norm(context, "pre_cross_attn_layernorm", context.hidden)
+    yield Parameter("cross_attention.linear_proj.weight", "", (context.hidden, context.query))
+    if context.linear_bias:
+        yield Parameter("cross_attention.linear_proj.bias", "", (context.hidden,))
+    for name, width in (("q", context.query), ("kv", 2 * context.key_value)):
+        yield Parameter(f"cross_attention.linear_{name}.weight", "", (width, context.hidden))
+        if context.linear_bias:
+            yield Parameter(f"cross_attention.linear_{name}.bias", "", (width,))
 
 
 def _latent_attention(context: MegatronContext, latent: LatentContext) -> Iterator[Parameter]:
@@ -138,6 +150,8 @@ def chunk_parameters(
     for layer in chunk.layers:
         module = f"layers.{layer}"
         parameters += [Parameter(p.name, module, p.shape, expert=p.expert) for p in layer_parameters(contexts(layer))]
+    if chunk.layers and contexts(chunk.layers[-1]).source_sequence:
+        parameters += [Parameter(p.name, "encoder", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
     if chunk.is_last:
         parameters += [Parameter(p.name, "head", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
         for layer in ahead:
@@ -147,9 +161,10 @@ def chunk_parameters(
         if not (tied and embeds):
             table = (context.vocabulary, context.hidden)
             parameters.append(Parameter("output_layer.weight", "head", table, own_bucket=shares and tied))
-        if context.masked_tokens:
+        if context.output_bias:
             parameters.append(Parameter("output_layer.bias", "head", (context.vocabulary,)))
-            parameters += [replace(p, module="head") for p in _sentence_head(context)] if context.token_types else []
+        if context.masked_tokens and context.token_types:
+            parameters += [replace(p, module="head") for p in _sentence_head(context)]
     return parameters
 
 

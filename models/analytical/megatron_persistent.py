@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,7 +13,7 @@ from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
 from peakcast.models.analytical.distributed_optimizer import BufferRules, bucket_size, buffer_elements, shard_pieces
-from peakcast.models.analytical.megatron_context import layer_context
+from peakcast.models.analytical.megatron_context import layer_context, target_context
 from peakcast.models.analytical.megatron_parameters import Parameter, chunk_parameters, layer_parameters
 from peakcast.models.analytical.pipeline import Chunk, pipeline_rank, stage_chunks
 from peakcast.models.analytical.step import FOREVER, Recording, Step
@@ -38,6 +39,8 @@ class RankShare:
     context: MegatronContext
     dense: MegatronContext
     """As `context`, of a layer without routed experts."""
+    target: MegatronContext | None
+    """As `context`, of an encoder-decoder's decoder."""
     convention: Mapping[str, Any]
 
     @property
@@ -45,7 +48,10 @@ class RankShare:
         return any(chunk.is_last for chunk in self.chunks)
 
     def layer_context(self, layer: int) -> MegatronContext:
-        """The context of decoder layer `layer`: the leading layers of a mixture of experts may be dense."""
+        """The context of layer `layer`: the leading layers of a mixture of experts may be dense; an encoder's layers come
+        before its decoder's."""
+        if self.target is not None and layer >= self.job.architecture.num_hidden_layers:
+            return self.target
         return self.context if self.job.architecture.is_moe_layer(layer) else self.dense
 
     @property
@@ -64,7 +70,7 @@ def rank_share(job: TrainingJob, device: Device | None, rank: int) -> RankShare:
 def _stage_share(job: TrainingJob, device: Device | None, stage: int) -> RankShare:
     layout, convention = job.parallelism, conventions(job)
     chunks = stage_chunks(
-        job.architecture.num_hidden_layers,
+        job.architecture.num_layers,
         layout.pipeline_parallel_size,
         layout.virtual_pipeline_stages,
         stage,
@@ -72,7 +78,8 @@ def _stage_share(job: TrainingJob, device: Device | None, stage: int) -> RankSha
     )
     context = layer_context(job, device)
     dense = context if context.experts is None else replace(context, experts=None)
-    return RankShare(job, device, stage, chunks, context, dense, convention)
+    target = target_context(job, context) if job.architecture.num_decoder_layers else None
+    return RankShare(job, device, stage, chunks, context, dense, target, convention)
 
 
 def weights_share(share: RankShare) -> RankShare:
@@ -87,6 +94,7 @@ def _weights_job(job: TrainingJob) -> TrainingJob:
         micro_batch_size=1,
         gradient_accumulation_steps=1,
         sequence_length=layout.context_parallel_size * layout.tensor_parallel_size,
+        decoder_sequence_length=None,
         activation_checkpointing=ActivationCheckpointing(),
         allocator=Allocator(),
     )
@@ -197,7 +205,10 @@ def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
     width = int(DTYPE_BYTES[precision.optimizer_states])
     widened = DTYPE_BYTES[precision.gradients] < FP32 and precision.main_parameters == "float32"
     names = ("exp_avg", "exp_avg_sq")
+    groups: Counter[bool] = Counter()
     for buffer in buffers(share):
+        for p, owned in buffer.pieces:
+            groups[len(p.shape) > 1] += owned * width
         for p, owned in buffer.pieces if widened else ():
             for name in names:
                 step.hold(f"{p.name}.{name}", Category.OPTIMIZER_STATES, owned * width, born, module=p.module)
@@ -205,6 +216,12 @@ def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
         if not widened:
             states = [(f"{p.name}.{name}", p.module, owned * width) for p, owned in buffer.pieces for name in names]
             step.hold_all(states, Category.OPTIMIZER_STATES, born)
+    if share.convention.get("adam_library") == "torch" and groups:
+        # AdamW's foreach path: the square roots of a group's second moments; vectors and biases are a group of their own,
+        # without weight decay (`get_standard_config_overrides`)
+        largest = max(groups.values())
+        step.hold("exp_avg_sq_sqrt", Category.OPTIMIZER_TEMPORARIES, largest, now, now + 1, "optimizer")
+        step.moment("optimizer.step returns", Phase.OPTIMIZER_STEP)
 
 
 # -- library workspaces and buffers that are made at first use and never freed ------------------------------------------

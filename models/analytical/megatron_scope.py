@@ -1,4 +1,4 @@
-"""What the Megatron-LM ledger covers: GPT models, dense or routed, and BERT, trained with Adam. The rest is refused by
+"""What the Megatron-LM ledger covers: GPT models, dense or routed, BERT and T5, trained with Adam. The rest is refused by
 name."""
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ def _architecture_reason(job: TrainingJob) -> str:
     architecture = job.architecture
     checks = [
         (
-            architecture.kind not in ("decoder", "encoder"),
-            f"{architecture.name!r} is neither a GPT nor a BERT (kind={architecture.kind!r}).",
+            architecture.kind not in ("decoder", "encoder", "encoder_decoder"),
+            f"{architecture.name!r} is neither a GPT nor a BERT or T5 (kind={architecture.kind!r}).",
+        ),
+        (
+            architecture.kind == "encoder_decoder"
+            and (
+                job.parallelism.pipeline_parallel_size * job.parallelism.context_parallel_size > 1
+                or job.activation_checkpointing.mode != "none"
+            ),
+            "A T5 is modelled without pipeline and context parallelism and without recomputation only.",
         ),
         (architecture.parallel_block, "Parallel attention and feed-forward blocks are not Megatron-LM's."),
     ]

@@ -54,6 +54,7 @@ def from_megatron(arguments: Mapping[str, Any], num_gpus: int = 1, env: Mapping[
         framework="megatron",
         micro_batch_size=micro_batch_size,
         sequence_length=_sequence_length(settings, parallelism),
+        decoder_sequence_length=settings.integer("decoder_seq_length") if architecture.num_decoder_layers else None,
         gradient_accumulation_steps=_accumulation(settings, micro_batch_size, parallelism.data_parallel_size),
         precision=_precision(settings),
         optimizer=_optimizer(settings),

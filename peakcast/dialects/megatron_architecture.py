@@ -75,6 +75,7 @@ def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
         embedding_dropout=dropout,
         moe=_experts(settings, experts, ffn, layers, bias) if experts else None,
         mla=_latent_attention(settings) if mla else None,
+        num_decoder_layers=settings.size("decoder_num_layers", layers) if kind == "encoder_decoder" else 0,
         num_nextn_predict_layers=settings.integer("mtp_num_layers", 0, least=0) or 0,
         kind=kind,
     )

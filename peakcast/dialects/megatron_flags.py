@@ -70,8 +70,9 @@ TURNED_OFF: dict[str, str] = {
 }
 """Flags that turn off a framework option which is on by default."""
 
-OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {"decoupled_lr": False, "container": ""}
-"""Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image; importers set it)."""
+OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {"decoupled_lr": False, "container": "", "adam_library": "transformer_engine"}
+"""Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image; importers set it),
+`adam_library` (what is installed)."""
 
 ENVIRONMENT: dict[str, str] = {
     "CUBLAS_WORKSPACE_CONFIG": "cublas_workspace_config",
@@ -105,9 +106,7 @@ UNSUPPORTED: dict[str, str] = {
     "cpu_offloading": "layer offloading to the host",
     "cpu_offloading_num_layers": "layer offloading to the host",
     "cuda_graph_impl": "CUDA graphs",
-    "decoder_num_layers": "an encoder-decoder (T5) model",
     "enable_cuda_graph": "CUDA graphs",
-    "encoder_num_layers": "an encoder-decoder (T5) model",
     "external_cuda_graph": "CUDA graphs",
     "fine_grained_activation_offloading": "activation offloading",
     "flextron": "FlexTron elastic training",

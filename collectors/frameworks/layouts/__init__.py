@@ -53,8 +53,9 @@ class Alone:
 
 
 def start_group(job: TrainingJob, rank: int = 0) -> None:
-    """Make this process `rank` of the job's ranks, with collectives that do nothing. One rank needs no group."""
-    if job.parallelism.world_size == 1:
+    """Make this process `rank` of the job's ranks, with collectives that do nothing. One rank needs no group, but for
+    Megatron, which asks its groups for everything."""
+    if job.parallelism.world_size == 1 and job.framework != "megatron":
         return
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -129,7 +129,7 @@ def _fused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Megat
 
 
 def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
-    """Scores, softmax, dropout and weighted sum as separate kernels: 5 bytes per score with the fused softmax (its result,
+    """Scores, softmax, dropout and weighted sum as separate kernels: 5 bytes per score with a narrow softmax (its result,
     the dropout mask, the dropped result), 7 with an fp32 one."""
     scores = context.score_elements
     narrow = scores * context.element_bytes
@@ -144,18 +144,32 @@ def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Meg
         saves=[query, key],
         forward_temporary_bytes=narrow if context.transformer_engine else 0,
     )
-    if context.fused_softmax:
-        probabilities = tape.operation("softmax", [probabilities], narrow, saves_output=True)
-    else:
-        probabilities = tape.operation("softmax.to_float32", [probabilities], scores * FP32)
-        probabilities = tape.operation("softmax.scale", [probabilities], scores * FP32)
-        probabilities = tape.operation("softmax", [probabilities], scores * FP32, saves_output=True)
-        if context.element_bytes != FP32:
-            probabilities = tape.operation("softmax.to_narrow", [probabilities], narrow)
+    raw, probabilities = probabilities, _softmax(tape, probabilities, context)
+    if context.padding and context.transformer_engine:  # `masked_fill(attention_mask, 0)`, by a mask of this layer's own
+        mask = BOOL * scores // context.heads
+        probabilities = tape.operation("mask_padding", [probabilities], narrow, extra_saved_bytes=[mask])
     if context.attention_dropout > 0:
         probabilities = tape.operation("attention_dropout", [probabilities], narrow, extra_saved_bytes=[scores * BOOL])
     output = tape.operation("weighted_sum", [probabilities, value], _output_bytes(context), saves=[probabilities, value])
-    return tape.operation("context_contiguous", [output], output.num_bytes)
+    output = tape.operation("context_contiguous", [output], output.num_bytes)
+    tape.hold(raw)  # a variable of the attention core's forward
+    return output
+
+
+def _softmax(tape: Tape, scores: Tensor, context: MegatronContext) -> Tensor:
+    """The fused kernel keeps its result; without it the mask is filled in in place (`forward_torch_softmax`), in fp32 where
+    the softmax is."""
+    narrow, wide = scores.num_bytes, context.score_elements * FP32
+    if context.fused_softmax:
+        return tape.operation("softmax", [scores], narrow, saves_output=True)
+    if context.wide_softmax and wide != narrow:
+        scores = tape.operation("softmax.to_float32", [scores], wide)
+    if context.transformer_engine:
+        scores = tape.operation("softmax.scale", [scores], scores.num_bytes)
+    else:
+        scores = tape.operation("softmax.mask", [scores], scores.num_bytes, view_of=scores)
+    scores = tape.operation("softmax", [scores], scores.num_bytes, saves_output=True)
+    return scores if scores.num_bytes == narrow else tape.operation("softmax.to_narrow", [scores], narrow)
 
 
 def _recomputed(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:

@@ -140,6 +140,8 @@ class MegatronContext:
     transformer_engine: bool
     attention: AttentionCore
     fused_softmax: bool
+    wide_softmax: bool
+    """Whether an unfused softmax is computed in fp32."""
     bias_activation_fusion: bool
     bias_dropout_fusion: bool
     gradient_accumulation_fusion: bool
@@ -160,8 +162,15 @@ class MegatronContext:
     """The routed feed-forward that takes the dense one's place, None for a dense layer."""
     latent: LatentContext | None = None
     """Multi-latent attention, which takes the place of the fused query, key and value projection."""
+    source_sequence: int = 0
+    """Tokens per sample that a decoder layer's cross-attention reads from the encoder, 0 for a layer without it."""
+    key_sequence: int = 0
+    """Tokens per sample whose keys are attended to, 0 for as many as ask."""
+    padding: bool = False
+    """Whether attention is told which tokens are padding, instead of being causal."""
     masked_tokens: bool = False
-    """BERT: the output layer has a head of its own before it, and a bias."""
+    """BERT: the output layer has a head of its own before it."""
+    output_bias: bool = False
     token_types: int = 0
     """Rows of the token type embedding, 0 for none; a BERT that has them has a pooler and two logits too."""
 
@@ -202,5 +211,5 @@ class MegatronContext:
 
     @property
     def score_elements(self) -> int:
-        """Elements of the attention scores [batch, heads, sequence, sequence] on this rank."""
-        return self.batch * self.heads * self.sequence * self.sequence
+        """Elements of the attention scores [batch, heads, sequence, key_sequence] on this rank."""
+        return self.batch * self.heads * self.sequence * (self.key_sequence or self.sequence)

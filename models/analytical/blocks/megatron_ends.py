@@ -62,7 +62,7 @@ def embed(tape: Tape, context: MegatronContext) -> Tensor:
 
 def output_layer(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     """Logits [rows, vocabulary] of [stream_rows, hidden]."""
-    logits = column_linear(tape, x, context, context.vocabulary, "output_layer", context.masked_tokens)
+    logits = column_linear(tape, x, context, context.vocabulary, "output_layer", context.output_bias)
     logits.storage.category = Category.LOGITS
     return logits
 
@@ -83,7 +83,8 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
         context.rows * FP32,
         saves=[logits] if in_place else [],
         extra_saved_bytes=[context.rows * BOOL, context.rows * INT64] + ([] if in_place else [wide]),
-        gradients=[(logits, None if in_place else logits.num_bytes)],
+        gradients=[(logits, logits.num_bytes)],
+        gradients_in_place=in_place,  # the kept softmax, which is the logits, becomes the gradient
         forward_temporary_bytes=second_copy,
         backward_temporary_bytes=second_copy,
         category=Category.LOGITS,

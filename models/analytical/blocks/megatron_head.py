@@ -41,6 +41,15 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
     return tape.finish()
 
 
+@lru_cache(maxsize=64)
+def encoder_end(context: MegatronContext) -> Template:
+    """An encoder's final norm, whose result the decoder's layers own."""
+    tape = Tape()
+    states = norm(tape, tape.input(context.stream_bytes), context, context.stream_rows, context.hidden, "final_layernorm")
+    states.storage.num_bytes = 0
+    return tape.finish(states)
+
+
 def _masked_token_head(tape: Tape, final: Tensor, context: MegatronContext) -> Tensor:
     """BERT's projection, GELU and norm before the output layer, on every rank in full; the sentence pair's pooler reads the
     first token of each sample. Source: megatron-core 0.16.1 `models/bert/bert_model.py`, `bert_lm_head.py`, `pooler.py`."""

@@ -6,15 +6,25 @@ unfused attention its kept bytes are Korthikanti et al. 2022 (arXiv:2205.05198),
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
-from peakcast.models.analytical.blocks.megatron_attention import attention
+from peakcast.models.analytical.blocks.megatron_attention import attention, core_attention
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
 from peakcast.models.analytical.blocks.megatron_mla import latent_attention
 from peakcast.models.analytical.blocks.megatron_moe import routed_feed_forward
-from peakcast.models.analytical.blocks.megatron_primitives import bias_dropout_add, norm_column_linear, row_linear
+from peakcast.models.analytical.blocks.megatron_primitives import (
+    bias_dropout_add,
+    column_linear,
+    column_linear_of_norm,
+    norm,
+    own_norm,
+    row_linear,
+)
 from peakcast.models.analytical.blocks.megatron_recompute import checkpointed
 from peakcast.models.analytical.tape import Tape, Template, Tensor
+
+ENCODER_STATES = "encoder_hidden_states"
 
 
 @lru_cache(maxsize=512)
@@ -27,15 +37,40 @@ def decoder_layer(context: MegatronContext) -> Template:
 def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
     """The operations of one decoder layer on `tape`."""
     if context.latent is not None:
-        attended = latent_attention(tape, hidden, context, context.latent)
+        projected = _projected(tape, latent_attention(tape, hidden, context, context.latent), context)
+        middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
     else:
+        normalized = own_norm(tape, hidden, context, "input_layernorm")
         width = context.query + 2 * context.key_value
-        mixed = norm_column_linear(tape, hidden, context, width, "linear_qkv", context.qkv_bias)
-        attended = attention(tape, mixed, context)
-    projected = row_linear(tape, attended, context, context.attended, "linear_proj")
-    middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
+        mixed = column_linear_of_norm(tape, normalized, context, width, "linear_qkv", context.qkv_bias)
+        projected = _projected(tape, attention(tape, mixed, context), context)
+        tape.hold(mixed)  # `attention.py` names query, key and value until its projection has returned
+        middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
+        tape.hold(normalized)  # a variable of `_forward_attention`
+    if context.source_sequence:
+        middle = _cross_attention(tape, middle, context)
     output = bias_dropout_add(tape, feed_forward(tape, middle, context), middle, context, "mlp_bda")
     tape.hold(hidden)
+    return output
+
+
+def _projected(tape: Tape, attended: Tensor, context: MegatronContext) -> Tensor:
+    return row_linear(tape, attended, context, context.attended, "linear_proj")
+
+
+def _cross_attention(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
+    """Attention from the decoder's tokens to the encoder's, whose states all decoder layers read."""
+    source = replace(context, sequence=context.source_sequence)
+    states = tape.elsewhere(source.stream_bytes, ENCODER_STATES)
+    normalized = norm(tape, hidden, context, context.stream_rows, context.hidden, "pre_cross_attn_layernorm")
+    both = column_linear(tape, states, source, 2 * context.key_value, "cross_attention.linear_kv", context.linear_bias)
+    key, value = tape.split(both, [both.num_bytes // 2] * 2, "split_kv")
+    query = column_linear(tape, normalized, context, context.query, "cross_attention.linear_q", context.linear_bias)
+    crossing = replace(context, key_sequence=context.source_sequence, padding=True)
+    attended = core_attention(tape, query, key, value, crossing)
+    projected = row_linear(tape, attended, context, context.query, "cross_attention.linear_proj")
+    output = bias_dropout_add(tape, projected, hidden, context, "cross_attn_bda")
+    tape.hold(normalized)
     return output
 
 
@@ -50,9 +85,11 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
 
 
 def _dense(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
-    inner = norm_column_linear(tape, x, context, context.ffn * (2 if context.gated else 1), "linear_fc1", False)
-    activated = _activation(tape, inner, context)
-    return row_linear(tape, activated, context, context.ffn, "linear_fc2")
+    normalized = own_norm(tape, x, context, "pre_mlp_layernorm")
+    inner = column_linear_of_norm(tape, normalized, context, context.ffn * (2 if context.gated else 1), "linear_fc1", False)
+    output = row_linear(tape, _activation(tape, inner, context), context, context.ffn, "linear_fc2")
+    tape.hold(normalized)  # a variable of `_forward_mlp`
+    return output
 
 
 def _activation(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:

@@ -50,6 +50,18 @@ def norm(tape: Tape, x: Tensor, context: MegatronContext, rows: int, width: int,
     )
 
 
+def own_norm(tape: Tape, x: Tensor, context: MegatronContext, name: str) -> Tensor:
+    """The norm before a projection where it is a module of its own; `x` itself where the projection contains it."""
+    return x if context.transformer_engine else norm(tape, x, context, context.stream_rows, context.hidden, name)
+
+
+def column_linear_of_norm(
+    tape: Tape, x: Tensor, context: MegatronContext, out_features: int, name: str, bias: bool
+) -> Tensor:
+    """The projection of what `own_norm` gave: [stream_rows, hidden] in, [rows, out_features] out."""
+    return (norm_column_linear if context.transformer_engine else column_linear)(tape, x, context, out_features, name, bias)
+
+
 def norm_column_linear(
     tape: Tape,
     x: Tensor,

@@ -1,0 +1,97 @@
+"""What megatron-core asks of CUDA and of a process group beyond tensors, answered on a machine without a GPU.
+
+Installed before megatron-core is imported. Functions that it compiles become one operation of the trace: what a fused
+kernel has inside itself is never allocated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from peakcast.collectors.tracing import transformer_engine_stub
+from peakcast.collectors.tracing.tracer import Tracer
+
+HOPPER = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H100 80GB HBM3")
+"""The GPU that a trace stands for: Transformer Engine chooses by its compute capability."""
+_TYPE_NAMES = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
+
+
+class _Done:
+    """A communication that has happened."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+def install(tracer: Tracer, *, engine: bool) -> None:
+    """Replace them for this process. `engine`: with Transformer Engine, where its Python is installed; else without, also
+    where it is."""
+    cuda: Any = torch.cuda
+    torch.compile = functools.partial(_one_operation, tracer)  # type: ignore[assignment]  # core/jit.py: jit_fuser
+    device = torch.device("cuda:0")
+    cuda.current_device = lambda: device
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.zeros(1, dtype=torch.uint8, device="cpu")
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
+    cuda.manual_seed = cuda.set_rng_state = lambda *_, **__: None
+    dist.all_gather_object = _all_gather_object
+    kind = torch.Tensor.type
+
+    def type_of(tensor: Any, dtype: Any = None, **keywords: Any) -> Any:
+        """The optimizers tell parameters apart by the names of CUDA's types."""
+        if dtype is None and tensor.dtype in _TYPE_NAMES and tensor.device.type == "cuda":
+            return f"torch.cuda.{_TYPE_NAMES[tensor.dtype]}Tensor"
+        return kind(tensor, dtype, **keywords)
+
+    FakeTensor.type = type_of  # type: ignore[method-assign]
+    if engine:
+        transformer_engine_stub.install()
+    else:
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+    cuda.get_device_properties = lambda device=None: HOPPER
+    cuda.get_device_capability = lambda device=None: (HOPPER.major, HOPPER.minor)
+    _install_in_megatron()
+
+
+def _install_in_megatron() -> None:
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+    import megatron.core.optimizer.clip_grads as clipping
+    import megatron.core.tensor_parallel.random as random
+
+    random._set_cuda_rng_state = lambda *_, **__: None
+    buffers._coalescing_manager = lambda *_, **__: contextlib.nullcontext(_Done())  # its operators know no fake tensors
+    if not hasattr(clipping.l2_norm_impl, "__self__") and clipping.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
+        clipping.l2_norm_impl = _local_l2_norm
+
+
+def _one_operation(tracer: Tracer, function: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """`torch.compile` for a trace."""
+    if function is None:
+        return functools.partial(_one_operation, tracer)
+
+    @functools.wraps(function)
+    def fused(*arguments: Any, **keywords: Any) -> Any:
+        with tracer.one_operation(function.__name__):
+            return function(*arguments, **keywords)
+
+    return fused
+
+
+def _all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> None:
+    gathered[:] = [value] * len(gathered)
+
+
+def _local_l2_norm(chunk_size: int, flag: Any, tensors: list[list[Any]], *_: Any) -> tuple[Any, None]:
+    """`local_multi_tensor_l2_norm`, which reads each tensor's norm back to the host."""
+    norms = [torch.norm(tensor) for group in tensors for tensor in group]
+    del norms
+    return torch.zeros(1, device="cuda"), None
