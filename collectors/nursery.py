@@ -5,7 +5,7 @@
 `Measurement` of a question in the forked process; `LIBRARIES` of its module are what the parent imports. Each process has a
 group of its own: when its time is up, or when it has ended, whatever it started is killed with it. A forked process cannot
 use CUDA when its parent has touched it: should a library have done so on import, the cell starts afresh as a program of its
-own, slower and otherwise the same.
+own, slower and otherwise the same. The parent leads a session: ended from outside, it ends whatever is of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ctypes
 import importlib
 import json
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -36,7 +37,8 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == AFRESH:
         _, name, writer, question = arguments
         _cell(name, json.loads(question), int(writer))
-    die_with_parent()
+    die_with_parent(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, _end)
     (name,) = arguments
     libraries = getattr(importlib.import_module(_load(name).__module__), "LIBRARIES", ())
     # torch then asks NVML, not CUDA, whether there is a GPU: asking CUDA would spoil it for the forked processes
@@ -106,6 +108,7 @@ def _cell(name: str, question: Mapping[str, Any], writer: int) -> NoReturn:
     try:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent()
         if _cuda_is_spoilt():
             os.set_inheritable(writer, True)
@@ -134,11 +137,27 @@ def _kill(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def die_with_parent() -> None:
+def die_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
     """Ask Linux to end this process with the one that started it: an orphan on the GPU would spoil the next cell."""
     with contextlib.suppress(OSError, AttributeError):
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, how)
+
+
+def _end(*_: object) -> None:
+    end_session(os.getpid())  # the session's number is its leader's; a parent started by hand leads none
+    os._exit(1)
+
+
+def end_session(session: int) -> None:
+    """Kill every process of a warm parent's session, itself last: what a cell has started too, whatever their groups."""
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            after_name = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if int(after_name[3]) == session != int(folder.name):  # state, parent, group, session: proc(5)
+                os.kill(int(folder.name), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ class Summary:
     failed: int = 0
     left: int = 0
     """Not started when the budget was used up."""
+    unreadable: int = 0
+    """Lines of the shard that cannot be read; their cells run again."""
     seconds: float = 0.0
     reasons: list[str] = field(default_factory=list)
     """Why cells failed."""
@@ -81,8 +83,8 @@ def collect(
         gpu = catalog.gpu(gpu).name
     elif trace:
         gpu = "A100-80GB"
-    done = _hashes_in(shard, trace, gpu)
-    summary = Summary(total=len(jobs))
+    done, unreadable = _hashes_in(shard, trace, gpu)
+    summary = Summary(total=len(jobs), unreadable=unreadable)
     started = time.monotonic()
     left = [job for job in jobs if cell_identity(job) not in done]
     summary.skipped = len(jobs) - len(left)
@@ -142,14 +144,13 @@ def cell_identity(job: TrainingJob) -> str:
     return job.replace(versions=FrozenMapping()).config_hash
 
 
-def _hashes_in(shard: Path, trace: bool, gpu: str | None) -> set[str]:
-    """Cells that need not run again; rows of another GPU type than the one named are no answer for it."""
-    if not shard.exists():
-        return set()
-    rows, _ = store.read_shard(shard)
+def _hashes_in(shard: Path, trace: bool, gpu: str | None) -> tuple[set[str], int]:
+    """Cells that need not run again, and how many lines cannot be read. Rows of another GPU type than the one named are no
+    answer for it."""
+    rows, bad = store.read_shard(shard)
     provenance = "traced" if trace else "measured"
     rows = [row for row in rows if row.provenance == provenance and row.outcome != "failed"]
-    return {cell_identity(row.job) for row in rows if gpu is None or row.gpu == gpu}
+    return {cell_identity(row.job) for row in rows if gpu is None or row.gpu == gpu}, len(bad)
 
 
 def _failed(job: TrainingJob, gpu: str | None, trace: bool, reason: str) -> Measurement:

@@ -314,7 +314,11 @@ def summary_text(summary: Summary, shard: Path) -> str:
         f"{s.left} left of {s.total} cells in {s.seconds:.0f} s"
     )
     causes = Counter(reason.partition(": ")[2] or reason for reason in s.reasons)
-    return "\n".join([f"{shard}: {counts}", *(f"{number} failed: {cause}" for cause, number in causes.items())])
+    lines = [f"{shard}: {counts}", *(f"{number} failed: {cause}" for cause, number in causes.items())]
+    if s.unreadable:
+        count = f"{s.unreadable} {'line' if s.unreadable == 1 else 'lines'}"
+        lines.append(f"{count} of it cannot be read; their cells ran again.")
+    return "\n".join(lines)
 
 
 @contextmanager
