@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from peakcast import __version__
 from peakcast.collectors import probes
+from peakcast.collectors.nvml import Nvml
 from peakcast.errors import NO_GPU, CollectorError
 from peakcast.fields import FrozenMapping
 from peakcast.records import Measurement
@@ -34,8 +35,7 @@ LIBRARIES = (
 """What cells import, for a parent to have ready. One that is missing is left to the cell, which says what to install."""
 MIN_STEPS = 3
 """The first step has no optimizer states; two steady ones show that it has settled."""
-NVML_QUANTUM_BYTES = 64 * 2**20
-"""Use before our context that is larger than this is another process (an idle driver reports some MiB)."""
+PART_OF_A_GPU = "measured on a MIG instance, which has less of everything than the GPU it is named after"
 
 
 def run(question: Mapping[str, Any]) -> Measurement:
@@ -99,17 +99,19 @@ def measured(job: TrainingJob, gpu: str | None, steps: int) -> Measurement:
     if settings:  # the variable itself was read when the parent imported torch
         torch.cuda.memory._set_allocator_settings(settings)
         os.environ[variable] = settings
-    nvml = probes.Nvml()
-    idle = nvml.used_bytes()
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order; CUDA's own puts the fastest GPU first
+    nvml = Nvml()
+    idle, busy = nvml.settled_bytes(), nvml.is_in_use()
     torch.cuda.init()
     torch.empty(1, device="cuda")
     context = nvml.used_bytes()
     if context is not None:
         context -= torch.cuda.memory_reserved()  # the small segment behind that one element
+    nvml.check(probes.cuda_uuid())
     environment = {**probes.cuda_environment(), "versions": probes.versions(), "driver": nvml.driver()}
     record = Recorder(job, gpu or gpu_name(environment["gpu_name"]), environment)
-    record.idle, record.context = idle, context
-    if idle is not None and idle > NVML_QUANTUM_BYTES * 16:
+    record.idle, record.context, record.is_mig = idle, context, nvml.is_mig
+    if busy:
         record.spoiled.append(f"{idle} bytes of the GPU were in use before the run: another process?")
     with nvml.sampling() as seen:
         try:
@@ -118,9 +120,11 @@ def measured(job: TrainingJob, gpu: str | None, steps: int) -> Measurement:
             if not probes.is_out_of_memory(error):
                 raise
             record.out_of_memory(error)
-        record.nvml_peak = seen["peak"]
-    if (nvml.num_processes() or 1) > 1:
+    record.nvml_peak = seen.peak
+    if seen.others:
         record.spoiled.append("another process used the GPU during the run.")
+    if remarks := nvml.remarks(seen.processes):
+        environment["nvml"] = remarks
     return record.row()
 
 
@@ -152,6 +156,7 @@ class Recorder:
         self.idle: int | None = None
         self.context: int | None = None
         self.nvml_peak: int | None = None
+        self.is_mig = False
         self.outcome = "ok"
         self.steps: list[dict[str, dict[str, int]]] = []
         self.built: dict[str, int] = {}
@@ -265,6 +270,7 @@ class Recorder:
             num_alloc_retries=counts["num_alloc_retries"],
             phase_peaks={phase: peak["allocated"] for phase, peak in last.items()},
             environment={**self.environment, "readings": self.readings},
+            out_of_scope=PART_OF_A_GPU if self.is_mig else "",
             spoiled=tuple(self.spoiled),
             observed=datetime.date.today().isoformat(),
         )

@@ -105,13 +105,3 @@ def test_an_unknown_gpu_is_named_with_the_way_out():
     assert worker.gpu_name("NVIDIA H100 80GB HBM3") == "H100-80GB"
     with pytest.raises(CollectorError, match=r"'Voodoo 2' is not in the catalog; name its type with --gpu"):
         worker.gpu_name("Voodoo 2")
-
-
-def test_without_a_driver_nvml_reads_nothing_and_says_nothing_wrong():
-    nvml = probes.Nvml()
-    if nvml.used_bytes() is not None:
-        pytest.skip("this machine has a driver")
-    assert (nvml.num_processes(), nvml.driver()) == (None, None)
-    with nvml.sampling() as seen:
-        pass
-    assert seen == {"peak": None}
