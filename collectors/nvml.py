@@ -17,7 +17,7 @@ MISSING = "pynvml is not installed; install it with: pip install nvidia-ml-py"
 WHY = {
     "LibraryNotFound": "the driver's libnvidia-ml.so.1 is not here (a container needs NVIDIA_DRIVER_CAPABILITIES=utility)",
     "DriverNotLoaded": "no NVIDIA driver is loaded",
-    "LibRmVersionMismatch": "the driver's library and its kernel module are of two versions; reboot, or load the module again",
+    "LibRmVersionMismatch": "the driver's library and its kernel module are of two versions; reboot, or reload it",
     "NoPermission": "this user may not ask the driver; run as one who may",
     "NotSupported": "this GPU does not tell (virtual machines, and GPUs that share the host's memory, may not)",
     "NotFound": "CUDA_VISIBLE_DEVICES names a GPU that the driver does not have",
