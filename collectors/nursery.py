@@ -2,14 +2,16 @@
 
 `python -P -m peakcast.collectors.nursery MODULE:FUNCTION` reads one JSON request a line, `{"question": {...},
 "timeout_seconds": 600}`, and answers one JSON object a line: `{"row": {...}}` or `{"reason": "..."}`. `FUNCTION` makes a
-`Measurement` of a question in the forked process; `LIBRARIES` of its module are what the parent imports. Each process has a
-group of its own: when its time is up, or when it has ended, whatever it started is killed with it. A forked process cannot
-use CUDA when its parent has touched it: should a library have done so on import, the cell starts afresh as a program of its
-own, slower and otherwise the same. The parent leads a session: ended from outside, it ends whatever is of it.
+`Measurement` of a question in the forked process, or one and a file's bytes (base64 under "history"); `LIBRARIES` of its
+module are what the parent imports. Each process has a group of its own: when its time is up, or when it has ended, whatever
+it started is killed with it. A forked process cannot use CUDA when its parent has touched it: should a library have done so
+on import, the cell starts afresh as a program of its own, slower and otherwise the same. The parent leads a session: ended
+from outside, it ends whatever is of it.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import importlib
@@ -29,7 +31,7 @@ from peakcast.records import Measurement
 POLL_SECONDS = 0.005
 AFRESH = "--cell"
 
-Work = Callable[[Mapping[str, Any]], Measurement]
+Work = Callable[[Mapping[str, Any]], "Measurement | tuple[Measurement, bytes | None]"]
 
 
 def main(arguments: list[str]) -> int:
@@ -116,7 +118,12 @@ def _cell(name: str, question: Mapping[str, Any], writer: int) -> NoReturn:
             os.execv(sys.executable, command)
         from peakcast.rows import to_row
 
-        text = json.dumps({"row": to_row(_load(name)(question))}, allow_nan=False)
+        made = _load(name)(question)
+        row, history = made if isinstance(made, tuple) else (made, None)
+        answer: dict[str, Any] = {"row": to_row(row)}
+        if history is not None:
+            answer["history"] = base64.b64encode(history).decode()
+        text = json.dumps(answer, allow_nan=False)
     except PeakcastError as error:
         text, code = json.dumps({"reason": error.message}), 2
     except BaseException as error:

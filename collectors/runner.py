@@ -6,10 +6,11 @@ has is skipped, so a collection can be cut off anywhere and taken up again. Wher
 
 from __future__ import annotations
 
+import base64
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from peakcast import __version__, store
 from peakcast.collectors.engines import WORK, Answer, Question, find_engine
 from peakcast.collectors.grid import load_grid
 from peakcast.dialects.job_file import job_from_mapping
+from peakcast.durable import replace_file
 from peakcast.errors import NO_GPU, CollectorError
 from peakcast.records import Measurement
 from peakcast.rows import from_row
 from peakcast.spec import TrainingJob, job_in_words, job_to_mapping
+from peakcast.timelines import MAX_PACKED_BYTES
 
 UNKNOWN_GPU = "unknown"
 MOST_TRACES_AT_ONCE = 4
@@ -59,6 +62,7 @@ def collect(
     processes: int | None = None,
     engine: str = "local",
     engine_options: Mapping[str, Any] | None = None,
+    history: bool = False,
     progress: Progress | None = None,
     work: str = WORK,
 ) -> Summary:
@@ -67,7 +71,8 @@ def collect(
     `budget_minutes` stops between cells; `timeout_seconds` is for one cell; `gpu` names the GPU type (default: what CUDA
     reports; a trace must be told which one it stands for, default A100-80GB). `processes` cells run at a time (default:
     one for measuring, as many as there are cores, though at most four, for traces) with the engine "local"; "ray" and
-    "slurm" use more than one machine, and `engine_options` are theirs. `progress(cell, done, total)` is called before
+    "slurm" use more than one machine, and `engine_options` are theirs. `history` also keeps each run's timelines, in the
+    folder `timelines_folder(shard)`, one file named after each row's key. `progress(cell, done, total)` is called before
     each cell.
     Raises: CollectorError for bad options; a failing cell never raises.
     """
@@ -96,7 +101,7 @@ def collect(
                 return
             if progress:
                 progress(job_in_words(job), summary.skipped + index, len(jobs))
-            yield {"job": job_to_mapping(job), "gpu": gpu, "trace": trace}
+            yield {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "history": history}
 
     options = dict(engine_options or {})
     if engine == "local" and "gpus" not in options:
@@ -112,6 +117,8 @@ def collect(
         row, reason = _row(answer, job, gpu, trace)
         if reason.startswith(NO_GPU):  # no cell of this machine can do better: nothing is recorded
             raise CollectorError(reason)
+        if history and row.outcome != "failed":
+            row = _with_timelines(row, answer, timelines_folder(shard))
         store.append(shard, row)
         summary.finished += row.outcome == "ok"
         summary.out_of_memory += row.outcome == "out_of_memory"
@@ -120,6 +127,21 @@ def collect(
             summary.reasons.append(f"{job_in_words(job)}: {reason}")
     summary.seconds = time.monotonic() - started
     return summary
+
+
+def timelines_folder(shard: Path) -> Path:
+    """Where the timelines of a shard's rows are: `mine.shard.jsonl` has them in `mine.shard.timelines/`."""
+    return shard.with_suffix(".timelines")
+
+
+def _with_timelines(row: Measurement, answer: Answer, folder: Path) -> Measurement:
+    """`row`, whose timelines are on disk now; its readings say in which file, or why there is none."""
+    said = f"larger than {MAX_PACKED_BYTES:,} bytes"
+    if "history" in answer:
+        said = f"{row.key}.json.gz"
+        replace_file(folder / said, base64.b64decode(answer["history"]))
+    readings = {**row.environment.get("readings", {}), "timelines": said}
+    return replace(row, environment={**row.environment, "readings": readings})
 
 
 def _traces_at_once() -> int:

@@ -339,12 +339,14 @@ def collect(
     select: str = "grid",
     engine: str = "local",
     engine_options: Mapping[str, Any] | None = None,
+    history: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
     """Measure the cells of `grid` that `shard` does not have yet, each in a process of its own. Returns a summary.
 
     `trace` needs no GPU. `select`: "grid" takes cells in the grid's order, "informative" first those that tell most about
-    the others, given what the tables in `datasets/` and `shard` have. See `peakcast.collectors.runner.collect`.
+    the others, given what the tables in `datasets/` and `shard` have. `history` keeps each run's timelines beside the
+    shard. See `peakcast.collectors.runner.collect`.
     """
     from peakcast.collectors.runner import collect as run
 
@@ -358,6 +360,7 @@ def collect(
         processes=processes,
         engine=engine,
         engine_options=engine_options,
+        history=history,
         progress=(lambda cell, done, total: progress(f"{done + 1} of {total}: {cell}")) if progress else None,
     )
 

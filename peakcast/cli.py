@@ -251,6 +251,7 @@ def collect(
     engine_options: Annotated[
         list[str] | None, typer.Option("--engine-set", help="An option of the engine: --engine-set slurm_partition=gpu")
     ] = None,
+    history: Annotated[bool, typer.Option("--history", help="Keep the allocator's history of each run.")] = False,
     json: Json = False,
 ) -> None:
     """Measure the cells of GRID that SHARD does not have yet, each in its own process; interrupt and resume at will."""
@@ -268,6 +269,7 @@ def collect(
             select=select,
             engine=engine,
             engine_options=_options(engine_options or []),
+            history=history,
             progress=progress,
         )
     print(render.json_text(render.plain(summary)) if json else render.summary_text(summary, shard))

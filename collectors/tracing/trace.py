@@ -7,12 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob, job_to_mapping
-from peakcast.timeline import Category, Entry, Phase, Timeline
+from peakcast.timeline import Category, Phase, Timeline
+from peakcast.timelines import timeline_from_mapping as timeline_from_mapping
+from peakcast.timelines import timeline_to_mapping as timeline_to_mapping
 
 NUM_STEPS = 2
 """The first step makes the optimizer states; the second is steady."""
@@ -122,47 +123,30 @@ def run_step(training: Any, tracer: Any) -> None:
         tracer.phase = Phase.BACKWARD
         training.backward(loss)
         del loss
-    parameters = dict(training.model.named_parameters())
-    gradients = ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
-    tracer.name(gradients, Category.GRADIENTS)
+    name_gradients(training, tracer)
     tracer.phase = Phase.GRADIENT_CLIPPING
     training.clip()
     tracer.phase = Phase.OPTIMIZER_STEP
     training.step()
-    tracer.name(_states(training.optimizer), Category.OPTIMIZER_STATES)
+    name_states(training, tracer)
     training.zero_grad()
 
 
-def _states(optimizer: Any) -> list[tuple[str, Any]]:
+def name_gradients(training: Any, tracer: Any) -> None:
+    """Tell the tracer which tensors are gradients."""
+    parameters = dict(training.model.named_parameters())
+    gradients = ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
+    tracer.name(gradients, Category.GRADIENTS)
+
+
+def name_states(training: Any, tracer: Any) -> None:
+    """Tell the tracer which tensors are optimizer states."""
     import torch
 
-    return [
+    states = [
         (f"state.{name}", value)
-        for state in optimizer.state.values()
+        for state in training.optimizer.state.values()
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
     ]
-
-
-def timeline_to_mapping(timeline: Timeline) -> dict[str, Any]:
-    """A timeline as JSON-able columns."""
-    return {
-        "names": list(timeline.names),
-        "modules": list(timeline.modules),
-        "categories": timeline.categories.tolist(),
-        "num_bytes": timeline.num_bytes.tolist(),
-        "born": timeline.born.tolist(),
-        "dies": timeline.dies.tolist(),
-        "phases": timeline.phases.tolist(),
-        "labels": list(timeline.labels),
-    }
-
-
-def timeline_from_mapping(mapping: Mapping[str, Any]) -> Timeline:
-    """The timeline of `timeline_to_mapping`."""
-    columns = ("names", "categories", "num_bytes", "born", "dies", "modules")
-    entries = [
-        Entry(name, Category(category), size, born, dies, module)
-        for name, category, size, born, dies, module in zip(*(mapping[c] for c in columns), strict=True)
-    ]
-    return Timeline.from_entries(entries, mapping["phases"], mapping["labels"])
+    tracer.name(states, Category.OPTIMIZER_STATES)

@@ -7,8 +7,9 @@ import types
 
 import pytest
 
-from peakcast.collectors import nvml, worker
+from peakcast.collectors import nvml
 from peakcast.collectors.nvml import Nvml
+from peakcast.collectors.recorder import Recorder
 
 real = pytest.importorskip("pynvml")
 MIB = 2**20
@@ -245,7 +246,7 @@ def test_a_row_from_a_mig_instance_counts_in_no_accuracy_figure(monkeypatch):
 
     monkeypatch.setattr(probes, "allocator_counts", lambda: {"num_alloc_retries": 0, "num_ooms": 0})
     (job,) = expand({"include": [{"architecture": "gpt2"}]})
-    record = worker.Recorder(job, "A100-80GB", {})
+    record = Recorder(job, "A100-80GB", {})
     assert record.row().counts
     record.is_mig = True
     assert "MIG instance" in record.row().out_of_scope

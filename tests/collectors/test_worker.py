@@ -6,6 +6,7 @@ import pytest
 
 from peakcast.collectors import probes, worker
 from peakcast.collectors.grid import expand
+from peakcast.collectors.recorder import Recorder
 from peakcast.errors import CollectorError
 
 torch = pytest.importorskip("torch")
@@ -50,7 +51,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(probes, "attention_backend", lambda *_: "flash")
     monkeypatch.setattr("peakcast.collectors.frameworks.build", lambda job, device: Steps({"p": {"exp_avg": 1}}))
     (job,) = expand({"include": [{"architecture": "gpt2", "gradient_accumulation_steps": 2}]})
-    made = worker.Recorder(job, "A100-80GB", {})
+    made = Recorder(job, "A100-80GB", {})
     made.idle, made.context, made.nvml_peak = 10, 30, 500
     return made
 

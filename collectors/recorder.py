@@ -1,0 +1,204 @@
+"""Runs a job on the GPU phase by phase, keeps what was read at each edge, and makes the row of it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from peakcast import __version__
+from peakcast.collectors import probes
+from peakcast.errors import CollectorError
+from peakcast.fields import FrozenMapping
+from peakcast.records import Measurement
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category, Phase
+from peakcast.timelines import pack
+
+if TYPE_CHECKING:
+    from peakcast.collectors.tracing.recording import Recording
+
+PART_OF_A_GPU = "measured on a MIG instance, which has less of everything than the GPU it is named after"
+
+
+def collectives(job: TrainingJob) -> Literal["none", "fake"]:
+    """One GPU stands for one rank of many: its collectives move nothing."""
+    return "fake" if job.parallelism.world_size > 1 else "none"
+
+
+def with_versions(job: TrainingJob) -> TrainingJob:
+    """`job` with the versions that really ran, which decide whose conventions hold."""
+    found = probes.versions()
+    deciding = ("torch", "transformers", "accelerate", "peft")
+    return job.replace(versions=FrozenMapping({k: found[k] for k in deciding if k in found}))
+
+
+class Recorder:
+    """Runs a job on the GPU phase by phase and keeps what was read."""
+
+    def __init__(self, job: TrainingJob, gpu: str, environment: dict[str, Any]) -> None:
+        self.job = job
+        self.gpu = gpu
+        self.environment = environment
+        self.readings: dict[str, Any] = {}
+        """What differs from run to run: kept apart from the facts that say how it was measured."""
+        self.spoiled: list[str] = []
+        self.idle: int | None = None
+        self.context: int | None = None
+        self.nvml_peak: int | None = None
+        self.is_mig = False
+        self.outcome = "ok"
+        self.steps: list[dict[str, dict[str, int]]] = []
+        self.built: dict[str, int] = {}
+        self.steady_allocated: int | None = None
+        self.recording: Recording | None = None
+        self._phase = ""
+
+    def begin_history(self) -> None:
+        """Also record what the allocator does; such a row says so, as the recording runs between the operators."""
+        from peakcast.collectors.tracing.recording import Recording
+
+        self.recording = Recording()
+        self.environment["history"] = True
+
+    def run(self, steps: int) -> None:
+        """Build, then `steps` training steps; allocator peaks are reset at every phase edge."""
+        with self.recording or contextlib.nullcontext():
+            self._run(steps)
+
+    def _run(self, steps: int) -> None:
+        import torch
+
+        from peakcast.collectors.frameworks import build, layouts
+
+        started = time.monotonic()
+        layouts.start_group(self.job)
+        training = build(self.job, "cuda:0")
+        torch.cuda.synchronize()
+        self.built = probes.allocator_peaks()
+        self.readings["build_seconds"] = round(time.monotonic() - started, 2)
+        self.environment.update(training.facts())
+        recording = self.recording
+        if recording is not None:
+            recording.name(training.model.named_parameters(), Category.PARAMETERS)
+        with recording.watching(training.model) if recording is not None else contextlib.nullcontext():
+            for _ in range(steps):
+                self.steps.append({})
+                self._step(training)
+        self.readings["wall_seconds"] = round(time.monotonic() - started, 2)
+        if self.job.attention == "sdpa" and "attention_backend" not in self.environment:  # nothing fused to be seen
+            dtype = getattr(torch, self.job.precision.compute)
+            self.environment["attention_backend"] = probes.attention_backend(training.model, dtype)
+        if not any(training.optimizer.state.values()) and self.job.optimizer.name != "sgd":
+            self.spoiled.append("the optimizer has no states: its step was skipped.")
+
+    def timelines(self) -> bytes | None:
+        """The recorded history as a file's bytes; None where there is none, or it is too large to keep."""
+        if self.recording is None or self.outcome != "ok":
+            return None
+        try:
+            return pack(self.recording.content())
+        except CollectorError as error:  # the row stands without it
+            self.readings["history"] = error.message
+            return None
+
+    def _step(self, training: Any) -> None:
+        import torch
+
+        from peakcast.collectors.tracing.trace import name_gradients, name_states
+
+        if self.recording is not None:
+            self.recording.step()
+        for _ in range(self.job.gradient_accumulation_steps):
+            self._begin(Phase.FORWARD)
+            loss = training.forward(lambda: self._begin(Phase.LOSS))
+            if len(self.steps) == 1 and (kernel := probes.attention_in_graph(loss)):
+                self.environment["attention_backend"] = kernel
+            self._begin(Phase.BACKWARD)
+            training.backward(loss)
+            del loss
+        if self.recording is not None:
+            name_gradients(training, self.recording)
+        self._begin(Phase.GRADIENT_CLIPPING)
+        training.clip()
+        self._begin(Phase.OPTIMIZER_STEP)
+        training.step()
+        if self.recording is not None:
+            name_states(training, self.recording)
+        training.zero_grad()
+        self._begin(None)
+        self.steady_allocated = int(torch.cuda.memory_allocated())
+
+    def _begin(self, phase: Phase | None) -> None:
+        """Close the phase at hand and begin the next."""
+        import torch
+
+        if self._phase:
+            torch.cuda.synchronize()
+            self._keep(probes.allocator_peaks())
+        self._phase = phase.name.lower() if phase is not None else ""
+        if self.recording is not None and phase is not None:
+            self.recording.phase = phase
+        torch.cuda.reset_peak_memory_stats()
+
+    def _keep(self, peaks: dict[str, int]) -> None:
+        """The peaks of the phase at hand, over all its micro-batches."""
+        before = self.steps[-1].get(self._phase, {})
+        self.steps[-1][self._phase] = {name: max(size, before.get(name, 0)) for name, size in peaks.items()}
+
+    def out_of_memory(self, error: BaseException) -> None:
+        """Keep what was reached: lower bounds."""
+        import torch
+
+        self.outcome = "out_of_memory"
+        if self._phase:
+            self._keep(probes.allocator_peaks())
+        message = (str(error).splitlines() or [""])[0][:300]
+        self.readings["out_of_memory"] = {
+            "phase": self._phase or "init",
+            "message": message,
+            "requested_bytes": probes.requested_bytes(message),
+            "reserved_bytes": int(torch.cuda.memory_reserved()),
+        }
+        with contextlib.suppress(RuntimeError):  # a context that ran out outside the allocator may answer no more
+            free, total = torch.cuda.mem_get_info()
+            self.readings["out_of_memory"] |= {"free_bytes": int(free), "total_bytes": int(total)}
+
+    def row(self) -> Measurement:
+        """What was read, as a row."""
+        counts = probes.allocator_counts()
+        if counts["num_alloc_retries"] and self.outcome == "ok":
+            self.spoiled.append(f"the allocator gave memory back and retried {counts['num_alloc_retries']} times.")
+        peaks = [self.built, *(phase for step in self.steps for phase in step.values())]
+        peaks = [peak for peak in peaks if peak]
+        first = [phase["allocated"] for phase in self.steps[0].values()] if self.steps else []
+        last = self.steps[-1] if self.steps else {}
+        used = None if self.nvml_peak is None or self.idle is None else self.nvml_peak - self.idle
+        self.readings |= {"num_ooms": counts["num_ooms"], "steps": self.steps, "built": self.built}
+        self.readings["host_resident_bytes"] = probes.host_peak_bytes()
+        return Measurement(
+            job=with_versions(self.job),
+            gpu=self.gpu,
+            provenance="measured",
+            collectives=collectives(self.job),
+            source="peakcast",
+            source_version=__version__,
+            outcome="ok" if self.outcome == "ok" else "out_of_memory",
+            peak_allocated_bytes=max((peak["allocated"] for peak in peaks), default=None),
+            peak_reserved_bytes=max((peak["reserved"] for peak in peaks), default=None),
+            peak_requested_bytes=max((peak["requested"] for peak in peaks), default=None),
+            peak_active_bytes=max((peak["active"] for peak in peaks), default=None),
+            peak_device_bytes=used,
+            peak_host_bytes=None,
+            first_step_peak_allocated_bytes=max(first, default=None),
+            steady_allocated_bytes=self.steady_allocated if self.outcome == "ok" else None,
+            context_bytes=None if self.context is None or self.idle is None else self.context - self.idle,
+            num_alloc_retries=counts["num_alloc_retries"],
+            phase_peaks={phase: peak["allocated"] for phase, peak in last.items()},
+            environment={**self.environment, "readings": self.readings},
+            out_of_scope=PART_OF_A_GPU if self.is_mig else "",
+            spoiled=tuple(self.spoiled),
+            observed=datetime.date.today().isoformat(),
+        )
+
