@@ -12,10 +12,14 @@ from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 
 STACKS = {
-    "huggingface": "peakcast.collectors.frameworks.huggingface",
-    "torch": "peakcast.collectors.frameworks.huggingface",
+    "huggingface": ("peakcast.collectors.frameworks.huggingface", "'peakcast[collect]'"),
+    "torch": ("peakcast.collectors.frameworks.huggingface", "'peakcast[collect]'"),
+    "deepspeed": ("peakcast.collectors.frameworks.deepspeed", "deepspeed"),
 }
-"""framework -> module. A plain torch loop trains the same networks, and keeps the model's outputs as plain loops do."""
+"""framework -> module, and what to install. A plain torch loop trains the same networks, and keeps the model's outputs as
+plain loops do."""
+REAL_TENSORS = frozenset({"deepspeed"})
+"""Stacks that read values, which fake tensors have not: they are traced on real tensors of this machine's CPU."""
 
 
 class Training(Protocol):
@@ -46,8 +50,8 @@ class Training(Protocol):
 
 def build(job: TrainingJob, device: str) -> Training:
     """The training run of `job` on `device` with random weights. Raises: CollectorError when the stack cannot."""
-    module = STACKS.get(job.framework)
-    if module is None:
+    module, package = STACKS.get(job.framework, ("", ""))
+    if not module:
         raise CollectorError(
             f"framework={job.framework!r} has no collector yet; measure with one of {', '.join(STACKS)}.",
             parameter="framework",
@@ -55,12 +59,12 @@ def build(job: TrainingJob, device: str) -> Training:
         )
     try:
         stack = importlib.import_module(module)
+        training: Training = stack.build(job, device)
     except ImportError as error:
         raise CollectorError(
             f"framework={job.framework!r} needs a package that is not installed ({error}); "
-            "install it with: pip install 'peakcast[collect]'.",
+            f"install it with: pip install {package}.",
             parameter="framework",
             value=job.framework,
         ) from error
-    training: Training = stack.build(job, device)
     return training

@@ -49,7 +49,10 @@ def trace_here(job: TrainingJob) -> dict[str, Timeline]:
     """As `trace_job`, in this process, which it changes for good (fake CUDA, patched attention)."""
     import torch
 
-    from peakcast.collectors.frameworks import build, layouts
+    from peakcast.collectors.frameworks import REAL_TENSORS, layouts
+
+    if job.framework in REAL_TENSORS:
+        return trace_on_cpu(job)
     from peakcast.collectors.tracing import fake_cuda, fake_streams, patches, triton_stub
     from peakcast.collectors.tracing.tracer import Tracer
 
@@ -61,15 +64,38 @@ def trace_here(job: TrainingJob) -> dict[str, Timeline]:
         fake_streams.install()
     layouts.start_group(job)
     tracer = Tracer()
-    steps: dict[str, tuple[int, int]] = {}
     if job.task == "inference":
         with fake_mode(), tracer:
-            steps = {"first": _generate(job, tracer)}
-        steps["steady"] = steps["first"]
-        return {step: tracer.timeline(*span) for step, span in steps.items()}
+            span = _generate(job, tracer)
+        return {step: tracer.timeline(*span) for step in ("first", "steady")}
     # one thread: autograd's own would not know that tensors made in backward are fake too
-    with fake_mode(), tracer, torch.autograd.set_multithreading_enabled(False):
-        training = build(job, "cuda:0")
+    with fake_mode(), torch.autograd.set_multithreading_enabled(False):
+        return _train(job, "cuda:0", tracer)
+
+
+def trace_on_cpu(job: TrainingJob) -> dict[str, Timeline]:
+    """As `trace_here`, on real tensors of this machine's CPU: its operators allocate nearly as the GPU's do, and the job
+    must fit its memory. Raises: CollectorError for offloading, which cannot be told from what stays."""
+    if job.offload.parameters or job.offload.optimizer or job.offload.activations:
+        raise CollectorError(
+            f"framework={job.framework!r} is traced on the CPU, where offloaded tensors cannot be told from others; "
+            "measure it on a GPU, or trace without offload.",
+            parameter="offload",
+            value=job.offload,
+        )
+    from peakcast.collectors.frameworks import layouts
+    from peakcast.collectors.tracing.tracer import Tracer
+
+    layouts.start_group(job)
+    return _train(job, "cpu", Tracer("cpu"))
+
+
+def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
+    from peakcast.collectors.frameworks import build
+
+    steps: dict[str, tuple[int, int]] = {}
+    with tracer:
+        training = build(job, device)
         gc.collect()  # what wrapping has replaced hangs in cycles of references
         tracer.name(training.model.named_parameters(), Category.PARAMETERS)
         with tracer.watching(training.model):
