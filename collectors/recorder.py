@@ -19,6 +19,8 @@ from peakcast.timelines import pack
 if TYPE_CHECKING:
     from peakcast.collectors.tracing.recording import Recording
 
+GENERATION = ("prefill", "decode")
+"""Parts of a generation's forward, by the number of its forward; those after the second are of the second."""
 PART_OF_A_GPU = "measured on a MIG instance, which has less of everything than the GPU it is named after"
 
 
@@ -70,11 +72,13 @@ class Recorder:
     def _run(self, steps: int) -> None:
         import torch
 
-        from peakcast.collectors.frameworks import build, layouts
+        from peakcast.collectors.frameworks import build, build_inference, layouts
 
         started = time.monotonic()
         layouts.start_group(self.job)
-        training = build(self.job, "cuda:0")
+        generates = self.job.task == "inference"
+        training: Any = (build_inference if generates else build)(self.job, "cuda:0")
+        step = self._generate if generates else self._step
         torch.cuda.synchronize()
         self.built = probes.allocator_peaks()
         self.readings["build_seconds"] = round(time.monotonic() - started, 2)
@@ -85,12 +89,16 @@ class Recorder:
         with recording.watching(training.model) if recording is not None else contextlib.nullcontext():
             for _ in range(steps):
                 self.steps.append({})
-                self._step(training)
+                if recording is not None:
+                    recording.step()
+                step(training)
+                self._begin(None)
+                self.steady_allocated = int(torch.cuda.memory_allocated())
         self.readings["wall_seconds"] = round(time.monotonic() - started, 2)
         if self.job.attention == "sdpa" and "attention_backend" not in self.environment:  # nothing fused to be seen
             dtype = getattr(torch, self.job.precision.compute)
             self.environment["attention_backend"] = probes.attention_backend(training.model, dtype)
-        if not any(training.optimizer.state.values()) and self.job.optimizer.name != "sgd":
+        if not generates and not any(training.optimizer.state.values()) and self.job.optimizer.name != "sgd":
             self.spoiled.append("the optimizer has no states: its step was skipped.")
 
     def timelines(self) -> bytes | None:
@@ -104,12 +112,8 @@ class Recorder:
             return None
 
     def _step(self, training: Any) -> None:
-        import torch
-
         from peakcast.collectors.tracing.trace import name_gradients, name_states
 
-        if self.recording is not None:
-            self.recording.step()
         for _ in range(self.job.gradient_accumulation_steps):
             self._begin(Phase.FORWARD)
             loss = training.forward(lambda: self._begin(Phase.LOSS))
@@ -127,17 +131,24 @@ class Recorder:
         if self.recording is not None:
             name_states(training, self.recording)
         training.zero_grad()
-        self._begin(None)
-        self.steady_allocated = int(torch.cuda.memory_allocated())
 
-    def _begin(self, phase: Phase | None) -> None:
-        """Close the phase at hand and begin the next."""
+    def _generate(self, inference: Any) -> None:
+        """Prefill and decoding are one phase, the forward, and two parts of the readings."""
+
+        def on_forward(index: int) -> None:
+            if index < len(GENERATION):
+                self._begin(Phase.FORWARD, GENERATION[index])
+
+        inference.generate(on_forward)
+
+    def _begin(self, phase: Phase | None, part: str = "") -> None:
+        """Close the phase (or part of it) at hand and begin the next."""
         import torch
 
         if self._phase:
             torch.cuda.synchronize()
             self._keep(probes.allocator_peaks())
-        self._phase = phase.name.lower() if phase is not None else ""
+        self._phase = part or (phase.name.lower() if phase is not None else "")
         if self.recording is not None and phase is not None:
             self.recording.phase = phase
         torch.cuda.reset_peak_memory_stats()
@@ -173,7 +184,10 @@ class Recorder:
         peaks = [self.built, *(phase for step in self.steps for phase in step.values())]
         peaks = [peak for peak in peaks if peak]
         first = [phase["allocated"] for phase in self.steps[0].values()] if self.steps else []
-        last = self.steps[-1] if self.steps else {}
+        last: dict[str, int] = {}
+        for part, peak in (self.steps[-1] if self.steps else {}).items():
+            phase = "forward" if part in GENERATION else part
+            last[phase] = max(peak["allocated"], last.get(phase, 0))
         used = None if self.nvml_peak is None or self.idle is None else self.nvml_peak - self.idle
         self.readings |= {"num_ooms": counts["num_ooms"], "steps": self.steps, "built": self.built}
         self.readings["host_resident_bytes"] = probes.host_peak_bytes()
@@ -195,7 +209,7 @@ class Recorder:
             steady_allocated_bytes=self.steady_allocated if self.outcome == "ok" else None,
             context_bytes=None if self.context is None or self.idle is None else self.context - self.idle,
             num_alloc_retries=counts["num_alloc_retries"],
-            phase_peaks={phase: peak["allocated"] for phase, peak in last.items()},
+            phase_peaks=last,
             environment={**self.environment, "readings": self.readings},
             out_of_scope=PART_OF_A_GPU if self.is_mig else "",
             spoiled=tuple(self.spoiled),

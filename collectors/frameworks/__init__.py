@@ -48,9 +48,21 @@ class Training(Protocol):
         """What was really chosen: attention implementation, optimizer path."""
 
 
+INFERENCE = "peakcast.collectors.frameworks.huggingface_inference"
+
+
 def build(job: TrainingJob, device: str) -> Training:
     """The training run of `job` on `device` with random weights. Raises: CollectorError when the stack cannot."""
-    module, package = STACKS.get(job.framework, ("", ""))
+    training: Training = _made(job, STACKS.get(job.framework, ("", ""))[0], "build", device)
+    return training
+
+
+def build_inference(job: TrainingJob, device: str) -> Any:
+    """The generation of `job` on `device`: its `generate(on_forward)` runs it. Raises: CollectorError when it cannot."""
+    return _made(job, INFERENCE, "build_inference", device)
+
+
+def _made(job: TrainingJob, module: str, function: str, device: str) -> Any:
     if not module:
         raise CollectorError(
             f"framework={job.framework!r} has no collector yet; measure with one of {', '.join(STACKS)}.",
@@ -58,13 +70,12 @@ def build(job: TrainingJob, device: str) -> Training:
             value=job.framework,
         )
     try:
-        stack = importlib.import_module(module)
-        training: Training = stack.build(job, device)
+        return getattr(importlib.import_module(module), function)(job, device)
     except ImportError as error:
+        package = STACKS[job.framework][1]
         raise CollectorError(
             f"framework={job.framework!r} needs a package that is not installed ({error}); "
             f"install it with: pip install {package}.",
             parameter="framework",
             value=job.framework,
         ) from error
-    return training

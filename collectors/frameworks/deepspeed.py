@@ -77,7 +77,7 @@ class DeepSpeedTraining:
 
 
 def configuration(job: TrainingJob) -> dict[str, Any]:
-    """The job as a DeepSpeed configuration. Buckets have the sizes of DeepSpeed's defaults unless the job says otherwise."""
+    """The job as a DeepSpeed configuration. Buckets are of DeepSpeed's default sizes unless the job says otherwise."""
     chosen = conventions(job.replace(framework="deepspeed"))
     layout, half = job.parallelism, {"bfloat16": "bf16", "float16": "fp16"}.get(job.precision.parameters)
     zero: dict[str, Any] = {"stage": layout.zero_stage, **{name: chosen[name] for name in SIZES}}
@@ -99,7 +99,7 @@ def configuration(job: TrainingJob) -> dict[str, Any]:
 
 
 def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
-    """The run of `job` on `device`; stage 3 splits each weight as it is made. Raises: CollectorError for what is not run."""
+    """The run of `job` on `device`; stage 3 splits a weight as it is made. Raises: CollectorError for what is not run."""
     check(job)
     import deepspeed
 

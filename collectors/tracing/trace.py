@@ -126,7 +126,7 @@ def fake_mode() -> Any:
 
 def _generate(job: TrainingJob, tracer: Any) -> tuple[int, int]:
     """Prefill and decoding of `job`, all of it forward; the operations from and to."""
-    from peakcast.collectors.frameworks.huggingface_inference import build_inference
+    from peakcast.collectors.frameworks import build_inference
 
     inference = build_inference(job, "cuda:0")
     tracer.name(inference.model.named_parameters(), Category.PARAMETERS)

@@ -106,3 +106,44 @@ def test_an_unknown_gpu_is_named_with_the_way_out():
     assert worker.gpu_name("NVIDIA H100 80GB HBM3") == "H100-80GB"
     with pytest.raises(CollectorError, match=r"'Voodoo 2' is not in the catalog; name its type with --gpu"):
         worker.gpu_name("Voodoo 2")
+
+
+class Generation:
+    """A generation that only says which forward comes next."""
+
+    model = Steps({}).model
+
+    def generate(self, on_forward):
+        for index in range(4):
+            on_forward(index)
+
+    def facts(self):
+        return {"cache": "DynamicCache"}
+
+
+def test_a_generation_is_one_phase_whose_prefill_and_decoding_are_read_apart(recorder, monkeypatch):
+    monkeypatch.setattr("peakcast.collectors.frameworks.build_inference", lambda job, device: Generation())
+    recorder.job = recorder.job.replace(task="inference")
+    recorder.run(3)
+    row = recorder.row()
+    assert [list(step) for step in recorder.steps] == [["prefill", "decode"]] * 3
+    assert [step["decode"]["allocated"] for step in recorder.steps] == [3, 5, 7]
+    assert (row.phase_peaks, row.peak_allocated_bytes, row.steady_allocated_bytes) == ({"forward": 7}, 7, 77)
+    assert (row.outcome, row.spoiled, row.environment["cache"]) == ("ok", (), "DynamicCache")
+    assert row.counts
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_real_generation_runs_here_and_decodes_what_was_asked(cache):
+    pytest.importorskip("transformers")
+    from peakcast.collectors.frameworks import build_inference
+
+    inference = {"prompt_length": 5, "new_tokens": 4, "cache": cache}
+    cell = {"architecture": {"name": "gpt2", "num_hidden_layers": 1}, "task": "inference", "inference": inference}
+    (job,) = expand({"include": [{**cell, "precision.parameters": "float32"}]})
+    found, seen, fed = build_inference(job, "cpu"), [], []
+    found.model.register_forward_pre_hook(lambda _, args, given: fed.append(given["input_ids"].shape[1]), with_kwargs=True)
+    found.generate(seen.append)
+    assert seen == [0, 1, 2, 3]
+    assert fed == [5, 1, 1, 1]
+    assert found.facts()["cache"].lower().startswith(cache)
