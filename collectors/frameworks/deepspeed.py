@@ -144,6 +144,7 @@ def check(job: TrainingJob) -> None:
             precision.main_parameters == "float32" or not half,
             "float32, which DeepSpeed always keeps",
         ),
+        ("compile", True, not job.compile, "without it"),
         ("offload.parameters", True, not job.offload.parameters or layout.zero_stage == 3, "stage 3, or leave them there"),
         ("optimizer.name", job.optimizer.name, job.optimizer.name in ("adamw", "adam"), "adamw or adam"),
     )

@@ -51,8 +51,10 @@ class HuggingFaceTraining:
             on_loss()
             return loss_function(*arguments, **keywords)
 
-        inner.loss_function = announced
-        before = self._module_before_loss(inner)
+        announces = not self.job.compile  # what is compiled has no moment between its layers and its loss
+        if announces:
+            inner.loss_function = announced
+        before = self._module_before_loss(inner) if announces else None
         announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
         self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
         try:
@@ -60,7 +62,8 @@ class HuggingFaceTraining:
                 switches = {"use_cache": False} if self.job.architecture.kind == "decoder" else {}
                 outputs = self.model(input_ids=self.ids, labels=self.ids, **switches)
         finally:
-            inner.loss_function = loss_function
+            if announces:
+                inner.loss_function = loss_function
             if announcement is not None:
                 announcement.remove()
         if self.job.framework == "torch":
@@ -133,6 +136,7 @@ class HuggingFaceTraining:
             "optimizer": type(self.optimizer).__name__,
             "optimizer_fused": options.get("fused"),
             "optimizer_foreach": options.get("foreach"),
+            **({"compiled": "inductor"} if self.job.compile else {}),
             "transformers": transformers.__version__,
         }
 
@@ -155,7 +159,10 @@ def build(job: TrainingJob, device: str) -> HuggingFaceTraining:
         embeddings = causal_model(model).get_input_embeddings()  # as transformers' activate_neftune does
         embeddings.neftune_noise_alpha = NEFTUNE_NOISE_ALPHA
         embeddings.register_forward_hook(neftune_post_forward_hook)
-    return HuggingFaceTraining(job, model, layouts.wrap(model, job), ids)
+    training = HuggingFaceTraining(job, model, layouts.wrap(model, job), ids)
+    if job.compile:
+        training.model.compile()  # last, as accelerate's prepare_model does: what the layout has wrapped
+    return training
 
 
 def causal_model(model: Any) -> Any:

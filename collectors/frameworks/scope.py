@@ -15,7 +15,11 @@ def _offloads_with_fsdp2(job: TrainingJob) -> bool:
 
 SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob], object], str]] = {
     "task": (lambda j: j.task != "train", lambda j: j.task, "train"),
-    "compile": (lambda j: j.compile, lambda j: j.compile, "false"),
+    "compile": (
+        lambda j: j.compile and j.framework not in ("huggingface", "torch"),
+        lambda j: j.compile,
+        "it with framework huggingface or torch",
+    ),
     "offload": (
         lambda j: (j.offload.parameters or j.offload.optimizer) and not _offloads_with_fsdp2(j),
         lambda j: j.offload,

@@ -53,6 +53,13 @@ def trace_here(job: TrainingJob) -> dict[str, Timeline]:
 
     if job.framework in REAL_TENSORS:
         return trace_on_cpu(job)
+    if job.compile:
+        raise CollectorError(
+            "compile=True cannot be traced: what the compiler fuses and keeps is decided on a GPU; measure it on one, or "
+            "trace without.",
+            parameter="compile",
+            value=True,
+        )
     from peakcast.collectors.tracing import fake_cuda, fake_streams, patches, triton_stub
     from peakcast.collectors.tracing.tracer import Tracer
 

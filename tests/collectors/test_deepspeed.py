@@ -123,6 +123,7 @@ def test_the_configuration_says_what_the_job_says():
         ("precision.main_parameters", {"precision": {"optimizer_states": "float32"}}),
         ("offload.parameters", {"offload": {"parameters": True}}),
         ("optimizer.name", {"optimizer": {"name": "lion"}}),
+        ("compile", {"compile": True}),
     ],
 )
 def test_what_deepspeed_runs_otherwise_is_refused_by_name(parameter, changes):

@@ -8,7 +8,7 @@ from peakcast.errors import CollectorError
 
 REFUSED = {
     "task": {"task": "inference"},
-    "compile": {"compile": True},
+    "compile": {"compile": True, "framework": "megatron"},
     "offload": {"offload.optimizer": True},
     "activation_checkpointing.modules": {"activation_checkpointing": {"mode": "selective", "modules": ["mlp"]}},
     "activation_checkpointing.num_layers": {"activation_checkpointing": {"mode": "full", "num_layers": 2}},
