@@ -144,16 +144,21 @@ class HuggingFaceTraining:
 def build(job: TrainingJob, device: str) -> HuggingFaceTraining:
     """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens."""
     scope.check(job)
-    with torch.device(device):
+    with torch.device("cpu" if job.finetuning.quantization else device):
         model = model_of(job)
+    with torch.device(device):
         ids = random_tokens(job, job.sequence_length)
+    if job.finetuning.quantization:
+        from peakcast.collectors.frameworks.quantized import quantize
+
+        model = quantize(model, job, device)
     if job.precision.compute == "float8":
         model = _in_float8(model)
     _with_liger_kernels(model, job)
     model.train()
     if job.activation_checkpointing.mode != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint(job), **_every_n_layers(job))
-    if job.finetuning.method == "lora":
+    if job.finetuning.method != "full":
         model = _with_adapters(model, job)
     if job.framework_options.get("neftune"):
         embeddings = causal_model(model).get_input_embeddings()  # as transformers' activate_neftune does

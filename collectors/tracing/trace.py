@@ -53,13 +53,17 @@ def trace_here(job: TrainingJob) -> dict[str, Timeline]:
 
     if job.framework in REAL_TENSORS:
         return trace_on_cpu(job)
-    if job.compile:
-        raise CollectorError(
-            "compile=True cannot be traced: what the compiler fuses and keeps is decided on a GPU; measure it on one, or "
-            "trace without.",
-            parameter="compile",
-            value=True,
-        )
+    for parameter, value, why in (
+        ("compile", job.compile, "what the compiler fuses and keeps is decided on a GPU"),
+        ("finetuning.quantization", job.finetuning.quantization, "weights are quantised by their values"),
+        ("optimizer.name", job.optimizer.name.startswith("paged") and job.optimizer.name, "managed memory needs a GPU"),
+    ):
+        if value:
+            raise CollectorError(
+                f"{parameter}={value!r} cannot be traced: {why}; measure it on a GPU, or trace without it.",
+                parameter=parameter,
+                value=value,
+            )
     from peakcast.collectors.tracing import fake_cuda, fake_streams, patches, triton_stub
     from peakcast.collectors.tracing.tracer import Tracer
 

@@ -15,7 +15,8 @@ REFUSED = {
     "precision.main_parameters": {"precision.main_parameters": "float32"},
     "precision.compute": {"precision.compute": "float8", "finetuning": {"method": "lora", "rank": 8}},
     "finetuning.adapter_dtype": {"finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "float16"}},
-    "finetuning.quantization": {"finetuning": {"method": "qlora", "rank": 8, "quantization": "nf4"}},
+    "framework_options": {"framework_options": {"norms_in_float32": True}},
+    "finetuning.quantization": {"finetuning": {"method": "qlora", "rank": 8, "quantization": "gptq"}},
     "parallelism": {"parallelism": {"data_parallel_size": 8, "zero_stage": 2}},
 }
 
@@ -43,6 +44,8 @@ def test_what_the_stack_does_not_do_is_refused_by_name(parameter):
         {"finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"}},
         {"allocator.expandable_segments": True},
         {"precision.compute": "float8"},
+        {"finetuning": {"method": "qlora", "rank": 8, "quantization": "nf4"}},
+        {"framework_options": {"autocast": True, "adafactor_library": "torch"}},
     ],
 )
 def test_what_it_does_is_let_through(changes):
