@@ -2,11 +2,11 @@
 
 `python -P -m peakcast.collectors.nursery MODULE:FUNCTION` reads one JSON request a line, `{"question": {...},
 "timeout_seconds": 600}`, and answers one JSON object a line: `{"row": {...}}` or `{"reason": "..."}`. `FUNCTION` makes a
-`Measurement` of a question in the forked process, or one and a file's bytes (base64 under "history"); `LIBRARIES` of its
-module are what the parent imports. Each process has a group of its own: when its time is up, or when it has ended, whatever
-it started is killed with it. A forked process cannot use CUDA when its parent has touched it: should a library have done so
-on import, the cell starts afresh as a program of its own, slower and otherwise the same. The parent leads a session: ended
-from outside, it ends whatever is of it.
+`Measurement` of a question in the forked process, or one and a file's bytes (base64 under "history"), or a list of those,
+one for each rank ("others" has all but the first); `LIBRARIES` of its module are what the parent imports. Each process has
+a group of its own: when its time is up, or when it has ended, whatever it started is killed with it. A forked process
+cannot use CUDA when its parent has touched it: should a library have done so on import, the cell starts afresh as a program
+of its own, slower and otherwise the same. The parent leads a session: ended from outside, it ends whatever is of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from peakcast.records import Measurement
 POLL_SECONDS = 0.005
 AFRESH = "--cell"
 
-Work = Callable[[Mapping[str, Any]], "Measurement | tuple[Measurement, bytes | None]"]
+Made = Measurement | tuple[Measurement, bytes | None]
+Work = Callable[[Mapping[str, Any]], Any]
+"""Makes a `Made` of a question, or a list of them."""
 
 
 def main(arguments: list[str]) -> int:
@@ -42,7 +44,7 @@ def main(arguments: list[str]) -> int:
     die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGTERM, _end)
     (name,) = arguments
-    libraries = getattr(importlib.import_module(_load(name).__module__), "LIBRARIES", ())
+    libraries = getattr(importlib.import_module(load(name).__module__), "LIBRARIES", ())
     # torch then asks NVML, not CUDA, whether there is a GPU: asking CUDA would spoil it for the forked processes
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     for library in libraries:
@@ -58,7 +60,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _load(name: str) -> Work:
+def load(name: str) -> Work:
+    """The function called `name` ("module:function")."""
     module, function = name.split(":")
     work: Work = getattr(importlib.import_module(module), function)
     return work
@@ -116,14 +119,9 @@ def _cell(name: str, question: Mapping[str, Any], writer: int) -> NoReturn:
             os.set_inheritable(writer, True)
             command = [sys.executable, "-P", "-m", __spec__.name, AFRESH, name, str(writer), json.dumps(question)]
             os.execv(sys.executable, command)
-        from peakcast.rows import to_row
-
-        made = _load(name)(question)
-        row, history = made if isinstance(made, tuple) else (made, None)
-        answer: dict[str, Any] = {"row": to_row(row)}
-        if history is not None:
-            answer["history"] = base64.b64encode(history).decode()
-        text = json.dumps(answer, allow_nan=False)
+        made = load(name)(question)
+        first, *others = map(_answer, made if isinstance(made, list) else [made])
+        text = json.dumps({**first, "others": others} if others else first, allow_nan=False)
     except PeakcastError as error:
         text, code = json.dumps({"reason": error.message}), 2
     except BaseException as error:
@@ -132,6 +130,14 @@ def _cell(name: str, question: Mapping[str, Any], writer: int) -> NoReturn:
     with os.fdopen(writer, "w", encoding="utf-8") as file:
         file.write(text)
     os._exit(code)
+
+
+def _answer(made: Made) -> dict[str, Any]:
+    from peakcast.rows import to_row
+
+    row, history = made if isinstance(made, tuple) else (made, None)
+    packed = {} if history is None else {"history": base64.b64encode(history).decode()}
+    return {"row": to_row(row), **packed}
 
 
 def _cuda_is_spoilt() -> bool:

@@ -51,12 +51,12 @@ def why(error: BaseException) -> str:
 
 
 class Nvml:
-    """Readings of the GPU that CUDA calls 0. Without a driver every reading is None and `reason` says why.
+    """Readings of the GPU that CUDA calls `index`. Without a driver every reading is None and `reason` says why.
 
     Uses the v1 memory call, whose `used` contains the driver's reserve, as `torch.cuda.device_memory_used()` does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
         self.reason = ""
         self.is_mig = False
         self._handle: Any = None
@@ -66,7 +66,7 @@ class Nvml:
 
             pynvml.nvmlInit()
             self._lib = pynvml
-            self._handle = self._find()
+            self._handle = self._find(index)
             pynvml.nvmlDeviceGetMemoryInfo(self._handle)
         except Exception as error:  # pynvml raises a class per error code; each means "no reading"
             self._give_up(why(error))
@@ -74,10 +74,11 @@ class Nvml:
     def _give_up(self, reason: str) -> None:
         self._handle, self.reason = None, reason
 
-    def _find(self) -> Any:
-        """The first entry of CUDA_VISIBLE_DEVICES, a number or (the beginning of) a uuid, else GPU 0; of a GPU that is cut
-        into MIG instances the first instance, which is the one CUDA takes."""
-        chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+    def _find(self, index: int) -> Any:
+        """That entry of CUDA_VISIBLE_DEVICES, a number or (the beginning of) a uuid, else the GPU of that number; of a GPU
+        that is cut into MIG instances the first instance, which is the one CUDA takes."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+        chosen = visible.split(",")[index].strip() if visible else str(index)
         if chosen.startswith("MIG-"):
             self.is_mig = True
             return self._lib.nvmlDeviceGetHandleByUUID(chosen.encode())

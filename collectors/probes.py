@@ -76,7 +76,7 @@ def cuda_environment() -> dict[str, Any]:
     """GPU name, compute capability, CUDA and cuDNN versions, what CUDA can use, allocator settings."""
     import torch
 
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu_name": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",
@@ -92,7 +92,7 @@ def cuda_uuid() -> str:
     import torch
 
     with contextlib.suppress(AssertionError, RuntimeError):
-        return str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
+        return str(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", ""))
     return ""
 
 

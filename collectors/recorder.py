@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from peakcast import __version__
-from peakcast.collectors import probes
+from peakcast.collectors import gang, probes
 from peakcast.errors import CollectorError
 from peakcast.fields import FrozenMapping
-from peakcast.records import Measurement
+from peakcast.records import Collectives, Measurement
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase
 from peakcast.timelines import pack
@@ -24,9 +24,16 @@ GENERATION = ("prefill", "decode")
 PART_OF_A_GPU = "measured on a MIG instance, which has less of everything than the GPU it is named after"
 
 
-def collectives(job: TrainingJob) -> Literal["none", "fake"]:
-    """One GPU stands for one rank of many: its collectives move nothing."""
-    return "fake" if job.parallelism.world_size > 1 else "none"
+def collectives(job: TrainingJob) -> Collectives:
+    """What moves data between ranks: nothing for one, nothing really ("fake") where one stands for many."""
+    if job.parallelism.world_size == 1:
+        return "none"
+    if not gang.launched():
+        return "fake"
+    import torch.distributed as dist
+
+    backend: Collectives = "nccl" if dist.get_backend() == "nccl" else "gloo"
+    return backend
 
 
 def with_versions(job: TrainingJob) -> TrainingJob:
@@ -77,7 +84,7 @@ class Recorder:
         started = time.monotonic()
         layouts.start_group(self.job)
         generates = self.job.task == "inference"
-        training: Any = (build_inference if generates else build)(self.job, "cuda:0")
+        training: Any = (build_inference if generates else build)(self.job, f"cuda:{gang.local_rank()}")
         step = self._generate if generates else self._step
         torch.cuda.synchronize()
         self.built = probes.allocator_peaks()
@@ -195,6 +202,7 @@ class Recorder:
             job=with_versions(self.job),
             gpu=self.gpu,
             provenance="measured",
+            rank=gang.rank(),
             collectives=collectives(self.job),
             source="peakcast",
             source_version=__version__,

@@ -29,6 +29,8 @@ UNKNOWN_GPU = "unknown"
 MOST_TRACES_AT_ONCE = 4
 """A warm parent holds about 0.6 GB and a trace of a 7B model another: memory, not cores, is short beyond this."""
 
+RANKS = ("auto", "real", "one")
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -63,6 +65,7 @@ def collect(
     engine: str = "local",
     engine_options: Mapping[str, Any] | None = None,
     history: bool = False,
+    ranks: str = "auto",
     progress: Progress | None = None,
     work: str = WORK,
 ) -> Summary:
@@ -72,7 +75,9 @@ def collect(
     reports; a trace must be told which one it stands for, default A100-80GB). `processes` cells run at a time (default:
     one for measuring, as many as there are cores, though at most four, for traces) with the engine "local"; "ray" and
     "slurm" use more than one machine, and `engine_options` are theirs. `history` also keeps each run's timelines, in the
-    folder `timelines_folder(shard)`, one file named after each row's key. `progress(cell, done, total)` is called before
+    folder `timelines_folder(shard)`, one file named after each row's key. `ranks`: a job of several ranks runs with all of
+    them where there are GPUs enough, else as one that stands for the others ("auto"); always ("real", which traces with
+    gloo on the CPU); or never ("one"). `progress(cell, done, total)` is called before
     each cell.
     Raises: CollectorError for bad options; a failing cell never raises.
     """
@@ -80,6 +85,8 @@ def collect(
     for name, value in bounds:
         if value is not None and not value > 0:
             raise CollectorError(f"{name}={value} must be above 0.", parameter=name, value=value)
+    if ranks not in RANKS:
+        raise CollectorError(f"ranks={ranks!r} must be one of {', '.join(RANKS)}.", parameter="ranks", value=ranks)
     run = find_engine(engine)
     jobs = load_grid(grid) if isinstance(grid, (str, Path)) else list(grid)
     if gpu is not None:
@@ -101,7 +108,7 @@ def collect(
                 return
             if progress:
                 progress(job_in_words(job), summary.skipped + index, len(jobs))
-            yield {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "history": history}
+            yield {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "history": history, "ranks": ranks}
 
     options = dict(engine_options or {})
     if engine == "local" and "gpus" not in options:
@@ -117,9 +124,11 @@ def collect(
         row, reason = _row(answer, job, gpu, trace)
         if reason.startswith(NO_GPU):  # no cell of this machine can do better: nothing is recorded
             raise CollectorError(reason)
-        if history and row.outcome != "failed":
-            row = _with_timelines(row, answer, timelines_folder(shard))
-        store.append(shard, row)
+        for each in [*answer.get("others", ()), answer]:  # the first rank's row last: it says that the cell is done
+            of_rank, _ = _row(each, job, gpu, trace)
+            if history and of_rank.outcome != "failed":
+                of_rank = _with_timelines(of_rank, each, timelines_folder(shard))
+            store.append(shard, of_rank)
         summary.finished += row.outcome == "ok"
         summary.out_of_memory += row.outcome == "out_of_memory"
         if row.outcome == "failed":
@@ -172,6 +181,7 @@ def _hashes_in(shard: Path, trace: bool, gpu: str | None) -> tuple[set[str], int
     rows, bad = store.read_shard(shard)
     provenance = "traced" if trace else "measured"
     rows = [row for row in rows if row.provenance == provenance and row.outcome != "failed"]
+    rows = [row for row in rows if row.rank == 0 or row.outcome == "out_of_memory"]  # rank 0's is written last
     return {cell_identity(row.job) for row in rows if gpu is None or row.gpu == gpu}, len(bad)
 
 

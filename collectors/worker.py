@@ -1,9 +1,9 @@
 """What a cell does, in a process of its own: makes a `Measurement` of a question.
 
-The question: `{"job": {...}, "gpu": "H100-80GB" | null, "trace": false, "steps": 3, "history": false}`. With a GPU it
-measures; with `trace` it traces on fake tensors; with `history` it also hands back the run's timelines, packed. Out of
-memory is an outcome. Only the standard library, torch, pynvml and the stack under test are imported beside peakcast's own
-light modules.
+The question: `{"job": {...}, "gpu": "H100-80GB" | null, "trace": false, "steps": 3, "history": false, "ranks": "auto"}`.
+With a GPU it measures; with `trace` it traces on fake tensors; with `history` it also hands back the run's timelines,
+packed; `ranks` says whether a job of many ranks runs with all of them. Out of memory is an outcome. Only the standard
+library, torch, pynvml and the stack under test are imported beside peakcast's own light modules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from peakcast import __version__
-from peakcast.collectors import probes
+from peakcast.collectors import gang, probes
+from peakcast.collectors.engines import WORK
 from peakcast.collectors.nvml import Nvml
 from peakcast.collectors.recorder import Recorder, collectives, with_versions
 from peakcast.errors import NO_GPU, CollectorError
@@ -36,30 +37,51 @@ LIBRARIES = (
 """What cells import, for a parent to have ready. One that is missing is left to the cell, which says what to install."""
 MIN_STEPS = 3
 """The first step has no optimizer states; two steady ones show that it has settled."""
-def run(question: Mapping[str, Any]) -> tuple[Measurement, bytes | None]:
-    """The row of one question, and its timelines as a file's bytes where they are asked for."""
+def run(question: Mapping[str, Any]) -> list[tuple[Measurement, bytes | None]]:
+    """The row of one question (one for each real rank), and its timelines as a file's bytes where they are asked for."""
     from peakcast.dialects.job_file import job_from_mapping
 
     job = job_from_mapping(question["job"])
-    history = bool(question.get("history"))
+    history, ranks = bool(question.get("history")), job.parallelism.world_size
+    if ranks > 1 and not gang.launched() and has_ranks(question, ranks):
+        return gang.run(question, ranks, WORK)
     if question.get("trace"):
-        return traced(job, str(question["gpu"]), history=history)
+        return [traced(job, str(question["gpu"]), history=history)]
     steps = max(int(question.get("steps", MIN_STEPS)), MIN_STEPS)
-    return measured(job, question.get("gpu"), steps, history=history)
+    return [measured(job, question.get("gpu"), steps, history=history)]
+
+
+def has_ranks(question: Mapping[str, Any], ranks: int) -> bool:
+    """Whether all ranks of a job are to run. Raises: CollectorError where they must and there are too few GPUs."""
+    asked = question.get("ranks", "auto")
+    if question.get("trace"):
+        return bool(asked == "real")
+    import torch
+
+    num_gpus = torch.cuda.device_count()  # asks NVML, so that CUDA stays untouched for the ranks
+    if asked == "real" and num_gpus < ranks:
+        raise CollectorError(
+            f"ranks='real' needs a GPU for each of {ranks} ranks and {num_gpus} are here; use 'auto', where one stands for "
+            "the others.",
+            parameter="ranks",
+            value="real",
+        )
+    return bool(asked != "one" and num_gpus >= ranks)
 
 
 def traced(job: TrainingJob, gpu: str, *, history: bool = False) -> tuple[Measurement, bytes | None]:
     """The row of a trace: what the framework allocates, no kernels, no context."""
-    from peakcast.collectors.tracing.trace import trace_here
+    from peakcast.collectors.tracing.trace import trace_here, trace_on_cpu
 
     started = time.monotonic()
-    timelines = trace_here(job)
+    timelines = trace_on_cpu(job) if gang.launched() else trace_here(job)
     first, steady = timelines["first"], timelines["steady"]
     packed = timelines_packed(timelines) if history else None
     row = Measurement(
         job=with_versions(job),
         gpu=gpu,
         provenance="traced",
+        rank=gang.rank(),
         collectives=collectives(job),
         source="peakcast",
         source_version=__version__,
@@ -97,7 +119,8 @@ def measured(
         torch.cuda.memory._set_allocator_settings(settings)
         os.environ[variable] = settings
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order; CUDA's own puts the fastest GPU first
-    nvml = Nvml()
+    torch.cuda.set_device(gang.local_rank())
+    nvml = Nvml(gang.local_rank())
     idle, busy = nvml.settled_bytes(), nvml.is_in_use()
     torch.cuda.init()
     torch.empty(1, device="cuda")

@@ -340,13 +340,15 @@ def collect(
     engine: str = "local",
     engine_options: Mapping[str, Any] | None = None,
     history: bool = False,
+    ranks: str = "auto",
     progress: Progress | None = None,
 ) -> Summary:
     """Measure the cells of `grid` that `shard` does not have yet, each in a process of its own. Returns a summary.
 
     `trace` needs no GPU. `select`: "grid" takes cells in the grid's order, "informative" first those that tell most about
     the others, given what the tables in `datasets/` and `shard` have. `history` keeps each run's timelines beside the
-    shard. See `peakcast.collectors.runner.collect`.
+    shard. `ranks`: "auto" runs a job of several ranks with all of them where there are GPUs enough. See
+    `peakcast.collectors.runner.collect`.
     """
     from peakcast.collectors.runner import collect as run
 
@@ -361,6 +363,7 @@ def collect(
         engine=engine,
         engine_options=engine_options,
         history=history,
+        ranks=ranks,
         progress=(lambda cell, done, total: progress(f"{done + 1} of {total}: {cell}")) if progress else None,
     )
 
