@@ -69,6 +69,7 @@ def load(name: str) -> Work:
 
 def ask(name: str, question: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
     """What the function called `name` makes of `question` in a forked process: `{"row": ...}` or `{"reason": ...}`."""
+    started = time.monotonic()
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -101,7 +102,7 @@ def ask(name: str, question: Mapping[str, Any], timeout_seconds: float) -> dict[
     if code < 0:
         return {"reason": f"killed by {signal.Signals(-code).name}."}
     try:
-        answer: dict[str, Any] = json.loads(written)
+        answer: dict[str, Any] = {**json.loads(written), "seconds": round(time.monotonic() - started, 3)}
     except ValueError as error:
         return {"reason": f"it ended with exit code {code} and its answer cannot be read: {error}"}
     return answer

@@ -86,6 +86,7 @@ class Recorder:
         generates = self.job.task == "inference"
         training: Any = (build_inference if generates else build)(self.job, f"cuda:{gang.local_rank()}")
         step = self._generate if generates else self._step
+        stepping = time.monotonic()
         torch.cuda.synchronize()
         self.built = probes.allocator_peaks()
         self.readings["build_seconds"] = round(time.monotonic() - started, 2)
@@ -101,7 +102,8 @@ class Recorder:
                 step(training)
                 self._begin(None)
                 self.steady_allocated = int(torch.cuda.memory_allocated())
-        self.readings["wall_seconds"] = round(time.monotonic() - started, 2)
+        self.readings["wall_seconds"] = round(time.monotonic() - started, 3)
+        self.readings["step_seconds"] = round(time.monotonic() - stepping, 3)
         if self.job.attention == "sdpa" and "attention_backend" not in self.environment:  # nothing fused to be seen
             dtype = getattr(torch, self.job.precision.compute)
             self.environment["attention_backend"] = probes.attention_backend(training.model, dtype)

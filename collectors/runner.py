@@ -49,6 +49,12 @@ class Summary:
     unreadable: int = 0
     """Lines of the shard that cannot be read; their cells run again."""
     seconds: float = 0.0
+    cell_seconds: float = 0.0
+    """Of the cells' processes together."""
+    step_seconds: float = 0.0
+    """Of the training steps inside them (of a trace, all that it runs)."""
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    """Per quantity, how far predictions were off what was collected (`peakcast.collected.Collected.table`)."""
     reasons: list[str] = field(default_factory=list)
     """Why cells failed."""
 
@@ -67,6 +73,7 @@ def collect(
     history: bool = False,
     ranks: str = "auto",
     progress: Progress | None = None,
+    on_row: Callable[[Measurement], None] | None = None,
     work: str = WORK,
 ) -> Summary:
     """Measure (or `trace`) the jobs of `grid` that `shard` does not have; rows are appended to `shard` as they come.
@@ -78,7 +85,7 @@ def collect(
     folder `timelines_folder(shard)`, one file named after each row's key. `ranks`: a job of several ranks runs with all of
     them where there are GPUs enough, else as one that stands for the others ("auto"); always ("real", which traces with
     gloo on the CPU); or never ("one"). `progress(cell, done, total)` is called before
-    each cell.
+    each cell, `on_row(row)` after a row is on disk.
     Raises: CollectorError for bad options; a failing cell never raises.
     """
     bounds = (("budget_minutes", budget_minutes), ("timeout_seconds", timeout_seconds), ("processes", processes))
@@ -129,6 +136,11 @@ def collect(
             if history and of_rank.outcome != "failed":
                 of_rank = _with_timelines(of_rank, each, timelines_folder(shard))
             store.append(shard, of_rank)
+            if on_row:
+                on_row(of_rank)
+        readings = row.environment.get("readings", {})
+        summary.cell_seconds += float(answer.get("seconds", 0))
+        summary.step_seconds += float(readings.get("step_seconds", readings.get("wall_seconds", 0)))
         summary.finished += row.outcome == "ok"
         summary.out_of_memory += row.outcome == "out_of_memory"
         if row.outcome == "failed":

@@ -91,7 +91,7 @@ def traced(job: TrainingJob, gpu: str, *, history: bool = False) -> tuple[Measur
         phase_peaks={phase.name.lower(): size for phase, size in steady.phase_peaks().items()},
         environment={
             "versions": probes.versions(),
-            "readings": {"wall_seconds": round(time.monotonic() - started, 1)},
+            "readings": {"wall_seconds": round(time.monotonic() - started, 3)},
         },
         observed=datetime.date.today().isoformat(),
     )
