@@ -66,3 +66,15 @@ def test_a_family_whose_code_is_on_the_hub_is_refused_in_a_sentence():
 
     with pytest.raises(CollectorError, match=r"model_type='internlm2' is not part of transformers"):
         build(job(architecture="internlm2-1.8b"), "cpu")
+
+
+def test_every_cell_of_the_grid_of_stacks_is_something_that_is_done():
+    pytest.importorskip("transformers")
+    from peakcast.collectors.frameworks import deepspeed, optimizers
+
+    for cell in load_grid("stacks"):
+        if cell.framework == "deepspeed":
+            deepspeed.check(cell)
+        else:
+            scope.check(cell.replace(task="train"))
+            assert any(name == cell.optimizer.name for name, _ in optimizers.BUILDERS)
