@@ -134,3 +134,12 @@ def attention_backend(model: Any, dtype: Any) -> str:
 def host_peak_bytes() -> int:
     """Largest resident set of this process so far (Linux counts it in KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def pinned_peak_bytes() -> int | None:
+    """Most host memory that PyTorch had pinned (its allocator rounds to powers of two); None where torch does not tell."""
+    import torch
+
+    with contextlib.suppress(AttributeError, AssertionError, RuntimeError):
+        return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+    return None

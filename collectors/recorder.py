@@ -82,6 +82,7 @@ class Recorder:
         from peakcast.collectors.frameworks import build, build_inference, layouts
 
         started = time.monotonic()
+        self.readings["host_resident_before_bytes"] = probes.host_peak_bytes()
         layouts.start_group(self.job)
         generates = self.job.task == "inference"
         training: Any = (build_inference if generates else build)(self.job, f"cuda:{gang.local_rank()}")
@@ -200,6 +201,7 @@ class Recorder:
         used = None if self.nvml_peak is None or self.idle is None else self.nvml_peak - self.idle
         self.readings |= {"num_ooms": counts["num_ooms"], "steps": self.steps, "built": self.built}
         self.readings["host_resident_bytes"] = probes.host_peak_bytes()
+        self.readings["host_pinned_bytes"] = probes.pinned_peak_bytes()
         return Measurement(
             job=with_versions(self.job),
             gpu=self.gpu,

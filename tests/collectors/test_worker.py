@@ -46,6 +46,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 77)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 99)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 100))
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.peak": 4096})
     monkeypatch.setattr(probes, "allocator_peaks", peaks)
     monkeypatch.setattr(probes, "allocator_counts", lambda: {"num_alloc_retries": 0, "num_ooms": 0})
     monkeypatch.setattr(probes, "attention_backend", lambda *_: "flash")
@@ -72,6 +73,9 @@ def test_a_row_has_the_peaks_of_all_phases_and_keeps_the_first_step_apart(record
     }
     assert (row.peak_reserved_bytes, row.peak_device_bytes, row.context_bytes) == (35, 490, 20)
     assert (row.steady_allocated_bytes, row.outcome, row.spoiled) == (77, "ok", ())
+    host = {name: size for name, size in row.environment["readings"].items() if name.startswith("host_")}
+    assert host["host_pinned_bytes"] == 4096
+    assert 0 < host["host_resident_before_bytes"] <= host["host_resident_bytes"]
     assert row.counts
 
 
