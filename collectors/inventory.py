@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 from typing import Any
 
+from peakcast.collectors.nvml import why
 from peakcast.collectors.probes import ALLOCATOR_VARIABLES
 
 PACKAGES = (
@@ -55,10 +56,8 @@ def nvml_gpus() -> tuple[str, list[dict[str, Any]]]:
         import pynvml
 
         pynvml.nvmlInit()
-    except ImportError:
-        return "nvidia-ml-py is not installed", []
     except Exception as error:  # pynvml raises a class per error code
-        return f"NVML cannot be read: {' '.join(str(error).split())}", []
+        return f"NVML cannot be read: {why(error)}", []
     try:
         gpus = []
         for index in range(pynvml.nvmlDeviceGetCount()):
@@ -73,7 +72,7 @@ def nvml_gpus() -> tuple[str, list[dict[str, Any]]]:
             )
         return _text(pynvml.nvmlSystemGetDriverVersion()), gpus
     except Exception as error:  # as above; a GPU that is lost must not end the report
-        return f"NVML cannot be read: {' '.join(str(error).split())}", []
+        return f"NVML cannot be read: {why(error)}", []
     finally:
         with contextlib.suppress(Exception):
             pynvml.nvmlShutdown()

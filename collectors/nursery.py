@@ -2,19 +2,22 @@
 
 `python -P -m peakcast.collectors.nursery MODULE:FUNCTION` reads one JSON request a line, `{"question": {...},
 "timeout_seconds": 600}`, and answers one JSON object a line: `{"row": {...}}` or `{"reason": "..."}`. `FUNCTION` makes a
-`Measurement` of a question in the forked process; `LIBRARIES` of its module are what the parent imports. Each process has a
-group of its own: when its time is up, or when it has ended, whatever it started is killed with it. A forked process cannot
-use CUDA when its parent has touched it: should a library have done so on import, the cell starts afresh as a program of its
-own, slower and otherwise the same.
+`Measurement` of a question in the forked process, or one and a file's bytes (base64 under "history"), or a list of those,
+one for each rank ("others" has all but the first); `LIBRARIES` of its module are what the parent imports. Each process has
+a group of its own: when its time is up, or when it has ended, whatever it started is killed with it. A forked process
+cannot use CUDA when its parent has touched it: should a library have done so on import, the cell starts afresh as a program
+of its own, slower and otherwise the same. The parent leads a session: ended from outside, it ends whatever is of it.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import importlib
 import json
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -28,7 +31,9 @@ from peakcast.records import Measurement
 POLL_SECONDS = 0.005
 AFRESH = "--cell"
 
-Work = Callable[[Mapping[str, Any]], Measurement]
+Made = Measurement | tuple[Measurement, bytes | None]
+Work = Callable[[Mapping[str, Any]], Any]
+"""Makes a `Made` of a question, or a list of them."""
 
 
 def main(arguments: list[str]) -> int:
@@ -36,9 +41,10 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == AFRESH:
         _, name, writer, question = arguments
         _cell(name, json.loads(question), int(writer))
-    die_with_parent()
+    die_with_parent(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, _end)
     (name,) = arguments
-    libraries = getattr(importlib.import_module(_load(name).__module__), "LIBRARIES", ())
+    libraries = getattr(importlib.import_module(load(name).__module__), "LIBRARIES", ())
     # torch then asks NVML, not CUDA, whether there is a GPU: asking CUDA would spoil it for the forked processes
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     for library in libraries:
@@ -54,7 +60,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _load(name: str) -> Work:
+def load(name: str) -> Work:
+    """The function called `name` ("module:function")."""
     module, function = name.split(":")
     work: Work = getattr(importlib.import_module(module), function)
     return work
@@ -62,6 +69,7 @@ def _load(name: str) -> Work:
 
 def ask(name: str, question: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
     """What the function called `name` makes of `question` in a forked process: `{"row": ...}` or `{"reason": ...}`."""
+    started = time.monotonic()
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -94,7 +102,7 @@ def ask(name: str, question: Mapping[str, Any], timeout_seconds: float) -> dict[
     if code < 0:
         return {"reason": f"killed by {signal.Signals(-code).name}."}
     try:
-        answer: dict[str, Any] = json.loads(written)
+        answer: dict[str, Any] = {**json.loads(written), "seconds": round(time.monotonic() - started, 3)}
     except ValueError as error:
         return {"reason": f"it ended with exit code {code} and its answer cannot be read: {error}"}
     return answer
@@ -106,14 +114,15 @@ def _cell(name: str, question: Mapping[str, Any], writer: int) -> NoReturn:
     try:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent()
         if _cuda_is_spoilt():
             os.set_inheritable(writer, True)
             command = [sys.executable, "-P", "-m", __spec__.name, AFRESH, name, str(writer), json.dumps(question)]
             os.execv(sys.executable, command)
-        from peakcast.rows import to_row
-
-        text = json.dumps({"row": to_row(_load(name)(question))}, allow_nan=False)
+        made = load(name)(question)
+        first, *others = map(_answer, made if isinstance(made, list) else [made])
+        text = json.dumps({**first, "others": others} if others else first, allow_nan=False)
     except PeakcastError as error:
         text, code = json.dumps({"reason": error.message}), 2
     except BaseException as error:
@@ -122,6 +131,14 @@ def _cell(name: str, question: Mapping[str, Any], writer: int) -> NoReturn:
     with os.fdopen(writer, "w", encoding="utf-8") as file:
         file.write(text)
     os._exit(code)
+
+
+def _answer(made: Made) -> dict[str, Any]:
+    from peakcast.rows import to_row
+
+    row, history = made if isinstance(made, tuple) else (made, None)
+    packed = {} if history is None else {"history": base64.b64encode(history).decode()}
+    return {"row": to_row(row), **packed}
 
 
 def _cuda_is_spoilt() -> bool:
@@ -134,11 +151,27 @@ def _kill(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def die_with_parent() -> None:
+def die_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
     """Ask Linux to end this process with the one that started it: an orphan on the GPU would spoil the next cell."""
     with contextlib.suppress(OSError, AttributeError):
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, how)
+
+
+def _end(*_: object) -> None:
+    end_session(os.getpid())  # the session's number is its leader's; a parent started by hand leads none
+    os._exit(1)
+
+
+def end_session(session: int) -> None:
+    """Kill every process of a warm parent's session, itself last: what a cell has started too, whatever their groups."""
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            after_name = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if int(after_name[3]) == session != int(folder.name):  # state, parent, group, session: proc(5)
+                os.kill(int(folder.name), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
 
 
 if __name__ == "__main__":

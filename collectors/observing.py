@@ -9,6 +9,7 @@ from typing import Any
 
 from peakcast import __version__
 from peakcast.collectors import probes
+from peakcast.collectors.nvml import Nvml, Seen
 from peakcast.fields import FrozenMapping
 from peakcast.records import Measurement
 from peakcast.spec import TrainingJob
@@ -22,9 +23,8 @@ class Observation:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._seen: dict[str, int | None] = {"peak": None}
-        self._nvml = probes.Nvml()
-        self._idle: int | None = None
+        self._nvml = Nvml()
+        self._seen = Seen()
         self._retries = 0
         self.peaks: dict[str, int] = {}
 
@@ -40,6 +40,7 @@ class Observation:
 
         if self.gpu_name() is None:
             return
+        self._nvml.check(probes.cuda_uuid())
         torch.cuda.reset_peak_memory_stats()
         self._retries = probes.allocator_counts()["num_alloc_retries"]
         self._seen = self._stack.enter_context(self._nvml.sampling())
@@ -54,7 +55,7 @@ class Observation:
         """What was observed, as a row: `measured`, from this script."""
         retries = probes.allocator_counts()["num_alloc_retries"] - self._retries
         spoiled = [f"the allocator gave memory back and retried {retries} times."] if retries else []
-        if (self._nvml.num_processes() or 1) > 1:
+        if self._seen.others:
             spoiled.append("another process used the GPU during the run.")
         if (
             num_steps is not None and num_steps < 2
@@ -72,7 +73,7 @@ class Observation:
             peak_reserved_bytes=self.peaks.get("reserved"),
             peak_active_bytes=self.peaks.get("active"),
             peak_requested_bytes=self.peaks.get("requested"),
-            peak_device_bytes=self._seen["peak"],
+            peak_device_bytes=self._seen.peak,
             num_alloc_retries=retries,
             environment={**probes.cuda_environment(), "versions": found, "driver": self._nvml.driver()},
             spoiled=tuple(spoiled),

@@ -1,4 +1,4 @@
-"""Readings of the machine: the CUDA allocator's statistics, NVML, versions, host memory. Bytes are ints.
+"""Readings of the machine: the CUDA allocator's statistics, versions, host memory. Bytes are ints.
 
 Everything degrades to None where a driver or a permission is missing; a measurement then says less, never something wrong.
 """
@@ -11,8 +11,6 @@ import os
 import platform
 import re
 import resource
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "triton")
@@ -65,81 +63,6 @@ def requested_bytes(message: str) -> int | None:
     return int(float(found[1]) * BYTES[found[2]]) if found and found[2] in BYTES else None
 
 
-class Nvml:
-    """NVML readings of one GPU. Without a driver every reading is None.
-
-    Uses the v1 memory call, whose `used` contains the driver's reserve, as `torch.cuda.device_memory_used()` does.
-    """
-
-    def __init__(self, index: int = 0) -> None:
-        self._handle: Any = None
-        self._lib: Any = None
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._lib = pynvml
-            self._handle = self._handle_of(index)
-        except Exception:  # pynvml raises a class per error code; each means "no reading"
-            self._handle = None
-
-    def _handle_of(self, index: int) -> Any:
-        """The GPU that CUDA calls `index`: by uuid or number in CUDA_VISIBLE_DEVICES, else the same number."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        chosen = visible.split(",")[index] if visible else str(index)
-        if chosen.isdigit():
-            return self._lib.nvmlDeviceGetHandleByIndex(int(chosen))
-        return self._lib.nvmlDeviceGetHandleByUUID(chosen.encode())
-
-    def used_bytes(self) -> int | None:
-        """Memory in use on the whole GPU, as `nvidia-smi` shows it."""
-        if self._handle is None:
-            return None
-        with contextlib.suppress(Exception):
-            return int(self._lib.nvmlDeviceGetMemoryInfo(self._handle).used)
-        return None
-
-    def num_processes(self) -> int | None:
-        """Compute processes on the GPU (ours included once it has a context)."""
-        if self._handle is None:
-            return None
-        with contextlib.suppress(Exception):
-            return len(self._lib.nvmlDeviceGetComputeRunningProcesses(self._handle))
-        return None
-
-    def driver(self) -> str | None:
-        """The driver's version."""
-        if self._handle is None:
-            return None
-        with contextlib.suppress(Exception):
-            version = self._lib.nvmlSystemGetDriverVersion()
-            return version.decode() if isinstance(version, bytes) else str(version)
-        return None
-
-    @contextlib.contextmanager
-    def sampling(self, interval_seconds: float = 0.005) -> Iterator[dict[str, int | None]]:
-        """Samples `used_bytes` in a thread; the yielded mapping's "peak" is the largest seen (NVML's own peak cannot be
-        reset)."""
-        seen: dict[str, int | None] = {"peak": self.used_bytes()}
-        stop = threading.Event()
-
-        def sample() -> None:
-            while not stop.wait(interval_seconds):
-                used = self.used_bytes()
-                if used is not None and (seen["peak"] is None or used > seen["peak"]):
-                    seen["peak"] = used
-
-        thread = threading.Thread(target=sample, daemon=True)
-        if self._handle is not None:
-            thread.start()
-        try:
-            yield seen
-        finally:
-            stop.set()
-            if thread.is_alive():
-                thread.join()
-
-
 def versions() -> dict[str, str]:
     """Installed versions of `PACKAGES`, and Python's."""
     found = {"python": platform.python_version()}
@@ -153,7 +76,7 @@ def cuda_environment() -> dict[str, Any]:
     """GPU name, compute capability, CUDA and cuDNN versions, what CUDA can use, allocator settings."""
     import torch
 
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu_name": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",
@@ -162,6 +85,15 @@ def cuda_environment() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "variables": {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ},
     }
+
+
+def cuda_uuid() -> str:
+    """The uuid of the GPU that CUDA uses, "" where this torch does not tell."""
+    import torch
+
+    with contextlib.suppress(AssertionError, RuntimeError):
+        return str(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", ""))
+    return ""
 
 
 def attention_in_graph(loss: Any) -> str | None:
@@ -202,3 +134,12 @@ def attention_backend(model: Any, dtype: Any) -> str:
 def host_peak_bytes() -> int:
     """Largest resident set of this process so far (Linux counts it in KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def pinned_peak_bytes() -> int | None:
+    """Most host memory that PyTorch had pinned (its allocator rounds to powers of two); None where torch does not tell."""
+    import torch
+
+    with contextlib.suppress(AttributeError, AssertionError, RuntimeError):
+        return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+    return None

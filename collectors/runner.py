@@ -6,10 +6,11 @@ has is skipped, so a collection can be cut off anywhere and taken up again. Wher
 
 from __future__ import annotations
 
+import base64
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,18 @@ from peakcast import __version__, store
 from peakcast.collectors.engines import WORK, Answer, Question, find_engine
 from peakcast.collectors.grid import load_grid
 from peakcast.dialects.job_file import job_from_mapping
+from peakcast.durable import replace_file
 from peakcast.errors import NO_GPU, CollectorError
 from peakcast.records import Measurement
 from peakcast.rows import from_row
 from peakcast.spec import TrainingJob, job_in_words, job_to_mapping
+from peakcast.timelines import MAX_PACKED_BYTES
 
 UNKNOWN_GPU = "unknown"
 MOST_TRACES_AT_ONCE = 4
 """A warm parent holds about 0.6 GB and a trace of a 7B model another: memory, not cores, is short beyond this."""
+
+RANKS = ("auto", "real", "one")
 
 Progress = Callable[[str, int, int], None]
 
@@ -41,7 +46,15 @@ class Summary:
     failed: int = 0
     left: int = 0
     """Not started when the budget was used up."""
+    unreadable: int = 0
+    """Lines of the shard that cannot be read; their cells run again."""
     seconds: float = 0.0
+    cell_seconds: float = 0.0
+    """Of the cells' processes together."""
+    step_seconds: float = 0.0
+    """Of the training steps inside them (of a trace, all that it runs)."""
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    """Per quantity, how far predictions were off what was collected (`peakcast.collected.Collected.table`)."""
     reasons: list[str] = field(default_factory=list)
     """Why cells failed."""
 
@@ -57,7 +70,10 @@ def collect(
     processes: int | None = None,
     engine: str = "local",
     engine_options: Mapping[str, Any] | None = None,
+    history: bool = False,
+    ranks: str = "auto",
     progress: Progress | None = None,
+    on_row: Callable[[Measurement], None] | None = None,
     work: str = WORK,
 ) -> Summary:
     """Measure (or `trace`) the jobs of `grid` that `shard` does not have; rows are appended to `shard` as they come.
@@ -65,14 +81,19 @@ def collect(
     `budget_minutes` stops between cells; `timeout_seconds` is for one cell; `gpu` names the GPU type (default: what CUDA
     reports; a trace must be told which one it stands for, default A100-80GB). `processes` cells run at a time (default:
     one for measuring, as many as there are cores, though at most four, for traces) with the engine "local"; "ray" and
-    "slurm" use more than one machine, and `engine_options` are theirs. `progress(cell, done, total)` is called before
-    each cell.
+    "slurm" use more than one machine, and `engine_options` are theirs. `history` also keeps each run's timelines, in the
+    folder `timelines_folder(shard)`, one file named after each row's key. `ranks`: a job of several ranks runs with all of
+    them where there are GPUs enough, else as one that stands for the others ("auto"); always ("real", which traces with
+    gloo on the CPU); or never ("one"). `progress(cell, done, total)` is called before
+    each cell, `on_row(row)` after a row is on disk.
     Raises: CollectorError for bad options; a failing cell never raises.
     """
     bounds = (("budget_minutes", budget_minutes), ("timeout_seconds", timeout_seconds), ("processes", processes))
     for name, value in bounds:
         if value is not None and not value > 0:
             raise CollectorError(f"{name}={value} must be above 0.", parameter=name, value=value)
+    if ranks not in RANKS:
+        raise CollectorError(f"ranks={ranks!r} must be one of {', '.join(RANKS)}.", parameter="ranks", value=ranks)
     run = find_engine(engine)
     jobs = load_grid(grid) if isinstance(grid, (str, Path)) else list(grid)
     if gpu is not None:
@@ -81,8 +102,8 @@ def collect(
         gpu = catalog.gpu(gpu).name
     elif trace:
         gpu = "A100-80GB"
-    done = _hashes_in(shard, trace, gpu)
-    summary = Summary(total=len(jobs))
+    done, unreadable = _hashes_in(shard, trace, gpu)
+    summary = Summary(total=len(jobs), unreadable=unreadable)
     started = time.monotonic()
     left = [job for job in jobs if cell_identity(job) not in done]
     summary.skipped = len(jobs) - len(left)
@@ -94,7 +115,7 @@ def collect(
                 return
             if progress:
                 progress(job_in_words(job), summary.skipped + index, len(jobs))
-            yield {"job": job_to_mapping(job), "gpu": gpu, "trace": trace}
+            yield {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "history": history, "ranks": ranks}
 
     options = dict(engine_options or {})
     if engine == "local" and "gpus" not in options:
@@ -110,7 +131,16 @@ def collect(
         row, reason = _row(answer, job, gpu, trace)
         if reason.startswith(NO_GPU):  # no cell of this machine can do better: nothing is recorded
             raise CollectorError(reason)
-        store.append(shard, row)
+        for each in [*answer.get("others", ()), answer]:  # the first rank's row last: it says that the cell is done
+            of_rank, _ = _row(each, job, gpu, trace)
+            if history and of_rank.outcome != "failed":
+                of_rank = _with_timelines(of_rank, each, timelines_folder(shard))
+            store.append(shard, of_rank)
+            if on_row:
+                on_row(of_rank)
+        readings = row.environment.get("readings", {})
+        summary.cell_seconds += float(answer.get("seconds", 0))
+        summary.step_seconds += float(readings.get("step_seconds", readings.get("wall_seconds", 0)))
         summary.finished += row.outcome == "ok"
         summary.out_of_memory += row.outcome == "out_of_memory"
         if row.outcome == "failed":
@@ -118,6 +148,21 @@ def collect(
             summary.reasons.append(f"{job_in_words(job)}: {reason}")
     summary.seconds = time.monotonic() - started
     return summary
+
+
+def timelines_folder(shard: Path) -> Path:
+    """Where the timelines of a shard's rows are: `mine.shard.jsonl` has them in `mine.shard.timelines/`."""
+    return shard.with_suffix(".timelines")
+
+
+def _with_timelines(row: Measurement, answer: Answer, folder: Path) -> Measurement:
+    """`row`, whose timelines are on disk now; its readings say in which file, or why there is none."""
+    said = f"larger than {MAX_PACKED_BYTES:,} bytes"
+    if "history" in answer:
+        said = f"{row.key}.json.gz"
+        replace_file(folder / said, base64.b64decode(answer["history"]))
+    readings = {**row.environment.get("readings", {}), "timelines": said}
+    return replace(row, environment={**row.environment, "readings": readings})
 
 
 def _traces_at_once() -> int:
@@ -142,14 +187,14 @@ def cell_identity(job: TrainingJob) -> str:
     return job.replace(versions=FrozenMapping()).config_hash
 
 
-def _hashes_in(shard: Path, trace: bool, gpu: str | None) -> set[str]:
-    """Cells that need not run again; rows of another GPU type than the one named are no answer for it."""
-    if not shard.exists():
-        return set()
-    rows, _ = store.read_shard(shard)
+def _hashes_in(shard: Path, trace: bool, gpu: str | None) -> tuple[set[str], int]:
+    """Cells that need not run again, and how many lines cannot be read. Rows of another GPU type than the one named are no
+    answer for it."""
+    rows, bad = store.read_shard(shard)
     provenance = "traced" if trace else "measured"
     rows = [row for row in rows if row.provenance == provenance and row.outcome != "failed"]
-    return {cell_identity(row.job) for row in rows if gpu is None or row.gpu == gpu}
+    rows = [row for row in rows if row.rank == 0 or row.outcome == "out_of_memory"]  # rank 0's is written last
+    return {cell_identity(row.job) for row in rows if gpu is None or row.gpu == gpu}, len(bad)
 
 
 def _failed(job: TrainingJob, gpu: str | None, trace: bool, reason: str) -> Measurement:

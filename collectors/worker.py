@@ -1,26 +1,29 @@
 """What a cell does, in a process of its own: makes a `Measurement` of a question.
 
-The question: `{"job": {...}, "gpu": "H100-80GB" | null, "trace": false, "steps": 3}`. With a GPU it measures; with `trace`
-it traces on fake tensors. Out of memory is an outcome. Only the standard library, torch, pynvml and the stack under test
-are imported beside peakcast's own light modules.
+The question: `{"job": {...}, "gpu": "H100-80GB" | null, "trace": false, "steps": 3, "history": false, "ranks": "auto"}`.
+With a GPU it measures; with `trace` it traces on fake tensors; with `history` it also hands back the run's timelines,
+packed; `ranks` says whether a job of many ranks runs with all of them. Out of memory is an outcome. Only the standard
+library, torch, pynvml and the stack under test are imported beside peakcast's own light modules.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from peakcast import __version__
-from peakcast.collectors import probes
+from peakcast.collectors import gang, probes
+from peakcast.collectors.engines import WORK
+from peakcast.collectors.nvml import Nvml
+from peakcast.collectors.recorder import Recorder, collectives, with_versions
 from peakcast.errors import NO_GPU, CollectorError
-from peakcast.fields import FrozenMapping
 from peakcast.records import Measurement
 from peakcast.spec import TrainingJob
-from peakcast.timeline import Phase
+from peakcast.timeline import Timeline
+from peakcast.timelines import pack, timeline_to_mapping
 
 LIBRARIES = (
     "torch",
@@ -34,32 +37,51 @@ LIBRARIES = (
 """What cells import, for a parent to have ready. One that is missing is left to the cell, which says what to install."""
 MIN_STEPS = 3
 """The first step has no optimizer states; two steady ones show that it has settled."""
-NVML_QUANTUM_BYTES = 64 * 2**20
-"""Use before our context that is larger than this is another process (an idle driver reports some MiB)."""
-
-
-def run(question: Mapping[str, Any]) -> Measurement:
-    """The row of one question."""
+def run(question: Mapping[str, Any]) -> list[tuple[Measurement, bytes | None]]:
+    """The row of one question (one for each real rank), and its timelines as a file's bytes where they are asked for."""
     from peakcast.dialects.job_file import job_from_mapping
 
     job = job_from_mapping(question["job"])
+    history, ranks = bool(question.get("history")), job.parallelism.world_size
+    if ranks > 1 and not gang.launched() and has_ranks(question, ranks):
+        return gang.run(question, ranks, WORK)
     if question.get("trace"):
-        return traced(job, str(question["gpu"]), int(question.get("rank", 0)))
-    return measured(job, question.get("gpu"), max(int(question.get("steps", MIN_STEPS)), MIN_STEPS))
+        return [traced(job, str(question["gpu"]), int(question.get("rank", 0)), history=history)]
+    steps = max(int(question.get("steps", MIN_STEPS)), MIN_STEPS)
+    return [measured(job, question.get("gpu"), steps, history=history)]
 
 
-def traced(job: TrainingJob, gpu: str, rank: int = 0) -> Measurement:
+def has_ranks(question: Mapping[str, Any], ranks: int) -> bool:
+    """Whether all ranks of a job are to run. Raises: CollectorError where they must and there are too few GPUs."""
+    asked = question.get("ranks", "auto")
+    if question.get("trace"):
+        return bool(asked == "real")
+    import torch
+
+    num_gpus = torch.cuda.device_count()  # asks NVML, so that CUDA stays untouched for the ranks
+    if asked == "real" and num_gpus < ranks:
+        raise CollectorError(
+            f"ranks='real' needs a GPU for each of {ranks} ranks and {num_gpus} are here; use 'auto', where one stands for "
+            "the others.",
+            parameter="ranks",
+            value="real",
+        )
+    return bool(asked != "one" and num_gpus >= ranks)
+
+
+def traced(job: TrainingJob, gpu: str, rank: int = 0, *, history: bool = False) -> tuple[Measurement, bytes | None]:
     """The row of a trace of `rank`: what the framework allocates, no kernels, no context."""
-    from peakcast.collectors.tracing.trace import trace_here
+    from peakcast.collectors.tracing.trace import trace_here, trace_on_cpu
 
     started = time.monotonic()
-    timelines = trace_here(job, rank)
+    timelines = trace_on_cpu(job) if gang.launched() else trace_here(job, rank)
     first, steady = timelines["first"], timelines["steady"]
-    return Measurement(
+    packed = timelines_packed(timelines) if history else None
+    row = Measurement(
         job=with_versions(job),
         gpu=gpu,
         provenance="traced",
-        rank=rank,
+        rank=gang.rank() if gang.launched() else rank,
         collectives=collectives(job),
         source="peakcast",
         source_version=__version__,
@@ -69,25 +91,21 @@ def traced(job: TrainingJob, gpu: str, rank: int = 0) -> Measurement:
         phase_peaks={phase.name.lower(): size for phase, size in steady.phase_peaks().items()},
         environment={
             "versions": probes.versions(),
-            "readings": {"wall_seconds": round(time.monotonic() - started, 1)},
+            "readings": {"wall_seconds": round(time.monotonic() - started, 3)},
         },
         observed=datetime.date.today().isoformat(),
     )
+    return row, packed
 
 
-def collectives(job: TrainingJob) -> Literal["none", "fake"]:
-    """One GPU stands for one rank of many: its collectives move nothing."""
-    return "fake" if job.parallelism.world_size > 1 else "none"
+def timelines_packed(timelines: Mapping[str, Timeline]) -> bytes | None:
+    """A trace's timelines as a file's bytes: nothing in a trace is hidden."""
+    return pack({**{step: timeline_to_mapping(timeline) for step, timeline in timelines.items()}, "hidden": []})
 
 
-def with_versions(job: TrainingJob) -> TrainingJob:
-    """`job` with the versions that really ran, which decide whose conventions hold."""
-    found = probes.versions()
-    deciding = ("torch", "transformers", "accelerate", "peft")
-    return job.replace(versions=FrozenMapping({k: found[k] for k in deciding if k in found}))
-
-
-def measured(job: TrainingJob, gpu: str | None, steps: int) -> Measurement:
+def measured(
+    job: TrainingJob, gpu: str | None, steps: int, *, history: bool = False
+) -> tuple[Measurement, bytes | None]:
     """The row of a real run on this machine's first GPU. Raises: CollectorError without one."""
     import torch
 
@@ -100,17 +118,22 @@ def measured(job: TrainingJob, gpu: str | None, steps: int) -> Measurement:
     if settings:  # the variable itself was read when the parent imported torch
         torch.cuda.memory._set_allocator_settings(settings)
         os.environ[variable] = settings
-    nvml = probes.Nvml()
-    idle = nvml.used_bytes()
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order; CUDA's own puts the fastest GPU first
+    torch.cuda.set_device(gang.local_rank())
+    nvml = Nvml(gang.local_rank())
+    idle, busy = nvml.settled_bytes(), nvml.is_in_use()
     torch.cuda.init()
     torch.empty(1, device="cuda")
     context = nvml.used_bytes()
     if context is not None:
         context -= torch.cuda.memory_reserved()  # the small segment behind that one element
+    nvml.check(probes.cuda_uuid())
     environment = {**probes.cuda_environment(), "versions": probes.versions(), "driver": nvml.driver()}
     record = Recorder(job, gpu or gpu_name(environment["gpu_name"]), environment)
-    record.idle, record.context = idle, context
-    if idle is not None and idle > NVML_QUANTUM_BYTES * 16:
+    record.idle, record.context, record.is_mig = idle, context, nvml.is_mig
+    if history:
+        record.begin_history()
+    if busy:
         record.spoiled.append(f"{idle} bytes of the GPU were in use before the run: another process?")
     with nvml.sampling() as seen:
         try:
@@ -119,10 +142,13 @@ def measured(job: TrainingJob, gpu: str | None, steps: int) -> Measurement:
             if not probes.is_out_of_memory(error):
                 raise
             record.out_of_memory(error)
-        record.nvml_peak = seen["peak"]
-    if (nvml.num_processes() or 1) > 1:
+    record.nvml_peak = seen.peak
+    if seen.others:
         record.spoiled.append("another process used the GPU during the run.")
-    return record.row()
+    if remarks := nvml.remarks(seen.processes):
+        environment["nvml"] = remarks
+    packed = record.timelines()
+    return record.row(), packed
 
 
 def gpu_name(reported: str) -> str:
@@ -138,141 +164,3 @@ def gpu_name(reported: str) -> str:
             parameter="gpu",
             value=reported,
         ) from error
-
-
-class Recorder:
-    """Runs a job on the GPU phase by phase and keeps what was read."""
-
-    def __init__(self, job: TrainingJob, gpu: str, environment: dict[str, Any]) -> None:
-        self.job = job
-        self.gpu = gpu
-        self.environment = environment
-        self.readings: dict[str, Any] = {}
-        """What differs from run to run: kept apart from the facts that say how it was measured."""
-        self.spoiled: list[str] = []
-        self.idle: int | None = None
-        self.context: int | None = None
-        self.nvml_peak: int | None = None
-        self.outcome = "ok"
-        self.steps: list[dict[str, dict[str, int]]] = []
-        self.built: dict[str, int] = {}
-        self.steady_allocated: int | None = None
-        self._phase = ""
-
-    def run(self, steps: int) -> None:
-        """Build, then `steps` training steps; allocator peaks are reset at every phase edge."""
-        import torch
-
-        from peakcast.collectors.frameworks import build, layouts
-
-        started = time.monotonic()
-        layouts.start_group(self.job)
-        training = build(self.job, "cuda:0")
-        torch.cuda.synchronize()
-        self.built = probes.allocator_peaks()
-        self.readings["build_seconds"] = round(time.monotonic() - started, 2)
-        self.environment.update(training.facts())
-        for _ in range(steps):
-            self.steps.append({})
-            self._step(training)
-        self.readings["wall_seconds"] = round(time.monotonic() - started, 2)
-        if self.job.attention == "sdpa" and "attention_backend" not in self.environment:  # nothing fused to be seen
-            dtype = getattr(torch, self.job.precision.compute)
-            self.environment["attention_backend"] = probes.attention_backend(training.model, dtype)
-        if not any(training.optimizer.state.values()) and self.job.optimizer.name != "sgd":
-            self.spoiled.append("the optimizer has no states: its step was skipped.")
-
-    def _step(self, training: Any) -> None:
-        import torch
-
-        if hasattr(training, "forward_backward"):  # the library has a schedule of its own
-            training.forward_backward(self._begin)
-        else:
-            self._micro_batches(training)
-        self._begin(Phase.GRADIENT_CLIPPING)
-        training.clip()
-        self._begin(Phase.OPTIMIZER_STEP)
-        training.step()
-        training.zero_grad()
-        self._begin(None)
-        self.steady_allocated = int(torch.cuda.memory_allocated())
-
-    def _micro_batches(self, training: Any) -> None:
-        for _ in range(self.job.gradient_accumulation_steps):
-            self._begin(Phase.FORWARD)
-            loss = training.forward(lambda: self._begin(Phase.LOSS))
-            if len(self.steps) == 1 and (kernel := probes.attention_in_graph(loss)):
-                self.environment["attention_backend"] = kernel
-            self._begin(Phase.BACKWARD)
-            training.backward(loss)
-            del loss
-
-    def _begin(self, phase: Phase | None) -> None:
-        """Close the phase at hand and begin the next."""
-        import torch
-
-        if self._phase:
-            torch.cuda.synchronize()
-            self._keep(probes.allocator_peaks())
-        self._phase = phase.name.lower() if phase is not None else ""
-        torch.cuda.reset_peak_memory_stats()
-
-    def _keep(self, peaks: dict[str, int]) -> None:
-        """The peaks of the phase at hand, over all its micro-batches."""
-        before = self.steps[-1].get(self._phase, {})
-        self.steps[-1][self._phase] = {name: max(size, before.get(name, 0)) for name, size in peaks.items()}
-
-    def out_of_memory(self, error: BaseException) -> None:
-        """Keep what was reached: lower bounds."""
-        import torch
-
-        self.outcome = "out_of_memory"
-        if self._phase:
-            self._keep(probes.allocator_peaks())
-        message = (str(error).splitlines() or [""])[0][:300]
-        self.readings["out_of_memory"] = {
-            "phase": self._phase or "init",
-            "message": message,
-            "requested_bytes": probes.requested_bytes(message),
-            "reserved_bytes": int(torch.cuda.memory_reserved()),
-        }
-        with contextlib.suppress(RuntimeError):  # a context that ran out outside the allocator may answer no more
-            free, total = torch.cuda.mem_get_info()
-            self.readings["out_of_memory"] |= {"free_bytes": int(free), "total_bytes": int(total)}
-
-    def row(self) -> Measurement:
-        """What was read, as a row."""
-        counts = probes.allocator_counts()
-        if counts["num_alloc_retries"] and self.outcome == "ok":
-            self.spoiled.append(f"the allocator gave memory back and retried {counts['num_alloc_retries']} times.")
-        peaks = [self.built, *(phase for step in self.steps for phase in step.values())]
-        peaks = [peak for peak in peaks if peak]
-        first = [phase["allocated"] for phase in self.steps[0].values()] if self.steps else []
-        last = self.steps[-1] if self.steps else {}
-        used = None if self.nvml_peak is None or self.idle is None else self.nvml_peak - self.idle
-        self.readings |= {"num_ooms": counts["num_ooms"], "steps": self.steps, "built": self.built}
-        self.readings["host_resident_bytes"] = probes.host_peak_bytes()
-        return Measurement(
-            job=with_versions(self.job),
-            gpu=self.gpu,
-            provenance="measured",
-            collectives=collectives(self.job),
-            source="peakcast",
-            source_version=__version__,
-            outcome="ok" if self.outcome == "ok" else "out_of_memory",
-            peak_allocated_bytes=max((peak["allocated"] for peak in peaks), default=None),
-            peak_reserved_bytes=max((peak["reserved"] for peak in peaks), default=None),
-            peak_requested_bytes=max((peak["requested"] for peak in peaks), default=None),
-            peak_active_bytes=max((peak["active"] for peak in peaks), default=None),
-            peak_device_bytes=used,
-            peak_host_bytes=None,
-            first_step_peak_allocated_bytes=max(first, default=None),
-            steady_allocated_bytes=self.steady_allocated if self.outcome == "ok" else None,
-            context_bytes=None if self.context is None or self.idle is None else self.context - self.idle,
-            num_alloc_retries=counts["num_alloc_retries"],
-            phase_peaks={phase: peak["allocated"] for phase, peak in last.items()},
-            environment={**self.environment, "readings": self.readings},
-            spoiled=tuple(self.spoiled),
-            observed=datetime.date.today().isoformat(),
-        )
-

@@ -6,6 +6,7 @@ Importing it loads neither torch nor mlflow; names are loaded when first used.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from peakcast.watching import watch as watch
 
 __version__ = "0.1.0"
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
+if (_CHECKOUT / "pyproject.toml").is_file():  # nothing need be installed: peakcast.collectors is the folder beside this one
+    __path__.append(str(_CHECKOUT))
 
 _HOMES = {
     "Architecture": "peakcast.architecture",

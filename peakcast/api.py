@@ -339,16 +339,23 @@ def collect(
     select: str = "grid",
     engine: str = "local",
     engine_options: Mapping[str, Any] | None = None,
+    history: bool = False,
+    ranks: str = "auto",
+    plot: Path | None = None,
     progress: Progress | None = None,
 ) -> Summary:
     """Measure the cells of `grid` that `shard` does not have yet, each in a process of its own. Returns a summary.
 
     `trace` needs no GPU. `select`: "grid" takes cells in the grid's order, "informative" first those that tell most about
-    the others, given what the tables in `datasets/` and `shard` have. See `peakcast.collectors.runner.collect`.
+    the others, given what the tables in `datasets/` and `shard` have. `history` keeps each run's timelines beside the
+    shard. `ranks`: "auto" runs a job of several ranks with all of them where there are GPUs enough. `plot`: a picture (.png
+    or .svg) of measured against predicted, drawn again as rows come. See `peakcast.collectors.runner.collect`.
     """
+    from peakcast.collected import Collected, telling_time
     from peakcast.collectors.runner import collect as run
 
-    return run(
+    collected = Collected(plot)
+    summary = run(
         _selected(grid, shard, gpu, select),
         shard,
         budget_minutes=budget_minutes,
@@ -358,8 +365,14 @@ def collect(
         processes=processes,
         engine=engine,
         engine_options=engine_options,
-        progress=(lambda cell, done, total: progress(f"{done + 1} of {total}: {cell}")) if progress else None,
+        history=history,
+        ranks=ranks,
+        progress=telling_time(progress) if progress else None,
+        on_row=collected.add,
     )
+    collected.finish()
+    summary.errors = collected.table()
+    return summary
 
 
 def _selected(
@@ -395,13 +408,15 @@ def verify(
     `output`: a folder for ledger.md, a page with every cell. Needs torch and the stacks of the grid, but no GPU.
     Raises: CollectorError for a bad grid, RecordError when a file cannot be written.
     """
+    from peakcast.collected import telling_time
     from peakcast.collectors.grid import load_grid
     from peakcast.collectors.runner import cell_identity
+    from peakcast.collectors.runner import collect as run
     from peakcast.models.agreement import agreements
     from peakcast.store import read_shard
 
     jobs = load_grid(grid)
-    collect(jobs, shard, trace=True, processes=processes, progress=progress)
+    run(jobs, shard, trace=True, processes=processes, progress=telling_time(progress) if progress else None)
     rows = {cell_identity(row.job): row for row in read_shard(shard)[0] if row.provenance == "traced"}
     cells = agreements(rows[name] for job in jobs if (name := cell_identity(job)) in rows)
     if output is not None:

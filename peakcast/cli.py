@@ -251,6 +251,11 @@ def collect(
     engine_options: Annotated[
         list[str] | None, typer.Option("--engine-set", help="An option of the engine: --engine-set slurm_partition=gpu")
     ] = None,
+    history: Annotated[bool, typer.Option("--history", help="Keep the allocator's history of each run.")] = False,
+    ranks: Annotated[
+        str, typer.Option(help="Of a job of several: auto (all where there are GPUs enough, else one), real, or one.")
+    ] = "auto",
+    plot: Annotated[Path | None, typer.Option(help="Draw measured against predicted to this .png or .svg.")] = None,
     json: Json = False,
 ) -> None:
     """Measure the cells of GRID that SHARD does not have yet, each in its own process; interrupt and resume at will."""
@@ -268,6 +273,9 @@ def collect(
             select=select,
             engine=engine,
             engine_options=_options(engine_options or []),
+            history=history,
+            ranks=ranks,
+            plot=plot,
             progress=progress,
         )
     print(render.json_text(render.plain(summary)) if json else render.summary_text(summary, shard))

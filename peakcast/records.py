@@ -15,7 +15,7 @@ SCHEMA_VERSION = 1
 
 Provenance = Literal["measured", "published", "traced"]
 Outcome = Literal["ok", "out_of_memory", "failed"]
-Collectives = Literal["nccl", "fake", "none"]
+Collectives = Literal["nccl", "gloo", "fake", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)

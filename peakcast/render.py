@@ -314,7 +314,16 @@ def summary_text(summary: Summary, shard: Path) -> str:
         f"{s.left} left of {s.total} cells in {s.seconds:.0f} s"
     )
     causes = Counter(reason.partition(": ")[2] or reason for reason in s.reasons)
-    return "\n".join([f"{shard}: {counts}", *(f"{number} failed: {cause}" for cause, number in causes.items())])
+    lines = [f"{shard}: {counts}", *(f"{number} failed: {cause}" for cause, number in causes.items())]
+    if s.unreadable:
+        count = f"{s.unreadable} {'line' if s.unreadable == 1 else 'lines'}"
+        lines.append(f"{count} of it cannot be read; their cells ran again.")
+    if s.errors:
+        lines += ["", "off by      cells   median      p95    worst"]
+        for e in s.errors:
+            errors = f"{e['median_error']:>8.2%} {e['p95_error']:>8.2%} {e['worst_error']:>+8.2%}"
+            lines.append(f"{e['quantity']:<10} {e['cells']:>6} {errors}  {e['worst_cell']}")
+    return "\n".join(lines)
 
 
 @contextmanager

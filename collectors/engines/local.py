@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from peakcast.collectors.engines import WORK, Answer, Question
+from peakcast.collectors.nursery import end_session
 
 GRACE_SECONDS = 60
 """How long past a cell's own time its warm parent, which ends it, may stay silent before it is taken for hung itself."""
@@ -78,6 +78,7 @@ class _Parent:
     def send(self, question: Question, timeout_seconds: float) -> None:
         self.question = question
         if self._process is None or self._process.poll() is not None:
+            self.end()
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -108,7 +109,6 @@ class _Parent:
     def end(self) -> None:
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        end_session(self._process.pid)
         self._process.communicate()  # reaps it and closes its pipes
         self._process = None

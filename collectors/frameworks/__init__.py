@@ -12,14 +12,16 @@ from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 
 STACKS = {
-    "huggingface": "peakcast.collectors.frameworks.huggingface",
-    "torch": "peakcast.collectors.frameworks.huggingface",
-    "megatron": "peakcast.collectors.frameworks.megatron_core",
+    "huggingface": ("peakcast.collectors.frameworks.huggingface", "'peakcast[collect]'"),
+    "torch": ("peakcast.collectors.frameworks.huggingface", "'peakcast[collect]'"),
+    "deepspeed": ("peakcast.collectors.frameworks.deepspeed", "deepspeed"),
+    "megatron": ("peakcast.collectors.frameworks.megatron_core", "--no-deps megatron-core"),  # needs torch only
 }
-"""framework -> module. A plain torch loop trains the same networks, and keeps the model's outputs as plain loops do."""
+"""framework -> module, and what to install. A plain torch loop trains the same networks, and keeps the model's outputs as
+plain loops do."""
+REAL_TENSORS = frozenset({"deepspeed"})
+"""Stacks that read values, which fake tensors have not: they are traced on real tensors of this machine's CPU."""
 
-INSTALLED_BY = {"": "pip install 'peakcast[collect]'", "megatron": "pip install --no-deps megatron-core"}
-"""framework ("" for the others) -> how its packages are installed; megatron-core needs nothing that torch has not."""
 
 
 class Training(Protocol):
@@ -48,23 +50,34 @@ class Training(Protocol):
         """What was really chosen: attention implementation, optimizer path."""
 
 
+INFERENCE = "peakcast.collectors.frameworks.huggingface_inference"
+
+
 def build(job: TrainingJob, device: str) -> Training:
     """The training run of `job` on `device` with random weights. Raises: CollectorError when the stack cannot."""
-    module = STACKS.get(job.framework)
-    if module is None:
+    training: Training = _made(job, STACKS.get(job.framework, ("", ""))[0], "build", device)
+    return training
+
+
+def build_inference(job: TrainingJob, device: str) -> Any:
+    """The generation of `job` on `device`: its `generate(on_forward)` runs it. Raises: CollectorError when it cannot."""
+    return _made(job, INFERENCE, "build_inference", device)
+
+
+def _made(job: TrainingJob, module: str, function: str, device: str) -> Any:
+    if not module:
         raise CollectorError(
             f"framework={job.framework!r} has no collector yet; measure with one of {', '.join(STACKS)}.",
             parameter="framework",
             value=job.framework,
         )
     try:
-        stack = importlib.import_module(module)
+        return getattr(importlib.import_module(module), function)(job, device)
     except ImportError as error:
+        package = STACKS[job.framework][1]
         raise CollectorError(
             f"framework={job.framework!r} needs a package that is not installed ({error}); "
-            f"install it with: {INSTALLED_BY.get(job.framework, INSTALLED_BY[''])}.",
+            f"install it with: pip install {package}.",
             parameter="framework",
             value=job.framework,
         ) from error
-    training: Training = stack.build(job, device)
-    return training

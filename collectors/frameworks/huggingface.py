@@ -57,8 +57,10 @@ class HuggingFaceTraining:
             on_loss()
             return loss_function(*arguments, **keywords)
 
-        inner.loss_function = announced
-        before = self._module_before_loss(inner)
+        announces = not self.job.compile  # what is compiled has no moment between its layers and its loss
+        if announces:
+            inner.loss_function = announced
+        before = self._module_before_loss(inner) if announces else None
         announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
         self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
         try:
@@ -66,7 +68,8 @@ class HuggingFaceTraining:
                 switches = {"use_cache": False} if self.job.architecture.kind == "decoder" else {}
                 outputs = self.model(**self.batch, **switches)
         finally:
-            inner.loss_function = loss_function
+            if announces:
+                inner.loss_function = loss_function
             if announcement is not None:
                 announcement.remove()
         if self.job.framework == "torch":
@@ -139,6 +142,7 @@ class HuggingFaceTraining:
             "optimizer": type(self.optimizer).__name__,
             "optimizer_fused": options.get("fused"),
             "optimizer_foreach": options.get("foreach"),
+            **({"compiled": "inductor"} if self.job.compile else {}),
             "transformers": transformers.__version__,
         }
 
@@ -146,22 +150,30 @@ class HuggingFaceTraining:
 def build(job: TrainingJob, device: str) -> HuggingFaceTraining:
     """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens."""
     scope.check(job)
-    with torch.device(device):
+    with torch.device("cpu" if job.finetuning.quantization else device):
         model = model_of(job)
+    with torch.device(device):
         batch = _batch(job)
+    if job.finetuning.quantization:
+        from peakcast.collectors.frameworks.quantized import quantize
+
+        model = quantize(model, job, device)
     if job.precision.compute == "float8":
         model = _in_float8(model)
     _with_liger_kernels(model, job)
     model.train()
     if job.activation_checkpointing.mode != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint(job), **_every_n_layers(job))
-    if job.finetuning.method == "lora":
+    if job.finetuning.method != "full":
         model = _with_adapters(model, job)
     if job.framework_options.get("neftune"):
         embeddings = causal_model(model).get_input_embeddings()  # as transformers' activate_neftune does
         embeddings.neftune_noise_alpha = NEFTUNE_NOISE_ALPHA
         embeddings.register_forward_hook(neftune_post_forward_hook)
-    return HuggingFaceTraining(job, model, layouts.wrap(model, job), batch)
+    training = HuggingFaceTraining(job, model, layouts.wrap(model, job), batch)
+    if job.compile:
+        training.model.compile()  # last, as accelerate's prepare_model does: what the layout has wrapped
+    return training
 
 
 def causal_model(model: Any) -> Any:

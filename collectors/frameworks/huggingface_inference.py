@@ -40,6 +40,14 @@ class HuggingFaceInference:
                 position = torch.full((1, 1), ids.shape[1] - 1, device=ids.device)
                 del outputs
 
+    def facts(self) -> dict[str, Any]:
+        """What was really chosen."""
+        return {
+            "attention_implementation": causal_model(self.model).config._attn_implementation,
+            "cache": type(self._cache()).__name__,
+            "transformers": transformers.__version__,
+        }
+
     def _cache(self) -> Any:
         config = causal_model(self.model).config
         if self.job.inference.cache == "dynamic":

@@ -86,6 +86,21 @@ def _from_package(module: str, kind: str, package: str, **options: Any) -> Build
     return build
 
 
+def _bitsandbytes(kind: str) -> Builder:
+    """8-bit states are of 32 bits for embeddings, with the Trainer (transformers 5.17 trainer.py `create_optimizer`)."""
+
+    def build(job: TrainingJob, model: Any, groups: Groups) -> Any:
+        optimizer = _from_package("bitsandbytes.optim", kind, "bitsandbytes")(job, model, groups)
+        if kind.endswith("8bit") and job.framework == "huggingface":
+            manager = _imported("bitsandbytes.optim", "bitsandbytes", job).GlobalOptimManager.get_instance()
+            for part in model.modules():
+                if isinstance(part, torch.nn.Embedding):
+                    manager.register_module_override(part, "weight", {"optim_bits": 32})
+        return optimizer
+
+    return build
+
+
 def _galore(job: TrainingJob, model: Any, groups: Groups) -> Any:
     """As the Trainer with optim_target_modules="all-linear" (transformers 5.17 trainer_optimizer.py)."""
     linear = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Linear)}
@@ -133,8 +148,13 @@ BUILDERS: dict[tuple[str, str], Builder] = {
     ),
     ("muon", ""): _muon,
     ("lion", "lion_pytorch"): _from_package("lion_pytorch", "Lion", "lion-pytorch"),
-    ("lion", "bitsandbytes"): _from_package("bitsandbytes.optim", "Lion", "bitsandbytes"),
-    ("adamw_8bit", "bitsandbytes"): _from_package("bitsandbytes.optim", "AdamW8bit", "bitsandbytes"),
+    ("lion", "bitsandbytes"): _bitsandbytes("Lion"),
+    ("lion_8bit", ""): _bitsandbytes("Lion8bit"),
+    ("adamw_8bit", "bitsandbytes"): _bitsandbytes("AdamW8bit"),
+    ("paged_adamw_8bit", ""): _bitsandbytes("PagedAdamW8bit"),
+    ("paged_adamw_32bit", ""): _bitsandbytes("PagedAdamW32bit"),
+    ("paged_lion_8bit", ""): _bitsandbytes("PagedLion8bit"),
+    ("paged_lion_32bit", ""): _bitsandbytes("PagedLion32bit"),
     ("adamw_8bit", "torchao"): _from_package("torchao.optim", "AdamW8bit", "torchao"),
     ("adamw_4bit", ""): _from_package("torchao.optim", "AdamW4bit", "torchao"),
     ("adamw_fp8", ""): _from_package("torchao.optim", "AdamWFp8", "torchao"),

@@ -13,9 +13,30 @@ def _offloads_with_fsdp2(job: TrainingJob) -> bool:
     sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.data_parallel_size > 1
     return sharded and job.offload == Offload(parameters=True, optimizer=True)
 
+
+LEFT_OUT = (
+    "fused_kernels",
+    "generate_logits",
+    "gptq_group_size",
+    "logits_upcast",
+    "norms_in_float32",
+    "outputs_dropped",
+    "trainer",
+)
+"""Options of frameworks that the library decides here, whatever the job says."""
+
+
+def _left_out(job: TrainingJob) -> list[str]:
+    return [name for name in LEFT_OUT if name in job.framework_options]
+
+
 SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob], object], str]] = {
     "task": (lambda j: j.task != "train", lambda j: j.task, "train"),
-    "compile": (lambda j: j.compile, lambda j: j.compile, "false"),
+    "compile": (
+        lambda j: j.compile and j.framework not in ("huggingface", "torch"),
+        lambda j: j.compile,
+        "it with framework huggingface or torch",
+    ),
     "offload": (
         lambda j: (j.offload.parameters or j.offload.optimizer) and not _offloads_with_fsdp2(j),
         lambda j: j.offload,
@@ -49,15 +70,20 @@ SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob
         lambda j: j.finetuning.adapter_dtype,
         "float32 or precision.parameters, which is all that peft offers",
     ),
+    "framework_options": (
+        lambda j: bool(_left_out(j)),
+        lambda j: _left_out(j),
+        "without them: they say how other stacks do it, and change nothing here",
+    ),
     "finetuning.quantization": (
-        lambda j: j.finetuning.quantization is not None,
+        lambda j: j.finetuning.quantization == "gptq" or (bool(j.finetuning.quantization) and j.parallelism.world_size > 1),
         lambda j: j.finetuning.quantization,
-        "null",
+        "nf4 or int8 (gptq needs a calibrated checkpoint) on one GPU",
     ),
     "parallelism": (
         lambda j: j.parallelism.world_size > j.parallelism.data_parallel_size or j.parallelism.zero_stage > 0,
         lambda j: f"{j.parallelism.world_size} ranks (zero_stage {j.parallelism.zero_stage})",
-        "one GPU, or data parallelism with DDP or FSDP",
+        "one GPU, or data parallelism with DDP or FSDP (ZeRO: framework deepspeed)",
     ),
 }
 """parameter -> (whether the job asks for what is not done, the value to show, what is done)."""

@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob, job_to_mapping
-from peakcast.timeline import Category, Entry, Phase, Timeline
+from peakcast.timeline import Category, Phase, Timeline
+from peakcast.timelines import timeline_from_mapping as timeline_from_mapping
+from peakcast.timelines import timeline_to_mapping as timeline_to_mapping
 
 NUM_STEPS = 2
 """The first step makes the optimizer states; the second is steady."""
@@ -50,7 +51,21 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     """As `trace_job`, in this process, which it changes for good (fake CUDA, patched attention)."""
     import torch
 
-    from peakcast.collectors.frameworks import build, layouts
+    from peakcast.collectors.frameworks import REAL_TENSORS, layouts
+
+    if job.framework in REAL_TENSORS:
+        return trace_on_cpu(job)
+    for parameter, value, why in (
+        ("compile", job.compile, "what the compiler fuses and keeps is decided on a GPU"),
+        ("finetuning.quantization", job.finetuning.quantization, "weights are quantised by their values"),
+        ("optimizer.name", job.optimizer.name.startswith("paged") and job.optimizer.name, "managed memory needs a GPU"),
+    ):
+        if value:
+            raise CollectorError(
+                f"{parameter}={value!r} cannot be traced: {why}; measure it on a GPU, or trace without it.",
+                parameter=parameter,
+                value=value,
+            )
     from peakcast.collectors.tracing import fake_cuda, fake_streams, megatron_fakes, patches, triton_stub
     from peakcast.collectors.tracing.tracer import Tracer
 
@@ -64,15 +79,38 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     layouts.start_group(job, rank)
     if job.framework == "megatron":
         megatron_fakes.install(tracer, engine=conventions(job)["adam_library"] != "torch")
-    steps: dict[str, tuple[int, int]] = {}
     if job.task == "inference":
         with fake_mode(), tracer:
-            steps = {"first": _generate(job, tracer)}
-        steps["steady"] = steps["first"]
-        return {step: tracer.timeline(*span) for step, span in steps.items()}
+            span = _generate(job, tracer)
+        return {step: tracer.timeline(*span) for step in ("first", "steady")}
     # one thread: autograd's own would not know that tensors made in backward are fake too
-    with fake_mode(), tracer, torch.autograd.set_multithreading_enabled(False):
-        training = build(job, "cuda:0")
+    with fake_mode(), torch.autograd.set_multithreading_enabled(False):
+        return _train(job, "cuda:0", tracer)
+
+
+def trace_on_cpu(job: TrainingJob) -> dict[str, Timeline]:
+    """As `trace_here`, on real tensors of this machine's CPU: its operators allocate nearly as the GPU's do, and the job
+    must fit its memory. Raises: CollectorError for offloading, which cannot be told from what stays."""
+    if job.offload.parameters or job.offload.optimizer or job.offload.activations:
+        raise CollectorError(
+            f"framework={job.framework!r} is traced on the CPU, where offloaded tensors cannot be told from others; "
+            "measure it on a GPU, or trace without offload.",
+            parameter="offload",
+            value=job.offload,
+        )
+    from peakcast.collectors.frameworks import layouts
+    from peakcast.collectors.tracing.tracer import Tracer
+
+    layouts.start_group(job)
+    return _train(job, "cpu", Tracer("cpu"))
+
+
+def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
+    from peakcast.collectors.frameworks import build
+
+    steps: dict[str, tuple[int, int]] = {}
+    with tracer:
+        training = build(job, device)
         gc.collect()  # what wrapping has replaced hangs in cycles of references
         tracer.name(training.model.named_parameters(), Category.PARAMETERS)
         with tracer.watching(training.model):
@@ -103,7 +141,7 @@ def fake_mode() -> Any:
 
 def _generate(job: TrainingJob, tracer: Any) -> tuple[int, int]:
     """Prefill and decoding of `job`, all of it forward; the operations from and to."""
-    from peakcast.collectors.frameworks.huggingface_inference import build_inference
+    from peakcast.collectors.frameworks import build_inference
 
     inference = build_inference(job, "cuda:0")
     tracer.name(inference.model.named_parameters(), Category.PARAMETERS)
@@ -129,47 +167,30 @@ def run_step(training: Any, tracer: Any) -> None:
             begin(Phase.BACKWARD)
             training.backward(loss)
             del loss
-    parameters = dict(training.model.named_parameters())
-    gradients = ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
-    tracer.name(gradients, Category.GRADIENTS)
+    name_gradients(training, tracer)
     tracer.phase = Phase.GRADIENT_CLIPPING
     training.clip()
     tracer.phase = Phase.OPTIMIZER_STEP
     training.step()
-    tracer.name(_states(training.optimizer), Category.OPTIMIZER_STATES)
+    name_states(training, tracer)
     training.zero_grad()
 
 
-def _states(optimizer: Any) -> list[tuple[str, Any]]:
+def name_gradients(training: Any, tracer: Any) -> None:
+    """Tell the tracer which tensors are gradients."""
+    parameters = dict(training.model.named_parameters())
+    gradients = ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
+    tracer.name(gradients, Category.GRADIENTS)
+
+
+def name_states(training: Any, tracer: Any) -> None:
+    """Tell the tracer which tensors are optimizer states."""
     import torch
 
-    return [
+    states = [
         (f"state.{name}", value)
-        for state in optimizer.state.values()
+        for state in training.optimizer.state.values()
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
     ]
-
-
-def timeline_to_mapping(timeline: Timeline) -> dict[str, Any]:
-    """A timeline as JSON-able columns."""
-    return {
-        "names": list(timeline.names),
-        "modules": list(timeline.modules),
-        "categories": timeline.categories.tolist(),
-        "num_bytes": timeline.num_bytes.tolist(),
-        "born": timeline.born.tolist(),
-        "dies": timeline.dies.tolist(),
-        "phases": timeline.phases.tolist(),
-        "labels": list(timeline.labels),
-    }
-
-
-def timeline_from_mapping(mapping: Mapping[str, Any]) -> Timeline:
-    """The timeline of `timeline_to_mapping`."""
-    columns = ("names", "categories", "num_bytes", "born", "dies", "modules")
-    entries = [
-        Entry(name, Category(category), size, born, dies, module)
-        for name, category, size, born, dies, module in zip(*(mapping[c] for c in columns), strict=True)
-    ]
-    return Timeline.from_entries(entries, mapping["phases"], mapping["labels"])
+    tracer.name(states, Category.OPTIMIZER_STATES)

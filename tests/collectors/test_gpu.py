@@ -1,13 +1,16 @@
 """On a real GPU: the measurement against the ledger. Skipped without one (run with -m gpu)."""
 
+import base64
+
 import pytest
 
 from peakcast import catalog
 from peakcast.collectors.engines.local import run
-from peakcast.collectors.grid import expand
+from peakcast.collectors.grid import expand, load_grid
 from peakcast.models.analytical.ledger import ledger
 from peakcast.rows import from_row
-from peakcast.spec import job_to_mapping
+from peakcast.spec import job_in_words, job_to_mapping
+from peakcast.timelines import timeline_from_mapping, unpack
 
 CELLS = [
     {"architecture": "gpt2"},
@@ -31,3 +34,18 @@ def test_a_measured_cell_is_within_two_percent_of_the_ledger(cell):
     device = catalog.gpu(row.gpu)
     predicted = max(ledger(row.job, device=device, step=step).peak().num_bytes for step in ("first", "steady"))
     assert predicted == pytest.approx(row.peak_allocated_bytes, rel=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("job", load_grid("stacks"), ids=job_in_words)
+def test_every_stack_that_is_installed_measures(job):
+    ((_, answer),) = run([{"job": job_to_mapping(job), "ranks": "one", "history": True}], 600)
+    if "pip install" in answer.get("reason", ""):
+        pytest.skip(answer["reason"])
+    assert "reason" not in answer
+    row = from_row(answer["row"])
+    assert (row.outcome, row.spoiled, row.provenance) == ("ok", (), "measured")
+    assert row.collectives == ("fake" if job.parallelism.world_size > 1 else "none")
+    kept = unpack(base64.b64decode(answer["history"]))
+    found = max(timeline_from_mapping(kept[step]).peak().num_bytes for step in ("first", "steady"))
+    assert found == pytest.approx(row.peak_allocated_bytes, rel=0.02)  # but for what was not split from large blocks

@@ -1,7 +1,5 @@
 """The runner keeps every finished row and survives what a cell may do. The cells here are small programs."""
 
-import itertools
-import textwrap
 import time
 
 import pytest
@@ -12,35 +10,7 @@ from peakcast.collectors.runner import collect
 from peakcast.errors import CollectorError
 
 JOBS = expand({"axes": {"architecture": ["gpt2", "pythia-160m", "opt-125m"]}, "base": {"sequence_length": 128}})
-
-ANSWER = """
-import os, signal, subprocess, sys, time
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.errors import CollectorError
-from peakcast.records import Measurement
-
-def row(question):
-    job = job_from_mapping(question["job"])
-    return Measurement(job=job, gpu="A100-80GB", provenance="traced", source="peakcast", peak_allocated_bytes=1)
-"""
 GOOD = "print('noise'); return row(question)"
-
-
-@pytest.fixture
-def cell(tmp_path, monkeypatch):
-    """The name of a function that does `text`, as the processes of a collection find it."""
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    names = (f"cell_{number}" for number in itertools.count())
-
-    def written(text):
-        name = next(names)
-        body = textwrap.indent(textwrap.dedent(text), "    ")
-        (folder / f"{name}.py").write_text(f"{ANSWER}\ndef work(question):\n{body}\n")
-        return f"{name}:work"
-
-    return written
 
 
 def test_each_row_is_on_disk_before_the_next_cell_and_a_second_run_skips_them(tmp_path, cell):

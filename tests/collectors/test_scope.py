@@ -8,14 +8,15 @@ from peakcast.errors import CollectorError
 
 REFUSED = {
     "task": {"task": "inference"},
-    "compile": {"compile": True},
+    "compile": {"compile": True, "framework": "megatron"},
     "offload": {"offload.optimizer": True},
     "activation_checkpointing.modules": {"activation_checkpointing": {"mode": "selective", "modules": ["mlp"]}},
     "activation_checkpointing.num_layers": {"activation_checkpointing": {"mode": "full", "num_layers": 2}},
     "precision.main_parameters": {"precision.main_parameters": "float32"},
     "precision.compute": {"precision.compute": "float8", "finetuning": {"method": "lora", "rank": 8}},
     "finetuning.adapter_dtype": {"finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "float16"}},
-    "finetuning.quantization": {"finetuning": {"method": "qlora", "rank": 8, "quantization": "nf4"}},
+    "framework_options": {"framework_options": {"norms_in_float32": True}},
+    "finetuning.quantization": {"finetuning": {"method": "qlora", "rank": 8, "quantization": "gptq"}},
     "parallelism": {"parallelism": {"data_parallel_size": 8, "zero_stage": 2}},
 }
 
@@ -43,6 +44,8 @@ def test_what_the_stack_does_not_do_is_refused_by_name(parameter):
         {"finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"}},
         {"allocator.expandable_segments": True},
         {"precision.compute": "float8"},
+        {"finetuning": {"method": "qlora", "rank": 8, "quantization": "nf4"}},
+        {"framework_options": {"autocast": True, "adafactor_library": "torch"}},
     ],
 )
 def test_what_it_does_is_let_through(changes):
@@ -63,3 +66,15 @@ def test_a_family_whose_code_is_on_the_hub_is_refused_in_a_sentence():
 
     with pytest.raises(CollectorError, match=r"model_type='internlm2' is not part of transformers"):
         build(job(architecture="internlm2-1.8b"), "cpu")
+
+
+def test_every_cell_of_the_grid_of_stacks_is_something_that_is_done():
+    pytest.importorskip("transformers")
+    from peakcast.collectors.frameworks import deepspeed, optimizers
+
+    for cell in load_grid("stacks"):
+        if cell.framework == "deepspeed":
+            deepspeed.check(cell)
+        else:
+            scope.check(cell.replace(task="train"))
+            assert any(name == cell.optimizer.name for name, _ in optimizers.BUILDERS)

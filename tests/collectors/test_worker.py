@@ -6,6 +6,7 @@ import pytest
 
 from peakcast.collectors import probes, worker
 from peakcast.collectors.grid import expand
+from peakcast.collectors.recorder import Recorder
 from peakcast.errors import CollectorError
 
 torch = pytest.importorskip("torch")
@@ -45,12 +46,13 @@ def recorder(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 77)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 99)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 100))
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.peak": 4096})
     monkeypatch.setattr(probes, "allocator_peaks", peaks)
     monkeypatch.setattr(probes, "allocator_counts", lambda: {"num_alloc_retries": 0, "num_ooms": 0})
     monkeypatch.setattr(probes, "attention_backend", lambda *_: "flash")
     monkeypatch.setattr("peakcast.collectors.frameworks.build", lambda job, device: Steps({"p": {"exp_avg": 1}}))
     (job,) = expand({"include": [{"architecture": "gpt2", "gradient_accumulation_steps": 2}]})
-    made = worker.Recorder(job, "A100-80GB", {})
+    made = Recorder(job, "A100-80GB", {})
     made.idle, made.context, made.nvml_peak = 10, 30, 500
     return made
 
@@ -71,6 +73,9 @@ def test_a_row_has_the_peaks_of_all_phases_and_keeps_the_first_step_apart(record
     }
     assert (row.peak_reserved_bytes, row.peak_device_bytes, row.context_bytes) == (35, 490, 20)
     assert (row.steady_allocated_bytes, row.outcome, row.spoiled) == (77, "ok", ())
+    host = {name: size for name, size in row.environment["readings"].items() if name.startswith("host_")}
+    assert host["host_pinned_bytes"] == 4096
+    assert 0 < host["host_resident_before_bytes"] <= host["host_resident_bytes"]
     assert row.counts
 
 
@@ -107,11 +112,42 @@ def test_an_unknown_gpu_is_named_with_the_way_out():
         worker.gpu_name("Voodoo 2")
 
 
-def test_without_a_driver_nvml_reads_nothing_and_says_nothing_wrong():
-    nvml = probes.Nvml()
-    if nvml.used_bytes() is not None:
-        pytest.skip("this machine has a driver")
-    assert (nvml.num_processes(), nvml.driver()) == (None, None)
-    with nvml.sampling() as seen:
-        pass
-    assert seen == {"peak": None}
+class Generation:
+    """A generation that only says which forward comes next."""
+
+    model = Steps({}).model
+
+    def generate(self, on_forward):
+        for index in range(4):
+            on_forward(index)
+
+    def facts(self):
+        return {"cache": "DynamicCache"}
+
+
+def test_a_generation_is_one_phase_whose_prefill_and_decoding_are_read_apart(recorder, monkeypatch):
+    monkeypatch.setattr("peakcast.collectors.frameworks.build_inference", lambda job, device: Generation())
+    recorder.job = recorder.job.replace(task="inference")
+    recorder.run(3)
+    row = recorder.row()
+    assert [list(step) for step in recorder.steps] == [["prefill", "decode"]] * 3
+    assert [step["decode"]["allocated"] for step in recorder.steps] == [3, 5, 7]
+    assert (row.phase_peaks, row.peak_allocated_bytes, row.steady_allocated_bytes) == ({"forward": 7}, 7, 77)
+    assert (row.outcome, row.spoiled, row.environment["cache"]) == ("ok", (), "DynamicCache")
+    assert row.counts
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_real_generation_runs_here_and_decodes_what_was_asked(cache):
+    pytest.importorskip("transformers")
+    from peakcast.collectors.frameworks import build_inference
+
+    inference = {"prompt_length": 5, "new_tokens": 4, "cache": cache}
+    cell = {"architecture": {"name": "gpt2", "num_hidden_layers": 1}, "task": "inference", "inference": inference}
+    (job,) = expand({"include": [{**cell, "precision.parameters": "float32"}]})
+    found, seen, fed = build_inference(job, "cpu"), [], []
+    found.model.register_forward_pre_hook(lambda _, args, given: fed.append(given["input_ids"].shape[1]), with_kwargs=True)
+    found.generate(seen.append)
+    assert seen == [0, 1, 2, 3]
+    assert fed == [5, 1, 1, 1]
+    assert found.facts()["cache"].lower().startswith(cache)

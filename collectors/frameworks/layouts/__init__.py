@@ -10,6 +10,7 @@ import contextlib
 import importlib
 from typing import Any, Protocol
 
+from peakcast.collectors import gang
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 
@@ -53,11 +54,16 @@ class Alone:
 
 
 def start_group(job: TrainingJob, rank: int = 0) -> None:
-    """Make this process `rank` of the job's ranks, with collectives that do nothing. One rank needs no group, but for
-    Megatron, which asks its groups for everything."""
+    """Make this process `rank` of the job's ranks, with collectives that do nothing; the rank that it is, with real ones,
+    where torchrun has started it. One rank needs no group, but for Megatron, which asks its groups for everything."""
     if job.parallelism.world_size == 1 and job.framework != "megatron":
         return
+    import torch
     import torch.distributed as dist
+
+    if gang.launched():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not dist.is_initialized():
@@ -89,5 +95,12 @@ def mesh(job: TrainingJob, shards: int) -> Any:
     ranks = job.parallelism.data_parallel_size
     with unset_fake_temporarily():  # a mesh keeps a real tensor of ranks
         if shards == ranks:
-            return init_device_mesh("cuda", (ranks,), mesh_dim_names=("shard",))
-        return init_device_mesh("cuda", (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+            return init_device_mesh(_device_type(), (ranks,), mesh_dim_names=("shard",))
+        return init_device_mesh(_device_type(), (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _device_type() -> str:
+    """Of the mesh: fake ranks stand for GPUs, real ones may be on the CPU."""
+    import torch
+
+    return "cpu" if gang.launched() and not torch.cuda.is_available() else "cuda"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from peakcast.collectors import gang
 from peakcast.collectors.frameworks.layouts import Alone
 from peakcast.conventions import conventions
 from peakcast.spec import TrainingJob
@@ -35,10 +36,16 @@ def wrap(model: Any, job: TrainingJob) -> DataParallel:
         bucket_cap_mb=chosen["ddp_bucket_cap_mib"],
         find_unused_parameters=finds_unused_parameters(job),
     )
+    if gang.launched():
+        return _layout(wrapped, synchronizes=not chosen["accumulates_without_sync"])
     # a bucket is handed back as it is: the fake group's all-reduce has no result that the reducer would accept
     wrapped.register_comm_hook(None, lambda state, bucket: _unreduced(bucket))
+    return _layout(wrapped, synchronizes=not chosen["accumulates_without_sync"])
+
+
+def _layout(wrapped: Any, *, synchronizes: bool) -> DataParallel:
     layout = DataParallel(wrapped)
-    layout.synchronizes = not chosen["accumulates_without_sync"]
+    layout.synchronizes = synchronizes
     return layout
 
 

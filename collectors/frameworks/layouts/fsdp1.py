@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
+from peakcast.collectors import gang
 from peakcast.collectors.frameworks.layouts import Alone
 from peakcast.conventions import conventions
 from peakcast.spec import TrainingJob
@@ -45,7 +46,7 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
         mixed_precision=mixed and MixedPrecision(param_dtype=mixed[0], reduce_dtype=mixed[1], buffer_dtype=mixed[0]),
         backward_prefetch=BackwardPrefetch[prefetch] if prefetch else None,
         use_orig_params=bool(chosen["fsdp1_use_orig_params"]),
-        device_id=torch.device("cuda:0"),
+        device_id=torch.device(f"cuda:{gang.local_rank()}"),
     )
     layout = FullySharded(wrapped)
     layout.synchronizes = not chosen["accumulates_without_sync"]

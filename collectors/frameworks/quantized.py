@@ -1,0 +1,68 @@
+"""Networks with quantised base weights, as `from_pretrained(quantization_config=BitsAndBytesConfig(...))` loads them.
+
+Source: transformers 5.17 `integrations/bitsandbytes.py` (replace_with_bnb_linear, Bnb4bitQuantize, Bnb8bitQuantize),
+`quantizers/base.py` (get_keys_to_not_convert). There is no checkpoint to load: the weights are random, made on the CPU and
+moved to the GPU one matrix at a time, as loading does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from peakcast.errors import CollectorError
+from peakcast.spec import Finetuning, TrainingJob
+
+INT8_THRESHOLD = 6.0
+"""BitsAndBytesConfig.llm_int8_threshold's default."""
+
+
+def quantize(model: Any, job: TrainingJob, device: str) -> Any:
+    """`model` (on the CPU) on `device`, its linear layers but the head's quantised. Raises: CollectorError without the
+    package."""
+    try:
+        layers = importlib.import_module("bitsandbytes").nn
+    except ImportError as error:
+        raise CollectorError(
+            f"finetuning.quantization={job.finetuning.quantization!r} needs bitsandbytes; install it with: "
+            "pip install bitsandbytes.",
+            parameter="finetuning.quantization",
+            value=job.finetuning.quantization,
+        ) from error
+    kept = set(get_keys_to_not_convert(model))
+    compute = getattr(torch, job.precision.compute)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, (torch.nn.Linear, Conv1D)) and name not in kept:
+            model.set_submodule(name, _quantized(layer, layers, job.finetuning, compute, device))
+    model.is_loaded_in_4bit = job.finetuning.quantization == "nf4"
+    model.is_loaded_in_8bit = job.finetuning.quantization == "int8"
+    model.requires_grad_(False)
+    return model.to(device)
+
+
+def _quantized(layer: Any, layers: Any, tuning: Finetuning, compute: torch.dtype, device: str) -> Any:
+    weight = layer.weight.data.T.contiguous() if isinstance(layer, Conv1D) else layer.weight.data
+    out_features, in_features = weight.shape
+    common = {"bias": layer.bias is not None, "device": "meta"}
+    if tuning.quantization == "int8":
+        made = layers.Linear8bitLt(in_features, out_features, has_fp16_weights=False, threshold=INT8_THRESHOLD, **common)
+        made.weight = layers.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
+    else:
+        made = layers.Linear4bit(
+            in_features,
+            out_features,
+            compute_dtype=compute,
+            compress_statistics=tuning.double_quantization,
+            quant_type="nf4",
+            **common,
+        )
+        made.weight = layers.Params4bit(
+            weight, requires_grad=False, compress_statistics=tuning.double_quantization, quant_type="nf4", module=made
+        ).to(device)
+    if layer.bias is not None:
+        made.bias = torch.nn.Parameter(layer.bias.data.to(device), requires_grad=False)
+    return made

@@ -1,0 +1,202 @@
+"""NVML: memory in use on the GPU as the driver counts it, who uses it, and, in sentences, what cannot be read here and why.
+
+Facts about NVML are those of docs/where-memory-goes.md, section B, and of NVIDIA's NVML API reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator
+from typing import Any
+
+MISSING = "pynvml is not installed; install it with: pip install nvidia-ml-py"
+WHY = {
+    "LibraryNotFound": "the driver's libnvidia-ml.so.1 is not here (a container needs NVIDIA_DRIVER_CAPABILITIES=utility)",
+    "DriverNotLoaded": "no NVIDIA driver is loaded",
+    "LibRmVersionMismatch": "the driver's library and its kernel module are of two versions; reboot, or reload it",
+    "NoPermission": "this user may not ask the driver; run as one who may",
+    "NotSupported": "this GPU does not tell (virtual machines, and GPUs that share the host's memory, may not)",
+    "NotFound": "CUDA_VISIBLE_DEVICES names a GPU that the driver does not have",
+    "InvalidArgument": "CUDA_VISIBLE_DEVICES names a GPU that the driver does not have",
+    "GpuIsLost": "the GPU has fallen off the bus; reboot",
+}
+"""What the vendor's errors (pynvml.NVMLError_...) mean here."""
+QUANTUM_BYTES = 64 * 2**20
+"""More than this in use before our context is another process: an idle driver reports some MiB, a context some hundred."""
+DRIVER_RESERVE_BYTES = 2**30
+"""At most what the v1 call counts with nobody there, the driver's reserve (912 MB were seen on an A100)."""
+SETTLING_SECONDS = 2.0
+"""How long the memory of a cell that has just ended may take to be given back."""
+LISTED_EVERY = 20
+"""Memory is looked at this many times for each list of the processes, which takes longer."""
+VIRTUAL = {
+    2: "a virtual GPU: memory is that of its profile, and what other machines use of the GPU is not seen.",
+    3: "a GPU shared with virtual machines: what they use is counted as if it were this run's.",
+    4: "a GPU shared with virtual machines: what they use is counted as if it were this run's.",
+}
+"""nvmlDeviceGetVirtualizationMode -> what it means for readings; none (0) and passthrough (1) change nothing."""
+MIG = "a MIG instance: memory is the instance's, and the context is smaller than the whole GPU's."
+UNLISTED = "processes on the GPU cannot be listed here (a container or a virtual machine); another one may go unnoticed."
+
+
+def why(error: BaseException) -> str:
+    """What an error of NVML means, in a sentence without its full stop."""
+    if isinstance(error, ImportError):
+        return MISSING
+    return WHY.get(type(error).__name__.removeprefix("NVMLError_"), " ".join(str(error).split()) or type(error).__name__)
+
+
+class Nvml:
+    """Readings of the GPU that CUDA calls `index`. Without a driver every reading is None and `reason` says why.
+
+    Uses the v1 memory call, whose `used` contains the driver's reserve, as `torch.cuda.device_memory_used()` does.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        self.reason = ""
+        self.is_mig = False
+        self._handle: Any = None
+        self._lib: Any = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._lib = pynvml
+            self._handle = self._find(index)
+            pynvml.nvmlDeviceGetMemoryInfo(self._handle)
+        except Exception as error:  # pynvml raises a class per error code; each means "no reading"
+            self._give_up(why(error))
+
+    def _give_up(self, reason: str) -> None:
+        self._handle, self.reason = None, reason
+
+    def _find(self, index: int) -> Any:
+        """That entry of CUDA_VISIBLE_DEVICES, a number or (the beginning of) a uuid, else the GPU of that number; of a GPU
+        that is cut into MIG instances the first instance, which is the one CUDA takes."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+        chosen = visible.split(",")[index].strip() if visible else str(index)
+        if chosen.startswith("MIG-"):
+            self.is_mig = True
+            return self._lib.nvmlDeviceGetHandleByUUID(chosen.encode())
+        handle = self._lib.nvmlDeviceGetHandleByIndex(int(chosen)) if chosen.isdigit() else self._by_uuid(chosen)
+        with contextlib.suppress(Exception):  # most GPUs cannot be cut, and say so
+            self.is_mig = self._lib.nvmlDeviceGetMigMode(handle)[0] == 1
+        return self._lib.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0) if self.is_mig else handle
+
+    def _by_uuid(self, start: str) -> Any:
+        handles = map(self._lib.nvmlDeviceGetHandleByIndex, range(self._lib.nvmlDeviceGetCount()))
+        found = [handle for handle in handles if _text(self._lib.nvmlDeviceGetUUID(handle)).startswith(start)]
+        return found[0] if len(found) == 1 else self._lib.nvmlDeviceGetHandleByUUID(start.encode())
+
+    def check(self, cuda_uuid: str) -> None:
+        """Give up when the GPU that CUDA uses is another one: a wrong number is worse than none."""
+        if self._handle is None or self.is_mig or not cuda_uuid:
+            return
+        found = _text(self._ask("nvmlDeviceGetUUID") or "")
+        if found and cuda_uuid not in found:
+            self._give_up(f"it reads {found} and CUDA uses GPU-{cuda_uuid}; set CUDA_DEVICE_ORDER=PCI_BUS_ID")
+
+    def used_bytes(self) -> int | None:
+        """Memory in use on the whole GPU (or MIG instance), as `nvidia-smi` shows it."""
+        memory = self._ask("nvmlDeviceGetMemoryInfo")
+        return None if memory is None else int(memory.used)
+
+    def used_by_processes_bytes(self) -> int | None:
+        """Memory in use without the driver's reserve; None where the driver does not tell the two apart (v2 call)."""
+        memory = self._ask("nvmlDeviceGetMemoryInfo", getattr(self._lib, "nvmlMemory_v2", None))
+        if memory is None or not hasattr(memory, "reserved"):
+            return None
+        apart = memory.total == memory.reserved + memory.used + memory.free  # some drivers count the reserve as used
+        return int(memory.used) if apart else max(int(memory.used) - int(memory.reserved), 0)
+
+    def settled_bytes(self) -> int | None:
+        """`used_bytes` once the memory of what has just ended is given back, or when that took too long."""
+        deadline = time.monotonic() + SETTLING_SECONDS
+        while self.is_in_use() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.used_bytes()
+
+    def is_in_use(self) -> bool:
+        """Whether something has memory on the GPU; for before our context."""
+        mine = self.used_by_processes_bytes()
+        return mine > QUANTUM_BYTES if mine is not None else (self.used_bytes() or 0) > DRIVER_RESERVE_BYTES
+
+    def processes(self) -> frozenset[int] | None:
+        """Compute processes on the GPU by the host's numbers, which in a container are not ours; None: cannot be listed."""
+        listed = self._ask("nvmlDeviceGetComputeRunningProcesses")
+        return None if listed is None else frozenset(int(process.pid) for process in listed)
+
+    def driver(self) -> str | None:
+        """The driver's version."""
+        if self._lib is not None:
+            with contextlib.suppress(Exception):
+                return _text(self._lib.nvmlSystemGetDriverVersion())
+        return None
+
+    def remarks(self, listed: Collection[int] | None) -> list[str]:
+        """What is out of the ordinary with readings here. `listed`: the processes seen while ours was on the GPU."""
+        if self._handle is None:
+            return [f"NVML cannot be read: {self.reason}; device memory and context are left out."]
+        mode = VIRTUAL.get(self._ask("nvmlDeviceGetVirtualizationMode") or 0)
+        return [*([MIG] if self.is_mig else []), *([mode] if mode else []), *([] if listed else [UNLISTED])]
+
+    @contextlib.contextmanager
+    def sampling(self, interval_seconds: float = 0.005) -> Iterator[Seen]:
+        """Samples memory and processes in a thread (NVML's own peak cannot be reset)."""
+        seen = Seen()
+        seen.add(self)
+        stop = threading.Event()
+
+        def sample() -> None:
+            for number in itertools.count():
+                if stop.wait(interval_seconds):
+                    return
+                seen.add(self, processes=number % LISTED_EVERY == 0)
+
+        thread = threading.Thread(target=sample, daemon=True)
+        if self._handle is not None:
+            thread.start()
+        try:
+            yield seen
+        finally:
+            stop.set()
+            if thread.is_alive():
+                thread.join()
+            seen.add(self)
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """The answer of an NVML call about the GPU, None where there is none."""
+        if self._handle is None or None in arguments:
+            return None
+        with contextlib.suppress(Exception):
+            return getattr(self._lib, name)(self._handle, *arguments)
+        return None
+
+
+class Seen:
+    """What sampling saw: `peak` is the largest memory in use in bytes, `processes` all that ever were on the GPU."""
+
+    def __init__(self) -> None:
+        self.peak: int | None = None
+        self.processes: set[int] = set()
+
+    def add(self, nvml: Nvml, *, processes: bool = True) -> None:
+        """Look once more."""
+        used = nvml.used_bytes()
+        if used is not None and (self.peak is None or used > self.peak):
+            self.peak = used
+        if processes:
+            self.processes |= nvml.processes() or frozenset()
+
+    @property
+    def others(self) -> int:
+        """Processes beside ours: all but one, whose number may be the host's and not the one we know."""
+        return max(len(self.processes) - 1, 0)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,236 @@
+"""Runs a job on the GPU phase by phase, keeps what was read at each edge, and makes the row of it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from typing import TYPE_CHECKING, Any
+
+from peakcast import __version__
+from peakcast.collectors import gang, probes
+from peakcast.errors import CollectorError
+from peakcast.fields import FrozenMapping
+from peakcast.records import Collectives, Measurement
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category, Phase
+from peakcast.timelines import pack
+
+if TYPE_CHECKING:
+    from peakcast.collectors.tracing.recording import Recording
+
+GENERATION = ("prefill", "decode")
+"""Parts of a generation's forward, by the number of its forward; those after the second are of the second."""
+PART_OF_A_GPU = "measured on a MIG instance, which has less of everything than the GPU it is named after"
+
+
+def collectives(job: TrainingJob) -> Collectives:
+    """What moves data between ranks: nothing for one, nothing really ("fake") where one stands for many."""
+    if job.parallelism.world_size == 1:
+        return "none"
+    if not gang.launched():
+        return "fake"
+    import torch.distributed as dist
+
+    backend: Collectives = "nccl" if dist.get_backend() == "nccl" else "gloo"
+    return backend
+
+
+def with_versions(job: TrainingJob) -> TrainingJob:
+    """`job` with the versions that really ran, which decide whose conventions hold."""
+    found = probes.versions()
+    deciding = ("torch", "transformers", "accelerate", "peft")
+    return job.replace(versions=FrozenMapping({k: found[k] for k in deciding if k in found}))
+
+
+class Recorder:
+    """Runs a job on the GPU phase by phase and keeps what was read."""
+
+    def __init__(self, job: TrainingJob, gpu: str, environment: dict[str, Any]) -> None:
+        self.job = job
+        self.gpu = gpu
+        self.environment = environment
+        self.readings: dict[str, Any] = {}
+        """What differs from run to run: kept apart from the facts that say how it was measured."""
+        self.spoiled: list[str] = []
+        self.idle: int | None = None
+        self.context: int | None = None
+        self.nvml_peak: int | None = None
+        self.is_mig = False
+        self.outcome = "ok"
+        self.steps: list[dict[str, dict[str, int]]] = []
+        self.built: dict[str, int] = {}
+        self.steady_allocated: int | None = None
+        self.recording: Recording | None = None
+        self._phase = ""
+
+    def begin_history(self) -> None:
+        """Also record what the allocator does; such a row says so, as the recording runs between the operators."""
+        from peakcast.collectors.tracing.recording import Recording
+
+        self.recording = Recording()
+        self.environment["history"] = True
+
+    def run(self, steps: int) -> None:
+        """Build, then `steps` training steps; allocator peaks are reset at every phase edge."""
+        with self.recording or contextlib.nullcontext():
+            self._run(steps)
+
+    def _run(self, steps: int) -> None:
+        import torch
+
+        from peakcast.collectors.frameworks import build, build_inference, layouts
+
+        started = time.monotonic()
+        self.readings["host_resident_before_bytes"] = probes.host_peak_bytes()
+        layouts.start_group(self.job)
+        generates = self.job.task == "inference"
+        training: Any = (build_inference if generates else build)(self.job, f"cuda:{gang.local_rank()}")
+        step = self._generate if generates else self._step
+        stepping = time.monotonic()
+        torch.cuda.synchronize()
+        self.built = probes.allocator_peaks()
+        self.readings["build_seconds"] = round(time.monotonic() - started, 2)
+        self.environment.update(training.facts())
+        recording = self.recording
+        if recording is not None:
+            recording.name(training.model.named_parameters(), Category.PARAMETERS)
+        with recording.watching(training.model) if recording is not None else contextlib.nullcontext():
+            for _ in range(steps):
+                self.steps.append({})
+                if recording is not None:
+                    recording.step()
+                step(training)
+                self._begin(None)
+                self.steady_allocated = int(torch.cuda.memory_allocated())
+        self.readings["wall_seconds"] = round(time.monotonic() - started, 3)
+        self.readings["step_seconds"] = round(time.monotonic() - stepping, 3)
+        if self.job.attention == "sdpa" and "attention_backend" not in self.environment:  # nothing fused to be seen
+            dtype = getattr(torch, self.job.precision.compute)
+            self.environment["attention_backend"] = probes.attention_backend(training.model, dtype)
+        if not generates and not any(training.optimizer.state.values()) and self.job.optimizer.name != "sgd":
+            self.spoiled.append("the optimizer has no states: its step was skipped.")
+
+    def timelines(self) -> bytes | None:
+        """The recorded history as a file's bytes; None where there is none, or it is too large to keep."""
+        if self.recording is None or self.outcome != "ok":
+            return None
+        try:
+            return pack(self.recording.content())
+        except CollectorError as error:  # the row stands without it
+            self.readings["history"] = error.message
+            return None
+
+    def _step(self, training: Any) -> None:
+        from peakcast.collectors.tracing.trace import name_gradients, name_states
+
+        if hasattr(training, "forward_backward"):  # the library has a schedule of its own
+            training.forward_backward(self._begin)
+        else:
+            self._micro_batches(training)
+        if self.recording is not None:
+            name_gradients(training, self.recording)
+        self._begin(Phase.GRADIENT_CLIPPING)
+        training.clip()
+        self._begin(Phase.OPTIMIZER_STEP)
+        training.step()
+        if self.recording is not None:
+            name_states(training, self.recording)
+        training.zero_grad()
+
+    def _micro_batches(self, training: Any) -> None:
+        for _ in range(self.job.gradient_accumulation_steps):
+            self._begin(Phase.FORWARD)
+            loss = training.forward(lambda: self._begin(Phase.LOSS))
+            if len(self.steps) == 1 and (kernel := probes.attention_in_graph(loss)):
+                self.environment["attention_backend"] = kernel
+            self._begin(Phase.BACKWARD)
+            training.backward(loss)
+            del loss
+
+    def _generate(self, inference: Any) -> None:
+        """Prefill and decoding are one phase, the forward, and two parts of the readings."""
+
+        def on_forward(index: int) -> None:
+            if index < len(GENERATION):
+                self._begin(Phase.FORWARD, GENERATION[index])
+
+        inference.generate(on_forward)
+
+    def _begin(self, phase: Phase | None, part: str = "") -> None:
+        """Close the phase (or part of it) at hand and begin the next."""
+        import torch
+
+        if self._phase:
+            torch.cuda.synchronize()
+            self._keep(probes.allocator_peaks())
+        self._phase = part or (phase.name.lower() if phase is not None else "")
+        if self.recording is not None and phase is not None:
+            self.recording.phase = phase
+        torch.cuda.reset_peak_memory_stats()
+
+    def _keep(self, peaks: dict[str, int]) -> None:
+        """The peaks of the phase at hand, over all its micro-batches."""
+        before = self.steps[-1].get(self._phase, {})
+        self.steps[-1][self._phase] = {name: max(size, before.get(name, 0)) for name, size in peaks.items()}
+
+    def out_of_memory(self, error: BaseException) -> None:
+        """Keep what was reached: lower bounds."""
+        import torch
+
+        self.outcome = "out_of_memory"
+        if self._phase:
+            self._keep(probes.allocator_peaks())
+        message = (str(error).splitlines() or [""])[0][:300]
+        self.readings["out_of_memory"] = {
+            "phase": self._phase or "init",
+            "message": message,
+            "requested_bytes": probes.requested_bytes(message),
+            "reserved_bytes": int(torch.cuda.memory_reserved()),
+        }
+        with contextlib.suppress(RuntimeError):  # a context that ran out outside the allocator may answer no more
+            free, total = torch.cuda.mem_get_info()
+            self.readings["out_of_memory"] |= {"free_bytes": int(free), "total_bytes": int(total)}
+
+    def row(self) -> Measurement:
+        """What was read, as a row."""
+        counts = probes.allocator_counts()
+        if counts["num_alloc_retries"] and self.outcome == "ok":
+            self.spoiled.append(f"the allocator gave memory back and retried {counts['num_alloc_retries']} times.")
+        peaks = [self.built, *(phase for step in self.steps for phase in step.values())]
+        peaks = [peak for peak in peaks if peak]
+        first = [phase["allocated"] for phase in self.steps[0].values()] if self.steps else []
+        last: dict[str, int] = {}
+        for part, peak in (self.steps[-1] if self.steps else {}).items():
+            phase = "forward" if part in GENERATION else part
+            last[phase] = max(peak["allocated"], last.get(phase, 0))
+        used = None if self.nvml_peak is None or self.idle is None else self.nvml_peak - self.idle
+        self.readings |= {"num_ooms": counts["num_ooms"], "steps": self.steps, "built": self.built}
+        self.readings["host_resident_bytes"] = probes.host_peak_bytes()
+        self.readings["host_pinned_bytes"] = probes.pinned_peak_bytes()
+        return Measurement(
+            job=with_versions(self.job),
+            gpu=self.gpu,
+            provenance="measured",
+            rank=gang.rank(),
+            collectives=collectives(self.job),
+            source="peakcast",
+            source_version=__version__,
+            outcome="ok" if self.outcome == "ok" else "out_of_memory",
+            peak_allocated_bytes=max((peak["allocated"] for peak in peaks), default=None),
+            peak_reserved_bytes=max((peak["reserved"] for peak in peaks), default=None),
+            peak_requested_bytes=max((peak["requested"] for peak in peaks), default=None),
+            peak_active_bytes=max((peak["active"] for peak in peaks), default=None),
+            peak_device_bytes=used,
+            peak_host_bytes=None,
+            first_step_peak_allocated_bytes=max(first, default=None),
+            steady_allocated_bytes=self.steady_allocated if self.outcome == "ok" else None,
+            context_bytes=None if self.context is None or self.idle is None else self.context - self.idle,
+            num_alloc_retries=counts["num_alloc_retries"],
+            phase_peaks=last,
+            environment={**self.environment, "readings": self.readings},
+            out_of_scope=PART_OF_A_GPU if self.is_mig else "",
+            spoiled=tuple(self.spoiled),
+            observed=datetime.date.today().isoformat(),
+        )
+

@@ -1,0 +1,96 @@
+"""Timelines in files: compressed JSON, of a bounded size, which is data and nothing that reading could run.
+
+A file holds the first and a steady step of one run, and what its allocator gave to no tensor of the framework:
+`{"first": {...}, "steady": {...}, "hidden": [{"operator", "phase", "count", "largest_bytes", "bytes_at_peak"}, ...]}`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from peakcast.errors import RecordError
+from peakcast.spec import canonical_json
+from peakcast.timeline import Timeline
+
+STEPS = ("first", "steady")
+MAX_PACKED_BYTES = 4 * 2**20
+"""A run whose timelines are larger than this is kept without them. A step of a network of seven billion takes 0.1 MB."""
+MAX_UNPACKED_BYTES = 256 * 2**20
+"""More than this is not unpacked: a small file may be made to grow without end."""
+COLUMNS: dict[str, Any] = {
+    "categories": np.int8,
+    "num_bytes": np.int64,
+    "born": np.int64,
+    "dies": np.int64,
+    "phases": np.int8,
+    "streams": np.int8,
+}
+
+
+def timeline_to_mapping(timeline: Timeline) -> dict[str, Any]:
+    """A timeline as JSON-able columns."""
+    numbers = {name: getattr(timeline, name) for name in COLUMNS}
+    return {
+        "names": list(timeline.names),
+        "modules": list(timeline.modules),
+        "labels": list(timeline.labels),
+        **{name: None if column is None else column.tolist() for name, column in numbers.items()},
+    }
+
+
+def timeline_from_mapping(mapping: Mapping[str, Any]) -> Timeline:
+    """The timeline of `timeline_to_mapping`. Raises: KeyError, ValueError or TypeError when it is none."""
+    numbers = {name: mapping.get(name) for name in COLUMNS}
+    columns = {name: None if column is None else np.array(column, COLUMNS[name]) for name, column in numbers.items()}
+    lengths = {len(mapping[name]) for name in ("names", "modules", "num_bytes", "born", "dies", "categories")}
+    if len(lengths) != 1 or columns["phases"] is None:
+        raise ValueError("its columns are not of one length")
+    texts = {name: [str(text) for text in mapping[name]] for name in ("names", "modules", "labels")}
+    return Timeline(**texts, **columns)  # type: ignore[arg-type]
+
+
+def pack(content: Mapping[str, Any]) -> bytes | None:
+    """`content` as a file's bytes; None when they would be more than `MAX_PACKED_BYTES`."""
+    packed = gzip.compress(canonical_json(content).encode(), 6, mtime=0)
+    return packed if len(packed) <= MAX_PACKED_BYTES else None
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    """What `pack` made `data` of. Raises: ValueError when it is nothing of the kind."""
+    if len(data) > MAX_PACKED_BYTES:
+        raise ValueError(f"it has {len(data):,} bytes; at most {MAX_PACKED_BYTES:,} are read")
+    stream = zlib.decompressobj(wbits=31)  # gzip's frame
+    try:
+        text = stream.decompress(data, MAX_UNPACKED_BYTES)
+        if not stream.eof:
+            raise ValueError(f"it is cut off, or holds more than {MAX_UNPACKED_BYTES:,} bytes")
+        content = json.loads(text)
+    except (zlib.error, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(content, dict):
+        raise ValueError("it must hold a mapping")
+    return content
+
+
+def read_timelines(path: Path) -> dict[str, Timeline]:
+    """The timelines of the file at `path`, by step. Raises: RecordError when it cannot be read."""
+    content = read_content(path)
+    try:
+        return {step: timeline_from_mapping(content[step]) for step in STEPS}
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise RecordError(f"{path} holds no timelines: {error!r}; record it again with --history.") from error
+
+
+def read_content(path: Path) -> dict[str, Any]:
+    """All that the file at `path` holds. Raises: RecordError when it cannot be read."""
+    try:
+        return unpack(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path} cannot be read: {error}; record it again with --history.") from error

@@ -1,0 +1,145 @@
+"""Cells of several real ranks: torchrun and gloo on this machine's CPU, every rank in a process of its own."""
+
+import time
+
+import pytest
+
+from peakcast import store
+from peakcast.collectors import gang
+from peakcast.collectors.grid import expand
+from peakcast.collectors.runner import collect, timelines_folder
+from peakcast.collectors.worker import has_ranks
+from peakcast.errors import CollectorError
+from peakcast.timelines import read_timelines
+
+pytest.importorskip("transformers")
+TINY = {
+    "model_type": "llama", "name": "tiny", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "vocab_size": 200, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def cells(*layouts):
+    jobs = [{"architecture": TINY, "sequence_length": 32, "parallelism": {"data_parallel_size": 2, **x}} for x in layouts]
+    return expand({"include": jobs})
+
+
+@pytest.mark.slow
+def test_each_of_two_ranks_hands_back_a_row_and_the_cell_is_not_run_again(tmp_path):
+    shard = tmp_path / "two.shard.jsonl"
+    jobs = cells({}, {"sharding": "fsdp2"})
+    summary = collect(jobs, shard, trace=True, ranks="real", history=True, timeout_seconds=200)
+    assert (summary.finished, summary.failed) == (2, 0), summary.reasons
+    rows, bad = store.read_shard(shard)
+    found = [(row.job.parallelism.sharding, row.rank, row.collectives) for row in rows]
+    assert sorted(found) == [(s, rank, "gloo") for s in ("fsdp2", "none") for rank in (0, 1)]
+    assert (len({row.key for row in rows}), bad) == (4, [])
+    peaks = {(row.job.parallelism.sharding, row.rank): row.peak_allocated_bytes for row in rows}
+    assert peaks["fsdp2", 0] < peaks["none", 0]
+    for row in rows:  # what one rank of fake ones would say is what each real one does, but for the rounding of its shard
+        steps = read_timelines(timelines_folder(shard) / f"{row.key}.json.gz")
+        assert max(steps[step].peak().num_bytes for step in steps) == row.peak_allocated_bytes
+    assert collect(jobs, shard, trace=True, ranks="real").skipped == 2
+
+
+RANK = """
+import os, pathlib, signal, time
+from peakcast.collectors import gang
+from peakcast.dialects.job_file import job_from_mapping
+from peakcast.errors import CollectorError
+from peakcast.records import Measurement
+
+def ranks(question):
+    return gang.run(question, 2, "several:one")
+
+def one(question):
+    import torch.distributed as dist
+    folder = pathlib.Path({folder!r})
+    (folder / f"pid{{gang.rank()}}").write_text(str(os.getpid()))
+    dist.init_process_group("gloo")
+    row = dict(job=job_from_mapping(question["job"]), gpu="A100-80GB", provenance="traced", source="peakcast",
+               rank=gang.rank(), collectives="gloo")
+    if gang.rank() == 1:
+        {does}
+    dist.barrier()  # waits for ever when the other is gone
+    return Measurement(**row)
+"""
+
+
+@pytest.fixture
+def several(tmp_path, monkeypatch):
+    """The name of work in which rank 1 `does` something of its own."""
+
+    def written(does):
+        (tmp_path / "several.py").write_text(RANK.format(folder=str(tmp_path), does=does))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return "several:ranks"
+
+    return written
+
+
+def gone(pid):
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("does", "timeout_seconds", "reason"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 120, "rank 1 ended with exit code -9; the others of 2 were ended with it"),
+        ("raise CollectorError('this rank cannot.')", 120, "rank 1 of 2: this rank cannot."),
+        ("time.sleep(600)", 15, "no answer within 15 s"),
+    ],
+)
+def test_a_rank_that_is_killed_fails_or_hangs_ends_the_cell_and_the_other_rank(
+    tmp_path, several, does, timeout_seconds, reason
+):
+    started = time.monotonic()
+    shard = tmp_path / "cells.jsonl"
+    summary = collect(cells({}), shard, trace=True, work=several(does), timeout_seconds=timeout_seconds)
+    assert (summary.finished, summary.failed) == (0, 1)
+    assert reason in summary.reasons[0]
+    assert time.monotonic() - started < 90
+    deadline = time.monotonic() + 20
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
+    while not all(map(gone, pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert all(map(gone, pids))
+    (row,) = store.read_shard(shard)[0]
+    assert row.outcome == "failed"
+
+
+@pytest.mark.slow
+def test_a_rank_out_of_memory_is_the_cells_row(tmp_path, several):
+    shard = tmp_path / "cells.jsonl"
+    work = several("return Measurement(**row, outcome='out_of_memory', peak_allocated_bytes=7)")
+    summary = collect(cells({}), shard, trace=True, work=work, timeout_seconds=120)
+    assert (summary.finished, summary.out_of_memory, summary.failed) == (0, 1, 0), summary.reasons
+    (row,) = store.read_shard(shard)[0]
+    assert (row.rank, row.outcome, row.peak_allocated_bytes) == (1, "out_of_memory", 7)
+    assert collect(cells({}), shard, trace=True, work=work).skipped == 1
+
+
+def test_all_ranks_run_only_where_there_are_gpus_enough(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert has_ranks({"ranks": "auto"}, 2)
+    assert not has_ranks({"ranks": "one"}, 2)
+    assert not has_ranks({}, 4)
+    assert not has_ranks({"trace": True}, 2)
+    assert has_ranks({"trace": True, "ranks": "real"}, 2)
+    with pytest.raises(CollectorError, match="needs a GPU for each of 4 ranks and 2 are here; use 'auto'"):
+        has_ranks({"ranks": "real"}, 4)
+    with pytest.raises(CollectorError, match="ranks='all' must be one of auto, real, one"):
+        collect([], "x", ranks="all")
+
+
+def test_a_process_that_torchrun_has_not_started_is_rank_0(monkeypatch):
+    assert (gang.launched(), gang.rank(), gang.local_rank()) == (False, 0, 0)
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert (gang.launched(), gang.rank(), gang.local_rank()) == (True, 5, 1)
