@@ -184,7 +184,7 @@ def _eager(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     family = traits(architecture)
     elements = context.batch * heads * context.sequence * (context.key_length or context.sequence)
     k, v = repeat_key_value(build, q, k, v)
-    q_used, k_used, v_used = (_joined(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    q_used, k_used = _joined(build, q, "q"), _joined(build, k, "k")
     scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
     scores = ops.scale(tape, scores, "self_attn.scaling")
     if family.attention_softcap:
@@ -200,6 +200,7 @@ def _eager(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = ops.cast(tape, weights, elements * size, "self_attn.softmax.to_narrow")
         tape.hold(scores)
     weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
+    v_used = _joined(build, v, "v")
     # the product, before .transpose(1, 2).contiguous()
     output = ops.matmul(tape, weights, v_used, v.num_bytes, "self_attn.weighted_sum", forward_temporary_bytes=v.num_bytes)
     tape.hold(k)
