@@ -27,6 +27,7 @@ AUTO_MODELS = {
     "decoder": "AutoModelForCausalLM",
     "encoder": "AutoModelForMaskedLM",
     "encoder_decoder": "AutoModelForSeq2SeqLM",
+    "hybrid": "AutoModelForCausalLM",
 }
 """Kind of architecture -> the class of transformers that trains it."""
 
@@ -63,7 +64,7 @@ class HuggingFaceTraining:
         self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
         try:
             with self._accumulation(), self._autocast(), self._saves():
-                switches = {"use_cache": False} if self.job.architecture.kind == "decoder" else {}
+                switches = {"use_cache": False} if self.job.architecture.kind in ("decoder", "hybrid") else {}
                 outputs = self.model(**self.batch, **switches)
         finally:
             inner.loss_function = loss_function
@@ -77,7 +78,8 @@ class HuggingFaceTraining:
         """The module after which the loss begins, where the model does not call its `loss_function`."""
         if self.job.loss.fused_linear_cross_entropy:
             return inner.base_model
-        return inner.get_output_embeddings() if self.job.architecture.kind != "decoder" else None
+        own_loss = ("encoder", "encoder_decoder")
+        return inner.get_output_embeddings() if self.job.architecture.kind in own_loss else None
 
     def _accumulation(self) -> contextlib.AbstractContextManager[Any]:
         """What the layout does around a micro-batch that is not the last of its step."""
@@ -264,7 +266,10 @@ def _keep_matmuls_and_attention(one_in: int) -> Any:
 
 def model_of(job: TrainingJob) -> Any:
     """The job's network with random weights in `precision.parameters`."""
-    attention = {"flex": "flex_attention"}.get(job.attention, job.attention)
+    attention: str | None = {"flex": "flex_attention"}.get(job.attention, job.attention)
+    types = job.architecture.layer_types
+    if types and not any("attention" in parts for parts in types):
+        attention = None
     config = transformers.AutoConfig.for_model(**hf_config_of(_trainable(job.architecture)))
     dtype = getattr(torch, job.precision.parameters)
     auto = getattr(transformers, AUTO_MODELS[job.architecture.kind])

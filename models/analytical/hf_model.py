@@ -10,8 +10,8 @@ import numpy as np
 from peakcast.models.analytical.blocks.attention_kernels import flex_block_mask_bytes
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding_variables
-from peakcast.models.analytical.blocks.hf_layer import decoder_layer
 from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.step import Run, Step
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category
@@ -30,7 +30,7 @@ def hold_embeddings(timeline: Step, layers: Sequence[HFContext], embedded: Run, 
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
     if is_input:
-        first = decoder_layer(layers[0])
+        first = layer_template(layers[0])
         born += first.num_forward
         if in_checkpoint or first.keeps_input:
             return  # the checkpoint or the graph holds it anyway

@@ -190,7 +190,7 @@ def _eager(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if family.attention_softcap:
         scores = ops.scale(tape, scores, "self_attn.softcap.divide")
         scores = ops.scale(tape, ops.unary_of_result(tape, scores, "self_attn.softcap.tanh"), "self_attn.softcap.multiply")
-    if architecture.kind == "decoder":
+    if architecture.kind in ("decoder", "hybrid"):
         scores = tape.operation("self_attn.add_mask", [scores], scores.num_bytes, gradients=[(scores, None)])
     widened = size != FP32 and (family.eager_softmax == "float32" or context.autocast)
     wide = ops.cast(tape, scores, elements * FP32, "self_attn.softmax.to_float32") if widened else scores
