@@ -167,7 +167,9 @@ class Architecture:
     """The decoder's output is multiplied by hidden_size ** -0.5 before the lm_head (T5, not T5 v1.1 nor Flan-T5)."""
     num_nextn_predict_layers: int = 0
     """Multi-token-prediction layers (DeepSeek-V3)."""
-    kind: Literal["decoder", "encoder", "encoder_decoder", "hybrid", "multimodal"] = "decoder"
+    configuration: str = unsaid("")
+    """Of an `undescribed` network: its config.json, from which transformers builds it."""
+    kind: Literal["decoder", "encoder", "encoder_decoder", "hybrid", "multimodal", "undescribed"] = "decoder"
     """Others than decoders, BERT and T5 are refused or marked out of scope by name. Of a hybrid (with state-space layers)
     the parameters are complete."""
 

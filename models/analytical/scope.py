@@ -27,6 +27,8 @@ def _architecture_reason(architecture: Architecture) -> str:
             "mixers' activations are what mamba_ssm's kernels save, without what those allocate in passing and not what "
             "transformers computes without that package (`peakcast explain --trace` shows that)."
         )
+    if architecture.kind == "undescribed":
+        return f"model_type={architecture.model_type!r} is not known to the ledger; trace it (`peakcast explain --trace`)."
     if architecture.kind not in ("decoder", "encoder", "encoder_decoder"):
         return f"{architecture.name!r} is not a decoder-only transformer, BERT or T5 (kind={architecture.kind!r})."
     return ""
