@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from peakcast.architecture import Architecture
+from peakcast.conventions import conventions
 from peakcast.dialects.hf_reverse import hf_config_of
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
@@ -27,6 +28,8 @@ AUTO_MODELS = {
 def model_of(job: TrainingJob) -> Any:
     """The job's network with random weights in `precision.parameters`."""
     attention: str | None = {"flex": "flex_attention"}.get(job.attention, job.attention)
+    if attention == "sdpa":
+        attention = str(conventions(job).get("sdpa", "sdpa"))
     types = job.architecture.layer_types
     if types and not any("attention" in parts for parts in types):
         attention = None

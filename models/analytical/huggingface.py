@@ -18,6 +18,7 @@ from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.encoder_decoder import encoder_decoder_micro_batch, outputs_of, target_context
 from peakcast.models.analytical.hf_checkpoint import recompute
 from peakcast.models.analytical.hf_model import (
+    hold_attention_weights,
     hold_buffers,
     hold_embeddings,
     hold_masks,
@@ -139,7 +140,7 @@ def _context(job: TrainingJob, device: Device | None) -> HFContext:
         compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
         autocast=autocast,
         norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
-        attention=job.attention,
+        attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
         finetuning=job.finetuning,
         adapter_bytes=int(DTYPE_BYTES[adapter]),
         logits_upcast=str(convention.get("logits_upcast", "loss")),
@@ -278,6 +279,7 @@ def _micro_batch(
         size = cached.get(run.module, 0)
         born = run.forward_start + run.template.num_forward
         timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
+    hold_attention_weights(timeline, contexts[0], first_runs)
     hold_embeddings(timeline, contexts, embedded, loss, checkpointed[0] and not job.offload.activations)
     timeline.run_backward(loss)
     for index in reversed(layers):

@@ -28,6 +28,15 @@ def activation(build: BlockBuilder, x: Tensor) -> Tensor:
         square = ops.unary(tape, relu, "mlp.square", backward_temporary_bytes=2 * x.num_bytes)
         tape.hold(x)
         return square
+    if name == "bloom_gelu":  # an autograd function of its own, written out in both directions (modeling_bloom.py)
+        return tape.operation(
+            "mlp.bloom_gelu",
+            [x],
+            x.num_bytes,
+            saves=[x],
+            forward_temporary_bytes=3 * x.num_bytes,
+            backward_temporary_bytes=4 * x.num_bytes,
+        )
     if name == "relu":
         return ops.unary_of_result(tape, x, "mlp.relu")
     return ops.unary(tape, x, f"mlp.{name}")

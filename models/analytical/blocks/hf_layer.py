@@ -68,7 +68,8 @@ def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
     if two and not together:
         second = build.norm(x, width, "post_attention_layernorm")
     fed = feed_forward(build, second)
-    build.tape.hold(second)
+    for variable in (first, second) if together else (second,):
+        build.tape.hold(variable)
     view = fed if traits(architecture).parallel_sum_in_place else None
     both = build.tape.operation(
         "parallel_add",
