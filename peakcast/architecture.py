@@ -64,6 +64,40 @@ class MultiLatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpace:
+    """The mixer of a state-space layer: Mamba's selective scan, or Mamba-2's."""
+
+    version: Literal[1, 2]
+    inner_size: int
+    """Width of the stream that is scanned."""
+    state_size: int
+    conv_kernel: int
+    num_heads: int = 0
+    """Mamba-2's heads, each with one decay."""
+    num_groups: int = 0
+    """Mamba-2's groups of heads that share the input-dependent B and C."""
+    time_step_rank: int = 0
+    """Mamba's rank of the time step's projection."""
+    projection_bias: bool = False
+    conv_bias: bool = True
+    norm: Literal["none", "gated", "time_step_and_states"] = "none"
+    """`gated`: of the output before its projection (Mamba-2); `time_step_and_states`: of dt, B and C (Jamba)."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "inner_size", "state_size", "conv_kernel", where="ssm.")
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: Mamba-2's also takes B and C."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def input_size(self) -> int:
+        """Width of the input's projection: the stream, its gate, and Mamba-2's B, C and time steps."""
+        return 2 * self.inner_size if self.version == 1 else self.inner_size + self.conv_size + self.num_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A transformer: a decoder, or by `kind` an encoder, an encoder with a decoder, or another shape, of which less is
     known."""
@@ -121,6 +155,10 @@ class Architecture:
     """One learned logit per head (gpt-oss)."""
     moe: MixtureOfExperts | None = None
     mla: MultiLatentAttention | None = None
+    ssm: StateSpace | None = unsaid(None)  # noqa: RUF009  # a dataclass field
+    layer_types: tuple[str, ...] = unsaid(())
+    """Of a hybrid: each layer's parts (`mamba`, `attention`, `mlp`, `moe`), `+` between those that follow each other, each
+    with a norm of its own, and `|` between those that read the same input and are added."""
     num_decoder_layers: int = unsaid(0)
     """Layers of the decoder beside the `num_hidden_layers` of the encoder (T5)."""
     relative_attention_num_buckets: int = unsaid(0)
@@ -129,8 +167,11 @@ class Architecture:
     """The decoder's output is multiplied by hidden_size ** -0.5 before the lm_head (T5, not T5 v1.1 nor Flan-T5)."""
     num_nextn_predict_layers: int = 0
     """Multi-token-prediction layers (DeepSeek-V3)."""
-    kind: Literal["decoder", "encoder", "encoder_decoder", "hybrid", "multimodal"] = "decoder"
-    """Others than decoders, BERT and T5 are refused or marked out of scope by name."""
+    configuration: str = unsaid("")
+    """Of an `undescribed` network: its config.json, from which transformers builds it."""
+    kind: Literal["decoder", "encoder", "encoder_decoder", "hybrid", "multimodal", "undescribed"] = "decoder"
+    """Others than decoders, BERT and T5 are refused or marked out of scope by name. Of a hybrid (with state-space layers)
+    the parameters are complete."""
 
     def __post_init__(self) -> None:
         require_positive(
@@ -156,6 +197,7 @@ class Architecture:
             "num_decoder_layers",
             "relative_attention_num_buckets",
         )
+        self._check_layer_types()
         if self.num_attention_heads % self.num_key_value_heads:
             raise SpecError(
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "
@@ -164,6 +206,25 @@ class Architecture:
                 parameter="num_key_value_heads",
                 value=self.num_key_value_heads,
             )
+
+    def _check_layer_types(self) -> None:
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            raise SpecError(
+                f"layer_types lists {len(self.layer_types)} layers and num_hidden_layers={self.num_hidden_layers} of "
+                f"{self.name!r}; make them agree.",
+                parameter="layer_types",
+                value=list(self.layer_types),
+            )
+        for parts in dict.fromkeys(self.layer_types):
+            described = {"mamba": self.ssm is not None, "moe": self.moe is not None, "attention": True, "mlp": True}
+            for part in parts.replace("|", "+").split("+"):
+                if not described.get(part):
+                    raise SpecError(
+                        f"layer_types of {self.name!r} has {part!r}, which is none of {', '.join(described)}, or "
+                        "is not described (ssm, moe); correct it.",
+                        parameter="layer_types",
+                        value=parts,
+                    )
 
     @property
     def num_layers(self) -> int:
@@ -182,6 +243,8 @@ class Architecture:
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0) has a routed feed-forward."""
+        if self.layer_types:
+            return "moe" in self.layer_types[layer]
         if self.moe is None or layer < self.moe.first_k_dense_replace:
             return False
         return (layer - self.moe.first_k_dense_replace) % self.moe.moe_layer_freq == self.moe.moe_layer_freq - 1

@@ -68,7 +68,8 @@ def check_framework_options(job: TrainingJob) -> None:
 
 
 def _holds(when: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
-    """Whether every `package = ">=a,<b"` of `when` holds; a package whose version is not given does not."""
+    """Whether every `package = ">=a,<b"` of `when` holds ("==a|b": either name); a package whose version is not given does
+    not."""
     return all(
         package in facts and all(_compare(str(facts[package]), clause) for clause in ranges.split(","))
         for package, ranges in when.items()
@@ -76,12 +77,12 @@ def _holds(when: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
 
 
 def _compare(version: str, clause: str) -> bool:
-    match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\w.]+)\s*", clause)
+    match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\w.|]+)\s*", clause)
     if match is None:
         raise ValueError(f"malformed version clause {clause!r} in frameworks.toml")
     operator, wanted = match.groups()
     if operator == "==" and not wanted[0].isdigit():
-        return version == wanted
+        return version in wanted.split("|")
     a, b = release(version), release(wanted)
     return {">=": a >= b, "<=": a <= b, "==": a == b, "<": a < b, ">": a > b}[operator]
 

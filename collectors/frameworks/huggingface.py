@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,22 +12,15 @@ import torch
 import transformers
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from peakcast.architecture import Architecture
 from peakcast.collectors.frameworks import layouts, scope
+from peakcast.collectors.frameworks.huggingface_model import in_float8, model_of, with_adapters
 from peakcast.collectors.frameworks.optimizers import LEARNING_RATE, build_optimizer
 from peakcast.conventions import conventions
-from peakcast.dialects.hf_reverse import hf_config_of
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 
 MAX_GRAD_NORM = 1.0
 NEFTUNE_NOISE_ALPHA = 5.0
-AUTO_MODELS = {
-    "decoder": "AutoModelForCausalLM",
-    "encoder": "AutoModelForMaskedLM",
-    "encoder_decoder": "AutoModelForSeq2SeqLM",
-}
-"""Kind of architecture -> the class of transformers that trains it."""
 
 
 class HuggingFaceTraining:
@@ -65,7 +57,7 @@ class HuggingFaceTraining:
         self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
         try:
             with self._accumulation(), self._autocast(), self._saves():
-                switches = {"use_cache": False} if self.job.architecture.kind == "decoder" else {}
+                switches = {"use_cache": False} if self.job.architecture.kind in ("decoder", "hybrid") else {}
                 outputs = self.model(**self.batch, **switches)
         finally:
             if announces:
@@ -80,7 +72,8 @@ class HuggingFaceTraining:
         """The module after which the loss begins, where the model does not call its `loss_function`."""
         if self.job.loss.fused_linear_cross_entropy:
             return inner.base_model
-        return inner.get_output_embeddings() if self.job.architecture.kind != "decoder" else None
+        own_loss = ("encoder", "encoder_decoder", "undescribed")
+        return inner.get_output_embeddings() if self.job.architecture.kind in own_loss else None
 
     def _accumulation(self) -> contextlib.AbstractContextManager[Any]:
         """What the layout does around a micro-batch that is not the last of its step."""
@@ -159,13 +152,13 @@ def build(job: TrainingJob, device: str) -> HuggingFaceTraining:
 
         model = quantize(model, job, device)
     if job.precision.compute == "float8":
-        model = _in_float8(model)
+        model = in_float8(model)
     _with_liger_kernels(model, job)
     model.train()
     if job.activation_checkpointing.mode != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint(job), **_every_n_layers(job))
     if job.finetuning.method != "full":
-        model = _with_adapters(model, job)
+        model = with_adapters(model, job)
     if job.framework_options.get("neftune"):
         embeddings = causal_model(model).get_input_embeddings()  # as transformers' activate_neftune does
         embeddings.neftune_noise_alpha = NEFTUNE_NOISE_ALPHA
@@ -272,71 +265,3 @@ def _keep_matmuls_and_attention(one_in: int) -> Any:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def model_of(job: TrainingJob) -> Any:
-    """The job's network with random weights in `precision.parameters`."""
-    attention = {"flex": "flex_attention"}.get(job.attention, job.attention)
-    config = transformers.AutoConfig.for_model(**hf_config_of(_trainable(job.architecture)))
-    dtype = getattr(torch, job.precision.parameters)
-    auto = getattr(transformers, AUTO_MODELS[job.architecture.kind])
-    return auto.from_config(config, attn_implementation=attention, dtype=dtype)
-
-
-def _trainable(architecture: Architecture) -> Architecture:
-    if architecture.kind not in AUTO_MODELS:
-        raise CollectorError(
-            f"architecture={architecture.name!r} is of kind={architecture.kind!r}; collected are {', '.join(AUTO_MODELS)}.",
-            parameter="architecture",
-            value=architecture.name,
-        )
-    if architecture.model_type not in transformers.CONFIG_MAPPING:
-        raise CollectorError(
-            f"model_type={architecture.model_type!r} is not part of transformers {transformers.__version__} (its code is "
-            f"on the hub and is not run here), so {architecture.name!r} cannot be built; measure another family.",
-            parameter="model_type",
-            value=architecture.model_type,
-        )
-    return architecture
-
-
-def _in_float8(model: Any) -> Any:
-    """As accelerate's torchao backend converts it: every nn.Linear but the first and the last."""
-    try:
-        float8 = importlib.import_module("torchao.float8")
-    except ImportError as error:
-        raise CollectorError(
-            "precision.compute='float8' needs torchao; install it with: pip install torchao.",
-            parameter="precision.compute",
-        ) from error
-    from accelerate.utils.ao import filter_linear_layers
-
-    linears = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
-    ends = [linears[0], linears[-1]]
-    return float8.convert_to_float8_training(
-        model, module_filter_fn=lambda part, name: filter_linear_layers(part, name, layers_to_filter=ends)
-    )
-
-
-def _with_adapters(model: Any, job: TrainingJob) -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise CollectorError(
-            "finetuning.method='lora' needs peft; install it with: pip install 'peakcast[collect]'.",
-            parameter="finetuning.method",
-        ) from error
-    tuning = job.finetuning
-    targets = list(tuning.targets) or None
-    if targets == ["all-linear"]:
-        targets = "all-linear"  # type: ignore[assignment]
-    config = peft.LoraConfig(
-        r=tuning.rank or 8,
-        lora_alpha=tuning.alpha or 16,
-        lora_dropout=tuning.dropout,
-        target_modules=targets,
-        task_type="SEQ_2_SEQ_LM" if job.architecture.kind == "encoder_decoder" else "CAUSAL_LM",
-    )
-    if job.activation_checkpointing.mode != "none":
-        model.enable_input_require_grads()
-    return peft.get_peft_model(model, config, autocast_adapter_dtype=tuning.adapter_dtype in (None, "float32"))

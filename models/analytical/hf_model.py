@@ -3,15 +3,15 @@ the gradient of a tied table that waits for its other half."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from peakcast.models.analytical.blocks.attention_kernels import flex_block_mask_bytes
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding_variables
-from peakcast.models.analytical.blocks.hf_layer import decoder_layer
 from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.step import Run, Step
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category
@@ -23,14 +23,20 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
     """Buffers of size: a causal mask for the longest sequence, in old code."""
     if traits(job.architecture).causal_mask_buffer:
         timeline.hold("causal_mask", Category.PARAMETERS, job.architecture.max_position_embeddings**2, 0)
+    if traits(job.architecture).causal_mask_buffers:
+        for layer in range(job.architecture.num_hidden_layers):
+            size = job.architecture.max_position_embeddings**2
+            timeline.hold("attention.bias", Category.PARAMETERS, size, 0, module=f"layers.{layer}")
 
 
 def hold_embeddings(timeline: Step, layers: Sequence[HFContext], embedded: Run, loss: Run, in_checkpoint: bool) -> None:
     """Variables of the model's forward, until its last norm is done."""
+    if layers[0].architecture.embedding_norm and layers[0].architecture.kind == "decoder" and layers[0].trainable:
+        return  # the norm keeps it
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
     if is_input:
-        first = decoder_layer(layers[0])
+        first = layer_template(layers[0])
         born += first.num_forward
         if in_checkpoint or first.keeps_input:
             return  # the checkpoint or the graph holds it anyway
@@ -74,6 +80,18 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, dies: in
         sizes = [scores] if one.attention == "sdpa" and any(layer.masked for layer in layers) else []
     for size in sizes:
         timeline.hold("attention_mask", Category.INPUTS, size, start, dies)
+
+
+def hold_attention_weights(timeline: Step, layer: HFContext, first_runs: Mapping[int, Run]) -> None:
+    """Attention weights that a layer returned, where no graph keeps them, while the next layer runs."""
+    if layer.attention != "eager" or not traits(layer.architecture).returns_attention_weights:
+        return
+    size = layer.batch * layer.architecture.num_attention_heads * layer.sequence**2 * layer.compute_bytes
+    for index, run in first_runs.items():
+        if index + 1 in first_runs:
+            born, after = run.forward_start + run.template.num_forward, first_runs[index + 1]
+            ends = after.forward_start + after.template.num_forward
+            timeline.hold("attention_weights", Category.ACTIVATIONS, size, born, ends, run.module)
 
 
 def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, start: int) -> None:

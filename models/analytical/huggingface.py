@@ -13,12 +13,13 @@ from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes, is_adapter_target
 from peakcast.models.analytical.blocks.hf_ends import embedding, head, logits_bytes_kept_by_outputs
-from peakcast.models.analytical.blocks.hf_layer import decoder_layer
 from peakcast.models.analytical.blocks.hf_traits import slides, traits
+from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.blocks.kv_cache import returned_cache_bytes
 from peakcast.models.analytical.encoder_decoder import encoder_decoder_micro_batch, outputs_of, target_context
 from peakcast.models.analytical.hf_checkpoint import recompute
 from peakcast.models.analytical.hf_model import (
+    hold_attention_weights,
     hold_buffers,
     hold_embeddings,
     hold_masks,
@@ -160,7 +161,7 @@ def _context(job: TrainingJob, device: Device | None) -> HFContext:
         compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
         autocast=autocast,
         norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
-        attention=job.attention,
+        attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
         finetuning=job.finetuning,
         adapter_bytes=int(DTYPE_BYTES[adapter]),
         logits_upcast=str(convention.get("logits_upcast", "loss")),
@@ -287,7 +288,7 @@ def _micro_batch(
         key = 2 * id(contexts[index]) + checkpointed[index]
         if key not in made:
             one = contexts[index]
-            made[key] = _checkpointed_layer(one, job) if checkpointed[index] else decoder_layer(one)
+            made[key] = _checkpointed_layer(one, job) if checkpointed[index] else layer_template(one)
         return made[key]
 
     first = replace(context, input_requires_grad=contexts[0].input_requires_grad)
@@ -309,6 +310,7 @@ def _micro_batch(
         if conventions(job).get("caches_while_checkpointing"):  # until `outputs` is dropped
             kept = returned_cache_bytes(context)
             timeline.hold("past_key_values", Category.ACTIVATIONS, kept, born, timeline.now, run.module)
+    hold_attention_weights(timeline, contexts[0], first_runs)
     hold_embeddings(timeline, contexts, embedded, loss, checkpointed[0] and not job.offload.activations)
     timeline.run_backward(loss)
     for index in reversed(layers):
@@ -328,10 +330,12 @@ def _micro_batch(
 
 def _layer_contexts(context: HFContext, job: TrainingJob) -> list[HFContext]:
     """The context of every decoder layer; equal layers have the same object."""
-    kinds: dict[tuple[bool, bool, bool], HFContext] = {}
+    kinds: dict[tuple[bool, bool, bool, str], HFContext] = {}
+    parts = job.architecture.layer_types
     found = []
     for index in range(job.architecture.num_hidden_layers):
-        kind = index == 0, job.architecture.is_moe_layer(index), slides(job.architecture, index, context.sequence)
+        slid, named = slides(job.architecture, index, context.sequence), parts[index] if parts else ""
+        kind = index == 0, job.architecture.is_moe_layer(index), slid, named
         if kind not in kinds:
             kinds[kind] = _layer_context(context, job, index)
         found.append(kinds[kind])
@@ -347,6 +351,7 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         # peft's enable_input_require_grads comes with checkpointing only
         input_requires_grad=index > 0 or not adapters_alone,
         routed=context.architecture.is_moe_layer(index),
+        parts=context.architecture.layer_types[index] if context.architecture.layer_types else "",
         masked=context.mask_of_batch
         or traits(context.architecture).always_masked
         or slides(context.architecture, index, context.sequence),
@@ -361,7 +366,7 @@ def _first_linear(architecture: Architecture) -> str:
 
 
 def _checkpointed_layer(context: HFContext, job: TrainingJob) -> Template:
-    return decoder_layer(replace(context, checkpointed=True, cached_matmuls=_cached_matmuls(job)))
+    return layer_template(replace(context, checkpointed=True, cached_matmuls=_cached_matmuls(job)))
 
 
 def _kept_logits(job: TrainingJob, context: HFContext) -> int:
@@ -409,5 +414,5 @@ def pinned_activation_bytes(job: TrainingJob) -> list[int]:
     if checkpointing.mode != "none":
         return [layer.input_bytes for index, layer in enumerate(layers) if index % checkpointing.every_n_layers == 0]
     first = replace(context, input_requires_grad=layers[0].input_requires_grad)
-    templates = [embedding(first), *(decoder_layer(layer) for layer in layers), head(context)]
+    templates = [embedding(first), *(layer_template(layer) for layer in layers), head(context)]
     return [size for template in templates for size in template.saved_bytes]

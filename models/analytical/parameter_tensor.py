@@ -19,6 +19,7 @@ Role = Literal[
     "expert",
     "shared_expert",
     "lm_head",
+    "state_space",
 ]
 
 

@@ -15,6 +15,7 @@ from functools import cache
 
 from peakcast.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from peakcast.models.analytical.parameter_tensor import ParameterTensor, Role, linear, norm
+from peakcast.models.analytical.parameters_state_space import state_space
 from peakcast.models.analytical.parameters_t5 import t5_head, t5_layer
 
 
@@ -105,6 +106,8 @@ def layer_parameters(architecture: Architecture, layer: int) -> tuple[ParameterT
     """The tensors of layer `layer` (from 0; the encoder's before the decoder's): norms, attention, feed-forward."""
     if architecture.kind == "encoder_decoder":
         return t5_layer(architecture, layer)
+    if architecture.layer_types:
+        return _hybrid_layer(architecture, architecture.layer_types[layer])
     return _layer(architecture, architecture.is_moe_layer(layer))
 
 
@@ -146,6 +149,27 @@ def _layer(architecture: Architecture, routed: bool) -> tuple[ParameterTensor, .
     else:
         tensors.extend(_feed_forward(architecture, "mlp", architecture.intermediate_size, "mlp"))
     return tuple(tensors)
+
+
+@cache
+def _hybrid_layer(architecture: Architecture, parts: str) -> tuple[ParameterTensor, ...]:
+    """A layer of the given parts: a norm before each group of those that read the same."""
+    tensors: list[ParameterTensor] = []
+    for number, group in enumerate(parts.split("+")):
+        tensors.extend(norm(architecture, f"norm_{number}", architecture.hidden_size))
+        for part in group.split("|"):
+            tensors.extend(_part(architecture, part))
+    return tuple(tensors)
+
+
+def _part(architecture: Architecture, part: str) -> Iterator[ParameterTensor]:
+    if part == "mamba" and architecture.ssm is not None:
+        return state_space(architecture, architecture.ssm)
+    if part == "moe" and architecture.moe is not None:
+        return _routed_feed_forward(architecture, architecture.moe)
+    if part == "attention":
+        return _attention(architecture)
+    return _feed_forward(architecture, "mlp", architecture.intermediate_size, "mlp")
 
 
 # -- pieces ---------------------------------------------------------------------------------------------------------------

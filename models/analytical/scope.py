@@ -21,6 +21,14 @@ def out_of_scope(job: TrainingJob) -> str:
 def _architecture_reason(architecture: Architecture) -> str:
     if architecture.kind == "encoder" and architecture.model_type != "bert":
         return f"{architecture.name!r}: of encoders only BERT is modelled, not model_type={architecture.model_type!r}."
+    if architecture.kind == "hybrid":
+        return (
+            f"{architecture.name!r} has state-space layers: parameters, gradients and optimizer states are exact, their "
+            "mixers' activations are what mamba_ssm's kernels save, without what those allocate in passing and not what "
+            "transformers computes without that package (`peakcast explain --trace` shows that)."
+        )
+    if architecture.kind == "undescribed":
+        return f"model_type={architecture.model_type!r} is not known to the ledger; trace it (`peakcast explain --trace`)."
     if architecture.kind not in ("decoder", "encoder", "encoder_decoder"):
         return f"{architecture.name!r} is not a decoder-only transformer, BERT or T5 (kind={architecture.kind!r})."
     return ""

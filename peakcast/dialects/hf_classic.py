@@ -35,6 +35,12 @@ def _falcon_flags(architecture: Architecture) -> Row:
     }
 
 
+def _gpt_neo_layers(architecture: Architecture) -> Row:
+    """Every second layer attends within a window of 256 tokens, as in the published networks; memory does not tell."""
+    half, rest = divmod(architecture.num_hidden_layers, 2)
+    return {"attention_types": [[["global", "local"], half]] * bool(half) + [[["global"], 1]] * rest}
+
+
 CLASSIC: Mapping[str, Family] = {
     "phi": Family(
         classic(
@@ -69,7 +75,8 @@ CLASSIC: Mapping[str, Family] = {
             hidden_act=Key("activation_function", "gelu_new"),
             hidden_dropout=Key("resid_dropout", 0.0),
             embedding_dropout=Key("embed_dropout", 0.0),
-        )
+        ),
+        restore=_gpt_neo_layers,
     ),
     "gpt_neox": Family(
         classic(

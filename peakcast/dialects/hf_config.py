@@ -9,6 +9,7 @@ from typing import Any
 from peakcast.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from peakcast.dialects.hf_families import FAMILIES, OTHER_KINDS
 from peakcast.dialects.hf_rules import REQUIRED, Choice, Family, Key, Product, Row, Rules, llama
+from peakcast.dialects.hf_undescribed import may_be_undescribed, undescribed
 from peakcast.errors import SpecError, near_misses
 
 LLAMA_KEYS = (
@@ -79,7 +80,12 @@ def architecture_from_hf_config(config: Mapping[str, Any], name: str | None = No
         )
     flat, multimodal = _language_part(config)
     model_type = flat.get("model_type")
-    family = _family(model_type, flat)
+    try:
+        family = _family(model_type, flat)
+    except SpecError:
+        if not may_be_undescribed(model_type):
+            raise
+        return undescribed(config, name)
     called = name or config.get("name") or config.get("_name_or_path") or model_type
     values = _read(family.rules, flat)
     _check_demands(family, flat)
@@ -123,7 +129,7 @@ def _family(model_type: object, config: Mapping[str, Any]) -> Family:
     if model_type in OTHER_KINDS:
         raise SpecError(
             f"model_type={model_type!r} is {OTHER_KINDS[model_type]}; only decoders, BERT and T5 are "
-            "read from a configuration. Trace it instead (`peakcast collect --trace`).",
+            "read from a configuration. Trace it instead (`peakcast explain --trace`).",
             parameter="model_type",
             value=model_type,
         )
@@ -131,7 +137,7 @@ def _family(model_type: object, config: Mapping[str, Any]) -> Family:
         return Family(llama())
     raise SpecError(
         f"model_type={model_type!r} is not a known family{near_misses(model_type, FAMILIES) or '.'} Describe it with a "
-        "known model_type, or trace it (`peakcast collect --trace`).",
+        "known model_type, or trace it (`peakcast explain --trace`).",
         parameter="model_type",
         value=model_type,
     )

@@ -1,6 +1,6 @@
 """The table of Hugging Face model families: for each `model_type`, where every field of `Architecture` comes from.
 
-The rows stand by shape in `hf_dense`, `hf_classic`, `hf_experts` and `hf_encoders`.
+The rows stand by shape in `hf_dense`, `hf_classic`, `hf_experts`, `hf_encoders` and `hf_state_space`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from peakcast.dialects.hf_dense import DENSE
 from peakcast.dialects.hf_encoders import ENCODERS
 from peakcast.dialects.hf_experts import EXPERTS
 from peakcast.dialects.hf_rules import Family
+from peakcast.dialects.hf_state_space import STATE_SPACE
 
-FAMILIES: Mapping[str, Family] = {**DENSE, **CLASSIC, **EXPERTS, **ENCODERS}
+FAMILIES: Mapping[str, Family] = {**DENSE, **CLASSIC, **EXPERTS, **ENCODERS, **STATE_SPACE}
 """`model_type` -> its row."""
 
 OTHER_KINDS: Mapping[str, str] = {
@@ -23,15 +24,9 @@ OTHER_KINDS: Mapping[str, str] = {
     "pegasus": "an encoder-decoder",
     "whisper": "an encoder-decoder",
     "marian": "an encoder-decoder",
-    "mamba": "a state-space model",
-    "mamba2": "a state-space model",
-    "falcon_mamba": "a state-space model",
     "rwkv": "a recurrent network",
     "recurrent_gemma": "a hybrid of recurrence and attention",
-    "jamba": "a hybrid of state space and attention",
     "zamba2": "a hybrid of state space and attention",
-    "bamba": "a hybrid of state space and attention",
-    "nemotron_h": "a hybrid of state space and attention",
     "qwen3_next": "a hybrid of linear and full attention",
     "lfm2": "a hybrid of convolution and attention",
     "vit": "a vision encoder",

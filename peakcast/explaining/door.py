@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
 from peakcast import catalog
 from peakcast.catalog import Device
+from peakcast.dialects.hf_undescribed import for_tracing
 from peakcast.errors import SpecError
 from peakcast.explaining.explain import explain, of_module
 from peakcast.explaining.picture import check_picture_path, write_picture
@@ -36,7 +38,10 @@ def explanation(
         if against is not None:
             raise SpecError("against cannot be used with module: a module is no job; leave one out.", parameter="against")
         return of_module(by_layer(trace_module(module)["steady"]), module)
-    translation = translation_of(job)
+    with for_tracing() if trace else contextlib.nullcontext():
+        translation = translation_of(job)
+    if translation.job.architecture.kind == "undescribed":
+        return _undescribed(translation.job, against)
     other = translation_of(against) if against is not None else None
     try:
         found = explain(
@@ -55,6 +60,16 @@ def explanation(
         assumptions=tuple(dict.fromkeys((*translation.assumptions, *found.assumptions))),
         warnings=tuple(dict.fromkeys(warnings)),
     )
+
+
+def _undescribed(job: TrainingJob, against: object) -> Explanation:
+    """A network that only transformers knows: what its trace says by itself."""
+    name = job.architecture.name
+    if against is not None:
+        raise SpecError(f"against cannot be used with {name!r}, which is only traced; leave it out.", parameter="against")
+    found = of_module(_traced(job, 0), name)
+    sentence = f"model_type={job.architecture.model_type!r} is not known to the ledger: this is the trace alone."
+    return replace(found, warnings=(*found.warnings, sentence))
 
 
 def _traced(job: TrainingJob, rank: int) -> Timeline:

@@ -26,8 +26,8 @@ sdpa = torch.nn.functional.scaled_dot_product_attention
 import transformers.masking_utils as masks
 packed = masks.find_packed_sequence_indices
 ones = masks.is_tracing
-def installed():
-    install()
+def installed(**switches):
+    install(**switches)
     exec(undo)
 patches.install = installed
 if undo.startswith("before:"):

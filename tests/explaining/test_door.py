@@ -13,7 +13,7 @@ import pytest
 import peakcast
 from peakcast import api, cli
 from peakcast.collectors.tracing import module
-from peakcast.errors import CollectorError
+from peakcast.errors import CollectorError, SpecError
 from peakcast.explanation import COLUMNS
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.parameters import num_parameters
@@ -201,6 +201,28 @@ def test_a_network_that_the_ledger_does_not_know_is_traced(tmp_path: Path) -> No
     assert 2 * elements <= held < 2 * elements + 512 * len(found.parameters)
     assert found.warnings == ()
     assert found.advice == ()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "lfm2", "num_key_value_heads": 4, "layer_types": ["conv", "full_attention"]},
+        {"model_type": "openai-gpt", "n_embd": 64, "n_layer": 2, "n_head": 8},  # eager alone
+    ],
+)
+def test_a_network_that_no_family_describes_is_traced_alone_and_refused_elsewhere(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 128}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**sizes, "vocab_size": 500, **config}))
+    job = {"architecture": str(path), "sequence_length": 64}
+    found = peakcast.explain(job, trace=True)
+    assert found.source == "trace"
+    assert found.peak.num_bytes > 0
+    assert any("is not known to the ledger" in warning for warning in found.warnings)
+    with pytest.raises(SpecError, match="peakcast explain --trace"):
+        peakcast.predict(job, "H100-80GB")
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers"])

@@ -184,25 +184,34 @@ def _eager(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     family = traits(architecture)
     elements = context.batch * heads * context.sequence * (context.key_length or context.sequence)
     k, v = repeat_key_value(build, q, k, v)
-    q_used, k_used, v_used = (_joined(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    if family.scores_in_float32 and size != FP32:
+        q, k, size = _to_float32(build, q, "q"), _to_float32(build, k, "k"), FP32
+    if family.joins_heads_first:
+        v = _joined(build, v, "v")
+    q_used, k_used = _joined(build, q, "q"), _joined(build, k, "k")
     scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
-    scores = ops.scale(tape, scores, "self_attn.scaling")
+    named = [scores, q_used, k_used, v] if family.joins_heads_first else [k]
+    if not family.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
+        scores = ops.scale(tape, scores, "self_attn.scaling")
     if family.attention_softcap:
         scores = ops.scale(tape, scores, "self_attn.softcap.divide")
         scores = ops.scale(tape, ops.unary_of_result(tape, scores, "self_attn.softcap.tanh"), "self_attn.softcap.multiply")
-    if architecture.kind == "decoder":
+    if architecture.kind in ("decoder", "hybrid"):
         scores = tape.operation("self_attn.add_mask", [scores], scores.num_bytes, gradients=[(scores, None)])
+    narrow = context.compute_bytes
     widened = size != FP32 and (family.eager_softmax == "float32" or context.autocast)
     wide = ops.cast(tape, scores, elements * FP32, "self_attn.softmax.to_float32") if widened else scores
     weights = ops.unary_of_result(tape, wide, "self_attn.softmax")
     tape.hold(scores)  # the variable is assigned only when the softmax has returned
-    if widened:
-        weights = ops.cast(tape, weights, elements * size, "self_attn.softmax.to_narrow")
+    if weights.num_bytes != elements * narrow:
+        weights = ops.cast(tape, weights, elements * narrow, "self_attn.softmax.to_narrow")
         tape.hold(scores)
     weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
+    v_used = _joined(build, v, "v")
     # the product, before .transpose(1, 2).contiguous()
     output = ops.matmul(tape, weights, v_used, v.num_bytes, "self_attn.weighted_sum", forward_temporary_bytes=v.num_bytes)
-    tape.hold(k)
+    for variable in named:
+        tape.hold(variable)
     build.variables.append(weights)  # the attention module returns them too
     return output
 

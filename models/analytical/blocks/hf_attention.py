@@ -37,6 +37,9 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     variables = [x, q, k] if traits(architecture).rotary_inline else [x]
     if architecture.position_embedding == "rope":
         q, k = _rotary(build, q, k)
+        if traits(architecture).rotary_inline:  # the rotated parts, which are joined with the others
+            rotated = int((q.num_bytes + k.num_bytes) * traits(architecture).rotary_fraction)
+            variables.append(tape.operation("self_attn.rotated", [], rotated))
     if context.cache:
         k, v = update_cache(build, k, v)
     output = attention(build, q, k, v)

@@ -51,6 +51,8 @@ class HFContext:
     """Sequences that are joined in one row, where they are."""
     routed: bool = False
     """Whether the layer's feed-forward is a mixture of experts."""
+    parts: str = ""
+    """Of a hybrid's layer: its parts, as `Architecture.layer_types` has them."""
     checkpointed: bool = False
     """Whether a layer's input is held by the checkpoint, which then owns it, instead of by the layer."""
     cached_matmuls: int = 0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.blocks.activations import activation
 from peakcast.models.analytical.blocks.hf_attention import self_attention
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
 from peakcast.models.analytical.blocks.hf_traits import traits
@@ -17,8 +18,6 @@ from peakcast.models.analytical.blocks.latent_attention import latent_attention
 from peakcast.models.analytical.blocks.routed import routed_feed_forward
 from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.tape import Tape, Template, Tensor
-
-FP32 = 4
 
 
 @lru_cache(maxsize=256)
@@ -33,7 +32,7 @@ def decoder_layer(context: HFContext) -> Template:
     else:
         attention = self_attention if architecture.mla is None else latent_attention
         output = _sublayer(build, hidden, attention, "input_layernorm", "post_attention_layernorm")
-        output = _sublayer(build, output, _feed_forward, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+        output = _sublayer(build, output, feed_forward, "pre_feedforward_layernorm", "post_feedforward_layernorm")
     for variable in (hidden, *build.variables):  # the model's loop variable keeps the layer's input until it returns
         tape.hold(variable)
     return tape.finish(output, cached_matmuls=context.cached_matmuls)
@@ -49,7 +48,7 @@ def _sublayer(
     body_input = build.norm(x, width, norm_before) if placement != "post" else x
     y = body(build, body_input)
     family = traits(architecture)
-    if not (family.feed_forward_inline and body is _feed_forward):
+    if not (family.feed_forward_inline and body is feed_forward):
         build.tape.hold(body_input)  # the layer's variable
     build.variables.extend([y] * family.keeps_sublayer_outputs + [body_input] * family.keeps_sublayer_inputs)
     if placement != "pre":
@@ -68,22 +67,23 @@ def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
     attention = self_attention(build, first)
     if two and not together:
         second = build.norm(x, width, "post_attention_layernorm")
-    feed_forward = _feed_forward(build, second)
-    build.tape.hold(second)
-    view = feed_forward if traits(architecture).parallel_sum_in_place else None
+    fed = feed_forward(build, second)
+    for variable in (first, second) if together else (second,):
+        build.tape.hold(variable)
+    view = fed if traits(architecture).parallel_sum_in_place else None
     both = build.tape.operation(
         "parallel_add",
-        [feed_forward, attention],
-        feed_forward.num_bytes,
-        gradients=[(feed_forward, None), (attention, None)],
+        [fed, attention],
+        fed.num_bytes,
+        gradients=[(fed, None), (attention, None)],
         view_of=view,
     )
     output = ops.add(build.tape, both, x, "residual_add")
-    build.variables.extend([feed_forward, attention])
+    build.variables.extend([fed, attention])
     return output
 
 
-def _feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
+def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     if build.context.routed:
         return routed_feed_forward(build, x)
     architecture, tape = build.context.architecture, build.tape
@@ -116,27 +116,3 @@ def _feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
 def _swiglu(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
     """Liger's silu(gate)·up, whose backward writes into gate and up (liger_kernel 0.8 ops/swiglu.py)."""
     return tape.operation("mlp.swiglu", [gate, up], up.num_bytes, saves=[gate, up], gradients_in_place=True)
-
-
-def activation(build: BlockBuilder, x: Tensor) -> Tensor:
-    """The activation function. gelu_new is Python code in transformers (activations.py NewGELUActivation)."""
-    context, tape, name = build.context, build.tape, build.context.architecture.hidden_act
-    if name in ("gelu_new", "gelu_fast"):
-        half = ops.scale(tape, x, "mlp.gelu_new.half")
-        if context.autocast and context.compute_bytes != FP32:  # pow is on autocast's fp32 list; what follows stays wide
-            x = ops.cast(tape, x, x.num_bytes // context.compute_bytes * FP32, "mlp.gelu_new.to_float32")
-        cube = ops.unary(tape, x, "mlp.gelu_new.pow", backward_temporary_bytes=2 * x.num_bytes)
-        cube = ops.scale(tape, cube, "mlp.gelu_new.coefficient")
-        inner = ops.add(tape, x, cube, "mlp.gelu_new.add")
-        inner = ops.scale(tape, inner, "mlp.gelu_new.scale")
-        tanh = ops.unary_of_result(tape, inner, "mlp.gelu_new.tanh")
-        shifted = tape.operation("mlp.gelu_new.one_plus", [tanh], tanh.num_bytes, gradients=[(tanh, None)])
-        return ops.multiply(tape, half, shifted, "mlp.gelu_new.product", recomputed=context.checkpointed)
-    if name == "relu2":
-        relu = ops.unary_of_result(tape, x, "mlp.relu")
-        square = ops.unary(tape, relu, "mlp.square", backward_temporary_bytes=2 * x.num_bytes)
-        tape.hold(x)
-        return square
-    if name == "relu":
-        return ops.unary_of_result(tape, x, "mlp.relu")
-    return ops.unary(tape, x, f"mlp.{name}")

@@ -57,6 +57,12 @@ class HFTraits:
     """Splits a fused projection into copies, with every key head for each of its query heads (where there are several)."""
     attention_softcap: bool = False
     """tanh of the scores, in eager attention only."""
+    returns_attention_weights: bool = False
+    """A layer's outputs name its attention's weights, and the model's loop names those until the next layer returns."""
+    joins_heads_first: bool = False
+    """Eager attention lays out q, k and v before it multiplies any, and names them and the unmasked scores to its end."""
+    scores_in_float32: bool = False
+    """Eager attention converts q and k to fp32 before it multiplies them (GPT-J and its kin)."""
     eager_softmax: Literal["float32", "native"] = "float32"
     router_in_float32: bool = False
     routing_weights: Literal["narrow", "float32"] = "narrow"
@@ -65,6 +71,8 @@ class HFTraits:
     """Whether Liger replaces norms over all heads at once (liger_kernel 0.8 `monkey_patch.py`)."""
     causal_mask_buffer: bool = False
     """A bool [max_position_embeddings, max_position_embeddings] buffer for the whole model."""
+    causal_mask_buffers: bool = False
+    """... for every layer (GPT-Neo)."""
 
 
 _GEMMA = HFTraits(norm_weight_in_float32=True, scaled_embedding=True, embedding_scales_itself=True)
@@ -111,6 +119,13 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "t5": _T5,
     "mt5": _T5,
     "bert": HFTraits(norm_after_residual=True, eager_softmax="native"),
+    "gptj": HFTraits(scores_in_float32=True, returns_attention_weights=True),
+    "codegen": HFTraits(scores_in_float32=True, returns_attention_weights=True),
+    "gpt_neo": HFTraits(
+        scores_in_float32=True, returns_attention_weights=True, keeps_sublayer_outputs=True, causal_mask_buffers=True
+    ),
+    "bloom": HFTraits(returns_attention_weights=True, joins_heads_first=True),
+    "mpt": HFTraits(returns_attention_weights=True),
     "opt": HFTraits(feed_forward_inline=True, positions_per_sequence=True),
     "glm": HFTraits(rotary_fraction=0.5),
     "glm4": HFTraits(rotary_fraction=0.5),

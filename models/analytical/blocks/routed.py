@@ -13,6 +13,7 @@ import math
 
 from peakcast.architecture import MixtureOfExperts
 from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.blocks.activations import activation
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.tape import Tensor, WeightGradient
@@ -95,11 +96,14 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     taken = tape.operation("mlp.experts.take", [x, order], pairs * width * size, saves=[order])
     sorted_weights = tape.operation("mlp.experts.take_weights", [weights, order], weights.num_bytes, saves=[order])
     selected = _masked_in_place(build, taken)
-    both = _grouped_linear(build, selected, moe, pairs, width, 2 * inner, "mlp.experts.gate_up_proj")
+    gated = context.architecture.gated_mlp
+    both = _grouped_linear(build, selected, moe, pairs, width, (1 + gated) * inner, "mlp.experts.gate_up_proj")
     both = _masked(build, both, "mlp.experts.mask_gate_up")
-    gate, up = tape.split(both, [pairs * inner * size] * 2, "mlp.experts.chunk")
-    activated = ops.unary(tape, gate, "mlp.experts.act")
-    product = ops.multiply(tape, activated, up, "mlp.experts.product")
+    if gated:
+        gate, up = tape.split(both, [pairs * inner * size] * 2, "mlp.experts.chunk")
+        product = ops.multiply(tape, ops.unary(tape, gate, "mlp.experts.act"), up, "mlp.experts.product")
+    else:
+        product = activation(build, both)
     down = _grouped_linear(build, product, moe, pairs, inner, width, "mlp.experts.down_proj")
     down = _masked(build, down, "mlp.experts.mask_down")
     wide = pairs * width * max(size, weight_rows)
@@ -184,6 +188,9 @@ def _expert(experts: BlockBuilder, x: Tensor, weights: Tensor, output: Tensor, i
 
 def _shared_expert(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
     width, inner = build.context.architecture.hidden_size, moe.shared_expert_intermediate_size
+    if not build.context.architecture.gated_mlp:
+        product = activation(build, build.projection(x, width, inner, "mlp.shared_expert.up_proj", False))
+        return build.projection(product, inner, width, "mlp.shared_expert.down_proj", False)
     gate = build.projection(x, width, inner, "mlp.shared_expert.gate_proj", False)
     activated = ops.unary(build.tape, gate, "mlp.shared_expert.act")
     up = build.projection(x, width, inner, "mlp.shared_expert.up_proj", False)

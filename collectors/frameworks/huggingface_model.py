@@ -1,0 +1,120 @@
+"""The networks of transformers as a job asks for them: which class, random weights, adapters of peft, float8 of torchao."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from typing import Any
+
+import torch
+import transformers
+
+from peakcast.architecture import Architecture
+from peakcast.conventions import conventions
+from peakcast.dialects.hf_reverse import hf_config_of
+from peakcast.errors import CollectorError
+from peakcast.spec import TrainingJob
+
+AUTO_MODELS = {
+    "decoder": "AutoModelForCausalLM",
+    "encoder": "AutoModelForMaskedLM",
+    "encoder_decoder": "AutoModelForSeq2SeqLM",
+    "hybrid": "AutoModelForCausalLM",
+}
+"""Kind of architecture -> the class of transformers that trains it."""
+
+
+def model_of(job: TrainingJob) -> Any:
+    """The job's network with random weights in `precision.parameters`."""
+    attention: str | None = {"flex": "flex_attention"}.get(job.attention, job.attention)
+    if attention == "sdpa":
+        attention = str(conventions(job).get("sdpa", "sdpa"))
+    types = job.architecture.layer_types
+    if types and not any("attention" in parts for parts in types):
+        attention = None
+    architecture = _trainable(job.architecture)
+    told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
+    config = transformers.AutoConfig.for_model(**told)
+    dtype = getattr(torch, job.precision.parameters)
+    if architecture.kind == "undescribed":
+        return _undescribed(config, attention, dtype)
+    auto = getattr(transformers, AUTO_MODELS[architecture.kind])
+    return auto.from_config(config, attn_implementation=attention, dtype=dtype)
+
+
+def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
+    """A network known by its configuration alone, by the first class that has it; where sdpa is not written for it, with
+    the attention that is."""
+    for auto in dict.fromkeys(AUTO_MODELS.values()):
+        known = getattr(transformers, auto)
+        if type(config) in known._model_mapping:
+            try:
+                return known.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype)
+            except ValueError:
+                return known.from_config(config, attn_implementation="eager", dtype=dtype)
+    raise CollectorError(
+        f"transformers {transformers.__version__} has no language model of model_type={config.model_type!r} to train; "
+        "trace a step of your own instead (peakcast explain --module).",
+        parameter="model_type",
+        value=config.model_type,
+    )
+
+
+def _trainable(architecture: Architecture) -> Architecture:
+    if architecture.kind not in (*AUTO_MODELS, "undescribed"):
+        raise CollectorError(
+            f"architecture={architecture.name!r} is of kind={architecture.kind!r}; collected are {', '.join(AUTO_MODELS)}.",
+            parameter="architecture",
+            value=architecture.name,
+        )
+    if architecture.model_type not in transformers.CONFIG_MAPPING:
+        raise CollectorError(
+            f"model_type={architecture.model_type!r} is not part of transformers {transformers.__version__} (its code is "
+            f"on the hub and is not run here), so {architecture.name!r} cannot be built; measure another family.",
+            parameter="model_type",
+            value=architecture.model_type,
+        )
+    return architecture
+
+
+def in_float8(model: Any) -> Any:
+    """As accelerate's torchao backend converts it: every nn.Linear but the first and the last."""
+    try:
+        float8 = importlib.import_module("torchao.float8")
+    except ImportError as error:
+        raise CollectorError(
+            "precision.compute='float8' needs torchao; install it with: pip install torchao.",
+            parameter="precision.compute",
+        ) from error
+    from accelerate.utils.ao import filter_linear_layers
+
+    linears = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    ends = [linears[0], linears[-1]]
+    return float8.convert_to_float8_training(
+        model, module_filter_fn=lambda part, name: filter_linear_layers(part, name, layers_to_filter=ends)
+    )
+
+
+def with_adapters(model: Any, job: TrainingJob) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise CollectorError(
+            "finetuning.method='lora' needs peft; install it with: pip install 'peakcast[collect]'.",
+            parameter="finetuning.method",
+        ) from error
+    tuning = job.finetuning
+    targets = list(tuning.targets) or None
+    if targets == ["all-linear"]:
+        targets = "all-linear"  # type: ignore[assignment]
+    config = peft.LoraConfig(
+        r=tuning.rank or 8,
+        lora_alpha=tuning.alpha or 16,
+        lora_dropout=tuning.dropout,
+        target_modules=targets,
+        task_type="SEQ_2_SEQ_LM" if job.architecture.kind == "encoder_decoder" else "CAUSAL_LM",
+    )
+    if job.activation_checkpointing.mode != "none":
+        model.enable_input_require_grads()
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=tuning.adapter_dtype in (None, "float32"))

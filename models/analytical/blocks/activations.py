@@ -1,0 +1,42 @@
+"""The activation functions of transformers (`activations.py`): which are one operation, and which are written out."""
+
+from __future__ import annotations
+
+from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.tape import Tensor
+
+FP32 = 4
+
+
+def activation(build: BlockBuilder, x: Tensor) -> Tensor:
+    """The activation function. gelu_new is Python code in transformers (activations.py NewGELUActivation)."""
+    context, tape, name = build.context, build.tape, build.context.architecture.hidden_act
+    if name in ("gelu_new", "gelu_fast"):
+        half = ops.scale(tape, x, "mlp.gelu_new.half")
+        if context.autocast and context.compute_bytes != FP32:  # pow is on autocast's fp32 list; what follows stays wide
+            x = ops.cast(tape, x, x.num_bytes // context.compute_bytes * FP32, "mlp.gelu_new.to_float32")
+        cube = ops.unary(tape, x, "mlp.gelu_new.pow", backward_temporary_bytes=2 * x.num_bytes)
+        cube = ops.scale(tape, cube, "mlp.gelu_new.coefficient")
+        inner = ops.add(tape, x, cube, "mlp.gelu_new.add")
+        inner = ops.scale(tape, inner, "mlp.gelu_new.scale")
+        tanh = ops.unary_of_result(tape, inner, "mlp.gelu_new.tanh")
+        shifted = tape.operation("mlp.gelu_new.one_plus", [tanh], tanh.num_bytes, gradients=[(tanh, None)])
+        return ops.multiply(tape, half, shifted, "mlp.gelu_new.product", recomputed=context.checkpointed)
+    if name == "relu2":
+        relu = ops.unary_of_result(tape, x, "mlp.relu")
+        square = ops.unary(tape, relu, "mlp.square", backward_temporary_bytes=2 * x.num_bytes)
+        tape.hold(x)
+        return square
+    if name == "bloom_gelu":  # an autograd function of its own, written out in both directions (modeling_bloom.py)
+        return tape.operation(
+            "mlp.bloom_gelu",
+            [x],
+            x.num_bytes,
+            saves=[x],
+            forward_temporary_bytes=3 * x.num_bytes,
+            backward_temporary_bytes=4 * x.num_bytes,
+        )
+    if name == "relu":
+        return ops.unary_of_result(tape, x, "mlp.relu")
+    return ops.unary(tape, x, f"mlp.{name}")

@@ -1,0 +1,90 @@
+"""A layer of a hybrid: state-space mixers beside attention and feed-forward, each behind its norm.
+
+Attention and feed-forward are those of the other decoders. A mixer keeps what the kernels of mamba_ssm save for backward,
+read from their source (`ops/triton/ssd_combined.py` MambaSplitConv1dScanCombinedFn, `ops/selective_scan_interface.py`
+MambaInnerFn); what those kernels allocate in passing is not known, and without that package transformers computes the scan
+step by step, with many times these tensors. So the whole is out of scope, and is answered as far as it goes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from peakcast.architecture import StateSpace
+from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.blocks.hf_attention import self_attention
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
+from peakcast.models.analytical.blocks.hf_layer import decoder_layer, feed_forward
+from peakcast.models.analytical.tape import Tape, Template, Tensor, WeightGradient
+
+FP32 = 4
+SCAN_CHUNK = 2048
+"""Tokens between the states that Mamba's scan keeps (mamba_ssm csrc/selective_scan/selective_scan.cpp, kMaxChunkSize)."""
+
+
+def layer_template(context: HFContext) -> Template:
+    """A decoder's layer, or a hybrid's."""
+    return hybrid_layer(context) if context.parts else decoder_layer(context)
+
+
+@lru_cache(maxsize=128)
+def hybrid_layer(context: HFContext) -> Template:
+    """One layer of the context's parts: [micro_batch_size, sequence_length, hidden_size] in and out."""
+    tape = Tape(saves_on_cpu=context.saves_on_cpu)
+    build = BlockBuilder(tape, context)
+    hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
+    output = hidden
+    for number, group in enumerate(context.parts.split("+")):
+        normed = build.norm(output, context.architecture.hidden_size, f"norm_{number}")
+        results = [_part(build, normed, part) for part in group.split("|")]
+        result = results[0]
+        for other in results[1:]:
+            result = ops.add(tape, result, other, "parts_add")
+        output = ops.add(tape, output, result, "residual_add")
+    for variable in (hidden, *build.variables):
+        tape.hold(variable)
+    return tape.finish(output, cached_matmuls=context.cached_matmuls)
+
+
+def _part(build: BlockBuilder, x: Tensor, part: str) -> Tensor:
+    ssm = build.context.architecture.ssm
+    if part == "mamba" and ssm is not None:
+        return _mixer(build, x, ssm)
+    return self_attention(build, x) if part == "attention" else feed_forward(build, x)
+
+
+def _mixer(build: BlockBuilder, x: Tensor, ssm: StateSpace) -> Tensor:
+    """Projection in, the scan with all that is fused with it, projection out."""
+    context, width = build.context, build.context.architecture.hidden_size
+    rows, size = context.rows, context.compute_bytes
+    projected = build.projection(x, width, ssm.input_size, "mamba.in_proj", ssm.projection_bias)
+    if ssm.version == 1:
+        chunks = -(-context.sequence // SCAN_CHUNK)
+        kept = [
+            rows * (ssm.time_step_rank + 2 * ssm.state_size) * size,  # dt, B and C
+            context.batch * ssm.inner_size * chunks * 2 * ssm.state_size * FP32,
+            rows * ssm.inner_size * size,  # the scan's output before its gate
+        ]
+    else:
+        groups = rows * (ssm.num_groups if ssm.norm == "gated" else 0)
+        kept = [rows * ssm.inner_size * size, groups * FP32]  # ... and the gated norm's statistics
+    scanned = build.tape.operation(
+        "mamba.scan",
+        [projected],
+        rows * ssm.inner_size * size,
+        saves=[projected],
+        extra_saved_bytes=kept,
+        weight_gradients=_gradients(ssm, context) if context.trainable else [],
+    )
+    return build.projection(scanned, ssm.inner_size, width, "mamba.out_proj", ssm.projection_bias)
+
+
+def _gradients(ssm: StateSpace, context: HFContext) -> list[WeightGradient]:
+    """Of what is fused with the scan: the convolution, the decay, the time steps, the norms."""
+    numel = ssm.conv_size * (ssm.conv_kernel + ssm.conv_bias)
+    if ssm.version == 1:
+        numel += ssm.inner_size * (2 * ssm.state_size + 2) + ssm.inner_size * (2 * ssm.time_step_rank + ssm.state_size)
+        numel += (ssm.time_step_rank + 2 * ssm.state_size) * (ssm.norm == "time_step_and_states")
+    else:
+        numel += 3 * ssm.num_heads + ssm.inner_size * (ssm.norm == "gated")
+    return [WeightGradient("mamba.scan.weights.grad", numel * context.weight_bytes)]
