@@ -44,6 +44,8 @@ def install(tracer: Tracer, *, engine: bool) -> None:
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
     cuda.manual_seed = cuda.set_rng_state = lambda *_, **__: None
     dist.all_gather_object = _all_gather_object
+    make, torch.Tensor.cuda = torch.tensor, lambda tensor, *_, **__: tensor.to(device)  # type: ignore[method-assign]
+    torch.tensor = lambda *values, pin_memory=False, **keywords: make(*values, **keywords)
     kind = torch.Tensor.type
 
     def type_of(tensor: Any, dtype: Any = None, **keywords: Any) -> Any:

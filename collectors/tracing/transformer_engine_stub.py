@@ -1,8 +1,8 @@
-"""Transformer Engine's own Python code, run in a trace on kernels that do nothing (`pip install --no-deps transformer_engine`).
+"""Transformer Engine's own Python, run in a trace on kernels that do nothing (`pip install --no-deps transformer_engine`).
 
-The package is Python around two binary libraries, which want a GPU. Here `transformer_engine_torch` gives what its C++ gives:
-new tensors of the same sizes, in the same order, as fake as their inputs. What the kernels allocate inside themselves
-(workspaces, cuDNN's accumulators) is not seen.
+The package is Python around two binary libraries, which want a GPU. Here `transformer_engine_torch` gives what its C++
+gives: new tensors of the same sizes, in the same order, as fake as their inputs. What the kernels allocate inside
+themselves (workspaces, cuDNN's accumulators) is not seen.
 
 Sources: TransformerEngine `pytorch/csrc/extensions/` (gemm.cpp, normalization.cpp, attention.cpp, cast.cpp, softmax.cpp,
 apply_rope.cpp, multi_tensor/) and `pytorch/csrc/quantizer.cpp`, as of 2.8.
@@ -31,7 +31,8 @@ class _Names:
     """An enumeration of C++: every name is there, and is itself."""
 
     def __init__(self, kind: str) -> None:
-        self._kind, self._known = kind, {}
+        self._kind = kind
+        self._known: dict[str, _Name] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -64,7 +65,8 @@ class _Name(int):
 
 ENUMERATIONS = (
     "DType", "CommOverlapType", "CommOverlapAlgo", "Float8BlockScaleTensorFormat", "FP8BwdTensors", "FP8FwdTensors",
-    "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type", "NVTE_QKV_Format", "NVTE_QKV_Layout", "NVTE_Softmax_Type",
+    "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type", "NVTE_QKV_Format", "NVTE_QKV_Layout",
+    "NVTE_Softmax_Type",
 )  # fmt: skip
 KERNELS: dict[str, Callable[..., Any]] = {}
 
@@ -93,7 +95,8 @@ def install() -> bool:
         setattr(extension, name, function)
     package = importlib.util.module_from_spec(found)
     sys.modules["transformer_engine"] = package
-    importlib.import_module("transformer_engine.common").load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
+    common: Any = importlib.import_module("transformer_engine.common")
+    common.load_framework_extension = lambda framework: None
     sys.modules["transformer_engine_torch"] = extension
     found.loader.exec_module(package)
     base = importlib.import_module("transformer_engine.pytorch.module.base")
@@ -169,7 +172,7 @@ def _shape(tensor: Any) -> list[int]:
 
 
 def _made(shape: list[int], dtype: torch.dtype, quantizer: Any) -> Any:
-    """What `Quantizer::create_tensor` makes: only the usages that are asked for, a class without autograd where internal."""
+    """What `Quantizer::create_tensor` makes: only the usages asked for, in a class without autograd where internal."""
     if quantizer is None:
         return torch.empty(shape, dtype=dtype, device="cuda")
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
@@ -322,17 +325,18 @@ def fused_attn_fwd(
 @kernel
 def fused_attn_bwd(
     max_q: int, max_kv: int, scale: float, dropout: float, fill: bool, layout: Any, bias: Any, mask: Any, softmax: Any,
-    window: Any, deterministic: bool, cu_q: Any, cu_kv: Any, q: Any, k: Any, v: Any, o: Any, do: Any, dtype: Any, *rest: Any,
+    window: Any, deterministic: bool, cu_q: Any, cu_kv: Any, q: Any, k: Any, v: Any, o: Any, do: Any, dtype: Any,
+    *rest: Any,
 ) -> list[Any]:  # fmt: skip
-    """Gradients in the layout of q, k and v: one tensor where those are views of one."""
+    """Gradients in the layout of q, k and v: one tensor where those are views of one; none of a bias or of sinks."""
     name = str(layout).rsplit("_", 1)[-1]
     if name.endswith("3HD") or name.endswith("H3D"):
         place = q.dim() - 2 if name.endswith("3HD") else q.dim() - 1
         shape = list(q.shape)
         shape.insert(place, 3)
         packed = torch.empty(shape, dtype=dtype, device="cuda")
-        return [packed.select(place, i) for i in range(3)]
-    return [torch.empty(tensor.shape, dtype=dtype, device="cuda") for tensor in (q, k, v)]
+        return [*(packed.select(place, i) for i in range(3)), None, None]
+    return [*(torch.empty(tensor.shape, dtype=dtype, device="cuda") for tensor in (q, k, v)), None, None]
 
 
 @kernel
@@ -411,7 +415,7 @@ def get_cudnn_version() -> int:
     return 91400  # 9.14, as encoded by cudnnGetVersion
 
 
-class _FastLayerNorm(torch.autograd.Function):
+class _FastLayerNorm(torch.autograd.Function):  # type: ignore[misc]
     """apex contrib/layer_norm/layer_norm.py `FastLayerNormFN`: keeps its input and two fp32 statistics per row."""
 
     @staticmethod
@@ -456,4 +460,4 @@ EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "apex.normalization": {},
     "apex.normalization.fused_layer_norm": {"FusedLayerNormAffineFunction": _FusedLayerNorm},
 }
-"""Module -> what megatron-core takes from it (apex csrc/megatron: fused_weight_gradient_dense.cpp, scaled_*_softmax.cpp)."""
+"""Module -> what megatron-core takes from it (apex csrc/megatron, contrib/layer_norm, normalization)."""

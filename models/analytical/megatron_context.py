@@ -60,7 +60,7 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         bias_dropout_fusion=bool(convention.get("bias_dropout_fusion", True)),
         gradient_accumulation_fusion=bool(convention.get("gradient_accumulation_fusion", True)),
         cached_placeholders=bool(convention.get("cached_weight_gradient_placeholders", True)),
-        cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)) and engine,
+        cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)),
         fused_cross_entropy=bool(convention.get("cross_entropy_loss_fusion")),
         recompute_attention=job.activation_checkpointing.mode == "selective"
         and (not job.activation_checkpointing.modules or "core_attn" in job.activation_checkpointing.modules),

@@ -205,6 +205,10 @@ def hold_workspaces(step: Step, share: RankShare, first_backward: int) -> None:
     """The global memory buffer, placeholder gradients, and the workspaces of both threads. `first_backward`: the instant of
     the backward thread's first matrix product, 0 in a steady step."""
     context, device = share.context, share.device
+    for number, chunk in enumerate(share.chunks):  # every RotaryEmbedding caches its answer: a model's, a latent layer's
+        for _ in chunk.layers if context.latent is not None else (chunk,):
+            width = context.rotary_dim if context.latent is None else context.latent.rope_dim
+            step.hold("rotary_table", Category.OTHER, context.sequence * width * FP32, 0, module=f"chunk.{number}")
     step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")
     for rows, columns in sorted(placeholder_shapes(share)):
         size = rows * columns * context.element_bytes
@@ -246,13 +250,14 @@ def memory_buffer_bytes(share: RankShare) -> int:
 
 
 def placeholder_shapes(share: RankShare) -> set[tuple[int, int]]:
-    """Shapes of the placeholder gradients that Transformer Engine caches (`get_dummy_wgrad`) under gradient-accumulation
-    fusion: one per shape of a projection on this rank, and the output layer's."""
+    """Shapes of the placeholder gradients that Transformer Engine caches (`get_dummy_wgrad`, which megatron-core's own
+    projections call too) under gradient-accumulation fusion: one per shape of a projection on this rank."""
     context = share.context
     shapes: set[tuple[int, int]] = set()
-    if not context.gradient_accumulation_fusion or not context.transformer_engine:
+    if not context.gradient_accumulation_fusion:
         return shapes
-    if context.cached_placeholders and any(chunk.layers for chunk in share.chunks):
+    cached = context.cached_placeholders if context.transformer_engine else context.cached_output_placeholder
+    if cached and any(chunk.layers for chunk in share.chunks):
         parameters = (p for layer in share.layer_contexts for p in layer_parameters(layer))
         matrices = (p for p in parameters if p.name.endswith("weight") and len(p.shape) > 1)
         shapes |= {(p.shape[-2], p.shape[-1]) for p in matrices if ".linear_" in p.name}

@@ -148,7 +148,7 @@ class MegatronContext:
     cached_placeholders: bool
     """Whether Transformer Engine caches the placeholders that fused weight gradients hand to autograd."""
     cached_output_placeholder: bool
-    """The same for the output layer, which is megatron-core's."""
+    """The same for megatron-core's own projections, of which the output layer always is one."""
     fused_cross_entropy: bool
     recompute_attention: bool
     """`recompute-granularity: selective` with the attention core."""

@@ -130,7 +130,7 @@ def column_linear(
 
 def fused_weight_gradient_bytes(context: MegatronContext, numel: int) -> int:
     """Bytes of the placeholder that a fused weight gradient hands to autograd in megatron-core's own projections."""
-    made = context.gradient_accumulation_fusion and not context.transformer_engine
+    made = context.gradient_accumulation_fusion and not context.transformer_engine and not context.cached_output_placeholder
     return numel * context.element_bytes if made else 0
 
 
