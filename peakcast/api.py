@@ -396,14 +396,15 @@ def verify(
     Raises: CollectorError for a bad grid, RecordError when a file cannot be written.
     """
     from peakcast.collectors.grid import load_grid
-    from peakcast.collectors.runner import cell_identity
+    from peakcast.collectors.runner import cell_identity, ranks_to_trace
     from peakcast.models.agreement import agreements
     from peakcast.store import read_shard
 
     jobs = load_grid(grid)
     collect(jobs, shard, trace=True, processes=processes, progress=progress)
-    rows = {cell_identity(row.job): row for row in read_shard(shard)[0] if row.provenance == "traced"}
-    cells = agreements(rows[name] for job in jobs if (name := cell_identity(job)) in rows)
+    rows = {cell_identity(row.job, row.rank): row for row in read_shard(shard)[0] if row.provenance == "traced"}
+    names = (cell_identity(job, rank) for job in jobs for rank in ranks_to_trace(job))
+    cells = agreements(rows[name] for name in names if name in rows)
     if output is not None:
         from peakcast.durable import replace_file
         from peakcast.reports.agreement import agreement_markdown

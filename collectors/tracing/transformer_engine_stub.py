@@ -79,8 +79,8 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> bool:
     """Make `import transformer_engine` give its Python on kernels that do nothing; False where it is not installed."""
-    if "transformer_engine" in sys.modules:
-        return sys.modules["transformer_engine"] is not None
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]  # half of it, where a library looked for it and found no binaries
     found = importlib.util.find_spec("transformer_engine")
     if found is None or found.loader is None:
         return False

@@ -40,6 +40,7 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         tensor_parallel_size=tensor,
         context_parallel_size=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel and tensor > 1,
+        ring=str(convention.get("cp_comm_type", "p2p")).split()[0] == "p2p",
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
         normalization="rmsnorm" if architecture.normalization == "rmsnorm" else "layernorm",
         activation=activation,  # type: ignore[arg-type]

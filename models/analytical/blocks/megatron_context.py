@@ -125,6 +125,8 @@ class MegatronContext:
     tensor_parallel_size: int
     context_parallel_size: int
     sequence_parallel: bool
+    ring: bool
+    """Whether context parallelism passes keys and values around (`cp-comm-type p2p`)."""
     element_bytes: int
     normalization: Literal["layernorm", "rmsnorm"]
     activation: Literal["gelu", "squared_relu", "other"]
