@@ -137,8 +137,8 @@ def _row(answer: Answer, job: TrainingJob, gpu: str | None, trace: bool, rank: i
 
 
 def ranks_to_trace(job: TrainingJob) -> tuple[int, ...]:
-    """The ranks whose traces differ: of a pipeline the first of its first, middle and last stage (Megatron's order of ranks,
-    stages outermost)."""
+    """The ranks whose traces differ: of a pipeline the first of its first, middle and last stage, in Megatron's order of
+    ranks, stages outermost."""
     stages = job.parallelism.pipeline_parallel_size
     if job.framework != "megatron" or stages == 1:
         return (0,)

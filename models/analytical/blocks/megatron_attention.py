@@ -116,8 +116,8 @@ def flash_backward_bytes(context: MegatronContext) -> int:
 
 
 def _fused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
-    """cuDNN attention reads the projection's own layout; its output is the projection's input, but where context parallelism
-    exchanges heads or gathers keys, which puts the output's tokens into another order afterwards."""
+    """cuDNN attention reads the projection's own layout; its output is the projection's input, but where context
+    parallelism exchanges heads or gathers keys, which puts the output's tokens into another order afterwards."""
     output = tape.operation(
         "fused_attention",
         [query, key, value],
