@@ -60,6 +60,7 @@ def install(tracer: Tracer, *, engine: bool) -> None:
     else:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     cuda.get_device_properties = lambda device=None: HOPPER
+    torch.version.cuda = torch.version.cuda or "13.0"
     cuda.get_device_capability = lambda device=None: (HOPPER.major, HOPPER.minor)
     _install_in_megatron()
 

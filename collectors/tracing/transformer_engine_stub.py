@@ -33,6 +33,8 @@ class _Names:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._known: dict[str, _Name] = {}
+        for name in INDICES.get(kind, ()):
+            getattr(self, name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -68,6 +70,11 @@ ENUMERATIONS = (
     "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type", "NVTE_QKV_Format", "NVTE_QKV_Layout",
     "NVTE_Softmax_Type",
 )  # fmt: skip
+INDICES = {
+    "FP8FwdTensors": [f"GEMM{i}_{part}" for i in (1, 2, 3) for part in ("INPUT", "WEIGHT", "OUTPUT")],
+    "FP8BwdTensors": [f"GRAD_{part}{i}" for i in (1, 2, 3) for part in ("OUTPUT", "INPUT")],
+}
+"""Members that index lists, in their order (csrc/common.h)."""
 KERNELS: dict[str, Callable[..., Any]] = {}
 
 
