@@ -67,6 +67,7 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         and (not job.activation_checkpointing.modules or "core_attn" in job.activation_checkpointing.modules),
         checkpointed=False,
         kernel_temporaries=device is not None,
+        fp8_recipe=str(convention.get("fp8_recipe", "delayed")) if job.precision.compute == "float8" else "",
         recompute_feed_forward=recomputes(job, "mlp"),
         experts=expert_context(job) if architecture.moe is not None else None,
         latent=latent_context(job) if architecture.mla is not None else None,

@@ -71,6 +71,10 @@ ENGINE_CELLS = {
     "engine, heads exchanged": (
         {"framework_options": {**FUSED, "cp_comm_type": "a2a"}, "parallelism": {"context_parallel_size": 2}}, 0
     ),
+    "fp8, delayed": ({"framework_options": FUSED, "precision.compute": "float8"}, 0),
+    "fp8, middle stage": (
+        {**STAGES, "framework_options": {**FUSED, "fp8_recipe": "tensorwise"}, "precision.compute": "float8"}, 1
+    ),
     "own modules beside the engine": ({"framework_options": {"transformer_impl": "local"}}, 0),
 }  # fmt: skip
 if importlib.util.find_spec("transformer_engine") is not None:

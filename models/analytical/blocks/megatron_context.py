@@ -158,6 +158,8 @@ class MegatronContext:
     """Whether a layer's input is held by a checkpoint instead of by the layer."""
     kernel_temporaries: bool
     """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""
+    fp8_recipe: str = ""
+    """How Transformer Engine's projections scale their FP8 operands; "" where they multiply in the parameters' dtype."""
     recompute_feed_forward: bool = False
     """`recompute-modules mlp`: the dense feed-forward runs again in backward."""
     experts: ExpertContext | None = None
