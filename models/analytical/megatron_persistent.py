@@ -289,6 +289,9 @@ def placeholder_shapes(share: RankShare) -> set[tuple[int, int]]:
     cached = context.cached_placeholders if context.transformer_engine else context.cached_output_placeholder
     if cached and any(chunk.layers for chunk in share.chunks):
         parameters = (p for layer in share.layer_contexts for p in layer_parameters(layer))
+        anew = context.experts is not None and context.experts.grouped
+        anew = anew and not bool(share.convention.get("cached_grouped_placeholders", True))
+        parameters = (p for p in parameters if not (anew and "mlp.experts." in p.name))
         matrices = (p for p in parameters if p.name.endswith("weight") and len(p.shape) > 1)
         shapes |= {(p.shape[-2], p.shape[-1]) for p in matrices if ".linear_" in p.name}
         if share.has_head and share.job.architecture.num_nextn_predict_layers:
