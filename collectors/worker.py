@@ -83,7 +83,7 @@ def collectives(job: TrainingJob) -> Literal["none", "fake"]:
 def with_versions(job: TrainingJob) -> TrainingJob:
     """`job` with the versions that really ran, which decide whose conventions hold."""
     found = probes.versions()
-    deciding = ("torch", "transformers", "accelerate", "peft")
+    deciding: tuple[str, ...] = ("torch", "transformers", "accelerate", "peft")
     if job.framework == "megatron":
         deciding = ("torch", "megatron_core", "transformer_engine")
     return job.replace(versions=FrozenMapping({k: found[k] for k in deciding if k in found}))
