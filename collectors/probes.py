@@ -13,7 +13,10 @@ import re
 import resource
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "triton")
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "triton"),
+    *("megatron_core", "transformer_engine"),
+)
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "CUDA_MODULE_LOADING")
 FUSED_ATTENTION = {"Cudnn": "cudnn", "Flash": "flash", "Efficient": "efficient"}
 """Part of the name of the autograd node -> attention kernel."""

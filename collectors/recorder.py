@@ -24,6 +24,13 @@ GENERATION = ("prefill", "decode")
 PART_OF_A_GPU = "measured on a MIG instance, which has less of everything than the GPU it is named after"
 
 
+DECIDING = {
+    "": ("torch", "transformers", "accelerate", "peft"),
+    "megatron": ("torch", "megatron_core", "transformer_engine"),
+}
+"""framework ("" for the others) -> packages whose versions decide whose conventions hold."""
+
+
 def collectives(job: TrainingJob) -> Collectives:
     """What moves data between ranks: nothing for one, nothing really ("fake") where one stands for many."""
     if job.parallelism.world_size == 1:
@@ -39,7 +46,7 @@ def collectives(job: TrainingJob) -> Collectives:
 def with_versions(job: TrainingJob) -> TrainingJob:
     """`job` with the versions that really ran, which decide whose conventions hold."""
     found = probes.versions()
-    deciding = ("torch", "transformers", "accelerate", "peft")
+    deciding = DECIDING.get(job.framework, DECIDING[""])
     return job.replace(versions=FrozenMapping({k: found[k] for k in deciding if k in found}))
 
 

@@ -103,19 +103,21 @@ def collect(
     elif trace:
         gpu = "A100-80GB"
     done, unreadable = _hashes_in(shard, trace, gpu)
-    summary = Summary(total=len(jobs), unreadable=unreadable)
+    cells = [(job, rank) for job in jobs for rank in (ranks_to_trace(job) if trace else (0,))]
+    summary = Summary(total=len(cells), unreadable=unreadable)
     started = time.monotonic()
-    left = [job for job in jobs if cell_identity(job) not in done]
-    summary.skipped = len(jobs) - len(left)
+    left = [cell for cell in cells if cell_identity(*cell) not in done]
+    summary.skipped = len(cells) - len(left)
 
     def questions() -> Iterator[Question]:
-        for index, job in enumerate(left):
+        for index, (job, rank) in enumerate(left):
             if budget_minutes is not None and time.monotonic() - started > budget_minutes * 60:
                 summary.left = len(left) - index
                 return
             if progress:
-                progress(job_in_words(job), summary.skipped + index, len(jobs))
-            yield {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "history": history, "ranks": ranks}
+                progress(job_in_words(job), summary.skipped + index, len(cells))
+            asked = {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "rank": rank}
+            yield {**asked, "history": history, "ranks": ranks}
 
     options = dict(engine_options or {})
     if engine == "local" and "gpus" not in options:
@@ -128,11 +130,11 @@ def collect(
         ) from error
     for question, answer in answers:
         job = job_from_mapping(question["job"])
-        row, reason = _row(answer, job, gpu, trace)
+        row, reason = _row(answer, job, gpu, trace, int(question["rank"]))
         if reason.startswith(NO_GPU):  # no cell of this machine can do better: nothing is recorded
             raise CollectorError(reason)
         for each in [*answer.get("others", ()), answer]:  # the first rank's row last: it says that the cell is done
-            of_rank, _ = _row(each, job, gpu, trace)
+            of_rank, _ = _row(each, job, gpu, trace, int(question["rank"]))
             if history and of_rank.outcome != "failed":
                 of_rank = _with_timelines(of_rank, each, timelines_folder(shard))
             store.append(shard, of_rank)
@@ -169,7 +171,7 @@ def _traces_at_once() -> int:
     return min(os.cpu_count() or 1, MOST_TRACES_AT_ONCE)
 
 
-def _row(answer: Answer, job: TrainingJob, gpu: str | None, trace: bool) -> tuple[Measurement, str]:
+def _row(answer: Answer, job: TrainingJob, gpu: str | None, trace: bool, rank: int) -> tuple[Measurement, str]:
     """The row of an answer, and why the cell failed ("" when it did not)."""
     reason = str(answer.get("reason", ""))
     if not reason:
@@ -177,14 +179,24 @@ def _row(answer: Answer, job: TrainingJob, gpu: str | None, trace: bool) -> tupl
             return from_row(answer["row"]), ""
         except (ValueError, KeyError, TypeError) as error:
             reason = f"its answer cannot be read: {error}"
-    return _failed(job, gpu, trace, reason), reason
+    return _failed(job, gpu, trace, reason, rank), reason
 
 
-def cell_identity(job: TrainingJob) -> str:
+def ranks_to_trace(job: TrainingJob) -> tuple[int, ...]:
+    """The ranks whose traces differ: of a pipeline the first of its first, middle and last stage, in Megatron's order of
+    ranks, stages outermost."""
+    stages = job.parallelism.pipeline_parallel_size
+    if job.framework != "megatron" or stages == 1:
+        return (0,)
+    ranks = job.parallelism.world_size // stages
+    return tuple(ranks * stage for stage in sorted({0, stages // 2, stages - 1}))
+
+
+def cell_identity(job: TrainingJob, rank: int = 0) -> str:
     """A cell's identity before it ran: the versions that it will find are not part of the question."""
     from peakcast.fields import FrozenMapping
 
-    return job.replace(versions=FrozenMapping()).config_hash
+    return f"{job.replace(versions=FrozenMapping()).config_hash}.{rank}"
 
 
 def _hashes_in(shard: Path, trace: bool, gpu: str | None) -> tuple[set[str], int]:
@@ -193,15 +205,17 @@ def _hashes_in(shard: Path, trace: bool, gpu: str | None) -> tuple[set[str], int
     rows, bad = store.read_shard(shard)
     provenance = "traced" if trace else "measured"
     rows = [row for row in rows if row.provenance == provenance and row.outcome != "failed"]
-    rows = [row for row in rows if row.rank == 0 or row.outcome == "out_of_memory"]  # rank 0's is written last
-    return {cell_identity(row.job) for row in rows if gpu is None or row.gpu == gpu}, len(bad)
+    # of real ranks the first one's row is written last; one that ran out of memory stands for all
+    ranked = ((row, 0 if row.outcome == "out_of_memory" else row.rank) for row in rows if gpu is None or row.gpu == gpu)
+    return {cell_identity(row.job, rank) for row, rank in ranked}, len(bad)
 
 
-def _failed(job: TrainingJob, gpu: str | None, trace: bool, reason: str) -> Measurement:
+def _failed(job: TrainingJob, gpu: str | None, trace: bool, reason: str, rank: int) -> Measurement:
     return Measurement(
         job=job,
         gpu=gpu or UNKNOWN_GPU,
         provenance="traced" if trace else "measured",
+        rank=rank,
         source="peakcast",
         source_version=__version__,
         outcome="failed",

@@ -410,15 +410,16 @@ def verify(
     """
     from peakcast.collected import telling_time
     from peakcast.collectors.grid import load_grid
-    from peakcast.collectors.runner import cell_identity
+    from peakcast.collectors.runner import cell_identity, ranks_to_trace
     from peakcast.collectors.runner import collect as run
     from peakcast.models.agreement import agreements
     from peakcast.store import read_shard
 
     jobs = load_grid(grid)
     run(jobs, shard, trace=True, processes=processes, progress=telling_time(progress) if progress else None)
-    rows = {cell_identity(row.job): row for row in read_shard(shard)[0] if row.provenance == "traced"}
-    cells = agreements(rows[name] for job in jobs if (name := cell_identity(job)) in rows)
+    rows = {cell_identity(row.job, row.rank): row for row in read_shard(shard)[0] if row.provenance == "traced"}
+    names = (cell_identity(job, rank) for job in jobs for rank in ranks_to_trace(job))
+    cells = agreements(rows[name] for name in names if name in rows)
     if output is not None:
         from peakcast.durable import replace_file
         from peakcast.reports.agreement import agreement_markdown

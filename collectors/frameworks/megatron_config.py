@@ -196,6 +196,7 @@ def _training(job: TrainingJob) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "deallocate_pipeline_outputs": True,  # core_transformer_config_from_args
+        "fp8": "hybrid" if job.precision.compute == "float8" else None,
     }
     if recompute.mode == "full":
         training |= {

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
@@ -32,9 +33,9 @@ class _Done:
         """Nothing to wait for."""
 
 
-def install(tracer: Tracer, *, engine: bool) -> None:
+def install(tracer: Tracer, *, engine: bool, routed_rows: int = 0) -> None:
     """Replace them for this process. `engine`: with Transformer Engine, where its Python is installed; else without, also
-    where it is."""
+    where it is. `routed_rows`: copies of tokens that a rank sends to experts, and gets: a router is taken as balanced."""
     cuda: Any = torch.cuda
     torch.compile = functools.partial(_one_operation, tracer)  # type: ignore[assignment]  # core/jit.py: jit_fuser
     device = torch.device("cuda:0")
@@ -44,6 +45,8 @@ def install(tracer: Tracer, *, engine: bool) -> None:
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
     cuda.manual_seed = cuda.set_rng_state = lambda *_, **__: None
     dist.all_gather_object = _all_gather_object
+    make, torch.Tensor.cuda = torch.tensor, lambda tensor, *_, **__: tensor.to(device)  # type: ignore[method-assign]
+    torch.tensor = lambda *values, pin_memory=False, **keywords: make(*values, **keywords)
     kind = torch.Tensor.type
 
     def type_of(tensor: Any, dtype: Any = None, **keywords: Any) -> Any:
@@ -58,8 +61,11 @@ def install(tracer: Tracer, *, engine: bool) -> None:
     else:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     cuda.get_device_properties = lambda device=None: HOPPER
+    torch.version.cuda = torch.version.cuda or "13.0"
     cuda.get_device_capability = lambda device=None: (HOPPER.major, HOPPER.minor)
     _install_in_megatron()
+    if routed_rows:
+        _balance(routed_rows)
 
 
 def _install_in_megatron() -> None:
@@ -71,6 +77,43 @@ def _install_in_megatron() -> None:
     buffers._coalescing_manager = lambda *_, **__: contextlib.nullcontext(_Done())  # its operators know no fake tensors
     if not hasattr(clipping.l2_norm_impl, "__self__") and clipping.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
         clipping.l2_norm_impl = _local_l2_norm
+
+
+def _balance(rows: int) -> None:
+    """Counts of tokens, which the host reads from the GPU, are equal shares of `rows`; so many a routing map selects."""
+
+    def counts(tensor: Any) -> Any:
+        if tensor.is_floating_point():
+            return read(tensor)
+        return np.full(tuple(tensor.shape), rows // max(1, tensor.numel()), dtype=np.int64)
+
+    class Selected(torch.autograd.Function):  # type: ignore[misc]
+        """`masked_select`, which keeps both its inputs."""
+
+        @staticmethod
+        def forward(ctx: Any, tensor: Any, mask: Any) -> Any:
+            ctx.save_for_backward(tensor, mask)
+            return tensor.new_empty(rows)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return torch.zeros_like(ctx.saved_tensors[0]), None
+
+    read = torch.Tensor.numpy
+    FakeTensor.numpy = counts  # type: ignore[method-assign]
+    FakeTensor.tolist = lambda tensor: counts(tensor).tolist()  # type: ignore[method-assign]
+    import megatron.core.transformer.moe.token_dispatcher as dispatching
+
+    sort = dispatching.sort_chunks_by_idxs
+
+    def sort_chunks(tensor: Any, sizes: Any, order: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Chunks are of one size: their order is read from the host without being one of the counts."""
+        if not keywords.get("fused"):
+            order = np.arange(order.numel())
+        return sort(tensor, sizes, order, *arguments, **keywords)
+
+    dispatching.sort_chunks_by_idxs = sort_chunks
+    torch.Tensor.masked_select = lambda tensor, mask: Selected.apply(tensor, mask)  # type: ignore[method-assign]
 
 
 def _one_operation(tracer: Tracer, function: Callable[..., Any] | None = None, **_: Any) -> Any:

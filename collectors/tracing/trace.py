@@ -78,7 +78,8 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         fake_streams.install()
     layouts.start_group(job, rank)
     if job.framework == "megatron":
-        megatron_fakes.install(tracer, engine=conventions(job)["adam_library"] != "torch")
+        engine = conventions(job)["adam_library"] != "torch"
+        megatron_fakes.install(tracer, engine=engine, routed_rows=_routed_rows(job))
     if job.task == "inference":
         with fake_mode(), tracer:
             span = _generate(job, tracer)
@@ -119,6 +120,15 @@ def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
                 run_step(training, tracer)
                 steps[step] = (start, tracer.now)
     return {step: tracer.timeline(*span) for step, span in steps.items()}
+
+
+def _routed_rows(job: TrainingJob) -> int:
+    """Copies of a rank's tokens that go to experts, 0 without experts."""
+    layout, moe = job.parallelism, job.architecture.moe
+    tokens = job.micro_batch_size * job.sequence_length // layout.context_parallel_size
+    if layout.sequence_parallel:
+        tokens //= layout.tensor_parallel_size
+    return tokens * moe.num_experts_per_tok if moe is not None else 0
 
 
 def fake_mode() -> Any:

@@ -1,11 +1,8 @@
-"""Transformer Engine's own Python code, run in a trace on kernels that do nothing (`pip install --no-deps transformer_engine`).
+"""Transformer Engine's own Python, run in a trace on kernels that do nothing (`pip install --no-deps transformer_engine`).
 
-The package is Python around two binary libraries, which want a GPU. Here `transformer_engine_torch` gives what its C++ gives:
-new tensors of the same sizes, in the same order, as fake as their inputs. What the kernels allocate inside themselves
-(workspaces, cuDNN's accumulators) is not seen.
-
-Sources: TransformerEngine `pytorch/csrc/extensions/` (gemm.cpp, normalization.cpp, attention.cpp, cast.cpp, softmax.cpp,
-apply_rope.cpp, multi_tensor/) and `pytorch/csrc/quantizer.cpp`, as of 2.8.
+The package is Python around two binary libraries, which want a GPU. Here `transformer_engine_torch` gives what its C++
+gives: new tensors of the same sizes, in the same order, as fake as their inputs. What the kernels allocate inside
+themselves (workspaces, cuDNN's accumulators) is not seen.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from peakcast.collectors.tracing import triton_stub
+from peakcast.collectors.tracing.transformer_engine_kernels import EXTENSIONS, KERNELS
 
 ABSENT = ("einops", "onnxscript", "onnx", "triton")
 """What its modules import and a trace never runs."""
@@ -31,7 +29,10 @@ class _Names:
     """An enumeration of C++: every name is there, and is itself."""
 
     def __init__(self, kind: str) -> None:
-        self._kind, self._known = kind, {}
+        self._kind = kind
+        self._known: dict[str, _Name] = {}
+        for name in INDICES.get(kind, ()):
+            getattr(self, name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -64,21 +65,18 @@ class _Name(int):
 
 ENUMERATIONS = (
     "DType", "CommOverlapType", "CommOverlapAlgo", "Float8BlockScaleTensorFormat", "FP8BwdTensors", "FP8FwdTensors",
-    "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type", "NVTE_QKV_Format", "NVTE_QKV_Layout", "NVTE_Softmax_Type",
+    "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type", "NVTE_QKV_Format", "NVTE_QKV_Layout",
+    "NVTE_Softmax_Type",
 )  # fmt: skip
-KERNELS: dict[str, Callable[..., Any]] = {}
-
-
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers the stand-in of the kernel of its name."""
-    KERNELS[function.__name__] = function
-    return function
-
-
+INDICES = {
+    "FP8FwdTensors": [f"GEMM{i}_{part}" for i in (1, 2, 3) for part in ("INPUT", "WEIGHT", "OUTPUT")],
+    "FP8BwdTensors": [f"GRAD_{part}{i}" for i in (1, 2, 3) for part in ("OUTPUT", "INPUT")],
+}
+"""Members that index lists, in their order (csrc/common.h)."""
 def install() -> bool:
     """Make `import transformer_engine` give its Python on kernels that do nothing; False where it is not installed."""
-    if "transformer_engine" in sys.modules:
-        return sys.modules["transformer_engine"] is not None
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        del sys.modules[name]  # half of it, where a library looked for it and found no binaries
     found = importlib.util.find_spec("transformer_engine")
     if found is None or found.loader is None:
         return False
@@ -93,7 +91,8 @@ def install() -> bool:
         setattr(extension, name, function)
     package = importlib.util.module_from_spec(found)
     sys.modules["transformer_engine"] = package
-    importlib.import_module("transformer_engine.common").load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
+    common: Any = importlib.import_module("transformer_engine.common")
+    common.load_framework_extension = lambda framework: None
     sys.modules["transformer_engine_torch"] = extension
     found.loader.exec_module(package)
     base = importlib.import_module("transformer_engine.pytorch.module.base")
@@ -146,314 +145,3 @@ def _missing(name: str) -> Any:
         raise NotImplementedError(f"transformer_engine_torch.{name} has no stand-in for traces")
 
     return type(name, (), {"__init__": construct})
-
-
-def _torch_dtype(kind: Any) -> torch.dtype:
-    from transformer_engine.pytorch.constants import TE_DType_To_Torch
-
-    return kind if isinstance(kind, torch.dtype) else TE_DType_To_Torch[kind]
-
-
-def _shape(tensor: Any) -> list[int]:
-    """The logical shape of a plain or quantised tensor, which may have its transpose only."""
-    if isinstance(tensor, torch.Tensor):
-        return list(tensor.shape)
-    for rows in ("_rowwise_data", "_data"):
-        if getattr(tensor, rows, None) is not None:
-            return list(getattr(tensor, rows).shape)
-    columns = getattr(tensor, "_columnwise_data", None)
-    if columns is not None and type(tensor).__name__.startswith("MXFP8"):
-        return list(columns.shape)
-    columns = columns if columns is not None else tensor._transpose
-    return [*columns.shape[1:], columns.shape[0]]
-
-
-def _made(shape: list[int], dtype: torch.dtype, quantizer: Any) -> Any:
-    """What `Quantizer::create_tensor` makes: only the usages that are asked for, a class without autograd where internal."""
-    if quantizer is None:
-        return torch.empty(shape, dtype=dtype, device="cuda")
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-    from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
-
-    tensor = quantizer.make_empty(shape, dtype=dtype, device=torch.device("cuda"))
-    if isinstance(quantizer, (Float8Quantizer, Float8CurrentScalingQuantizer)):
-        either = is_non_tn_fp8_gemm_supported()
-        if either or not quantizer.columnwise_usage:
-            tensor._transpose = None
-        if not (quantizer.rowwise_usage or either):
-            tensor._data = None
-    elif not quantizer.rowwise_usage:  # MXFP8's make_empty always has rows
-        tensor._rowwise_data = tensor._rowwise_scale_inv = None
-    return _internal(tensor) if quantizer.internal else tensor
-
-
-def _internal(tensor: Any) -> Any:
-    """The same data in the class that C++ makes for tensors inside a module."""
-    base = next(kind for kind in type(tensor).__mro__ if kind.__name__.endswith("TensorBase") and kind is not type(tensor))
-    return base(**tensor.get_metadata())
-
-
-# -- products ------------------------------------------------------------------------------------------------------------
-
-
-@kernel
-def generic_gemm(
-    a: Any, transa: bool, b: Any, transb: bool, out: Any, quantizer: Any, out_dtype: Any, bias: Any, bias_dtype: Any,
-    gelu: bool, gelu_in: Any, grad: bool, *_: Any, extra_output: Any = None, **__: Any,
-) -> list[Any]:  # fmt: skip
-    """D = A·B as column-major BLAS has it; the bias gradient comes along in backward (gemm.cpp, `gemm`)."""
-    first, second = _shape(a), _shape(b)
-    rows = [second[-1]] if transb else second[:-1]
-    columns = first[0] if transa else first[-1]
-    if transa and len(first) > 2:
-        columns = torch.Size(first[:-1]).numel()
-    if out is None:
-        dtype = _torch_dtype(out_dtype) if out_dtype is not None else a.dtype
-        out = _made([*rows, columns], dtype, quantizer)
-    gradient = torch.empty(second[-1], dtype=_torch_dtype(bias_dtype), device="cuda") if bias is not None and grad else None
-    before = torch.empty([*rows, columns], dtype=_torch_dtype(bias_dtype), device="cuda") if gelu and not grad else gelu_in
-    return [out, gradient, before, extra_output]
-
-
-@kernel
-def te_general_grouped_gemm(
-    a: Any, transa: bool, b: Any, transb: bool, out: Any, out_dtype: Any, m_splits: Any, bias: Any, *_: Any, **__: Any
-) -> Any:
-    """Into outputs that exist; the (gradients of) biases that came in."""
-    return bias
-
-
-# -- norms ---------------------------------------------------------------------------------------------------------------
-
-
-def _normalized(x: Any, out: Any, quantizer: Any, dtype: Any) -> tuple[Any, Any]:
-    """The output and the fp32 statistic per row. All but delayed scaling quantise in a second kernel."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
-    statistics = torch.empty(x.shape[0], dtype=torch.float32, device="cuda")
-    out = _made(list(x.shape), _torch_dtype(dtype), quantizer) if out is None else out
-    if quantizer is not None and not isinstance(quantizer, Float8Quantizer):
-        torch.empty_like(x)
-    return out, statistics
-
-
-@kernel
-def layernorm_fwd(x: Any, weight: Any, bias: Any, eps: float, out: Any, quantizer: Any, dtype: Any, *_: Any) -> list[Any]:
-    mean = torch.empty(x.shape[0], dtype=torch.float32, device="cuda")
-    out, deviation = _normalized(x, out, quantizer, dtype)
-    return [out, mean, deviation]
-
-
-@kernel
-def rmsnorm_fwd(x: Any, weight: Any, eps: float, out: Any, quantizer: Any, dtype: Any, *_: Any) -> list[Any]:
-    out, deviation = _normalized(x, out, quantizer, dtype)
-    return [out, None, deviation]
-
-
-@kernel
-def layernorm_bwd(dz: Any, x: Any, mean: Any, deviation: Any, weight: Any, *_: Any) -> list[Any]:
-    return [torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)]
-
-
-@kernel
-def rmsnorm_bwd(dz: Any, x: Any, deviation: Any, weight: Any, *_: Any) -> list[Any]:
-    return [torch.empty_like(x), torch.empty_like(weight)]
-
-
-# -- quantisation --------------------------------------------------------------------------------------------------------
-
-
-@kernel
-def quantize(tensor: Any, quantizer: Any, out: Any = None, noop: Any = None) -> Any:
-    return _made(list(tensor.shape), tensor.dtype, quantizer) if out is None else out
-
-
-@kernel
-def dequantize(tensor: Any, dtype: Any) -> Any:
-    return torch.empty(_shape(tensor), dtype=_torch_dtype(dtype), device="cuda")
-
-
-@kernel
-def bgrad_quantize(tensor: Any, quantizer: Any) -> list[Any]:
-    bias = torch.empty(tensor.shape[-1], dtype=tensor.dtype, device="cuda")
-    return [bias, tensor if quantizer is None else quantize(tensor, quantizer)]
-
-
-@kernel
-def split_quantize(tensor: Any, splits: list[int], quantizers: list[Any], *_: Any) -> list[Any]:
-    return [quantize(part, quantizer) for part, quantizer in zip(torch.split(tensor, splits), quantizers, strict=True)]
-
-
-@kernel
-def fp8_transpose(data: Any, dtype: Any, *, out: Any = None) -> Any:
-    shape = [data.shape[-1], *data.shape[:-1]]
-    return torch.empty(shape, dtype=torch.uint8, device="cuda") if out is None else out
-
-
-@kernel
-def fused_amax_and_scale_update_after_reduction(*_: Any) -> None: ...
-
-
-@kernel
-def compute_amax(*_: Any) -> None: ...
-
-
-# -- attention -----------------------------------------------------------------------------------------------------------
-
-
-@kernel
-def get_fused_attn_backend(*_: Any) -> Any:
-    """cuDNN's kernel for any length: whether it is taken is the job's `attention_backend`."""
-    return sys.modules["transformer_engine_torch"].NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
-
-
-@kernel
-def fused_attn_fwd(
-    max_q: int, max_kv: int, training: bool, scale: float, dropout: float, fill: bool, layout: Any, bias: Any, mask: Any,
-    softmax: Any, window: Any, cu_q: Any, cu_kv: Any, q: Any, k: Any, v: Any, dtype: Any, *rest: Any,
-) -> list[Any]:  # fmt: skip
-    """[output, softmax statistics, state of the dropout] (attention.cpp)."""
-    batch, heads = cu_q.shape[0] - 1, q.shape[-2]
-    statistics = torch.empty((batch, heads, max_q, 1), dtype=torch.float32, device="cuda")
-    output = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=dtype, device="cuda")
-    return [output, statistics, torch.empty(2, dtype=torch.int64, device="cuda")]
-
-
-@kernel
-def fused_attn_bwd(
-    max_q: int, max_kv: int, scale: float, dropout: float, fill: bool, layout: Any, bias: Any, mask: Any, softmax: Any,
-    window: Any, deterministic: bool, cu_q: Any, cu_kv: Any, q: Any, k: Any, v: Any, o: Any, do: Any, dtype: Any, *rest: Any,
-) -> list[Any]:  # fmt: skip
-    """Gradients in the layout of q, k and v: one tensor where those are views of one."""
-    name = str(layout).rsplit("_", 1)[-1]
-    if name.endswith("3HD") or name.endswith("H3D"):
-        place = q.dim() - 2 if name.endswith("3HD") else q.dim() - 1
-        shape = list(q.shape)
-        shape.insert(place, 3)
-        packed = torch.empty(shape, dtype=dtype, device="cuda")
-        return [packed.select(place, i) for i in range(3)]
-    return [torch.empty(tensor.shape, dtype=dtype, device="cuda") for tensor in (q, k, v)]
-
-
-@kernel
-def fa_prepare_fwd(query: Any) -> Any:
-    sequence, batch, heads, dim = query.shape
-    return torch.empty((3, batch, sequence, heads, dim), dtype=query.dtype, device="cuda")
-
-
-@kernel
-def fa_prepare_bwd(dq: Any, dk: Any, dv: Any) -> Any:
-    batch, sequence, heads, dim = dq.shape
-    return torch.empty((sequence, batch, heads, 3 * dim), dtype=dq.dtype, device="cuda")
-
-
-def _softmax_forward(scores: Any, *_: Any) -> Any:
-    return torch.empty_like(scores)
-
-
-def _softmax_backward(gradient: Any, *_: Any) -> Any:
-    """In place."""
-    return gradient
-
-
-for _kind in ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax",
-              "scaled_aligned_causal_masked_softmax"):  # fmt: skip
-    KERNELS[f"{_kind}_forward"], KERNELS[f"{_kind}_backward"] = _softmax_forward, _softmax_backward
-
-
-@kernel
-def fused_rope_forward(tensor: Any, *_: Any) -> Any:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
-
-
-KERNELS["fused_rope_backward"] = fused_rope_forward
-
-
-# -- optimizers and the rest ---------------------------------------------------------------------------------------------
-
-
-@kernel
-def multi_tensor_l2norm(chunk: int, flag: Any, tensors: Any, per_tensor: bool = False) -> tuple[Any, Any]:
-    count = len(tensors[0]) if per_tensor else 0
-    return torch.zeros(1, device="cuda"), torch.empty(count, device="cuda")
-
-
-def _in_place(*_: Any, **__: Any) -> None: ...
-
-
-for _name in ("multi_tensor_scale", "multi_tensor_adam", "multi_tensor_adam_fp8", "multi_tensor_sgd",
-              "multi_tensor_compute_scale_and_scale_inv"):  # fmt: skip
-    KERNELS[_name] = _in_place
-
-
-@kernel
-def get_num_cublas_streams() -> int:
-    return 4
-
-
-@kernel
-def get_cublasLt_version() -> int:  # noqa: N802
-    return 130000
-
-
-@kernel
-def device_supports_multicast(*_: Any) -> bool:
-    return False
-
-
-@kernel
-def ubuf_built_with_mpi() -> bool:
-    return False
-
-
-@kernel
-def get_cudnn_version() -> int:
-    return 91400  # 9.14, as encoded by cudnnGetVersion
-
-
-class _FastLayerNorm(torch.autograd.Function):
-    """apex contrib/layer_norm/layer_norm.py `FastLayerNormFN`: keeps its input and two fp32 statistics per row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, epsilon: float) -> Any:
-        rows = x.numel() // weight.numel()
-        statistics = [torch.empty(rows, dtype=torch.float32, device="cuda") for _ in range(2)]
-        ctx.save_for_backward(x, weight, *statistics)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        x, weight, *_ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight), None
-
-
-class _FusedLayerNorm(_FastLayerNorm):
-    """apex normalization/fused_layer_norm.py `FusedLayerNormAffineFunction`: the same, told the normalised shape."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, shape: Any, epsilon: float) -> Any:  # type: ignore[override]
-        return _FastLayerNorm.forward(ctx, x, weight, bias, epsilon)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return (*_FastLayerNorm.backward(ctx, gradient), None)
-
-
-_SOFTMAX = {
-    "forward": _softmax_forward,
-    "backward": _softmax_backward,
-    "get_batch_per_block": lambda sq, sk, b, heads: 4 if sk > 128 else 8,
-}
-EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
-    "fused_weight_gradient_mlp_cuda": {"wgrad_gemm_accum_fp32": _in_place, "wgrad_gemm_accum_fp16": _in_place},
-    "scaled_upper_triang_masked_softmax_cuda": _SOFTMAX,
-    "scaled_masked_softmax_cuda": _SOFTMAX,
-    "scaled_softmax_cuda": _SOFTMAX,
-    "apex": {},
-    "apex.contrib": {},
-    "apex.contrib.layer_norm": {},
-    "apex.contrib.layer_norm.layer_norm": {"FastLayerNormFN": _FastLayerNorm},
-    "apex.normalization": {},
-    "apex.normalization.fused_layer_norm": {"FusedLayerNormAffineFunction": _FusedLayerNorm},
-}
-"""Module -> what megatron-core takes from it (apex csrc/megatron: fused_weight_gradient_dense.cpp, scaled_*_softmax.cpp)."""

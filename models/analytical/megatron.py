@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import takewhile
 
 from peakcast.catalog import Device
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
@@ -23,6 +23,7 @@ from peakcast.models.analytical.megatron_persistent import (
     rank_share,
     weights_share,
 )
+from peakcast.models.analytical.megatron_received import Exchange, Span, hold_received
 from peakcast.models.analytical.megatron_scope import megatron_out_of_scope
 from peakcast.models.analytical.pipeline import Chunk, Turn, representative_micro_batches, schedule
 from peakcast.models.analytical.step import Run, Step
@@ -80,6 +81,7 @@ class _MicroBatch:
 
     start: int
     runs: list[Run | _Checkpoint]
+    end: int = 0
 
 
 class _Turns:
@@ -91,12 +93,7 @@ class _Turns:
         self.templates: dict[tuple[int, bool], Template] = {}
         """Layers, by their context and whether somebody else holds their input."""
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
-        self.received: dict[int, list[tuple[int, int]]] = {}
-        """Per chunk, the turns that received an input: first instant of the forward, end of the backward."""
-        self.forward_ends: dict[int, int] = {}
-        """End of every forward turn, by its first instant."""
-        self.backward_turns: list[tuple[int, int]] = []
-        """End and chunk of every backward turn."""
+        self.spans: list[Span] = []
         self.first_product = self.deferred = 0
         self.deferred_tensors: list[tuple[str, Category, int, int]] = []
 
@@ -141,7 +138,8 @@ class _Turns:
         else:
             sent = step.moment("send_forward", Phase.FORWARD)
             step.hold("output_tensor", Category.ACTIVATIONS, self.share.context.stream_bytes, sent, sent + 1)
-        self.forward_ends[state.start] = step.now
+        state.end = step.now
+        self.spans.append(Span(turn, state.start, step.now))
         self.alive[turn.micro_batch, turn.chunk] = state
 
     def _turn_to_decoder(self) -> list[Run]:
@@ -193,22 +191,31 @@ class _Turns:
         if not chunk.is_last:
             step.moment("receive_backward", Phase.BACKWARD)
             step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
+        summed = 0
         for run in reversed(state.runs):
+            received = not summed and not chunk.is_last
             if isinstance(run, _Checkpoint):
-                self._recompute(run)
+                self._recompute(run, keeps_gradient=not received)
+                summed = summed or step.now
             else:
                 step.run_backward(run)
+                summed = summed or self._summed(run)
         if self.share.target is not None:
             self._hold_encoder_states([run for run in state.runs if isinstance(run, Run)])
         if chunk.is_first and chunk.is_last and self.share.job.architecture.tie_word_embeddings:
             self._hold_tied_gradient(started)
-        self.backward_turns.append((step.now, turn.chunk))
-        self._hold_inputs(chunk, state.start)
+        self.spans.append(Span(turn, started, step.now, summed))
+        self._hold_inputs(chunk, state)
         if chunk.is_last and self.share.convention.get("defer_embedding_wgrad_compute"):
             self._defer_output_layer(started)
         if not chunk.is_first:
-            sent = step.moment("send_backward", Phase.BACKWARD)
-            self.received.setdefault(turn.chunk, []).append((state.start, sent))
+            step.moment("send_backward", Phase.BACKWARD)
+
+    @staticmethod
+    def _summed(run: Run) -> int:
+        """The instant at which a layer's backward adds the gradient that was handed in to the one of its feed-forward."""
+        labels, start = run.template.backward_labels, run.backward_start or 0
+        return start + (labels.index("self_attn_bda") - 1 if "self_attn_bda" in labels else len(labels))
 
     def _hold_tied_gradient(self, started: int) -> None:
         """A table that both ends use gets its gradient when both have given theirs: the output layer's waits for the
@@ -249,8 +256,9 @@ class _Turns:
             ("deferred_output_layer_input", Category.ACTIVATIONS, count * context.gathered_bytes, started),
         ]
 
-    def _recompute(self, checkpoint: _Checkpoint) -> None:
-        """A checkpointed group in backward: all its layers forward again, then backward; the checkpoint holds the input."""
+    def _recompute(self, checkpoint: _Checkpoint, *, keeps_gradient: bool) -> None:
+        """A checkpointed group in backward: all its layers forward again, then backward; the checkpoint holds the input,
+        and the gradient that was handed in until it returns (`keeps_gradient`: unless somebody else holds that)."""
         step, start, size = self.step, self.step.now, self.share.context.stream_bytes
         runs = []
         for i in checkpoint.layers:
@@ -259,6 +267,8 @@ class _Turns:
         recomputed = step.now
         for run in reversed(runs):
             step.run_backward(run)
+        if keeps_gradient:
+            step.hold("gradient", Category.TEMPORARIES, size, self._summed(runs[-1]), step.now, "checkpoint")
         held = size
         if self.share.convention.get("distribute_saved_activations"):
             held //= self.share.context.tensor_parallel_size
@@ -268,32 +278,29 @@ class _Turns:
         step.hold("recomputed_output", Category.ACTIVATIONS, size, recomputed, step.now, "checkpoint")
 
     def hold_received(self, step: Step) -> None:
-        """Inputs from other stages and their gradients. The model keeps the last one (`set_input_tensor`), and it its
-        gradient, until the chunk's next forward, into the next step too. Without interleaving the schedule's variable
-        `output_tensor` keeps the last graph, and the graph its input, until that forward has returned."""
-        size, last = self.share.context.stream_bytes, step.now
-        interleaved = self.share.job.parallelism.virtual_pipeline_stages > 1
-        for chunk, turns in self.received.items():
-            starts = [start for start, _ in turns] + [last]
-            module = f"chunk.{chunk}"
-            step.hold("input_tensor", Category.ACTIVATIONS, size, 0, starts[0], module)
-            step.hold("input_tensor.grad", Category.TEMPORARIES, size, 0, starts[0], module)
-            for (start, sent), following in zip(turns, starts[1:], strict=True):
-                replaced = max(following, sent + 1)
-                if not interleaved and following > sent:
-                    replaced = self.forward_ends.get(following, replaced)
-                step.hold("input_tensor", Category.ACTIVATIONS, size, start, replaced, module)
-                step.hold("input_tensor.grad", Category.TEMPORARIES, size, sent, replaced, module)
-        if interleaved:
-            self._hold_interleaved_gradients(step, size)
+        """Inputs from other stages, their gradients and those of outputs."""
+        layout = self.share.job.parallelism
+        stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
+        if stages == 1:
+            return
+        warmup = sum(1 for _ in takewhile(lambda span: span.turn.forward, self.spans))
+        exchange = Exchange(
+            chunks=self.share.chunks,
+            num_bytes=self.share.context.stream_bytes,
+            interleaved=virtual > 1,
+            overlapped=virtual > 1 and bool(self.share.convention.get("overlap_p2p_communication", True)),
+            returns=self.step.now,
+            warmup=warmup - 1,  # the forward that precedes the first backward is no longer warm-up
+        )
+        hold_received(step, self.spans, exchange)
 
     def hold_dispatchers(self, step: Step) -> None:
         """What the token dispatchers of the rank's routed layers name as attributes, from one step into the next. Between a
         forward and its backward the graph counts what both hold."""
-        if self.share.context.experts is None or not self.backward_turns:
+        if self.share.context.experts is None or not self.spans:
             return
         always, between = held_by_dispatcher(self.share.context, self.share.context.experts)
-        first, done, hold = min(self.forward_ends), self.backward_turns[-1][0], step.hold
+        first, done, hold = self.spans[0].start, self.spans[-1].end, step.hold
         for chunk in self.share.chunks:
             for layer in chunk.layers:
                 if self.share.layer_context(layer).experts is not None:
@@ -302,22 +309,12 @@ class _Turns:
                     hold("dispatcher.routing", Category.OTHER, between, 0, first, module)
                     hold("dispatcher.routing", Category.OTHER, between, done, module=module)
 
-    def _hold_interleaved_gradients(self, step: Step, size: int) -> None:
-        """The interleaved schedule keeps the gradient it sent last in a variable until the next backward has returned, and
-        receives the next backward's gradient right after the backward before it, one forward early."""
-        turns = self.backward_turns
-        for (done, chunk), (following, next_chunk) in pairwise(turns):
-            if not self.share.chunks[chunk].is_first:
-                step.hold("input_tensor_grad", Category.TEMPORARIES, size, done, following, f"chunk.{chunk}")
-            if not self.share.chunks[next_chunk].is_last:
-                module = f"chunk.{next_chunk}"
-                step.hold("output_tensor_grad", Category.COMMUNICATION_BUFFERS, size, done, following, module)
-
-    def _hold_inputs(self, chunk: Chunk, start: int) -> None:
+    def _hold_inputs(self, chunk: Chunk, state: _MicroBatch) -> None:
         """The micro-batch on the GPU: ids and labels until its backward is done, the attention mask until its forward is
         (checkpoints, and the graph of megatron-core's unfused softmax, keep it until their backward). Stages between the
         ends read none of them."""
         share, context, hold, now = self.share, self.share.context, self.step.hold, self.step.now
+        start = state.start
         tokens = context.batch * context.sequence
         reads = chunk.is_first or (chunk.is_last and share.job.architecture.num_nextn_predict_layers > 0)
         names = ["tokens", "position_ids"] if reads else []
@@ -335,8 +332,5 @@ class _Turns:
         if builds and (chunk.is_first or chunk.is_last):
             masked = context.attention == "local" and not context.fused_softmax
             kept = masked or context.recompute_attention or share.job.activation_checkpointing.mode == "full"
-            dies = now if kept else self.forward_ends[start]
+            dies = now if kept else state.end
             hold("attention_mask", Category.INPUTS, tokens * share.job.sequence_length, start, dies)
-        if context.rotary_dim:
-            table = share.job.sequence_length * context.rotary_dim * FP32
-            hold("rotary_table", Category.ACTIVATIONS, table, start, now)

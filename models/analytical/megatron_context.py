@@ -41,6 +41,7 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         tensor_parallel_size=tensor,
         context_parallel_size=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel and tensor > 1,
+        ring=str(convention.get("cp_comm_type", "p2p")).split()[0] == "p2p",
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
         normalization="rmsnorm" if architecture.normalization == "rmsnorm" else "layernorm",
         activation=activation,  # type: ignore[arg-type]
@@ -61,12 +62,13 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         bias_dropout_fusion=bool(convention.get("bias_dropout_fusion", True)),
         gradient_accumulation_fusion=bool(convention.get("gradient_accumulation_fusion", True)),
         cached_placeholders=bool(convention.get("cached_weight_gradient_placeholders", True)),
-        cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)) and engine,
+        cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)),
         fused_cross_entropy=bool(convention.get("cross_entropy_loss_fusion")),
         recompute_attention=job.activation_checkpointing.mode == "selective"
         and (not job.activation_checkpointing.modules or "core_attn" in job.activation_checkpointing.modules),
         checkpointed=False,
         kernel_temporaries=device is not None,
+        fp8_recipe=str(convention.get("fp8_recipe", "delayed")) if job.precision.compute == "float8" else "",
         recompute_feed_forward=recomputes(job, "mlp"),
         experts=expert_context(job) if architecture.moe is not None else None,
         latent=latent_context(job) if architecture.mla is not None else None,

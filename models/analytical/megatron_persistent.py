@@ -23,6 +23,10 @@ from peakcast.timeline import Category, Phase
 from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
+MXFP8_BLOCK = 32
+"""Elements that share a one-byte scale."""
+FP8_STATE_TENSORS = 5
+"""Of a projection with delayed scaling: scales and histories, forward and backward, and the weight's inverse scale."""
 GROUPED_PRODUCT_STREAMS = 4
 """Streams of Transformer Engine's grouped products, a workspace each (`get_num_cublas_streams`, 2.8 `multi_stream.cpp`)."""
 
@@ -231,6 +235,11 @@ def hold_workspaces(step: Step, share: RankShare, first_backward: int) -> None:
     """The global memory buffer, placeholder gradients, and the workspaces of both threads. `first_backward`: the instant of
     the backward thread's first matrix product, 0 in a steady step."""
     context, device = share.context, share.device
+    for number, chunk in enumerate(share.chunks):  # every RotaryEmbedding caches its answer: a model's, a latent layer's
+        for _ in chunk.layers if context.latent is not None else (chunk,):
+            width = context.rotary_dim if context.latent is None else context.latent.rope_dim
+            step.hold("rotary_table", Category.OTHER, context.sequence * width * FP32, 0, module=f"chunk.{number}")
+    _hold_fp8_weights(step, share)
     step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")
     for rows, columns in sorted(placeholder_shapes(share)):
         size = rows * columns * context.element_bytes
@@ -250,6 +259,31 @@ def hold_workspaces(step: Step, share: RankShare, first_backward: int) -> None:
         size = cublas_workspace_bytes(device, share.job.versions, config)
         step.hold("cublas_workspace", Category.WORKSPACES, size, 0, module="forward thread")
         step.hold("cublas_workspace", Category.WORKSPACES, size, first_backward, module="autograd thread")
+
+
+def _hold_fp8_weights(step: Step, share: RankShare) -> None:
+    """The FP8 copies of projections' weights that Transformer Engine makes for a step's first micro-batch and keeps, by
+    rows and by columns; Blackwell multiplies either layout of a tensor with one scale. With delayed scaling also scales and
+    histories of maxima, forward and backward, of every projection.
+
+    Source: Transformer Engine 2.8 `pytorch/module/base.py` `get_weight_workspace`, `pytorch/csrc/quantizer.cpp`
+    `Float8Quantizer::create_tensor`, `pytorch/tensor/mxfp8_tensor.py` `make_empty`.
+    """
+    recipe, device = share.context.fp8_recipe, share.device
+    if not recipe:
+        return
+    either = device is not None and device.compute_capability[0] >= 10 and recipe in ("delayed", "tensorwise")
+    for chunk in share.chunks:
+        for layer in chunk.layers:
+            for p in layer_parameters(share.layer_context(layer)):
+                if ".linear_" in p.name and len(p.shape) > 1:
+                    module = f"layers.{layer}"
+                    for _ in range(1 if either else 2):
+                        step.hold(f"{p.name}.fp8", Category.OTHER, p.numel, 0, module=module)
+                        if recipe == "mxfp8":
+                            step.hold(f"{p.name}.scales", Category.OTHER, p.numel // MXFP8_BLOCK, 0, module=module)
+                    for _ in range(FP8_STATE_TENSORS if recipe == "delayed" else 0):
+                        step.hold(f"{p.name}.fp8_state", Category.OTHER, FP32, 0, module=module)
 
 
 def _uses_torch_products(share: RankShare) -> bool:
@@ -272,14 +306,18 @@ def memory_buffer_bytes(share: RankShare) -> int:
 
 
 def placeholder_shapes(share: RankShare) -> set[tuple[int, int]]:
-    """Shapes of the placeholder gradients that Transformer Engine caches (`get_dummy_wgrad`) under gradient-accumulation
-    fusion: one per shape of a projection on this rank, and the output layer's."""
+    """Shapes of the placeholder gradients that Transformer Engine caches (`get_dummy_wgrad`, which megatron-core's own
+    projections call too) under gradient-accumulation fusion: one per shape of a projection on this rank."""
     context = share.context
     shapes: set[tuple[int, int]] = set()
-    if not context.gradient_accumulation_fusion or not context.transformer_engine:
+    if not context.gradient_accumulation_fusion:
         return shapes
-    if context.cached_placeholders and any(chunk.layers for chunk in share.chunks):
+    cached = context.cached_placeholders if context.transformer_engine else context.cached_output_placeholder
+    if cached and any(chunk.layers for chunk in share.chunks):
         parameters = (p for layer in share.layer_contexts for p in layer_parameters(layer))
+        anew = context.experts is not None and context.experts.grouped
+        anew = anew and not bool(share.convention.get("cached_grouped_placeholders", True))
+        parameters = (p for p in parameters if not (anew and "mlp.experts." in p.name))
         matrices = (p for p in parameters if p.name.endswith("weight") and len(p.shape) > 1)
         shapes |= {(p.shape[-2], p.shape[-1]) for p in matrices if ".linear_" in p.name}
         if share.has_head and share.job.architecture.num_nextn_predict_layers:

@@ -36,7 +36,7 @@ def _architecture_reason(job: TrainingJob) -> str:
 
 def _training_reason(job: TrainingJob) -> str:
     layout, recompute = job.parallelism, job.activation_checkpointing
-    others = set(recompute.modules) - RECOMPUTABLE_MODULES if recompute.mode == "selective" else set()
+    others = set(recompute.modules) - RECOMPUTABLE_MODULES if recompute.mode != "none" else set()
     checks = [
         (job.task != "train", f"task={job.task!r} is not modelled; only training is."),
         (job.finetuning.method != "full", f"finetuning.method={job.finetuning.method!r} is not modelled; full is."),
@@ -44,7 +44,8 @@ def _training_reason(job: TrainingJob) -> str:
             job.optimizer.name not in ("adam", "adamw"),
             f"optimizer.name={job.optimizer.name!r} is not modelled with Megatron-LM; adam is.",
         ),
-        (job.precision.compute == "float8", "float8 compute is not modelled."),
+        (job.precision.compute == "float8" and _foreign_to_fp8(job), "float8 compute is modelled for dense layers with "
+         "Transformer Engine, without recomputation."),
         (
             layout.zero_stage > 1 or layout.sharding != "none",
             f"zero_stage={layout.zero_stage} with sharding={layout.sharding!r} is not modelled with Megatron-LM; the "
@@ -61,6 +62,13 @@ def _training_reason(job: TrainingJob) -> str:
         ),
     ]
     return _first(checks)
+
+
+def _foreign_to_fp8(job: TrainingJob) -> bool:
+    architecture, recompute = job.architecture, job.activation_checkpointing
+    own = conventions(job).get("transformer_impl", "transformer_engine") == "local"
+    routed_or_latent = architecture.moe is not None or architecture.mla is not None
+    return own or routed_or_latent or recompute.mode == "selective" or architecture.num_nextn_predict_layers > 0
 
 
 def _option_reason(job: TrainingJob) -> str:

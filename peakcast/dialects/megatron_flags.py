@@ -70,9 +70,14 @@ TURNED_OFF: dict[str, str] = {
 }
 """Flags that turn off a framework option which is on by default."""
 
-OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {"decoupled_lr": False, "container": "", "adam_library": "transformer_engine"}
+OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {
+    "decoupled_lr": False,
+    "container": "",
+    "adam_library": "transformer_engine",
+    "fp8_recipe": "delayed",
+}
 """Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image; importers set it),
-`adam_library` (what is installed)."""
+`adam_library` (what is installed), `fp8_recipe` (for traces: the ledger has no fp8)."""
 
 ENVIRONMENT: dict[str, str] = {
     "CUBLAS_WORKSPACE_CONFIG": "cublas_workspace_config",

@@ -116,8 +116,9 @@ def flash_backward_bytes(context: MegatronContext) -> int:
 
 
 def _fused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
-    """cuDNN attention reads the projection's own layout; its output is the projection's input."""
-    return tape.operation(
+    """cuDNN attention reads the projection's own layout; its output is the projection's input, but where context
+    parallelism exchanges heads or gathers keys, which puts the output's tokens into another order afterwards."""
+    output = tape.operation(
         "fused_attention",
         [query, key, value],
         _output_bytes(context),
@@ -126,6 +127,9 @@ def _fused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Megat
         extra_saved_bytes=[FP32 * context.rows * context.heads, RNG_STATE_BYTES],
         backward_temporary_bytes=flash_backward_bytes(context) if context.kernel_temporaries else 0,
     )
+    if context.context_parallel_size == 1 or context.ring:
+        return output
+    return tape.operation("output_reordered", [output], output.num_bytes)
 
 
 def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:

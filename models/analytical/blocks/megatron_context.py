@@ -125,6 +125,8 @@ class MegatronContext:
     tensor_parallel_size: int
     context_parallel_size: int
     sequence_parallel: bool
+    ring: bool
+    """Whether context parallelism passes keys and values around (`cp-comm-type p2p`)."""
     element_bytes: int
     normalization: Literal["layernorm", "rmsnorm"]
     activation: Literal["gelu", "squared_relu", "other"]
@@ -148,7 +150,7 @@ class MegatronContext:
     cached_placeholders: bool
     """Whether Transformer Engine caches the placeholders that fused weight gradients hand to autograd."""
     cached_output_placeholder: bool
-    """The same for the output layer, which is megatron-core's."""
+    """The same for megatron-core's own projections, of which the output layer always is one."""
     fused_cross_entropy: bool
     recompute_attention: bool
     """`recompute-granularity: selective` with the attention core."""
@@ -156,6 +158,8 @@ class MegatronContext:
     """Whether a layer's input is held by a checkpoint instead of by the layer."""
     kernel_temporaries: bool
     """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""
+    fp8_recipe: str = ""
+    """How Transformer Engine's projections scale their FP8 operands; "" where they multiply in the parameters' dtype."""
     recompute_feed_forward: bool = False
     """`recompute-modules mlp`: the dense feed-forward runs again in backward."""
     experts: ExpertContext | None = None

@@ -11,6 +11,7 @@ from peakcast.models.analytical.blocks.megatron_context import MegatronContext
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 
 FP32 = 4
+FP8 = 1
 BOOL = 1
 
 
@@ -79,6 +80,7 @@ def norm_column_linear(
     product and again in backward (Transformer Engine: a temporary each time; local: the global memory buffer).
     """
     width = context.hidden if in_features is None else in_features
+    output = context.rows * out_features * context.element_bytes
     if not context.transformer_engine:
         normalized = norm(tape, x, context, context.stream_rows, width, f"{name}.norm")
         return column_linear(tape, normalized, context, out_features, name, bias, in_features=in_features)
@@ -86,19 +88,36 @@ def norm_column_linear(
     whole, own = context.rows * token, context.stream_rows * token
     gathered = whole if context.sequence_parallel else 0
     before_norm = own if context.sequence_parallel else 0  # the reduce-scattered gradient
+    kept, quantized = own, quantized_gradient_bytes(context, output)
+    if context.fp8_recipe:
+        kept = quantized_bytes(context, context.stream_rows * width)
+        # its other layout, and what was normalised in full where the kernel does not quantise at once
+        gathered = kept + (own if context.fp8_recipe != "delayed" else 0) + gathered // context.element_bytes
     return tape.operation(
         name,
         [x],
-        context.rows * out_features * context.element_bytes,
+        output,
         saves=[x],
-        extra_saved_bytes=[own, *norm_statistics(context, context.stream_rows)],
+        extra_saved_bytes=[kept, *norm_statistics(context, context.stream_rows)],
         weight_gradients=[
             *weight_gradients(context, name, out_features * width, out_features if bias else 0),
             *norm_gradients(context, f"{name}.norm", width),
         ],
         forward_temporary_bytes=gathered,
-        backward_temporary_bytes=whole + before_norm + max(gathered - own, 0),
+        backward_temporary_bytes=whole + before_norm + (quantized if context.fp8_recipe else max(gathered - own, 0)),
     )
+
+
+def quantized_bytes(context: MegatronContext, elements: int) -> int:
+    """Bytes of an FP8 tensor in one layout with the scales of its blocks: fp32 per 128 elements (blockwise), a byte per 32
+    (mxfp8). Source: Transformer Engine 2.8 `pytorch/tensor/float8_blockwise_tensor.py`, `mxfp8_tensor.py`."""
+    scales = {"blockwise": elements * FP32 // 128, "mxfp8": elements // 32}
+    return elements * FP8 + scales.get(context.fp8_recipe, 0)
+
+
+def quantized_gradient_bytes(context: MegatronContext, num_bytes: int) -> int:
+    """Bytes of a gradient of `num_bytes` in FP8, by rows and by columns, for both products of a projection's backward."""
+    return 2 * quantized_bytes(context, num_bytes // context.element_bytes) if context.fp8_recipe else 0
 
 
 def column_linear(
@@ -130,7 +149,7 @@ def column_linear(
 
 def fused_weight_gradient_bytes(context: MegatronContext, numel: int) -> int:
     """Bytes of the placeholder that a fused weight gradient hands to autograd in megatron-core's own projections."""
-    made = context.gradient_accumulation_fusion and not context.transformer_engine
+    made = context.gradient_accumulation_fusion and not context.transformer_engine and not context.cached_output_placeholder
     return numel * context.element_bytes if made else 0
 
 
@@ -142,6 +161,8 @@ def row_linear(tape: Tape, x: Tensor, context: MegatronContext, in_features: int
     """
     full = context.gathered_bytes if context.sequence_parallel else 0
     placeholder = fused_weight_gradient_bytes(context, in_features * context.hidden)
+    if context.fp8_recipe:
+        return _row_linear_in_fp8(tape, x, context, in_features, name, full)
     return tape.operation(
         name,
         [x],
@@ -150,6 +171,26 @@ def row_linear(tape: Tape, x: Tensor, context: MegatronContext, in_features: int
         weight_gradients=weight_gradients(context, name, in_features * context.hidden, 0),
         forward_temporary_bytes=full,
         backward_temporary_bytes=full + placeholder,
+    )
+
+
+def _row_linear_in_fp8(
+    tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str, full: int
+) -> Tensor:
+    """Keeps its input in FP8, but of the attention's projection the input itself, which attention keeps too, where the
+    scale is not a delayed one (megatron-core 0.16.1 `attention.py`, `set_save_original_input`)."""
+    narrow = quantized_bytes(context, context.rows * in_features)
+    original = name == "linear_proj" and context.fp8_recipe != "delayed"
+    quantized = quantized_gradient_bytes(context, context.gathered_bytes) + (narrow if original else 0)
+    return tape.operation(
+        name,
+        [x],
+        context.stream_bytes,
+        saves=[x] if original else [],
+        extra_saved_bytes=[] if original else [narrow],
+        weight_gradients=weight_gradients(context, name, in_features * context.hidden, 0),
+        forward_temporary_bytes=full + narrow,
+        backward_temporary_bytes=full + quantized,
     )
 
 

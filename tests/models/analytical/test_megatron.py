@@ -208,7 +208,9 @@ def test_scope():
     assert megatron_out_of_scope(make()) == ""
     assert megatron_out_of_scope(make(num_experts=8)) == ""
     assert megatron_out_of_scope(make(multi_latent_attention=True)) == ""
-    assert "float8" in megatron_out_of_scope(make(fp8_format="hybrid"))
+    assert megatron_out_of_scope(make(fp8_format="hybrid")) == ""
+    assert "float8" in megatron_out_of_scope(make(fp8_format="hybrid", num_experts=8))
+    assert "float8" in megatron_out_of_scope(make(fp8_format="hybrid", transformer_impl="local"))
     assert "precision_aware" in megatron_out_of_scope(make(use_precision_aware_optimizer=True))
 
 
@@ -251,3 +253,33 @@ def test_published_runs(name, flags, gpus, published, tolerance):
     first, steady = last(job, "first", name), last(job, "steady", name)
     ledger = int(steady.totals[-1]), first.peak().num_bytes, max(first.peak().num_bytes, steady.peak().num_bytes)
     assert ledger == pytest.approx(published, rel=tolerance)
+
+
+def test_fp8_copies_of_weights_and_saved_inputs_counted_by_hand():
+    """Per layer 12·h² matrix elements: two layouts of a byte on Hopper, one on Blackwell. Saved: a byte in the place of two
+    for the norms' outputs (2·s·b·h) and the second projection's input (4·s·b·h), and with delayed scaling one more for the
+    attention's projection, whose input attention keeps as well."""
+    wide = make(attention_backend="fused", no_gradient_accumulation_fusion=None)
+    narrow = make(fp8_format="hybrid", attention_backend="fused", no_gradient_accumulation_fusion=None)
+    layers, hidden = wide.architecture.num_hidden_layers, wide.architecture.hidden_size
+    for name, layouts in (("H100-80GB", 2), ("GB200", 1)):
+        copies = copies_of(megatron_ledger(narrow, device=gpu(name)), ".fp8")
+        assert copies == layouts * 12 * hidden**2 * layers
+    rows = wide.micro_batch_size * wide.sequence_length
+    saved = [saved_by_a_layer(job) for job in (wide, narrow)]
+    assert saved[0] - saved[1] == rows * hidden * (2 + 4 - 1)
+
+
+def copies_of(timeline, ending):
+    return sum(int(size) for name, size in zip(timeline.names, timeline.num_bytes, strict=True) if name.endswith(ending))
+
+
+def saved_by_a_layer(job):
+    timeline = megatron_ledger(job)
+    begins = timeline.labels.index("vocab_parallel_cross_entropy")
+    alive = timeline.alive_at(begins)
+    return sum(
+        int(timeline.num_bytes[i])
+        for i in range(len(timeline.names))
+        if alive[i] and timeline.modules[i] == "layers.1" and timeline.born[i] > 0 and timeline.born[i] < begins
+    )
