@@ -275,7 +275,7 @@ def test_the_whole_message_of_a_damaged_cell(tmp_path):
     with pytest.raises(RecordError) as error:
         store.read_csv(path)
     assert error.value.message == (
-        f"{path}, line 2: collectives='ncll' must be one of nccl, fake, none; did you mean 'nccl'; "
+        f"{path}, line 2: collectives='ncll' must be one of nccl, gloo, fake, none; did you mean 'nccl'; "
         "restore it from version control."
     )
     assert (error.value.parameter, error.value.value) == ("collectives", "ncll")
