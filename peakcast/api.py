@@ -424,7 +424,7 @@ def verify(
         from peakcast.durable import replace_file
         from peakcast.reports.agreement import agreement_markdown
 
-        replace_file(output / "ledger.md", agreement_markdown(cells).encode())
+        replace_file(output / "ledger.md", agreement_markdown(cells, Path(grid).stem).encode())
     return cells
 
 

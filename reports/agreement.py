@@ -50,8 +50,8 @@ def summary(cells: Sequence[Agreement]) -> str:
     return "; ".join(parts or ["nothing to compare"]) + f"; {len(cells) - len(compared)} cells could not be compared."
 
 
-def agreement_markdown(cells: Sequence[Agreement]) -> str:
-    """The page: what was compared, then every cell with its error in each phase."""
+def agreement_markdown(cells: Sequence[Agreement], grid: str) -> str:
+    """The page of `grid`: what was compared, then every cell with its error in each phase."""
     lines = [
         [job_in_words(cell.job), *(_percent(cell.errors[p]) if p in cell.errors else "" for p in PLACES), _verdict(cell)]
         for cell in cells
@@ -59,7 +59,7 @@ def agreement_markdown(cells: Sequence[Agreement]) -> str:
     return (
         "# Ledger against trace\n\n"
         "Every cell is the ledger's peak of a phase over that of the traced step of the real library, minus one. The trace "
-        "runs the step on fake tensors; neither has kernels' own workspaces. Made by `peakcast verify --output reports`."
+        f"runs the step on fake tensors; neither has kernels' own workspaces. Made by `peakcast verify {grid} --output FOLDER`."
         f"\n\n{summary(cells)}\n\n" + markdown_table(["cell", *PLACES.values(), "agrees"], lines)
     )
 

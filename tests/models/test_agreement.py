@@ -44,7 +44,7 @@ def test_one_phase_that_is_further_off_is_a_miss_that_is_named(row):
     text = agreement_text([cell])
     assert "-1.000 %" in text
     assert "loss" in text
-    assert "| no |" in agreement_markdown([cell])
+    assert "| no |" in agreement_markdown([cell], "agreement")
 
 
 def test_a_trace_that_failed_or_a_job_out_of_scope_holds_nothing_and_says_why(row):
