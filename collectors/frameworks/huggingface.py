@@ -56,9 +56,9 @@ class HuggingFaceTraining:
         announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
         self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
         try:
-            with self._accumulation(), self._autocast(), self._saves():
+            with self._accumulation(), self._autocast(), self._saves(), self.layout.computing_loss():
                 switches = {"use_cache": False} if self.job.architecture.kind == "decoder" else {}
-                outputs = self.model(input_ids=self.ids, labels=self.ids, **switches)
+                outputs = self.model(input_ids=self.ids, labels=self.ids, **switches, **self._positions())
         finally:
             inner.loss_function = loss_function
             if announcement is not None:
@@ -66,6 +66,12 @@ class HuggingFaceTraining:
         if self.job.framework == "torch":
             self._outputs = outputs  # a plain loop keeps them until it assigns them again
         return outputs.loss
+
+    def _positions(self) -> dict[str, Any]:
+        """Sequence parallelism hides the length of the sequence from the model, which would count a part's positions."""
+        if not self.job.parallelism.sequence_parallel:
+            return {}
+        return {"position_ids": torch.arange(self.job.sequence_length, device=self.ids.device)[None]}
 
     def _module_before_loss(self, inner: Any) -> Any:
         """The module after which the loss begins, where the model does not call its `loss_function`."""
@@ -95,7 +101,7 @@ class HuggingFaceTraining:
 
     def backward(self, loss: Any) -> None:
         """Backward of the loss; LOMO's own, which updates on the way (accelerate `lomo_backward`)."""
-        with self._accumulation():
+        with self._accumulation(), self.layout.computing_loss():
             self._backward(loss)
 
     def _backward(self, loss: Any) -> None:

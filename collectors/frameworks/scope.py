@@ -55,7 +55,7 @@ SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob
         "null",
     ),
     "parallelism": (
-        lambda j: j.parallelism.world_size > j.parallelism.data_parallel_size or j.parallelism.zero_stage > 0,
+        lambda j: j.parallelism.zero_stage > 0,
         lambda j: f"{j.parallelism.world_size} ranks (zero_stage {j.parallelism.zero_stage})",
         "one GPU, or data parallelism with DDP or FSDP",
     ),

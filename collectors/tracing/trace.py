@@ -49,7 +49,7 @@ def trace_here(job: TrainingJob) -> dict[str, Timeline]:
     import torch
 
     from peakcast.collectors.frameworks import build, layouts
-    from peakcast.collectors.tracing import fake_cuda, fake_streams, patches, triton_stub
+    from peakcast.collectors.tracing import dtensors, fake_cuda, fake_streams, patches, triton_stub
     from peakcast.collectors.tracing.tracer import Tracer
 
     fake_cuda.install()
@@ -58,6 +58,7 @@ def trace_here(job: TrainingJob) -> dict[str, Timeline]:
         triton_stub.install()
     if job.parallelism.world_size > 1:
         fake_streams.install()
+        dtensors.install()
     layouts.start_group(job)
     tracer = Tracer()
     steps: dict[str, tuple[int, int]] = {}

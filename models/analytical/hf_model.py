@@ -45,14 +45,14 @@ def model_ends(loss: Run) -> int:
     return loss.forward_start + next(index for index, label in enumerate(labels) if label.startswith("lm_head"))
 
 
-def hold_tied_gradient(timeline: Step, loss: Run) -> None:
+def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
     """A tied table's gradient from the lm_head waits for the embedding's before it is added to one that exists."""
     template = loss.template
     for index in np.flatnonzero(template.weight_gradient):
         if template.names[index] == "lm_head.weight.grad" and loss.backward_start is not None:
             born = loss.backward_start + int(template.dies[index])
             size = int(template.num_bytes[index])
-            timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, timeline.now, "head")
+            timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, dies, "head")
 
 
 def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, dies: int) -> None:

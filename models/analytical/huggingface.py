@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -11,10 +10,11 @@ from peakcast.allocator import Allocator
 from peakcast.architecture import Architecture
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
-from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes, is_adapter_target
+from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes
 from peakcast.models.analytical.blocks.hf_ends import embedding, head, logits_bytes_kept_by_outputs
 from peakcast.models.analytical.blocks.hf_layer import decoder_layer
 from peakcast.models.analytical.blocks.hf_traits import slides, traits
+from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.analytical.hf_model import (
     hold_buffers,
     hold_embeddings,
@@ -28,15 +28,9 @@ from peakcast.models.analytical.layouts import gathered_dtype, layout_of
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
-from peakcast.models.analytical.parameters import (
-    ParameterTensor,
-    embedding_parameters,
-    head_parameters,
-    layer_parameters,
-    leaf_names,
-)
-from peakcast.models.analytical.quantization import quantized_linear_bytes
+from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.step import FOREVER, Recording, Run, Step
+from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.models.analytical.tape import Template
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import ActivationCheckpointing, TrainingJob
@@ -45,8 +39,6 @@ from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
 INT64 = 8
-QUANTISED_ROLES = ("attention", "mlp", "expert", "shared_expert", "router")
-"""Every Linear inside the layers; embeddings, norms and lm_head are not quantised."""
 
 
 def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: str = "steady") -> Timeline:
@@ -54,7 +46,8 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
     "steady" (any later one). `device` adds what kernels and libraries allocate inside themselves on that GPU type;
     without it the timeline is what a trace sees."""
     context = _context(job, device)
-    layout = layout_of(job, _parameters(_weights_job(job)), logits_bytes_kept_by_outputs(replace(context, autocast=False)))
+    logits_bytes = logits_bytes_kept_by_outputs(replace(context, autocast=False))
+    layout = layout_of(job, stored_parameters(_weights_job(job)), logits_bytes)
     if job.task == "inference":
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
         return inference_ledger(job, context, weights, device)
@@ -73,10 +66,13 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
         start = timeline.now
         last = micro_batch == micro_batches - 1
         layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
-        ended = _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0, last=last)
+        loss = _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0, last=last)
         if step == "steady" or micro_batch > 0:
-            _hold_previous_logits(timeline, job, context, start, ended)
+            _hold_previous_logits(timeline, job, context, start, loss.forward_start + loss.template.num_forward)
+        ended = timeline.now
         layout.end_backward(timeline)
+        if job.architecture.tie_word_embeddings and micro_batch > 0 and loss.gradients_die is None:
+            hold_tied_gradient(timeline, loss, ended)
     if alone and not optimizer_rule(job).updates_in_backward:
         timeline.run_again(_optimizer_stepped(_weights_job(job), step))
         timeline.gradients_die = timeline.now - 1  # `zero_grad` comes last
@@ -102,7 +98,7 @@ def _weights_job(job: TrainingJob) -> TrainingJob:
 def _resident(job: TrainingJob) -> Recording:
     """What one GPU that holds everything has before the step, recorded."""
     step = Step()
-    layout_of(job, _parameters(job), 0).hold_resident(step)
+    layout_of(job, stored_parameters(job), 0).hold_resident(step)
     return step.record()
 
 
@@ -111,7 +107,7 @@ def _optimizer_stepped(job: TrainingJob, step: str) -> Recording:
     """The optimizer's step on one GPU that holds everything, recorded."""
     recorded = Step()
     recorded.moment("before", Phase.BACKWARD)
-    place_optimizer_step(recorded, job, layout_of(job, _parameters(job), 0), step)
+    place_optimizer_step(recorded, job, layout_of(job, stored_parameters(job), 0), step)
     return recorded.record()
 
 
@@ -122,8 +118,10 @@ def _context(job: TrainingJob, device: Device | None) -> HFContext:
     adapter = job.finetuning.adapter_dtype or convention.get("adapter_dtype", job.precision.parameters)
     if gathered_dtype(job) != job.precision.parameters:
         adapter = gathered_dtype(job)
+    group = tensor_parallel(job)
     return HFContext(
-        architecture=job.architecture,
+        architecture=group.layer(job.architecture),
+        group=group,
         batch=job.micro_batch_size,
         sequence=job.sequence_length,
         weight_bytes=weight,
@@ -150,63 +148,9 @@ def _cached_matmuls(job: TrainingJob) -> int:
     return int(conventions(job).get("selective_checkpointing_matmuls", 1)) if selective else 0
 
 
-# -- parameters ---------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=512)
-def _parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
-    """Every tensor of the network as it is stored."""
-    size, used = int(DTYPE_BYTES[job.precision.parameters]), int(DTYPE_BYTES[gathered_dtype(job)])
-    everything = list(_all_parameters(job.architecture))
-    if job.finetuning.method == "full":
-        return tuple(
-            StoredTensor(tensor.name, module, tensor.shape, size, used, trains=True, decays=len(tensor.shape) > 1)
-            for module, tensor in everything
-        )
-    stored = [part for module, tensor in everything for part in _frozen(tensor, module, job, size, used)]
-    adapter = job.finetuning.adapter_dtype or conventions(job).get("adapter_dtype", "float32")
-    rank, width = job.finetuning.rank or 0, int(DTYPE_BYTES[adapter])
-    mixed = used if used != size else width
-    for module, tensor in everything:
-        name = tensor.name.removesuffix(".weight")
-        if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):
-            stored.append(StoredTensor(f"{name}.lora_A", module, (rank, tensor.shape[1]), width, mixed, trains=True))
-            stored.append(StoredTensor(f"{name}.lora_B", module, (tensor.shape[0], rank), width, mixed, trains=True))
-    return tuple(stored)
-
-
-def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, used: int) -> list[StoredTensor]:
-    """What stands in memory for a weight that does not train: quantised when it is a Linear inside a layer."""
-    if job.finetuning.quantization and len(tensor.shape) >= 2 and tensor.role in QUANTISED_ROLES:
-        *stacked, out_features, in_features = tensor.shape  # experts may be stacked along a first dimension
-        parts = quantized_linear_bytes(
-            (out_features, in_features), job.finetuning, int(conventions(job).get("gptq_group_size", 128))
-        )
-        return [
-            StoredTensor(f"{tensor.name}.{name}", module, (num_bytes,), 1, 1, trains=False) for name, num_bytes in parts
-        ] * math.prod(stacked)
-    if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
-        size = used = FP32
-    return [StoredTensor(tensor.name, module, tensor.shape, size, used, trains=False)]
-
-
-def _adapted(name: str, job: TrainingJob) -> bool:
-    return is_adapter_target(name, job.finetuning, job.architecture)
-
-
-def _all_parameters(architecture: Architecture) -> Iterator[tuple[str, ParameterTensor]]:
-    for tensor in embedding_parameters(architecture):
-        yield "embedding", tensor
-    for layer in range(architecture.num_hidden_layers):
-        for tensor in layer_parameters(architecture, layer):
-            yield f"layers.{layer}", tensor
-    for tensor in head_parameters(architecture):
-        yield "head", tensor
-
-
 def paged_state_bytes(job: TrainingJob) -> int:
     """Bytes of optimizer states that this rank keeps in managed memory, outside PyTorch's allocator (bitsandbytes)."""
-    rule, options, layout = optimizer_rule(job), optimizer_options(job, "steady"), layout_of(job, _parameters(job), 0)
+    rule, options, layout = optimizer_rule(job), optimizer_options(job, "steady"), layout_of(job, stored_parameters(job), 0)
     return sum(rule.paged(tensor, options) for tensor in layout.optimized())
 
 
@@ -232,8 +176,8 @@ def _autocast_cache(context: HFContext, tensors: Iterable[StoredTensor]) -> dict
 
 def _micro_batch(
     timeline: Step, job: TrainingJob, context: HFContext, cached: Mapping[str, int], *, keeps_gradients: bool, last: bool
-) -> int:
-    """Forward, loss and backward of one micro-batch; returns the first instant after its loss."""
+) -> Run:
+    """Forward, loss and backward of one micro-batch; returns the run of its head."""
     checkpointing = job.activation_checkpointing
     start = timeline.now
     layers = range(job.architecture.num_hidden_layers)
@@ -276,10 +220,8 @@ def _micro_batch(
     hold_rotary_tables(timeline, job, context, start)
     timeline.run_backward(embedded)
     timeline.end_backward()
-    if job.architecture.tie_word_embeddings and not keeps_gradients:
-        hold_tied_gradient(timeline, loss)
     _hold_logits(timeline, job, context, loss, last)
-    return loss.forward_start + loss.template.num_forward
+    return loss
 
 
 def _layer_contexts(context: HFContext, job: TrainingJob) -> list[HFContext]:

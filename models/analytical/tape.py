@@ -114,6 +114,11 @@ class Template:
     loss_from: int
     """Forward instants from this one on belong to the loss, not to the model's forward."""
 
+    @property
+    def handed_in_bytes(self) -> int:
+        """Bytes of the gradient that the block after it hands in; 0 where there is none."""
+        return int(self.num_bytes[self.names.index(HANDED_IN)]) if HANDED_IN in self.names else 0
+
 
 @dataclass
 class _Gradient:

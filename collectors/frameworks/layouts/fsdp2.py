@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from peakcast.collectors.frameworks.layouts import Alone, mesh
+from peakcast.collectors.frameworks.layouts import Alone, data_mesh
 from peakcast.collectors.frameworks.layouts.fsdp1 import decoder_layer_classes, mixed_precision_dtypes
 from peakcast.conventions import conventions
 from peakcast.spec import TrainingJob
@@ -33,15 +33,13 @@ class FullySharded(Alone):
 def wrap(model: Any, job: TrainingJob) -> FullySharded:
     """`model` with its parameters as shards of dimension 0."""
     chosen = conventions(job)
-    ranks = job.parallelism.data_parallel_size
-    shards = min(ranks, chosen["shard_group_size"]) if job.parallelism.sharding == "hsdp" else ranks
     mixed = mixed_precision_dtypes(job)
     policy = MixedPrecisionPolicy()
     if mixed is not None:  # accelerate sets the dtype of outputs too (FullyShardedDataParallelPlugin.set_mixed_precision)
         outputs = mixed[0] if job.framework == "huggingface" else None
         policy = MixedPrecisionPolicy(param_dtype=mixed[0], reduce_dtype=mixed[1], output_dtype=outputs)
     common: dict[str, Any] = {
-        "mesh": mesh(job, shards),
+        "mesh": data_mesh(job),
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if job.offload.parameters else OffloadPolicy(),
     }

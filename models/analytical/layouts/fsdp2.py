@@ -42,7 +42,10 @@ class FSDP2(ShardedLayout):
         self._copied_out: list[int] = []
         """The last all-gather's output, kept until the next copy-out (`comm_ctx.all_gather_state`)."""
         self._reduced_from: list[int] = []
-        """The last reduce-scatter's input (`comm_ctx.reduce_scatter_states`); with HSDP also its narrow output."""
+        """The last reduce-scatter's input (`comm_ctx.reduce_scatter_states`)."""
+        self._all_reduced: list[int] = []
+        """What HSDP's replicas reduced together, where it is not the gradient itself: until backward ends
+        (`_all_reduce_state` of each parameter group, `finalize_backward`)."""
 
     # -- sizes ------------------------------------------------------------------------------------------------------------
 
@@ -126,11 +129,13 @@ class FSDP2(ShardedLayout):
             narrow = result
             result = step.allocate("gradient", Category.GRADIENTS, [numel * stored], unit.name)
             step.moment("reduce_scatter.cast", Phase.BACKWARD)
-            if self.replicas > 1:  # the all-reduce's buffer is kept until the next unit's (`AllReduceState`)
-                self._reduced_from += narrow
+            if self.replicas > 1:
+                self._all_reduced += narrow
             else:
                 step.free(narrow)
-        if unit.gradient or self.offloads:  # added to the part that is there, or copied to the host
+        if (unit.gradient or self.offloads) and self.replicas > 1 and width == stored:
+            self._all_reduced += result
+        elif unit.gradient or self.offloads:  # added to the part that is there, or copied to the host
             step.free(result)
         else:
             unit.gradient = result
@@ -153,3 +158,4 @@ class FSDP2(ShardedLayout):
     def end_backward(self, step: Step) -> None:
         super().end_backward(step)
         step.free(self._reduced_from)
+        step.free(self._all_reduced)

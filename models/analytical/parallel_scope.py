@@ -1,0 +1,79 @@
+"""Which tensor-, pipeline- and context-parallel jobs of Hugging Face and plain PyTorch the ledger covers."""
+
+from __future__ import annotations
+
+from peakcast.architecture import Architecture
+from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.spec import TrainingJob
+
+
+def parallel_reason(job: TrainingJob) -> str:
+    """Why the ledger does not cover the job's layout beyond data parallelism, as one sentence; "" when it does."""
+    layout, reasons = job.parallelism, []
+    if layout.tensor_parallel_size > 1:
+        reasons.append(_tensor_reason(job))
+    if layout.context_parallel_size > 1:
+        reasons.append("context parallelism is modelled for framework='megatron' only.")
+    if layout.pipeline_parallel_size > 1:
+        reasons.append("pipeline parallelism is modelled for framework='megatron' only.")
+    return next(filter(None, reasons), "")
+
+
+def _tensor_reason(job: TrainingJob) -> str:
+    architecture, layout, ranks = job.architecture, job.parallelism, job.parallelism.tensor_parallel_size
+    checks = [
+        (
+            not _like_llama(architecture),
+            f"tensor parallelism of {architecture.model_type!r} is not modelled: that of layers like Llama's is.",
+        ),
+        (
+            job.framework not in ("huggingface", "torch"),
+            f"tensor parallelism is not modelled for framework={job.framework!r}.",
+        ),
+        (job.task != "train", "tensor parallelism is modelled in training only."),
+        (
+            job.finetuning.method != "full",
+            f"finetuning.method={job.finetuning.method!r} under tensor parallelism is not modelled: all weights train.",
+        ),
+        (
+            bool(architecture.num_key_value_heads % ranks or architecture.intermediate_size % ranks),
+            f"tensor_parallel_size={ranks} does not divide {architecture.num_key_value_heads} key heads and "
+            f"intermediate_size={architecture.intermediate_size}, and parts of heads are not modelled.",
+        ),
+        (
+            job.framework == "huggingface" and bool(architecture.vocab_size % ranks),
+            f"tensor_parallel_size={ranks} does not divide vocab_size={architecture.vocab_size}: transformers refuses it.",
+        ),
+        (
+            job.framework == "huggingface" and layout.data_parallel_size > 1,
+            "tensor with data parallelism under the Trainer is not modelled: accelerate 1.15 asks transformers 5.17 for a "
+            "class that it no longer has (ReplicateParallel).",
+        ),
+        (
+            job.framework == "huggingface" and layout.sequence_parallel,
+            "sequence_parallel is not part of transformers' tensor-parallel plan for this architecture.",
+        ),
+        (
+            job.framework == "huggingface" and job.optimizer.name != "adamw",
+            f"optimizer.name={job.optimizer.name!r} cannot step over the mixture of tensors that tensor parallelism leaves "
+            "to the Trainer; adamw can.",
+        ),
+        (
+            layout.data_parallel_size > 1 and layout.sharding not in ("fsdp2", "hsdp"),
+            f"tensor parallelism with sharding={layout.sharding!r} is not modelled; with fsdp2 and hsdp it is.",
+        ),
+        (job.loss.fused_linear_cross_entropy, "a fused loss under tensor parallelism is not modelled."),
+        (job.attention == "flex", "flex attention under tensor parallelism is not modelled."),
+        (job.precision.compute == "float8", "float8 under tensor parallelism is not modelled."),
+        (job.offload.activations, "offloaded activations under tensor parallelism are not modelled."),
+    ]
+    return next((sentence for fails, sentence in checks if fails), "")
+
+
+def _like_llama(architecture: Architecture) -> bool:
+    """Norm, separate projections, gated feed-forward of separate matrices: what both plans name."""
+    plain = architecture.kind == "decoder" and architecture.moe is None and architecture.mla is None
+    separate = architecture.gated_mlp and not (architecture.fused_qkv or architecture.fused_gate_up)
+    usual = architecture.normalization == "rmsnorm" and architecture.norm_placement == "pre"
+    whole = architecture.qk_norm in ("none", "head") and not architecture.parallel_block
+    return plain and separate and usual and whole and not traits(architecture).scaled_embedding
