@@ -143,9 +143,11 @@ class HuggingFaceTraining:
         }
 
 
-def build(job: TrainingJob, device: str) -> HuggingFaceTraining:
+def build(job: TrainingJob, device: str) -> Any:
     """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens."""
     scope.check(job)
+    if job.parallelism.pipeline_parallel_size > 1:
+        return _in_stages(job, device)
     with torch.device(device):
         model = model_of(job)
         ids = random_tokens(job, job.sequence_length)
@@ -162,6 +164,23 @@ def build(job: TrainingJob, device: str) -> HuggingFaceTraining:
         embeddings.neftune_noise_alpha = NEFTUNE_NOISE_ALPHA
         embeddings.register_forward_hook(neftune_post_forward_hook)
     return HuggingFaceTraining(job, model, layouts.wrap(model, job), ids)
+
+
+def _in_stages(job: TrainingJob, device: str) -> Any:
+    from peakcast.collectors.frameworks import pipeline
+
+    def new_network() -> Any:
+        with torch.device(device):
+            network = model_of(job)
+        network.train()
+        if job.activation_checkpointing.mode != "none":
+            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint(job), **_every_n_layers(job))
+        return network
+
+    sequences = job.micro_batch_size * job.gradient_accumulation_steps
+    with torch.device(device):
+        ids = random_tokens(job.replace(micro_batch_size=sequences), job.sequence_length)
+    return pipeline.build(job, new_network, ids)
 
 
 def causal_model(model: Any) -> Any:

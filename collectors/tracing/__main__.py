@@ -1,4 +1,4 @@
-"""`python -P -m peakcast.collectors.tracing JOB`: trace a job file and print the peaks; `-` reads a job as JSON from
+"""`python -P -m peakcast.collectors.tracing JOB [RANK]`: trace a job file and print the peaks; `-` reads a job as JSON from
 standard input and writes both timelines as one line of JSON."""
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ def main(arguments: list[str]) -> int:
     from peakcast.dialects.job_file import job_from_mapping, load_job
     from peakcast.units import format_gib
 
-    if len(arguments) != 1:
-        print("usage: python -P -m peakcast.collectors.tracing JOB.yaml", file=sys.stderr)
+    if len(arguments) not in (1, 2) or not all(argument.isdecimal() for argument in arguments[1:]):
+        print("usage: python -P -m peakcast.collectors.tracing JOB.yaml [RANK]", file=sys.stderr)
         return 2
+    rank = int(arguments[1]) if arguments[1:] else 0
     try:
         if arguments[0] == "-":
-            timelines = trace_here(job_from_mapping(json.load(sys.stdin)))
+            timelines = trace_here(job_from_mapping(json.load(sys.stdin)), rank)
             print(json.dumps({step: timeline_to_mapping(timeline) for step, timeline in timelines.items()}))
             return 0
-        timelines = trace_here(load_job(Path(arguments[0])))
+        timelines = trace_here(load_job(Path(arguments[0])), rank)
     except PeakcastError as error:
         print(f"peakcast: {error}", file=sys.stderr)
         return 2

@@ -18,12 +18,13 @@ NUM_STEPS = 2
 """The first step makes the optimizer states; the second is steady."""
 
 
-def trace_job(job: TrainingJob, *, timeout_seconds: float = 600) -> dict[str, Timeline]:
-    """`{"first": ..., "steady": ...}`: the timelines of the two steps of `job`, traced in a subprocess without a GPU.
+def trace_job(job: TrainingJob, *, rank: int = 0, timeout_seconds: float = 600) -> dict[str, Timeline]:
+    """`{"first": ..., "steady": ...}`: the timelines of the two steps of `job` on `rank`, traced in a subprocess without a
+    GPU.
 
     Raises: CollectorError with what the subprocess said.
     """
-    command = [sys.executable, "-P", "-m", "peakcast.collectors.tracing", "-"]
+    command = [sys.executable, "-P", "-m", "peakcast.collectors.tracing", "-", str(rank)]
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
@@ -44,7 +45,7 @@ def trace_job(job: TrainingJob, *, timeout_seconds: float = 600) -> dict[str, Ti
     return {step: timeline_from_mapping(answer[step]) for step in ("first", "steady")}
 
 
-def trace_here(job: TrainingJob) -> dict[str, Timeline]:
+def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     """As `trace_job`, in this process, which it changes for good (fake CUDA, patched attention)."""
     import torch
 
@@ -59,7 +60,7 @@ def trace_here(job: TrainingJob) -> dict[str, Timeline]:
     if job.parallelism.world_size > 1:
         fake_streams.install()
         dtensors.install()
-    layouts.start_group(job)
+    layouts.start_group(job, rank)
     tracer = Tracer()
     steps: dict[str, tuple[int, int]] = {}
     if job.task == "inference":
@@ -114,15 +115,18 @@ def _generate(job: TrainingJob, tracer: Any) -> tuple[int, int]:
 def run_step(training: Any, tracer: Any) -> None:
     """One training step, telling the tracer its phases and what the tensors are."""
 
-    def on_loss() -> None:
-        tracer.phase = Phase.LOSS
+    def begin(phase: Phase) -> None:
+        tracer.phase = phase
 
-    for _ in range(training.job.gradient_accumulation_steps):
-        tracer.phase = Phase.FORWARD
-        loss = training.forward(on_loss)
-        tracer.phase = Phase.BACKWARD
-        training.backward(loss)
-        del loss
+    if hasattr(training, "run_schedule"):
+        training.run_schedule(begin)
+    else:
+        for _ in range(training.job.gradient_accumulation_steps):
+            begin(Phase.FORWARD)
+            loss = training.forward(lambda: begin(Phase.LOSS))
+            begin(Phase.BACKWARD)
+            training.backward(loss)
+            del loss
     parameters = dict(training.model.named_parameters())
     gradients = ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
     tracer.name(gradients, Category.GRADIENTS)

@@ -25,7 +25,9 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
         timeline.hold("causal_mask", Category.PARAMETERS, job.architecture.max_position_embeddings**2, 0)
 
 
-def hold_embeddings(timeline: Step, layers: Sequence[HFContext], embedded: Run, loss: Run, in_checkpoint: bool) -> None:
+def hold_embeddings(
+    timeline: Step, layers: Sequence[HFContext], embedded: Run, in_checkpoint: bool, dies: int
+) -> None:
     """Variables of the model's forward, until its last norm is done."""
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
@@ -34,7 +36,6 @@ def hold_embeddings(timeline: Step, layers: Sequence[HFContext], embedded: Run, 
         born += first.num_forward
         if in_checkpoint or first.keeps_input:
             return  # the checkpoint or the graph holds it anyway
-    dies = model_ends(loss)
     for size in sizes:
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
 

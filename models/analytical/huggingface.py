@@ -7,14 +7,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.allocator import Allocator
-from peakcast.architecture import Architecture
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes
-from peakcast.models.analytical.blocks.hf_ends import embedding, head, logits_bytes_kept_by_outputs
+from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs
 from peakcast.models.analytical.blocks.hf_layer import decoder_layer
-from peakcast.models.analytical.blocks.hf_traits import slides, traits
-from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
+from peakcast.models.analytical.hf_blocks import Blocks, block_context
 from peakcast.models.analytical.hf_model import (
     hold_buffers,
     hold_embeddings,
@@ -24,18 +22,15 @@ from peakcast.models.analytical.hf_model import (
     model_ends,
 )
 from peakcast.models.analytical.inference import inference_ledger
-from peakcast.models.analytical.layouts import gathered_dtype, layout_of
+from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
-from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.step import FOREVER, Recording, Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
-from peakcast.models.analytical.tape import Template
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import ActivationCheckpointing, TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
-from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
 INT64 = 8
@@ -45,7 +40,7 @@ def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: 
     """Every tensor of one step of `job` on one GPU. `step`: "first" (no optimizer states until its optimizer step) or
     "steady" (any later one). `device` adds what kernels and libraries allocate inside themselves on that GPU type;
     without it the timeline is what a trace sees."""
-    context = _context(job, device)
+    context = block_context(job, device)
     logits_bytes = logits_bytes_kept_by_outputs(replace(context, autocast=False))
     layout = layout_of(job, stored_parameters(_weights_job(job)), logits_bytes)
     if job.task == "inference":
@@ -111,43 +106,6 @@ def _optimizer_stepped(job: TrainingJob, step: str) -> Recording:
     return recorded.record()
 
 
-def _context(job: TrainingJob, device: Device | None) -> HFContext:
-    convention = conventions(job)
-    weight = int(DTYPE_BYTES[gathered_dtype(job)])
-    autocast = bool(convention.get("autocast"))
-    adapter = job.finetuning.adapter_dtype or convention.get("adapter_dtype", job.precision.parameters)
-    if gathered_dtype(job) != job.precision.parameters:
-        adapter = gathered_dtype(job)
-    group = tensor_parallel(job)
-    return HFContext(
-        architecture=group.layer(job.architecture),
-        group=group,
-        batch=job.micro_batch_size,
-        sequence=job.sequence_length,
-        weight_bytes=weight,
-        compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
-        autocast=autocast,
-        norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
-        attention=job.attention,
-        finetuning=job.finetuning,
-        adapter_bytes=int(DTYPE_BYTES[adapter]),
-        logits_upcast=str(convention.get("logits_upcast", "loss")),
-        grouped_experts=convention.get("experts_implementation", "grouped_mm") == "grouped_mm",
-        liger=bool(convention.get("liger_kernels")),
-        fused_loss=job.loss.fused_linear_cross_entropy,
-        fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
-        saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
-        kernel_temporaries=device is not None,
-        neftune=bool(convention.get("neftune")),
-        float8=job.precision.compute == "float8",
-    )
-
-
-def _cached_matmuls(job: TrainingJob) -> int:
-    selective = job.activation_checkpointing.mode == "selective"
-    return int(conventions(job).get("selective_checkpointing_matmuls", 1)) if selective else 0
-
-
 def paged_state_bytes(job: TrainingJob) -> int:
     """Bytes of optimizer states that this rank keeps in managed memory, outside PyTorch's allocator (bitsandbytes)."""
     rule, options, layout = optimizer_rule(job), optimizer_options(job, "steady"), layout_of(job, stored_parameters(job), 0)
@@ -178,106 +136,25 @@ def _micro_batch(
     timeline: Step, job: TrainingJob, context: HFContext, cached: Mapping[str, int], *, keeps_gradients: bool, last: bool
 ) -> Run:
     """Forward, loss and backward of one micro-batch; returns the run of its head."""
-    checkpointing = job.activation_checkpointing
-    start = timeline.now
+    start, blocks = timeline.now, Blocks(job, context)
     layers = range(job.architecture.num_hidden_layers)
-    checkpointed = [checkpointing.mode != "none" and layer % checkpointing.every_n_layers == 0 for layer in layers]
-    contexts = _layer_contexts(context, job)
-    made: dict[int, Template] = {}
-
-    def template(index: int) -> Template:
-        """That of layer `index`: equal layers have one context, which is asked for its template once."""
-        key = 2 * id(contexts[index]) + checkpointed[index]
-        if key not in made:
-            one = contexts[index]
-            made[key] = _checkpointed_layer(one, job) if checkpointed[index] else decoder_layer(one)
-        return made[key]
-
-    first = replace(context, input_requires_grad=contexts[0].input_requires_grad)
-    embedded = timeline.run_forward(embedding(first), "embedding", keeps_gradients=keeps_gradients)
-    runs: dict[int, Run] = {}
-    first_runs: dict[int, Run] = {}
-    for index in layers:
-        module = f"layers.{index}"
-        if checkpointed[index]:
-            first_runs[index] = timeline.run_without_graph(template(index), module)
-        else:
-            runs[index] = timeline.run_forward(template(index), module, keeps_gradients=keeps_gradients)
-    loss_template = head(context)
-    loss = timeline.run_forward(loss_template, "head", keeps_gradients=keeps_gradients)
-    for run in first_runs.values():  # where a graph is kept, it owns the copies
-        size = cached.get(run.module, 0)
+    embedded = timeline.run_forward(blocks.embedding(), "embedding", keeps_gradients=keeps_gradients)
+    runs = blocks.forward(timeline, layers, keeps_gradients=keeps_gradients)
+    loss = timeline.run_forward(head(context), "head", keeps_gradients=keeps_gradients)
+    for index, run in runs.items():  # where a graph is kept, it owns the copies
         born = run.forward_start + run.template.num_forward
+        size = cached.get(run.module, 0) if blocks.checkpointed[index] else 0
         timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
-    hold_embeddings(timeline, contexts, embedded, loss, checkpointed[0] and not job.offload.activations)
+    in_checkpoint = blocks.checkpointed[0] and not job.offload.activations
+    hold_embeddings(timeline, blocks.contexts, embedded, in_checkpoint, model_ends(loss))
     timeline.run_backward(loss)
-    for index in reversed(layers):
-        if checkpointed[index]:
-            _recompute(timeline, first_runs[index], job, keeps_gradients)
-        else:
-            timeline.run_backward(runs[index])
-    hold_masks(timeline, contexts, start, timeline.now if any(checkpointed) else model_ends(loss))
+    blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
+    hold_masks(timeline, blocks.contexts, start, timeline.now if any(blocks.checkpointed) else model_ends(loss))
     hold_rotary_tables(timeline, job, context, start)
     timeline.run_backward(embedded)
     timeline.end_backward()
     _hold_logits(timeline, job, context, loss, last)
     return loss
-
-
-def _layer_contexts(context: HFContext, job: TrainingJob) -> list[HFContext]:
-    """The context of every decoder layer; equal layers have the same object."""
-    kinds: dict[tuple[bool, bool, bool], HFContext] = {}
-    found = []
-    for index in range(job.architecture.num_hidden_layers):
-        kind = index == 0, job.architecture.is_moe_layer(index), slides(job.architecture, index, context.sequence)
-        if kind not in kinds:
-            kinds[kind] = _layer_context(context, job, index)
-        found.append(kinds[kind])
-    return found
-
-
-def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContext:
-    """The context of decoder layer `index`: equal layers get equal contexts, and so share a template."""
-    adapters_alone = job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
-    return replace(
-        context,
-        first_layer=index == 0 and context.stream_bytes != context.weight_bytes,
-        # peft's enable_input_require_grads comes with checkpointing only
-        input_requires_grad=index > 0 or not adapters_alone,
-        routed=context.architecture.is_moe_layer(index),
-        masked=traits(context.architecture).always_masked or slides(context.architecture, index, context.sequence),
-        # accelerate 1.15 utils/ao.py filter_first_and_last_linear_layers: q_proj (or the fused one) of layer 0, and lm_head
-        float8_skips=context.float8_skips | ({f"self_attn.{_first_linear(context.architecture)}"} if index == 0 else set()),
-    )
-
-
-def _first_linear(architecture: Architecture) -> str:
-    names = leaf_names(architecture)
-    return names.qkv if architecture.fused_qkv else names.q
-
-
-def _checkpointed_layer(context: HFContext, job: TrainingJob) -> Template:
-    return decoder_layer(replace(context, checkpointed=True, cached_matmuls=_cached_matmuls(job)))
-
-
-def _recompute(timeline: Step, first: Run, job: TrainingJob, keeps_gradients: bool) -> None:
-    """A checkpointed layer in backward: forward again, then its backward; the checkpoint holds the input all along, or,
-    offloaded, while the layer runs forward."""
-    start, module, template = timeline.now, first.module, first.template
-    run = timeline.run_forward(template, module, Phase.BACKWARD, keeps_gradients=keeps_gradients)
-    run.uses_cached, first.recomputation = True, run
-    recomputed = timeline.now
-    timeline.run_backward(run)
-    hidden, begin = template.input_bytes, first.forward_start
-    if job.offload.activations:
-        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, begin + template.num_forward, module)
-        ends = timeline.now if template.keeps_input else recomputed
-        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, start, ends, module)
-    else:
-        timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, timeline.now, module)
-    timeline.hold("gradient", Category.TEMPORARIES, hidden, start, recomputed, module)
-    if job.activation_checkpointing.use_reentrant:  # CheckpointFunction.backward keeps its recomputed outputs
-        timeline.hold("recomputed_output", Category.ACTIVATIONS, hidden, recomputed, timeline.now, module)
 
 
 def _kept_logits(job: TrainingJob, context: HFContext) -> int:
@@ -317,10 +194,8 @@ def pinned_activation_bytes(job: TrainingJob) -> list[int]:
     """Sizes of the host copies that offloaded activations are, at the end of forward: the inputs of checkpointed layers, or
     without checkpointing everything that autograd keeps (`save_on_cpu`: a tensor kept twice is copied twice, and
     parameters are copied as well)."""
-    context, checkpointing = _context(job, None), job.activation_checkpointing
-    layers = _layer_contexts(context, job)
+    checkpointing, blocks = job.activation_checkpointing, Blocks(job, block_context(job, None))
     if checkpointing.mode != "none":
-        return [layer.input_bytes for index, layer in enumerate(layers) if index % checkpointing.every_n_layers == 0]
-    first = replace(context, input_requires_grad=layers[0].input_requires_grad)
-    templates = [embedding(first), *(decoder_layer(layer) for layer in layers), head(context)]
+        return [one.input_bytes for one, held in zip(blocks.contexts, blocks.checkpointed, strict=True) if held]
+    templates = [blocks.embedding(), *(decoder_layer(layer) for layer in blocks.contexts), head(blocks.context)]
     return [size for template in templates for size in template.saved_bytes]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks.hf_traits import traits
-from peakcast.spec import TrainingJob
+from peakcast.spec import Offload, TrainingJob
+
+PIPELINE_SCHEDULES = {("gpipe", False), ("gpipe", True), ("1f1b", False), ("interleaved_1f1b", True)}
+"""(schedule, whether a rank has several stages) that torch has and the ledger knows."""
 
 
 def parallel_reason(job: TrainingJob) -> str:
@@ -15,7 +18,7 @@ def parallel_reason(job: TrainingJob) -> str:
     if layout.context_parallel_size > 1:
         reasons.append("context parallelism is modelled for framework='megatron' only.")
     if layout.pipeline_parallel_size > 1:
-        reasons.append("pipeline parallelism is modelled for framework='megatron' only.")
+        reasons.append(_pipeline_reason(job))
     return next(filter(None, reasons), "")
 
 
@@ -66,6 +69,50 @@ def _tensor_reason(job: TrainingJob) -> str:
         (job.attention == "flex", "flex attention under tensor parallelism is not modelled."),
         (job.precision.compute == "float8", "float8 under tensor parallelism is not modelled."),
         (job.offload.activations, "offloaded activations under tensor parallelism are not modelled."),
+    ]
+    return next((sentence for fails, sentence in checks if fails), "")
+
+
+def _pipeline_reason(job: TrainingJob) -> str:
+    architecture, layout = job.architecture, job.parallelism
+    several = layout.virtual_pipeline_stages > 1
+    checks = [
+        (
+            job.framework != "torch",
+            f"pipeline parallelism is modelled for framework='megatron' and 'torch', not {job.framework!r}.",
+        ),
+        (
+            not _like_llama(architecture),
+            f"pipeline parallelism of {architecture.model_type!r} is not modelled: that of layers like Llama's is.",
+        ),
+        (job.task != "train", "pipeline parallelism is modelled in training only."),
+        (
+            job.finetuning.method != "full",
+            f"finetuning.method={job.finetuning.method!r} in pipeline stages is not modelled: all weights train.",
+        ),
+        (
+            architecture.tie_word_embeddings,
+            f"{architecture.name!r} shares its token table with the head, which stand on different stages: torch's "
+            "pipelining keeps no two of them equal.",
+        ),
+        (
+            (layout.pipeline_schedule, several) not in PIPELINE_SCHEDULES,
+            f"pipeline_schedule={layout.pipeline_schedule!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} "
+            "is not modelled; gpipe and 1f1b with 1, gpipe and interleaved_1f1b with more are.",
+        ),
+        (
+            0 in layout.pipeline_layers,
+            f"parallelism.pipeline_layers={list(layout.pipeline_layers)} leaves a stage without layers: not modelled.",
+        ),
+        (
+            layout.data_parallel_size > 1 or layout.tensor_parallel_size > 1,
+            "pipeline parallelism beside data or tensor parallelism is not modelled.",
+        ),
+        (bool(job.framework_options.get("autocast")), "autocast in pipeline stages is not modelled."),
+        (job.precision.compute == "float8", "float8 in pipeline stages is not modelled."),
+        (job.loss.fused_linear_cross_entropy, "a fused loss in pipeline stages is not modelled."),
+        (job.offload != Offload(), "offload in pipeline stages is not modelled."),
+        (bool(job.framework_options.get("liger_kernels")), "Liger's kernels in pipeline stages are not modelled."),
     ]
     return next((sentence for fails, sentence in checks if fails), "")
 

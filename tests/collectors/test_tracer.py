@@ -6,7 +6,7 @@ from peakcast.timeline import Category, Phase
 
 torch = pytest.importorskip("torch")
 
-from peakcast.collectors.tracing import dtensors
+from peakcast.collectors.tracing import dtensors  # noqa: E402 needs torch
 from peakcast.collectors.tracing.tracer import Tracer  # noqa: E402 needs torch
 
 

@@ -118,6 +118,13 @@ def mesh(job: TrainingJob) -> Any:
         return init_device_mesh("cuda", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
+def mixes(job: TrainingJob) -> bool:
+    """Whether FSDP gathers weights in another dtype than it stores."""
+    layout = job.parallelism
+    sharded = layout.sharding in ("fsdp1", "fsdp2", "hsdp") and layout.data_parallel_size > 1
+    return sharded and job.precision.compute != job.precision.parameters
+
+
 def data_mesh(job: TrainingJob) -> Any:
     """The part of `mesh` over which data parallelism shards: [shard], or [replicate, shard]."""
     names = [name for name, size in _degrees(job) if size > 1 and name in ("replicate", "shard")]
