@@ -31,33 +31,28 @@ SCHEDULES = {
 """(`parallelism.pipeline_schedule`, whether a rank has several stages) -> torch's class."""
 
 
-class Stage(torch.nn.Module):  # type: ignore[misc]
-    """One stage of a causal language model: token ids or hidden states in, hidden states or logits out."""
+def cut(network: Any, layers: range, job: TrainingJob, *, first: bool, last: bool) -> Any:
+    """`network` as one stage: token ids or hidden states in, hidden states or logits out. What it lacks are identities."""
+    body = network.model
+    body.layers = torch.nn.ModuleList(body.layers[layers.start : layers.stop])
+    if not first:
+        body.embed_tokens = torch.nn.Identity()
+    if not last:
+        body.norm, network.lm_head = torch.nn.Identity(), torch.nn.Identity()
 
-    def __init__(self, network: Any, layers: range, *, first: bool, last: bool, sequence_length: int) -> None:
-        super().__init__()
-        body = network.model
-        body.layers = torch.nn.ModuleList(body.layers[layers.start : layers.stop])
-        if not first:
-            body.embed_tokens = torch.nn.Identity()
-        if not last:
-            body.norm, network.lm_head = torch.nn.Identity(), torch.nn.Identity()
-        self.network = network
-        self.first = first
-        self.sequence_length = sequence_length
+    def forward(x: Any) -> Any:
+        positions = torch.arange(job.sequence_length, device=x.device)[None]
+        inputs = {"input_ids": x} if first else {"inputs_embeds": x}
+        return network.lm_head(body(**inputs, position_ids=positions, use_cache=False).last_hidden_state)
 
-    def forward(self, x: Any) -> Any:
-        """[micro_batch_size, sequence_length] ids, or the same with hidden_size."""
-        inputs = {"input_ids": x} if self.first else {"inputs_embeds": x}
-        positions = torch.arange(self.sequence_length, device=x.device)[None]
-        body = self.network.model(**inputs, position_ids=positions, use_cache=False)
-        return self.network.lm_head(body.last_hidden_state)
+    network.forward = forward
+    return network
 
 
 class PipelineTraining:
     """One training run of a rank's stages."""
 
-    def __init__(self, job: TrainingJob, stages: list[Stage], wrapped: list[layouts.Layout], ids: torch.Tensor) -> None:
+    def __init__(self, job: TrainingJob, stages: list[Any], wrapped: list[layouts.Layout], ids: torch.Tensor) -> None:
         self.job = job
         self.model = torch.nn.ModuleList(stages)
         self.optimizer = build_optimizer(job, self.model)
@@ -65,7 +60,7 @@ class PipelineTraining:
         self._layouts = wrapped
         self._begin: Callable[[Phase], None] = lambda phase: None
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._loss = stages[-1].network.loss_function
+        self._loss = stages[-1].loss_function
         self._schedule = _schedule(job, stages, self._compute_loss)
         self._announce()
 
@@ -140,9 +135,8 @@ def build(job: TrainingJob, new_network: Callable[[], Any], ids: torch.Tensor) -
     for stage in stages_of_rank(job, layouts.mesh(job)["stage"].get_local_rank()):
         start = sum(sizes[:stage])
         layers = range(start, start + sizes[stage])
-        ends = {"first": stage == 0, "last": stage == total - 1}
-        stages.append(Stage(new_network(), layers, **ends, sequence_length=job.sequence_length))
-    return PipelineTraining(job, stages, [layouts.wrap(stage.network, job) for stage in stages], ids)
+        stages.append(cut(new_network(), layers, job, first=stage == 0, last=stage == total - 1))
+    return PipelineTraining(job, stages, [layouts.wrap(stage, job) for stage in stages], ids)
 
 
 def stages_of_rank(job: TrainingJob, rank: int) -> list[int]:
@@ -151,7 +145,7 @@ def stages_of_rank(job: TrainingJob, rank: int) -> list[int]:
     return [chunk * layout.pipeline_parallel_size + rank for chunk in range(layout.virtual_pipeline_stages)]
 
 
-def _schedule(job: TrainingJob, stages: list[Stage], loss: Callable[..., Any]) -> Any:
+def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any]) -> Any:
     layout = job.parallelism
     key = layout.pipeline_schedule, layout.virtual_pipeline_stages > 1
     if key not in SCHEDULES:
@@ -165,20 +159,21 @@ def _schedule(job: TrainingJob, stages: list[Stage], loss: Callable[..., Any]) -
     total = layout.pipeline_parallel_size * layout.virtual_pipeline_stages
     numbers = stages_of_rank(job, dist.get_rank(group))
     pipeline = [
-        PipelineStage(stage, number, total, torch.device("cuda:0"), *_edges(job, stage), group=group)
+        PipelineStage(stage, number, total, torch.device("cuda:0"), *_edges(job, number, total), group=group)
         for stage, number in zip(stages, numbers, strict=True)
     ]
     kind = getattr(torch_schedules, SCHEDULES[key])
     return kind(pipeline if key[1] else pipeline[0], job.gradient_accumulation_steps, loss_fn=loss)
 
 
-def _edges(job: TrainingJob, stage: Stage) -> tuple[Any, Any]:
+def _edges(job: TrainingJob, stage: int, total: int) -> tuple[Any, Any]:
     """What a stage takes and gives, said beforehand: else the stages would tell each other, which no fake group can."""
-    tokens = (job.micro_batch_size, job.sequence_length)
+    layout, sequences = job.parallelism, job.micro_batch_size
+    part = job.sequence_length // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
     dtype = getattr(torch, job.precision.compute if layouts.mixes(job) else job.precision.parameters)
     with torch.device("meta"):
-        ids = torch.zeros(tokens, dtype=torch.int64)
-        hidden = torch.zeros((*tokens, job.architecture.hidden_size), dtype=dtype, requires_grad=True)
-        logits = torch.zeros((*tokens, job.architecture.vocab_size), dtype=dtype, requires_grad=True)
-    last = not isinstance(stage.network.lm_head, torch.nn.Identity)
-    return (ids if stage.first else hidden), (logits if last else hidden)
+        ids = torch.zeros((sequences, job.sequence_length), dtype=torch.int64)
+        hidden = torch.zeros((sequences, part, job.architecture.hidden_size), dtype=dtype, requires_grad=True)
+        vocabulary = job.architecture.vocab_size
+        logits = torch.zeros((sequences, job.sequence_length, vocabulary), dtype=dtype, requires_grad=True)
+    return (hidden if stage else ids), (logits if stage == total - 1 else hidden)

@@ -73,6 +73,11 @@ def _tensor_reason(job: TrainingJob) -> str:
     return next((sentence for fails, sentence in checks if fails), "")
 
 
+def rounds(job: TrainingJob) -> int:
+    """In how many rounds ScheduleInterleaved1F1B takes its micro-batches."""
+    return max(1, job.gradient_accumulation_steps // job.parallelism.pipeline_parallel_size)
+
+
 def _pipeline_reason(job: TrainingJob) -> str:
     architecture, layout = job.architecture, job.parallelism
     several = layout.virtual_pipeline_stages > 1
@@ -105,8 +110,13 @@ def _pipeline_reason(job: TrainingJob) -> str:
             f"parallelism.pipeline_layers={list(layout.pipeline_layers)} leaves a stage without layers: not modelled.",
         ),
         (
-            layout.data_parallel_size > 1 or layout.tensor_parallel_size > 1,
-            "pipeline parallelism beside data or tensor parallelism is not modelled.",
+            layout.data_parallel_size > 1,
+            "pipeline with data parallelism is not modelled.",
+        ),
+        (
+            layout.pipeline_schedule == "interleaved_1f1b" and bool(job.gradient_accumulation_steps % rounds(job)),
+            f"gradient_accumulation_steps={job.gradient_accumulation_steps} is no multiple of the {rounds(job)} rounds in "
+            "which torch's interleaved schedule takes them: it refuses that.",
         ),
         (bool(job.framework_options.get("autocast")), "autocast in pipeline stages is not modelled."),
         (job.precision.compute == "float8", "float8 in pipeline stages is not modelled."),

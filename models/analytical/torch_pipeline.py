@@ -2,8 +2,9 @@
 
 Source: torch 2.13 `distributed/pipelining/stage.py`, `schedules.py`. What a stage receives, activations and gradients, has
 a buffer for every micro-batch of the step, made once and kept; so blocks own neither the input of a stage nor the gradient
-that comes into it. A stage's output stays until its micro-batch's backward is done, the gradient it sends until the next
-one's is, and the last stage's logits until the next forward has given others.
+that comes into it. A stage's output stays until its micro-batch's backward is done. Where a rank has one stage, the
+schedule's variables also keep the logits until the next forward has given others, and the gradient that was sent last until
+the next backward is done; where it has several (`_PipelineScheduleRuntime`), each turn is a function of its own.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class _InFlight:
     runs: dict[int, Run]
     embedded: Run | None = None
     loss: Run | None = None
+    unwound: int = 0
+    """The instant after its backward; 0 before that."""
 
 
 @dataclass(slots=True)
@@ -93,12 +96,13 @@ class _Turns:
         self.step = step
         self.context = block_context(job, device)
         self.blocks = Blocks(job, self.context)
+        self.several = len(chunks) > 1
         self.alive: dict[tuple[int, int], _InFlight] = {}
         self.begun: set[int] = set()
         """Chunks whose gradients are there."""
         self.sent: list[_Sent] = []
-        self.logits: Run | None = None
-        """The head whose logits the schedule's variable names."""
+        self.named: _InFlight | None = None
+        """Whose logits the schedule's variable names."""
 
     def run(self, stage: int) -> None:
         """All turns of pipeline rank `stage`, and what stands for the whole step."""
@@ -107,8 +111,8 @@ class _Turns:
         for turn in turns_of_rank(layout, stage, simulated):
             (self._forward if turn.forward else self._backward)(turn)
         self._release_sent(len(self.sent))
-        if self.logits is not None:
-            self._hold_logits(self.logits, self.step.now)
+        if self.named is not None:
+            self._hold_logits(self.named.unwound, self.step.now)
         size = self.context.input_bytes
         for index, chunk in enumerate(self.chunks):
             received = [] if chunk.is_first else ["input"] * micro_batches
@@ -126,9 +130,7 @@ class _Turns:
         if chunk.is_last:
             state.loss = step.run_forward(head(self.context), "head")
             body_ends = model_ends(state.loss)
-            if self.logits is not None:
-                self._hold_logits(self.logits, state.loss.forward_start + state.loss.template.loss_from)
-            self.logits = state.loss
+            self._name_logits(state, state.loss)
         if state.embedded is not None:
             in_checkpoint = blocks.checkpointed[0] and not self.job.offload.activations
             hold_embeddings(step, blocks.contexts, state.embedded, in_checkpoint, body_ends)
@@ -152,8 +154,11 @@ class _Turns:
         ended = step.now
         step.end_backward()
         module, size = f"chunk.{turn.chunk}", self.context.input_bytes
+        state.unwound = step.now
+        if state.loss is not None:
+            self._hold_logits(state.ended, step.now)
         self._release_sent(len(self.sent))
-        if not chunk.is_first:
+        if not chunk.is_first and not self.several:
             self.sent.append(_Sent(turn.chunk, ended))
         if not chunk.is_last:
             step.hold("output", Category.ACTIVATIONS, size, state.ended, step.now, module)
@@ -176,6 +181,12 @@ class _Turns:
         self.step.hold("received.output.grad", buffers, size, 0, begins, module)
         self.step.hold("received.output.grad", buffers, size, begins + int(run.template.dies[index]), module=module)
 
-    def _hold_logits(self, loss: Run, dies: int) -> None:
-        born = loss.forward_start + loss.template.num_forward
+    def _name_logits(self, state: _InFlight, loss: Run) -> None:
+        """The schedule's variable takes the logits of `state`, and lets go of those before, once they are there."""
+        if self.named is not None and self.named.unwound:
+            self._hold_logits(self.named.unwound, loss.forward_start + loss.template.loss_from)
+        if not self.several:
+            self.named = state
+
+    def _hold_logits(self, born: int, dies: int) -> None:
         self.step.hold("output", Category.LOGITS, logits_bytes_kept_by_outputs(self.context), born, dies, "head")

@@ -7,17 +7,31 @@ import pytest
 from peakcast.collectors.grid import expand
 from peakcast.collectors.tracing.trace import trace_job
 from peakcast.models.analytical.ledger import ledger
+from peakcast.models.analytical.pipeline import turns_of_rank
 from peakcast.models.analytical.scope import out_of_scope
+from peakcast.spec import Parallelism
 from peakcast.timeline import Phase
 
 pytest.importorskip("transformers")
 
 QWEN = {"name": "qwen3-0.6b", "num_hidden_layers": 2}
 SPLIT = {"tensor_parallel_size": 2, "sequence_parallel": True}
+STAGES = {"name": "qwen3-8b", "num_hidden_layers": 5, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 8192}
 CELLS = {
     "transformers_plan": {"framework": "huggingface", "parallelism": {"tensor_parallel_size": 2}},
     "torchtitan_plan": {"parallelism": SPLIT, "activation_checkpointing.mode": "full"},
     "under_fsdp2": {"parallelism": {**SPLIT, "data_parallel_size": 4, "sharding": "fsdp2"}},
+}
+PIPELINES = {
+    "gpipe": {"pipeline_parallel_size": 2, "pipeline_schedule": "gpipe", "pipeline_layers": [2, 3]},
+    "1f1b_checkpointed": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 2]},
+    "interleaved": {
+        "pipeline_parallel_size": 2,
+        "pipeline_schedule": "interleaved_1f1b",
+        "virtual_pipeline_stages": 2,
+        "pipeline_layers": [1, 2, 1, 1],
+    },
+    "with_tensor_parallelism": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 2], **SPLIT},
 }
 
 
@@ -30,22 +44,36 @@ def traces():
     return {name: (jobs[name], timelines[name]) for name in jobs}
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_the_ledger_equals_the_trace_phase_by_phase(traces, name):
-    """Within 0.5 % of the phase's peak and 0.1 % of the whole step's, in the first and in a steady step."""
-    job, timelines = traces[name]
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_stage_of_a_pipeline_equals_its_trace_phase_by_phase(name):
+    """Within 0.5 %, of the first and of the last stage, in the first and in a steady step."""
+    cell = {"parallelism": PIPELINES[name], "activation_checkpointing.mode": "full" if "checkpointed" in name else "none"}
+    base = {"framework": "torch", "architecture": STAGES, "sequence_length": 256, "gradient_accumulation_steps": 4}
+    (job,) = expand({"base": base, "include": [cell]})
+    ranks = (0, job.parallelism.world_size - 1)
     assert out_of_scope(job) == ""
-    for step, trace in timelines.items():
-        closed_form = ledger(job, step=step)
-        assert closed_form.peak().num_bytes == pytest.approx(trace.peak().num_bytes, rel=1e-3)
-        for phase, size in trace.phase_peaks().items():
-            if phase is not Phase.INIT:
-                assert closed_form.peak(phase).num_bytes == pytest.approx(size, rel=5e-3), (step, phase.name)
+    with ThreadPoolExecutor(2) as pool:
+        traces = list(pool.map(lambda rank: trace_job(job, rank=rank), ranks))
+    for rank, timelines in zip(ranks, traces, strict=True):
+        for step, trace in timelines.items():
+            closed_form = ledger(job, rank=rank, step=step)
+            for phase, size in trace.phase_peaks().items():
+                if phase is not Phase.INIT:
+                    assert closed_form.peak(phase).num_bytes == pytest.approx(size, rel=5e-3), (rank, step, phase.name)
 
 
-def test_what_dtensor_computes_on_the_side_is_no_part_of_a_trace(traces):
-    """To know a global shape DTensor makes a tensor of that shape: the whole lm_head, were it seen."""
-    job, timelines = traces["transformers_plan"]
-    first = timelines["first"]
-    made = {size for name, size in zip(first.names, first.num_bytes.tolist(), strict=True) if "empty" in name}
-    assert job.architecture.vocab_size * job.architecture.hidden_size * 2 not in made
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("micro_batches", [4, 8])
+def test_turns_are_those_of_torchs_own_schedule(rank, micro_batches):
+    from torch.distributed.pipelining import schedules
+
+    real = object.__new__(schedules.ScheduleInterleaved1F1B)
+    real.pp_group_size, real.n_local_stages, real._n_microbatches = 4, 2, micro_batches
+    real.number_of_rounds = max(1, micro_batches // 4)
+    real.microbatches_per_round = micro_batches // real.number_of_rounds
+    theirs = [action for action in real._calculate_single_rank_operations(rank) if action]
+    layout = Parallelism(pipeline_parallel_size=4, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2)
+    ours = [(turn.forward, turn.micro_batch, turn.chunk) for turn in turns_of_rank(layout, rank, micro_batches)]
+    turns = [(a.computation_type.name, a.microbatch_index, a.stage_index // 4) for a in theirs]
+    names = {True: "FORWARD", False: "FULL_BACKWARD"}
+    assert [(names[forward], *rest) for forward, *rest in ours] == [turn for turn in turns if turn[0] in names.values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -67,15 +68,16 @@ def _norm(job: TrainingJob) -> ParallelStyle:
 
 
 def _ends(job: TrainingJob, model: Any) -> dict[str, Any]:
+    """Of those that `model` has: a pipeline stage may have none."""
     stream, split = _stream(job), bool(conventions(job).get("loss_parallel"))
     plan: dict[str, Any] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "model.norm": _norm(job),
         "lm_head": ColwiseParallel(
             input_layouts=stream, output_layouts=Shard(-1) if split else Replicate(), use_local_output=not split
         ),
     }
-    plan["model.norm"] = _norm(job)
-    return plan
+    return {name: style for name, style in plan.items() if not isinstance(model.get_submodule(name), torch.nn.Identity)}
 
 
 def _layer(job: TrainingJob, layer: Any) -> dict[str, Any]:

@@ -54,8 +54,11 @@ def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
     architecture = build.context.architecture
     if architecture.qk_norm in ("head", "per_head"):
         rows = build.context.rows * width // architecture.head_dim
-        return build.norm(x, architecture.head_dim, name, rows)
-    return build.norm(x, width, name, fused=traits(architecture).liger_qk_norm)
+        normed = build.norm(x, architecture.head_dim, name, rows)
+    else:
+        normed = build.norm(x, width, name, fused=traits(architecture).liger_qk_norm)
+    build.tape.hold(x)  # the norm's argument, until it returns
+    return normed
 
 
 def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
