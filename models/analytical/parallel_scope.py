@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from peakcast.architecture import Architecture
+from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.spec import Offload, TrainingJob
 
@@ -110,8 +111,13 @@ def _pipeline_reason(job: TrainingJob) -> str:
             f"parallelism.pipeline_layers={list(layout.pipeline_layers)} leaves a stage without layers: not modelled.",
         ),
         (
-            layout.data_parallel_size > 1,
-            "pipeline with data parallelism is not modelled.",
+            layout.data_parallel_size > 1 and (layout.sharding != "fsdp2" or several),
+            f"pipeline parallelism with sharding={layout.sharding!r} and virtual_pipeline_stages="
+            f"{layout.virtual_pipeline_stages} is not modelled; with fsdp2 and one stage per rank it is.",
+        ),
+        (
+            layout.data_parallel_size > 1 and conventions(job)["fsdp2_units"] != "ends",
+            "pipeline stages whose ends are FSDP's root are not modelled; with fsdp2_units=ends, torchtitan's, they are.",
         ),
         (
             layout.pipeline_schedule == "interleaved_1f1b" and bool(job.gradient_accumulation_steps % rounds(job)),

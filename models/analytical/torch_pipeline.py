@@ -16,6 +16,7 @@ from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
 from peakcast.models.analytical.hf_model import hold_embeddings, hold_rotary_tables, model_ends
 from peakcast.models.analytical.layouts import layout_of
+from peakcast.models.analytical.layouts.base import Layout
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.pipeline import (
     Chunk,
@@ -56,7 +57,7 @@ def pipeline_ledger(
     tokens = job.gradient_accumulation_steps * job.micro_batch_size * job.sequence_length
     for name in ("input_ids", "labels"):
         timeline.hold(name, Category.INPUTS, tokens * INT64, 0)
-    _Turns(job, device, chunks, timeline).run(stage)
+    _Turns(job, device, chunks, timeline, held).run(stage)
     place_optimizer_step(timeline, job, held, step)
     return timeline.timeline()
 
@@ -90,8 +91,11 @@ class _Sent:
 class _Turns:
     """Runs the turns of one rank."""
 
-    def __init__(self, job: TrainingJob, device: Device | None, chunks: tuple[Chunk, ...], step: Step) -> None:
+    def __init__(
+        self, job: TrainingJob, device: Device | None, chunks: tuple[Chunk, ...], step: Step, layout: Layout
+    ) -> None:
         self.job = job
+        self.layout = layout
         self.chunks = chunks
         self.step = step
         self.context = block_context(job, device)
@@ -108,9 +112,11 @@ class _Turns:
         """All turns of pipeline rank `stage`, and what stands for the whole step."""
         layout, micro_batches = self.job.parallelism, self.job.gradient_accumulation_steps
         simulated = simulated_micro_batches(layout, stage, micro_batches)
+        self.layout.begin_turns()
         for turn in turns_of_rank(layout, stage, simulated):
             (self._forward if turn.forward else self._backward)(turn)
         self._release_sent(len(self.sent))
+        self.layout.end_turns(self.step)
         if self.named is not None:
             self._hold_logits(self.named.unwound, self.step.now)
         size = self.context.input_bytes
@@ -135,6 +141,7 @@ class _Turns:
             in_checkpoint = blocks.checkpointed[0] and not self.job.offload.activations
             hold_embeddings(step, blocks.contexts, state.embedded, in_checkpoint, body_ends)
         state.ended = step.now
+        self.layout.end_forward(step)
         self.alive[turn.micro_batch, turn.chunk] = state
 
     def _backward(self, turn: Turn) -> None:
@@ -153,6 +160,7 @@ class _Turns:
             step.run_backward(state.embedded)
         ended = step.now
         step.end_backward()
+        self.layout.end_backward(step)
         module, size = f"chunk.{turn.chunk}", self.context.input_bytes
         state.unwound = step.now
         if state.loss is not None:

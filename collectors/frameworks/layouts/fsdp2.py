@@ -43,22 +43,34 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if job.offload.parameters else OffloadPolicy(),
     }
-    keeps: dict[str, Any] = {"reshard_after_forward": bool(chosen["fsdp_reshard_after_forward"])}
+    # torchtitan: with pipelining each micro-batch would gather again
+    reshards = bool(chosen["fsdp_reshard_after_forward"]) and job.parallelism.pipeline_parallel_size == 1
+    keeps: dict[str, Any] = {"reshard_after_forward": reshards}
     layers = tuple(decoder_layer_classes(model))
     for module in model.modules():
         if isinstance(module, layers):
             fully_shard(module, **common, **keeps)
     if chosen["fsdp2_units"] == "ends":
-        _shard_ends(model, common, keeps)
+        _shard_ends(model, job, common, keeps)
     fully_shard(model, **common)
     layout = FullySharded(model)
     layout.synchronizes = not chosen["accumulates_without_sync"]
     return layout
 
 
-def _shard_ends(model: Any, common: dict[str, Any], keeps: dict[str, Any]) -> None:
+def _shard_ends_of_stage(model: Any, common: dict[str, Any], keeps: dict[str, Any]) -> None:
+    if list(model.model.embed_tokens.parameters()):
+        fully_shard(model.model.embed_tokens, **common, **keeps)
+    if list(model.lm_head.parameters()):
+        fully_shard([model.model.norm, model.lm_head], **common, reshard_after_forward=False)
+
+
+def _shard_ends(model: Any, job: TrainingJob, common: dict[str, Any], keeps: dict[str, Any]) -> None:
     """The embedding by itself, final norm and lm_head together and kept (accelerate 1.15 `fsdp2_prepare_model`)."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if job.parallelism.pipeline_parallel_size > 1:  # a stage has one of them at most
+        _shard_ends_of_stage(model, common, keeps)
+        return
     tail = [_final_norm(model), head]
     if head.weight is embedding.weight:
         tail.insert(1, embedding)

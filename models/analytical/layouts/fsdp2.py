@@ -106,8 +106,12 @@ class FSDP2(ShardedLayout):
 
     def after_forward(self, step: Step, module: str) -> None:
         super().after_forward(step, module)
-        if module == "head":  # the root's forward ends
-            step.free(self._copied_out)
+        if module == "head":
+            self.end_forward(step)
+
+    def end_forward(self, step: Step) -> None:
+        """The root's forward ends."""
+        step.free(self._copied_out)
 
     # -- reducing ---------------------------------------------------------------------------------------------------------
 
@@ -147,6 +151,8 @@ class FSDP2(ShardedLayout):
         if width == used:
             return
         self.take_gradients(step, unit)
+        if unit.accumulated:  # added in place to what is there
+            return
         narrow = [step.allocate("gradient.full", Category.GRADIENTS, [t.numel * used], unit.name) for t in unit.trained]
         wide: list[int] = []
         for tensor, gradient in zip(unit.trained, narrow, strict=True):
@@ -154,6 +160,11 @@ class FSDP2(ShardedLayout):
             step.moment("gradient.widen", Phase.BACKWARD)
             step.free(gradient)
         unit.accumulated = wide
+
+    def end_turns(self, step: Step) -> None:
+        super().end_turns(step)
+        step.free(self._reduced_from)
+        step.free(self._all_reduced)
 
     def end_backward(self, step: Step) -> None:
         super().end_backward(step)
