@@ -33,9 +33,19 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     size, used = int(DTYPE_BYTES[job.precision.parameters]), int(DTYPE_BYTES[gathered_dtype(job)])
     everything = list(_all_parameters(job.architecture))
     group = tensor_parallel(job)
+    waits = group.table and job.parallelism.data_parallel_size > 1 and not group.table_reduced
     if job.finetuning.method == "full":
         return tuple(
-            StoredTensor(tensor.name, module, group.shape(tensor), size, used, trains=True, decays=len(tensor.shape) > 1)
+            StoredTensor(
+                tensor.name,
+                module,
+                group.shape(tensor),
+                size,
+                used,
+                trains=True,
+                decays=len(tensor.shape) > 1,
+                gradient_parts=group.ranks if waits and tensor.role == "embedding" else 1,
+            )
             for module, tensor in everything
         )
     stored = [part for module, tensor in everything for part in _frozen(tensor, module, job, size, used)]

@@ -32,6 +32,13 @@ PIPELINES = {
         "pipeline_layers": [1, 2, 1, 1],
     },
     "with_tensor_parallelism": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 2], **SPLIT},
+    "all_three": {
+        "pipeline_parallel_size": 2,
+        "pipeline_layers": [2, 3],
+        "data_parallel_size": 4,
+        "sharding": "fsdp2",
+        **SPLIT,
+    },
 }
 
 
@@ -49,6 +56,8 @@ def test_every_stage_of_a_pipeline_equals_its_trace_phase_by_phase(name):
     """Within 0.5 %, of the first and of the last stage, in the first and in a steady step."""
     cell = {"parallelism": PIPELINES[name], "activation_checkpointing.mode": "full" if "checkpointed" in name else "none"}
     base = {"framework": "torch", "architecture": STAGES, "sequence_length": 256, "gradient_accumulation_steps": 4}
+    if name == "all_three":
+        base |= {"versions": {"torchtitan": "main"}, "precision.parameters": "float32", "micro_batch_size": 2}
     (job,) = expand({"base": base, "include": [cell]})
     ranks = (0, job.parallelism.world_size - 1)
     assert out_of_scope(job) == ""

@@ -27,6 +27,8 @@ class StoredTensor:
     gathered_bytes: int
     trains: bool
     decays: bool = True
+    gradient_parts: int = 1
+    """How many times as large its gradient is until it is reduced: that of a split table is whole on every rank."""
 
     @property
     def numel(self) -> int:
@@ -191,6 +193,8 @@ class ShardedLayout(Layout):
     def finish(self, step: Step, unit: Unit) -> None:
         """The unit's backward is done: reshard it, and reduce its gradients or let them wait."""
         if self.reshards:
+            self.take_parts(step, unit)
+        if self.reshards:
             step.free(unit.gathered)
         if not unit.trained:
             unit.runs.clear()
@@ -198,6 +202,9 @@ class ShardedLayout(Layout):
             self.keep_full(step, unit)
         else:
             self.reduce(step, unit)
+
+    def take_parts(self, step: Step, unit: Unit) -> None:
+        """Of gradients that are larger than their tensors, this rank's parts."""
 
     def take_gradients(self, step: Step, unit: Unit) -> None:
         """The full gradients of the unit's runs are gone from the next instant on."""

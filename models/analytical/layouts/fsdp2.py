@@ -144,6 +144,17 @@ class FSDP2(ShardedLayout):
         else:
             unit.gradient = result
 
+    def take_parts(self, step: Step, unit: Unit) -> None:
+        if any(t.gradient_parts > 1 for t in unit.trained):
+            width = self.reduce_bytes or unit.trained[0].gathered_bytes
+            parts = step.allocate(
+                "gradient.part", Category.GRADIENTS, (t.numel * width for t in unit.trained), unit.name
+            )
+            step.moment("gradient.redistribute", Phase.BACKWARD)
+            self.take_gradients(step, unit)
+            step.free(unit.accumulated)
+            unit.accumulated = parts
+
     def keep_full(self, step: Step, unit: Unit) -> None:
         """`to_accumulated_grad_if_needed`: each gradient is widened to the dtype in which it will be reduced."""
         used = unit.trained[0].gathered_bytes
@@ -153,10 +164,11 @@ class FSDP2(ShardedLayout):
         self.take_gradients(step, unit)
         if unit.accumulated:  # added in place to what is there
             return
-        narrow = [step.allocate("gradient.full", Category.GRADIENTS, [t.numel * used], unit.name) for t in unit.trained]
+        sizes = [t.numel * t.gradient_parts for t in unit.trained]
+        narrow = [step.allocate("gradient.full", Category.GRADIENTS, [size * used], unit.name) for size in sizes]
         wide: list[int] = []
-        for tensor, gradient in zip(unit.trained, narrow, strict=True):
-            wide += step.allocate("gradient.full", Category.GRADIENTS, [tensor.numel * width], unit.name)
+        for size, gradient in zip(sizes, narrow, strict=True):
+            wide += step.allocate("gradient.full", Category.GRADIENTS, [size * width], unit.name)
             step.moment("gradient.widen", Phase.BACKWARD)
             step.free(gradient)
         unit.accumulated = wide
