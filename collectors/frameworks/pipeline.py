@@ -26,7 +26,6 @@ SCHEDULES = {
     ("gpipe", True): "ScheduleLoopedBFS",
     ("1f1b", False): "Schedule1F1B",
     ("interleaved_1f1b", True): "ScheduleInterleaved1F1B",
-    ("zero_bubble", True): "ScheduleInterleavedZeroBubble",
 }
 """(`parallelism.pipeline_schedule`, whether a rank has several stages) -> torch's class."""
 
@@ -151,7 +150,7 @@ def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any]) -> 
     if key not in SCHEDULES:
         raise CollectorError(
             f"pipeline_schedule={key[0]!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} is no schedule of "
-            "torch's; use gpipe or 1f1b with 1, interleaved_1f1b or zero_bubble with 2.",
+            "torch's; use gpipe or 1f1b with 1, gpipe or interleaved_1f1b with more.",
             parameter="parallelism.pipeline_schedule",
             value=key[0],
         )

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from peakcast.errors import CollectorError
-from peakcast.spec import Offload, TrainingJob
+from peakcast.spec import Offload, Parallelism, TrainingJob
 
 
 def _offloads_with_fsdp2(job: TrainingJob) -> bool:
     """FSDP2 moves parameters, their gradients and so the optimizer's states together."""
     sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.data_parallel_size > 1
     return sharded and job.offload == Offload(parameters=True, optimizer=True)
+
+def _is_split_otherwise(layout: Parallelism) -> bool:
+    """By context or experts, or by tensors or stages beside data parallelism that is not FSDP2's."""
+    split = layout.tensor_parallel_size * layout.pipeline_parallel_size > 1
+    beside = layout.data_parallel_size > 1 and layout.sharding not in ("fsdp2", "hsdp")
+    return layout.context_parallel_size > 1 or layout.expert_parallel_size > 1 or (split and beside)
+
 
 SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob], object], str]] = {
     "task": (lambda j: j.task != "train", lambda j: j.task, "train"),
@@ -55,9 +62,9 @@ SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob
         "null",
     ),
     "parallelism": (
-        lambda j: j.parallelism.zero_stage > 0,
+        lambda j: j.parallelism.zero_stage > 0 or _is_split_otherwise(j.parallelism),
         lambda j: f"{j.parallelism.world_size} ranks (zero_stage {j.parallelism.zero_stage})",
-        "one GPU, or data parallelism with DDP or FSDP",
+        "one GPU, data parallelism with DDP or FSDP, or tensor and pipeline parallelism alone or with FSDP2",
     ),
 }
 """parameter -> (whether the job asks for what is not done, the value to show, what is done)."""

@@ -24,6 +24,26 @@ def job(**changes):
     return expand({"include": [{"architecture": "gpt2"} | changes]})[0]
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"context_parallel_size": 2},
+        {"tensor_parallel_size": 2, "data_parallel_size": 2},
+        {"data_parallel_size": 2, "zero_stage": 1},
+    ],
+)
+def test_a_layout_that_would_be_traced_as_another_is_refused(layout):
+    with pytest.raises(CollectorError, match="parallelism="):
+        scope.check(job(architecture="llama-3.2-1b", parallelism=layout))
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "data_parallel_size": 2, "sharding": "fsdp2"}]
+)
+def test_tensor_parallelism_is_let_through_alone_and_with_fsdp2(layout):
+    scope.check(job(architecture="llama-3.2-1b", parallelism=layout))
+
+
 def test_every_rule_has_a_case_here():
     assert set(REFUSED) == set(scope.SINGLE_GPU)
 
