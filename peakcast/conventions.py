@@ -18,6 +18,9 @@ from peakcast.errors import SpecError, near_misses
 from peakcast.fields import FrozenMapping
 from peakcast.spec import TrainingJob
 
+NEWEST = (2**31,)
+"""Of a version without numbers ("main"): newer than every release."""
+
 
 @functools.cache
 def _stanzas() -> dict[str, list[dict[str, Any]]]:
@@ -83,7 +86,7 @@ def _compare(version: str, clause: str) -> bool:
     operator, wanted = match.groups()
     if operator == "==" and not wanted[0].isdigit():
         return version in wanted.split("|")
-    a, b = release(version), release(wanted)
+    a, b = release(version) or NEWEST, release(wanted)
     return {">=": a >= b, "<=": a <= b, "==": a == b, "<": a < b, ">": a > b}[operator]
 
 

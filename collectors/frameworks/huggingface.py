@@ -56,9 +56,9 @@ class HuggingFaceTraining:
         announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
         self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
         try:
-            with self._accumulation(), self._autocast(), self._saves():
+            with self._accumulation(), self._autocast(), self._saves(), self.layout.computing_loss():
                 switches = {"use_cache": False} if self.job.architecture.kind in ("decoder", "hybrid") else {}
-                outputs = self.model(**self.batch, **switches)
+                outputs = self.model(**self.batch, **switches, **self._positions())
         finally:
             if announces:
                 inner.loss_function = loss_function
@@ -67,6 +67,12 @@ class HuggingFaceTraining:
         if self.job.framework == "torch":
             self._outputs = outputs  # a plain loop keeps them until it assigns them again
         return outputs.loss
+
+    def _positions(self) -> dict[str, Any]:
+        """Sequence parallelism hides the length of the sequence from the model, which would count a part's positions."""
+        if not self.job.parallelism.sequence_parallel:
+            return {}
+        return {"position_ids": torch.arange(self.job.sequence_length, device=self.batch["input_ids"].device)[None]}
 
     def _module_before_loss(self, inner: Any) -> Any:
         """The module after which the loss begins, where the model does not call its `loss_function`."""
@@ -97,7 +103,7 @@ class HuggingFaceTraining:
 
     def backward(self, loss: Any) -> None:
         """Backward of the loss; LOMO's own, which updates on the way (accelerate `lomo_backward`)."""
-        with self._accumulation():
+        with self._accumulation(), self.layout.computing_loss():
             self._backward(loss)
 
     def _backward(self, loss: Any) -> None:
@@ -140,9 +146,11 @@ class HuggingFaceTraining:
         }
 
 
-def build(job: TrainingJob, device: str) -> HuggingFaceTraining:
+def build(job: TrainingJob, device: str) -> Any:
     """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens."""
     scope.check(job)
+    if job.parallelism.pipeline_parallel_size > 1:
+        return _in_stages(job, device)
     with torch.device("cpu" if job.finetuning.quantization else device):
         model = model_of(job)
     with torch.device(device):
@@ -167,6 +175,23 @@ def build(job: TrainingJob, device: str) -> HuggingFaceTraining:
     if job.compile:
         training.model.compile()  # last, as accelerate's prepare_model does: what the layout has wrapped
     return training
+
+
+def _in_stages(job: TrainingJob, device: str) -> Any:
+    from peakcast.collectors.frameworks import pipeline
+
+    def new_network() -> Any:
+        with torch.device(device):
+            network = model_of(job)
+        network.train()
+        if job.activation_checkpointing.mode != "none":
+            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint(job), **_every_n_layers(job))
+        return network
+
+    sequences = job.micro_batch_size * job.gradient_accumulation_steps
+    with torch.device(device):
+        ids = random_tokens(job.replace(micro_batch_size=sequences), job.sequence_length)
+    return pipeline.build(job, new_network, ids)
 
 
 def causal_model(model: Any) -> Any:

@@ -62,6 +62,11 @@ Builder = Callable[[TrainingJob, Any, Groups], Any]
 def _pytorch(kind: str, *, has_fused: bool = True, **options: Any) -> Builder:
     def build(job: TrainingJob, model: Any, groups: Groups) -> Any:
         implementation = job.optimizer.implementation
+        if job.framework == "huggingface" and job.parallelism.tensor_parallel_size > 1:
+            from transformers.trainer_optimizer import has_mixed_dtensor
+
+            if has_mixed_dtensor(parameter for group in groups for parameter in group):
+                implementation = "loop"  # as `_get_adamw_torch` has it
         switches = {"foreach": implementation == "foreach", **({"fused": implementation == "fused"} if has_fused else {})}
         return getattr(torch.optim, kind)(_as_groups(groups), lr=LEARNING_RATE, **switches, **options)
 

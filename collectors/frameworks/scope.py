@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from peakcast.errors import CollectorError
-from peakcast.spec import Offload, TrainingJob
+from peakcast.spec import Offload, Parallelism, TrainingJob
 
 
 def _offloads_with_fsdp2(job: TrainingJob) -> bool:
@@ -30,12 +30,22 @@ def _left_out(job: TrainingJob) -> list[str]:
     return [name for name in LEFT_OUT if name in job.framework_options]
 
 
+def _is_split(layout: Parallelism) -> bool:
+    return layout.tensor_parallel_size * layout.pipeline_parallel_size > 1
+
+
+def _is_split_otherwise(layout: Parallelism) -> bool:
+    """By context or experts, or by tensors or stages beside data parallelism that is not FSDP2's."""
+    beside = layout.data_parallel_size > 1 and layout.sharding not in ("fsdp2", "hsdp")
+    return layout.context_parallel_size > 1 or layout.expert_parallel_size > 1 or (_is_split(layout) and beside)
+
+
 SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob], object], str]] = {
     "task": (lambda j: j.task != "train", lambda j: j.task, "train"),
     "compile": (
-        lambda j: j.compile and j.framework not in ("huggingface", "torch"),
+        lambda j: j.compile and (j.framework not in ("huggingface", "torch") or _is_split(j.parallelism)),
         lambda j: j.compile,
-        "it with framework huggingface or torch",
+        "it with framework huggingface or torch, without tensor and pipeline parallelism",
     ),
     "offload": (
         lambda j: (j.offload.parameters or j.offload.optimizer) and not _offloads_with_fsdp2(j),
@@ -80,10 +90,16 @@ SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob
         lambda j: j.finetuning.quantization,
         "nf4 or int8 (gptq needs a calibrated checkpoint) on one GPU",
     ),
+    "batch.form": (
+        lambda j: j.batch.form != "rows" and _is_split(j.parallelism),
+        lambda j: j.batch.form,
+        "rows under tensor or pipeline parallelism",
+    ),
     "parallelism": (
-        lambda j: j.parallelism.world_size > j.parallelism.data_parallel_size or j.parallelism.zero_stage > 0,
+        lambda j: j.parallelism.zero_stage > 0 or _is_split_otherwise(j.parallelism),
         lambda j: f"{j.parallelism.world_size} ranks (zero_stage {j.parallelism.zero_stage})",
-        "one GPU, or data parallelism with DDP or FSDP (ZeRO: framework deepspeed)",
+        "one GPU, data parallelism with DDP or FSDP, or tensor and pipeline parallelism alone or with FSDP2 "
+        "(ZeRO: framework deepspeed)",
     ),
 }
 """parameter -> (whether the job asks for what is not done, the value to show, what is done)."""

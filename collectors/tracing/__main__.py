@@ -16,10 +16,10 @@ def main(arguments: list[str]) -> int:
     from peakcast.dialects.job_file import job_from_mapping, load_job
     from peakcast.units import format_gib
 
-    if len(arguments) not in (1, 2):
+    if len(arguments) not in (1, 2) or not all(argument.isdecimal() for argument in arguments[1:]):
         print("usage: python -P -m peakcast.collectors.tracing JOB.yaml [RANK]", file=sys.stderr)
         return 2
-    rank = int(arguments[1]) if len(arguments) > 1 else 0
+    rank = int(arguments[1]) if arguments[1:] else 0
     try:
         if arguments[0] == "-":
             timelines = trace_here(job_from_mapping(json.load(sys.stdin)), rank)

@@ -87,6 +87,7 @@ def install() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext(stream)
     cuda.synchronize = cuda.set_device = lambda *_, **__: None
     cuda.device_count, cuda.current_device = (lambda: 1), (lambda: 0)
+    cuda.get_rng_state = cuda.set_rng_state = lambda *_, **__: None  # a pipeline keeps them while it prepares
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign,assignment]
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
     _install_fsdp1()

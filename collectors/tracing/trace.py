@@ -66,7 +66,7 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
                 parameter=parameter,
                 value=value,
             )
-    from peakcast.collectors.tracing import fake_cuda, fake_streams, megatron_fakes, patches, triton_stub
+    from peakcast.collectors.tracing import dtensors, fake_cuda, fake_streams, megatron_fakes, patches, triton_stub
     from peakcast.collectors.tracing.tracer import Tracer
 
     fake_cuda.install()
@@ -76,6 +76,8 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     tracer = Tracer()
     if job.parallelism.world_size > 1 or job.framework == "megatron":
         fake_streams.install()
+    if job.parallelism.world_size > 1:
+        dtensors.install()
     layouts.start_group(job, rank)
     if job.framework == "megatron":
         engine = conventions(job)["adam_library"] != "torch"
@@ -170,6 +172,8 @@ def run_step(training: Any, tracer: Any) -> None:
 
     if hasattr(training, "forward_backward"):  # the library has a schedule of its own
         training.forward_backward(begin)
+    elif hasattr(training, "run_schedule"):  # so have stages that are traced only
+        training.run_schedule(begin)
     else:
         for _ in range(training.job.gradient_accumulation_steps):
             begin(Phase.FORWARD)

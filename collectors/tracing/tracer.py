@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
@@ -22,6 +24,8 @@ from peakcast.timeline import Category, Entry, Phase, Timeline
 from peakcast.units import round_up
 
 ALLOCATION_UNIT_BYTES = 512
+OUTER = (DTensor, AsyncCollectiveTensor)
+"""Tensors that stand for others: a shard's whole, the result of a collective that has not been waited for."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc]
@@ -104,6 +108,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self._modules.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, OUTER) for kind in types):
+            return NotImplemented  # it runs operations on what it stands for, each of which comes here
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # as csrc/distributed/c10d/Functional.cpp does; its rule for fake tensors makes another
         result = func(*args, **(kwargs or {}))
         if self._fused is None:
             self._phases.append(int(self.phase))

@@ -22,7 +22,6 @@ from peakcast.models.analytical.blocks.t5 import (
     t5_layer,
 )
 from peakcast.models.analytical.hf_checkpoint import recompute
-from peakcast.models.analytical.hf_model import hold_tied_gradient
 from peakcast.models.analytical.parameters_t5 import CROSS
 from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.spec import TrainingJob
@@ -158,8 +157,6 @@ def encoder_decoder_micro_batch(
             timeline.hold(name, Category.ACTIVATIONS, size, bare, timeline.now, "embedding")
     _hold_cross_positions(timeline, decoder, target, decoded)
     _hold_outputs(timeline, decoder, context, job, forgotten, last)
-    if not keeps_gradients:
-        hold_tied_gradient(timeline, loss)
     return loss
 
 

@@ -7,10 +7,20 @@ from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase
 
 
-def recompute(timeline: Step, first: Run, job: TrainingJob, keeps_gradients: bool, narrowed: int = 0) -> Run:
+def recompute(
+    timeline: Step,
+    first: Run,
+    job: TrainingJob,
+    keeps_gradients: bool,
+    narrowed: int = 0,
+    *,
+    input_held: bool = False,
+    gradient_held: bool = False,
+) -> Run:
     """A checkpointed layer in backward: forward again, then its backward; the checkpoint holds the input all along, or,
     offloaded, while the layer runs forward. `narrowed`: bytes of the gradient's copy that the residual addition, which
-    keeps nothing and so asks for nothing, has made of it by then."""
+    keeps nothing and so asks for nothing, has made of it by then. `input_held`, `gradient_held`: somebody else holds the
+    layer's input, or the gradient that comes into it."""
     start, module, template = timeline.now, first.module, first.template
     run = timeline.run_forward(template, module, Phase.BACKWARD, keeps_gradients=keeps_gradients)
     run.uses_cached, first.recomputation = True, run
@@ -22,9 +32,9 @@ def recompute(timeline: Step, first: Run, job: TrainingJob, keeps_gradients: boo
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, begin + template.num_forward, module)
         ends = timeline.now if template.keeps_input else recomputed
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, start, ends, module)
-    else:
+    elif not input_held:
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, timeline.now, module)
-    for size in (hidden, narrowed):
+    for size in (0 if gradient_held else hidden, narrowed):
         timeline.hold("gradient", Category.TEMPORARIES, size, start, recomputed, module)
     if job.activation_checkpointing.use_reentrant:  # CheckpointFunction.backward keeps its recomputed outputs
         timeline.hold("recomputed_output", Category.ACTIVATIONS, hidden, recomputed, timeline.now, module)

@@ -29,7 +29,9 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
             timeline.hold("attention.bias", Category.PARAMETERS, size, 0, module=f"layers.{layer}")
 
 
-def hold_embeddings(timeline: Step, layers: Sequence[HFContext], embedded: Run, loss: Run, in_checkpoint: bool) -> None:
+def hold_embeddings(
+    timeline: Step, layers: Sequence[HFContext], embedded: Run, in_checkpoint: bool, dies: int
+) -> None:
     """Variables of the model's forward, until its last norm is done."""
     if layers[0].architecture.embedding_norm and layers[0].architecture.kind == "decoder" and layers[0].trainable:
         return  # the norm keeps it
@@ -40,7 +42,6 @@ def hold_embeddings(timeline: Step, layers: Sequence[HFContext], embedded: Run, 
         born += first.num_forward
         if in_checkpoint or first.keeps_input:
             return  # the checkpoint or the graph holds it anyway
-    dies = model_ends(loss)
     for size in sizes:
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
 
@@ -51,14 +52,14 @@ def model_ends(loss: Run) -> int:
     return loss.forward_start + next(index for index, label in enumerate(labels) if label.startswith("lm_head"))
 
 
-def hold_tied_gradient(timeline: Step, loss: Run) -> None:
+def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
     """A tied table's gradient from the lm_head waits for the embedding's before it is added to one that exists."""
     template = loss.template
     for index in np.flatnonzero(template.weight_gradient):
         if template.names[index] == "lm_head.weight.grad" and loss.backward_start is not None:
             born = loss.backward_start + int(template.dies[index])
             size = int(template.num_bytes[index])
-            timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, timeline.now, "head")
+            timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, dies, "head")
 
 
 def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, dies: int) -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.allocator import Allocator
-from peakcast.architecture import Architecture
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
-from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes, is_adapter_target
-from peakcast.models.analytical.blocks.hf_ends import embedding, head, logits_bytes_kept_by_outputs
-from peakcast.models.analytical.blocks.hf_traits import slides, traits
+from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes
+from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs
 from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.blocks.kv_cache import returned_cache_bytes
 from peakcast.models.analytical.encoder_decoder import encoder_decoder_micro_batch, outputs_of, target_context
-from peakcast.models.analytical.hf_checkpoint import recompute
+from peakcast.models.analytical.hf_blocks import Blocks, block_context
 from peakcast.models.analytical.hf_model import (
     hold_attention_weights,
     hold_buffers,
@@ -28,38 +25,27 @@ from peakcast.models.analytical.hf_model import (
     model_ends,
 )
 from peakcast.models.analytical.inference import inference_ledger
-from peakcast.models.analytical.layouts import gathered_dtype, layout_of
+from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.layouts.base import Layout, StoredTensor
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
-from peakcast.models.analytical.parameter_tensor import ParameterTensor
-from peakcast.models.analytical.parameters import (
-    embedding_parameters,
-    head_parameters,
-    layer_parameters,
-    leaf_names,
-)
-from peakcast.models.analytical.quantization import quantized_linear_bytes
 from peakcast.models.analytical.step import FOREVER, Recording, Run, Step
-from peakcast.models.analytical.tape import Template
+from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import ActivationCheckpointing, Batch, TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
-from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
 INT64 = 8
-QUANTISED_ROLES = ("attention", "mlp", "expert", "shared_expert", "router")
-"""Every Linear inside the layers; embeddings, norms and lm_head are not quantised."""
 
 
 def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: str = "steady") -> Timeline:
     """Every tensor of one step of `job` on one GPU. `step`: "first" (no optimizer states until its optimizer step) or
     "steady" (any later one). `device` adds what kernels and libraries allocate inside themselves on that GPU type;
     without it the timeline is what a trace sees."""
-    context = _context(job, device)
+    context = block_context(job, device)
     logits = logits_bytes_kept_by_outputs(replace(target_context(context, job), autocast=False))
-    layout = layout_of(job, _parameters(_weights_job(job)), logits)
+    layout = layout_of(job, stored_parameters(_weights_job(job)), logits)
     if job.task == "inference":
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
         return inference_ledger(job, context, weights, device)
@@ -93,22 +79,25 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
         start = timeline.now
         last = micro_batch == micro_batches - 1
         layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
-        ended = _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0, last=last)
+        loss = _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0, last=last)
         if step == "steady" or micro_batch > 0:
-            _hold_previous_outputs(timeline, job, context, start, ended)
+            _hold_previous_outputs(timeline, job, context, start, loss.forward_start + loss.template.num_forward)
+        ended = timeline.now
         layout.end_backward(timeline)
+        if job.architecture.tie_word_embeddings and micro_batch > 0 and loss.gradients_die is None:
+            hold_tied_gradient(timeline, loss, ended)
 
 
 @lru_cache(maxsize=8)
 def _one_micro_batch(job: TrainingJob, device: Device | None) -> tuple[Step, int, int]:
     """A step of one GPU and one micro-batch up to its optimizer, which a first step and any later one have in common, less
     what stands before it; the instants at which the micro-batch starts and at which its loss is there."""
-    context, timeline = _context(job, device), Step()
+    context, timeline = block_context(job, device), Step()
     _hold_before_forward(timeline, job, device)
-    cached = _autocast_cache(context, _parameters(_weights_job(job))) if context.autocast else {}
+    cached = _autocast_cache(context, stored_parameters(_weights_job(job))) if context.autocast else {}
     start = timeline.now
-    ended = _micro_batch(timeline, job, context, cached, keeps_gradients=True, last=True)
-    return timeline, start, ended
+    loss = _micro_batch(timeline, job, context, cached, keeps_gradients=True, last=True)
+    return timeline, start, loss.forward_start + loss.template.num_forward
 
 
 @lru_cache(maxsize=1024)
@@ -129,7 +118,7 @@ def _weights_job(job: TrainingJob) -> TrainingJob:
 def _resident(job: TrainingJob) -> Recording:
     """What one GPU that holds everything has before the step, recorded."""
     step = Step()
-    layout_of(job, _parameters(job), 0).hold_resident(step)
+    layout_of(job, stored_parameters(job), 0).hold_resident(step)
     return step.record()
 
 
@@ -138,106 +127,13 @@ def _optimizer_stepped(job: TrainingJob, step: str) -> Recording:
     """The optimizer's step on one GPU that holds everything, recorded."""
     recorded = Step()
     recorded.moment("before", Phase.BACKWARD)
-    place_optimizer_step(recorded, job, layout_of(job, _parameters(job), 0), step)
+    place_optimizer_step(recorded, job, layout_of(job, stored_parameters(job), 0), step)
     return recorded.record()
-
-
-def _context(job: TrainingJob, device: Device | None) -> HFContext:
-    convention = conventions(job)
-    weight = int(DTYPE_BYTES[gathered_dtype(job)])
-    autocast = bool(convention.get("autocast"))
-    adapter = job.finetuning.adapter_dtype or convention.get("adapter_dtype", job.precision.parameters)
-    if gathered_dtype(job) != job.precision.parameters:
-        adapter = gathered_dtype(job)
-    joined = job.batch.form == "padding_free"
-    return HFContext(
-        architecture=job.architecture,
-        batch=1 if joined else job.micro_batch_size,
-        sequence=job.num_tokens if joined else job.sequence_length,
-        mask_of_batch=job.batch.form != "rows",
-        valid_rows=job.num_tokens if job.batch.form == "masked" else 0,
-        num_sequences=job.micro_batch_size if joined else 0,
-        weight_bytes=weight,
-        compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
-        autocast=autocast,
-        norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
-        attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
-        finetuning=job.finetuning,
-        adapter_bytes=int(DTYPE_BYTES[adapter]),
-        logits_upcast=str(convention.get("logits_upcast", "loss")),
-        grouped_experts=convention.get("experts_implementation", "grouped_mm") == "grouped_mm",
-        liger=bool(convention.get("liger_kernels")),
-        fused_loss=job.loss.fused_linear_cross_entropy,
-        fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
-        saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
-        kernel_temporaries=device is not None,
-        neftune=bool(convention.get("neftune")),
-        float8=job.precision.compute == "float8",
-    )
-
-
-def _cached_matmuls(job: TrainingJob) -> int:
-    selective = job.activation_checkpointing.mode == "selective"
-    return int(conventions(job).get("selective_checkpointing_matmuls", 1)) if selective else 0
-
-
-# -- parameters ---------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=512)
-def _parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
-    """Every tensor of the network as it is stored."""
-    size, used = int(DTYPE_BYTES[job.precision.parameters]), int(DTYPE_BYTES[gathered_dtype(job)])
-    everything = list(_all_parameters(job.architecture))
-    if job.finetuning.method == "full":
-        return tuple(
-            StoredTensor(tensor.name, module, tensor.shape, size, used, trains=True, decays=len(tensor.shape) > 1)
-            for module, tensor in everything
-        )
-    stored = [part for module, tensor in everything for part in _frozen(tensor, module, job, size, used)]
-    adapter = job.finetuning.adapter_dtype or conventions(job).get("adapter_dtype", "float32")
-    rank, width = job.finetuning.rank or 0, int(DTYPE_BYTES[adapter])
-    mixed = used if used != size else width
-    for module, tensor in everything:
-        name = tensor.name.removesuffix(".weight")
-        if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):
-            stored.append(StoredTensor(f"{name}.lora_A", module, (rank, tensor.shape[1]), width, mixed, trains=True))
-            stored.append(StoredTensor(f"{name}.lora_B", module, (tensor.shape[0], rank), width, mixed, trains=True))
-    return tuple(stored)
-
-
-def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, used: int) -> list[StoredTensor]:
-    """What stands in memory for a weight that does not train: quantised when it is a Linear inside a layer."""
-    if job.finetuning.quantization and len(tensor.shape) >= 2 and tensor.role in QUANTISED_ROLES:
-        *stacked, out_features, in_features = tensor.shape  # experts may be stacked along a first dimension
-        parts = quantized_linear_bytes(
-            (out_features, in_features), job.finetuning, int(conventions(job).get("gptq_group_size", 128))
-        )
-        return [
-            StoredTensor(f"{tensor.name}.{name}", module, (num_bytes,), 1, 1, trains=False) for name, num_bytes in parts
-        ] * math.prod(stacked)
-    if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
-        size = used = FP32
-    return [StoredTensor(tensor.name, module, tensor.shape, size, used, trains=False)]
-
-
-def _adapted(name: str, job: TrainingJob) -> bool:
-    return is_adapter_target(name, job.finetuning, job.architecture)
-
-
-def _all_parameters(architecture: Architecture) -> Iterator[tuple[str, ParameterTensor]]:
-    for tensor in embedding_parameters(architecture):
-        yield "embedding", tensor
-    for layer in range(architecture.num_layers):
-        for tensor in layer_parameters(architecture, layer):
-            yield f"layers.{layer}", tensor
-    for tensor in head_parameters(architecture):
-        yield "head", tensor
 
 
 def paged_state_bytes(job: TrainingJob) -> int:
     """Bytes of optimizer states that this rank keeps in managed memory, outside PyTorch's allocator (bitsandbytes)."""
-    rule, options, layout = optimizer_rule(job), optimizer_options(job, "steady"), layout_of(job, _parameters(job), 0)
+    rule, options, layout = optimizer_rule(job), optimizer_options(job, "steady"), layout_of(job, stored_parameters(job), 0)
     return sum(rule.paged(tensor, options) for tensor in layout.optimized())
 
 
@@ -270,103 +166,36 @@ def _autocast_cache(context: HFContext, tensors: Iterable[StoredTensor]) -> dict
 
 def _micro_batch(
     timeline: Step, job: TrainingJob, context: HFContext, cached: Mapping[str, int], *, keeps_gradients: bool, last: bool
-) -> int:
-    """Forward, loss and backward of one micro-batch; returns the first instant after its loss."""
+) -> Run:
+    """Forward, loss and backward of one micro-batch; returns the run of its head."""
     if job.architecture.kind == "encoder_decoder":
         loss = encoder_decoder_micro_batch(timeline, job, context, cached, keeps_gradients=keeps_gradients, last=last)
         _hold_logits(timeline, job, target_context(context, job), loss, last)
-        return loss.forward_start + loss.template.num_forward
-    checkpointing = job.activation_checkpointing
-    start = timeline.now
+        return loss
+    start, blocks = timeline.now, Blocks(job, context)
     layers = range(job.architecture.num_hidden_layers)
-    checkpointed = [checkpointing.mode != "none" and layer % checkpointing.every_n_layers == 0 for layer in layers]
-    contexts = _layer_contexts(context, job)
-    made: dict[int, Template] = {}
-
-    def template(index: int) -> Template:
-        """That of layer `index`: equal layers have one context, which is asked for its template once."""
-        key = 2 * id(contexts[index]) + checkpointed[index]
-        if key not in made:
-            one = contexts[index]
-            made[key] = _checkpointed_layer(one, job) if checkpointed[index] else layer_template(one)
-        return made[key]
-
-    first = replace(context, input_requires_grad=contexts[0].input_requires_grad)
-    embedded = timeline.run_forward(embedding(first), "embedding", keeps_gradients=keeps_gradients)
-    runs: dict[int, Run] = {}
-    first_runs: dict[int, Run] = {}
-    for index in layers:
-        module = f"layers.{index}"
-        if checkpointed[index]:
-            first_runs[index] = timeline.run_without_graph(template(index), module)
-        else:
-            runs[index] = timeline.run_forward(template(index), module, keeps_gradients=keeps_gradients)
-    loss_template = head(context)
-    loss = timeline.run_forward(loss_template, "head", keeps_gradients=keeps_gradients)
-    for run in first_runs.values():  # where a graph is kept, it owns the copies
+    embedded = timeline.run_forward(blocks.embedding(), "embedding", keeps_gradients=keeps_gradients)
+    runs = blocks.forward(timeline, layers, keeps_gradients=keeps_gradients)
+    loss = timeline.run_forward(head(context), "head", keeps_gradients=keeps_gradients)
+    checkpointed = {index: run for index, run in runs.items() if blocks.checkpointed[index]}
+    for run in checkpointed.values():  # where a graph is kept, it owns the copies
         size = cached.get(run.module, 0)
         born = run.forward_start + run.template.num_forward
         timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
         if conventions(job).get("caches_while_checkpointing"):  # until `outputs` is dropped
             kept = returned_cache_bytes(context)
             timeline.hold("past_key_values", Category.ACTIVATIONS, kept, born, timeline.now, run.module)
-    hold_attention_weights(timeline, contexts[0], first_runs)
-    hold_embeddings(timeline, contexts, embedded, loss, checkpointed[0] and not job.offload.activations)
+    hold_attention_weights(timeline, blocks.contexts[0], checkpointed)
+    in_checkpoint = blocks.checkpointed[0] and not job.offload.activations
+    hold_embeddings(timeline, blocks.contexts, embedded, in_checkpoint, model_ends(loss))
     timeline.run_backward(loss)
-    for index in reversed(layers):
-        if checkpointed[index]:
-            recompute(timeline, first_runs[index], job, keeps_gradients)
-        else:
-            timeline.run_backward(runs[index])
-    hold_masks(timeline, contexts, start, timeline.now if any(checkpointed) else model_ends(loss))
+    blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
+    hold_masks(timeline, blocks.contexts, start, timeline.now if checkpointed else model_ends(loss))
     hold_rotary_tables(timeline, job, context, start)
     timeline.run_backward(embedded)
     timeline.end_backward()
-    if job.architecture.tie_word_embeddings and not keeps_gradients:
-        hold_tied_gradient(timeline, loss)
     _hold_logits(timeline, job, context, loss, last)
-    return loss.forward_start + loss.template.num_forward
-
-
-def _layer_contexts(context: HFContext, job: TrainingJob) -> list[HFContext]:
-    """The context of every decoder layer; equal layers have the same object."""
-    kinds: dict[tuple[bool, bool, bool, str], HFContext] = {}
-    parts = job.architecture.layer_types
-    found = []
-    for index in range(job.architecture.num_hidden_layers):
-        slid, named = slides(job.architecture, index, context.sequence), parts[index] if parts else ""
-        kind = index == 0, job.architecture.is_moe_layer(index), slid, named
-        if kind not in kinds:
-            kinds[kind] = _layer_context(context, job, index)
-        found.append(kinds[kind])
-    return found
-
-
-def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContext:
-    """The context of decoder layer `index`: equal layers get equal contexts, and so share a template."""
-    adapters_alone = job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
-    return replace(
-        context,
-        first_layer=index == 0 and context.stream_bytes != context.weight_bytes,
-        # peft's enable_input_require_grads comes with checkpointing only
-        input_requires_grad=index > 0 or not adapters_alone,
-        routed=context.architecture.is_moe_layer(index),
-        parts=context.architecture.layer_types[index] if context.architecture.layer_types else "",
-        masked=context.mask_of_batch
-        or traits(context.architecture).always_masked
-        or slides(context.architecture, index, context.sequence),
-        # accelerate 1.15 utils/ao.py filter_first_and_last_linear_layers: q_proj (or the fused one) of layer 0, and lm_head
-        float8_skips=context.float8_skips | ({f"self_attn.{_first_linear(context.architecture)}"} if index == 0 else set()),
-    )
-
-
-def _first_linear(architecture: Architecture) -> str:
-    names = leaf_names(architecture)
-    return names.qkv if architecture.fused_qkv else names.q
-
-
-def _checkpointed_layer(context: HFContext, job: TrainingJob) -> Template:
-    return layer_template(replace(context, checkpointed=True, cached_matmuls=_cached_matmuls(job)))
+    return loss
 
 
 def _kept_logits(job: TrainingJob, context: HFContext) -> int:
@@ -409,10 +238,8 @@ def pinned_activation_bytes(job: TrainingJob) -> list[int]:
     """Sizes of the host copies that offloaded activations are, at the end of forward: the inputs of checkpointed layers, or
     without checkpointing everything that autograd keeps (`save_on_cpu`: a tensor kept twice is copied twice, and
     parameters are copied as well)."""
-    context, checkpointing = _context(job, None), job.activation_checkpointing
-    layers = _layer_contexts(context, job)
+    checkpointing, blocks = job.activation_checkpointing, Blocks(job, block_context(job, None))
     if checkpointing.mode != "none":
-        return [layer.input_bytes for index, layer in enumerate(layers) if index % checkpointing.every_n_layers == 0]
-    first = replace(context, input_requires_grad=layers[0].input_requires_grad)
-    templates = [embedding(first), *(layer_template(layer) for layer in layers), head(context)]
+        return [one.input_bytes for one, held in zip(blocks.contexts, blocks.checkpointed, strict=True) if held]
+    templates = [blocks.embedding(), *(layer_template(layer) for layer in blocks.contexts), head(blocks.context)]
     return [size for template in templates for size in template.saved_bytes]

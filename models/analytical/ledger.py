@@ -23,4 +23,8 @@ def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None =
         from peakcast.models.analytical.megatron import megatron_ledger
 
         return megatron_ledger(job, device=device, rank=rank, step=step)
+    if job.parallelism.pipeline_parallel_size > 1:
+        from peakcast.models.analytical.torch_pipeline import pipeline_ledger
+
+        return pipeline_ledger(job, device=device, rank=rank, step=step)
     return huggingface_ledger(job, device=device, step=step)

@@ -20,7 +20,7 @@ first is taken unless the framework has a convention `<name>_library`."""
 
 def optimizer_rule(job: TrainingJob) -> OptimizerRule:
     """The rule of the job's optimizer. Raises: SpecError when it is not modelled, naming those that are."""
-    name, implementation = job.optimizer.name, job.optimizer.implementation
+    name, implementation = job.optimizer.name, _implementation(job)
     libraries = list(dict.fromkeys(library for known, library, _ in RULES if known == name))
     library = str(conventions(job).get(f"{name}_library", libraries[0] if libraries else ""))
     rule = RULES.get((name, library, "")) or RULES.get((name, library, implementation))
@@ -37,7 +37,14 @@ def optimizer_rule(job: TrainingJob) -> OptimizerRule:
 
 def adamw_rule(job: TrainingJob) -> OptimizerRule:
     """The rule of the AdamW that updates what the job's optimizer does not take."""
-    return RULES["adamw", "torch", job.optimizer.implementation]
+    return RULES["adamw", "torch", _implementation(job)]
+
+
+def _implementation(job: TrainingJob) -> str:
+    """The Trainer steps parameter by parameter where some are DTensors and some are not, as its tensor parallelism leaves
+    them (transformers 5.17 trainer_optimizer.py `_get_adamw_torch`)."""
+    mixed = job.framework == "huggingface" and job.parallelism.tensor_parallel_size > 1
+    return "loop" if mixed else job.optimizer.implementation
 
 
 def optimizer_options(job: TrainingJob, step: str) -> Options:

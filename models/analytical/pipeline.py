@@ -123,3 +123,29 @@ def most_in_flight(turns: Sequence[Turn]) -> int:
         now += 1 if turn.forward else -1
         most = max(most, now)
     return most
+
+
+def turns_of_rank(layout: Parallelism, stage: int, num_micro_batches: int) -> tuple[Turn, ...]:
+    """The turns of pipeline rank `stage` in the order of torch 2.13 `distributed/pipelining/schedules.py`."""
+    stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
+    if layout.pipeline_schedule == "gpipe":
+        everything, chunks = range(num_micro_batches), range(virtual)
+        forward = [Turn(True, micro_batch, chunk) for chunk in chunks for micro_batch in everything]
+        order = everything if virtual == 1 else everything[::-1]  # ScheduleGPipe, ScheduleLoopedBFS
+        backward = [Turn(False, micro_batch, chunk) for chunk in reversed(chunks) for micro_batch in order]
+        return (*forward, *backward)
+    return schedule(stages, virtual, stage, num_micro_batches, _round(layout, num_micro_batches))
+
+
+def _round(layout: Parallelism, num_micro_batches: int) -> int:
+    """Micro-batches per round (`ScheduleInterleaved1F1B`): as many rounds as there are full groups of one per stage."""
+    return num_micro_batches // max(1, num_micro_batches // layout.pipeline_parallel_size)
+
+
+def simulated_micro_batches(layout: Parallelism, stage: int, num_micro_batches: int) -> int:
+    """How many micro-batches show all that more of them would: all, where each waits for the last."""
+    if layout.pipeline_schedule == "gpipe":
+        return num_micro_batches
+    stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
+    group = _round(layout, num_micro_batches)
+    return representative_micro_batches(stages, virtual, stage, num_micro_batches, group)

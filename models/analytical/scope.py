@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
+from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.spec import Offload, TrainingJob
 
 
@@ -15,7 +16,8 @@ def out_of_scope(job: TrainingJob) -> str:
         from peakcast.models.analytical.megatron import megatron_out_of_scope
 
         return megatron_out_of_scope(job)
-    return _architecture_reason(job.architecture) or _encoder_decoder_reason(job) or _huggingface_reason(job)
+    network = _architecture_reason(job.architecture) or _encoder_decoder_reason(job)
+    return network or parallel_reason(job) or _huggingface_reason(job)
 
 
 def _architecture_reason(architecture: Architecture) -> str:
@@ -78,11 +80,6 @@ def _huggingface_reason(job: TrainingJob) -> str:
         (
             job.task == "inference" and _outgrows_window(job),
             "generation beyond the sliding window is not modelled: such layers cut their cache and mask their attention.",
-        ),
-        (
-            layout.world_size > layout.data_parallel_size,
-            f"{layout.world_size} ranks, {layout.data_parallel_size} of them data-parallel: other axes are modelled for "
-            "framework='megatron' only.",
         ),
         (
             layout.zero_stage > 0 and layout.data_parallel_size > 1,

@@ -114,6 +114,8 @@ class Step:
     hooks: Hooks = field(default_factory=Hooks)
     _allocated: dict[int, tuple[str, Category, int, int, str]] = field(default_factory=dict)
     _next_handle: int = 0
+    _handed_on: int | None = None
+    """The instant from which hooks have run since the last block: what it hands to the next one lives on meanwhile."""
 
     def __post_init__(self) -> None:
         self._watched = any(getattr(type(self.hooks), name) is not getattr(Hooks, name) for name in _MOMENTS)
@@ -134,25 +136,54 @@ class Step:
     ) -> Run:
         """Run a block forward, keeping what autograd keeps; place its backward later with `run_backward`."""
         if self._watched:
-            (self.hooks.before_backward if phase == Phase.BACKWARD else self.hooks.before_forward)(self, module)
+            self._enter(template, module, phase)
         start = len(self.phases)
         self.phases += template.forward_phases[phase]
         self.labels += template.forward_labels
         run = Run(template, module, start, None, keeps_gradients)
         self._runs.append(run)
         if self._watched and phase != Phase.BACKWARD:
+            ended = self.now
             self.hooks.after_forward(self, module)
+            self._hand_on(ended)
         return run
 
     def run_backward(self, run: Run, phase: Phase = Phase.BACKWARD) -> None:
         """Run the backward of an earlier forward."""
         if self._watched:
+            since = self._since()
             self.hooks.before_backward(self, run.module)
+            self._carry("gradient", Category.TEMPORARIES, run.template.handed_in_bytes, since, run.module)
         run.backward_start = len(self.phases)
         self.phases += run.template.backward_phases[phase]
         self.labels += run.template.backward_labels
         if self._watched:
+            ended = self.now
             self.hooks.after_backward(self, run)
+            self._hand_on(ended)
+
+    def _enter(self, template: Template, module: str, phase: Phase) -> None:
+        """What hooks do before a block runs forward, for the first time or again in backward."""
+        since = self._since()
+        if phase == Phase.BACKWARD:
+            self._carry("gradient", Category.TEMPORARIES, template.input_bytes, since, module)
+            self.hooks.before_backward(self, module)
+        else:
+            self.hooks.before_forward(self, module)
+            self._carry("hidden_states", Category.ACTIVATIONS, template.input_bytes, since, module)
+
+    def _since(self) -> int:
+        since, self._handed_on = self._handed_on, None
+        return self.now if since is None else since
+
+    def _carry(self, name: str, category: Category, num_bytes: int, since: int, module: str) -> None:
+        """What a block hands to the next one, while hooks run between them."""
+        if since < self.now:
+            self.hold(name, category, num_bytes, since, self.now, module)
+
+    def _hand_on(self, ended: int) -> None:
+        if self.now > ended:
+            self._handed_on = ended
 
     def end_backward(self) -> None:
         """`loss.backward()` returns."""

@@ -144,6 +144,11 @@ class Template:
         """By the number of the phase in which the block runs backward, those of its instants."""
         return tuple(bytes((phase,)) * self.num_backward for phase in Phase)
 
+    @cached_property
+    def handed_in_bytes(self) -> int:
+        """Bytes of the gradient that the block after it hands in; 0 where there is none."""
+        return int(self.num_bytes[self.names.index(HANDED_IN)]) if HANDED_IN in self.names else 0
+
 
 class _Gradient:
     """A gradient on its way: `holders` are the tensors that it is the gradient of and that have not run backward."""

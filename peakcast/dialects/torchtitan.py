@@ -108,6 +108,7 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         compile=settings.switch("compile.enable") or settings.switch("training.compile"),
         parallelism=layout,
         offload=Offload(parameters=offloads, optimizer=offloads),
+        framework_options=FrozenMapping(_options(settings)),
     )
     for key in settings.left():
         (notes.ignored if IGNORED.fullmatch(key) else notes.unknown).append(key)
@@ -271,6 +272,11 @@ def _checkpointing(settings: Settings) -> ActivationCheckpointing:
     return ActivationCheckpointing(mode="selective")
 
 
+def _options(settings: Settings) -> dict[str, Any]:
+    """What differs from the conventions of the torch loop."""
+    return {"loss_parallel": False} if settings.switch("parallelism.disable_loss_parallel") else {}
+
+
 def _unsupported(settings: Settings) -> None:
     for key, what in {
         "optimizer.early_step_in_backward": "The optimizer step inside backward",
@@ -278,10 +284,6 @@ def _unsupported(settings: Settings) -> None:
     }.items():
         if settings.switch(key):
             settings.notes.unsupported.append(f"{what} ({key}) is not modelled.")
-    if settings.switch("parallelism.disable_loss_parallel"):
-        settings.notes.unsupported.append(
-            "Whole logits on each tensor-parallel rank (disable_loss_parallel) are not modelled."
-        )
     if settings.text("parallelism.fsdp_reshard_after_forward", "default") == "never":
         settings.notes.unsupported.append(
             "Weights kept gathered after forward (fsdp_reshard_after_forward=never) are not modelled."

@@ -17,6 +17,7 @@ REFUSED = {
     "finetuning.adapter_dtype": {"finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "float16"}},
     "framework_options": {"framework_options": {"norms_in_float32": True}},
     "finetuning.quantization": {"finetuning": {"method": "qlora", "rank": 8, "quantization": "gptq"}},
+    "batch.form": {"batch": {"form": "masked"}, "parallelism": {"tensor_parallel_size": 2}},
     "parallelism": {"parallelism": {"data_parallel_size": 8, "zero_stage": 2}},
 }
 
@@ -25,8 +26,34 @@ def job(**changes):
     return expand({"include": [{"architecture": "gpt2"} | changes]})[0]
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"context_parallel_size": 2},
+        {"tensor_parallel_size": 2, "data_parallel_size": 2},
+        {"data_parallel_size": 2, "zero_stage": 1},
+    ],
+)
+def test_a_layout_that_would_be_traced_as_another_is_refused(layout):
+    with pytest.raises(CollectorError, match="parallelism="):
+        scope.check(job(architecture="llama-3.2-1b", parallelism=layout))
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "data_parallel_size": 2, "sharding": "fsdp2"}]
+)
+def test_tensor_parallelism_is_let_through_alone_and_with_fsdp2(layout):
+    scope.check(job(architecture="llama-3.2-1b", parallelism=layout))
+
+
 def test_every_rule_has_a_case_here():
     assert set(REFUSED) == set(scope.SINGLE_GPU)
+
+
+@pytest.mark.parametrize("degree", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_compilation_of_a_split_network_is_refused(degree):
+    with pytest.raises(CollectorError, match="without tensor and pipeline parallelism"):
+        scope.check(job(framework="torch", compile=True, parallelism={degree: 2}))
 
 
 @pytest.mark.parametrize("parameter", REFUSED)

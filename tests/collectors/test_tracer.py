@@ -6,6 +6,7 @@ from peakcast.timeline import Category, Phase
 
 torch = pytest.importorskip("torch")
 
+from peakcast.collectors.tracing import dtensors  # noqa: E402 needs torch
 from peakcast.collectors.tracing.tracer import Tracer  # noqa: E402 needs torch
 
 
@@ -59,6 +60,7 @@ def mesh():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    dtensors.install()
     torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     yield init_device_mesh("cpu", (4,))
     torch.distributed.destroy_process_group()

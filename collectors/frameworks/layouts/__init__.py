@@ -11,6 +11,7 @@ import importlib
 from typing import Any, Protocol
 
 from peakcast.collectors import gang
+from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 
@@ -28,9 +29,14 @@ class Layout(Protocol):
     """A model wrapped for data parallelism, and what the training loop does differently because of it."""
 
     model: Any
+    splits_loss: bool
+    """Whether the loss is computed over parts of the vocabulary."""
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         """Around a micro-batch that is not the last of its step."""
+
+    def computing_loss(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the forward with its loss, and around the backward."""
 
     def clip(self, parameters: list[Any], max_norm: float) -> None:
         """Gradient clipping over all ranks."""
@@ -39,8 +45,19 @@ class Layout(Protocol):
 class Alone:
     """One rank: nothing is wrapped."""
 
+    splits_loss = False
+
     def __init__(self, model: Any) -> None:
         self.model = model
+
+    def computing_loss(self) -> contextlib.AbstractContextManager[Any]:
+        """torch's loss over logits that are split by vocabulary, where tensor parallelism leaves them so."""
+        if not self.splits_loss:
+            return contextlib.nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        context: contextlib.AbstractContextManager[Any] = loss_parallel()
+        return context
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         """Nothing differs."""
@@ -75,28 +92,37 @@ def wrap(model: Any, job: TrainingJob) -> Layout:
     layout = job.parallelism
     if layout.world_size == 1:
         return Alone(model)
-    if layout.zero_stage or layout.world_size != layout.data_parallel_size:
+    if layout.zero_stage:
         raise CollectorError(
-            f"parallelism of {layout.world_size} ranks (zero_stage={layout.zero_stage}) has no collector yet; measure data "
-            f"parallelism with sharding {', '.join(STACKS)}.",
-            parameter="parallelism",
-            value=layout.world_size,
+            f"zero_stage={layout.zero_stage} has no collector yet; measure sharding {', '.join(STACKS)}.",
+            parameter="parallelism.zero_stage",
+            value=layout.zero_stage,
         )
-    stack: Any = importlib.import_module(STACKS[layout.sharding])
-    wrapped: Layout = stack.wrap(model, job)
+    tensor_parallel = layout.tensor_parallel_size > 1
+    wrapped: Layout = _split(model, job) if tensor_parallel else Alone(model)
+    if layout.data_parallel_size > 1:
+        stack: Any = importlib.import_module(STACKS[layout.sharding])
+        wrapped = stack.wrap(model, job)
+    wrapped.splits_loss = tensor_parallel and bool(conventions(job).get("loss_parallel"))
     return wrapped
 
 
-def mesh(job: TrainingJob, shards: int) -> Any:
-    """A device mesh over the job's ranks: [ranks], or [ranks / shards, shards] where only some of them share a model."""
+def _split(model: Any, job: TrainingJob) -> Layout:
+    from peakcast.collectors.frameworks.layouts import tensor
+
+    tensor.shard(model, job, mesh(job)["tensor"])
+    return tensor.TrainersTensorParallel(model) if job.framework == "huggingface" else Alone(model)
+
+
+def mesh(job: TrainingJob) -> Any:
+    """The device mesh over the job's ranks: an axis for each degree above 1, stages outermost, tensor parallelism
+    innermost (torchtitan `distributed/parallel_dims.py`)."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.device_mesh import init_device_mesh
 
-    ranks = job.parallelism.data_parallel_size
+    degrees = {name: size for name, size in _degrees(job) if size > 1}
     with unset_fake_temporarily():  # a mesh keeps a real tensor of ranks
-        if shards == ranks:
-            return init_device_mesh(_device_type(), (ranks,), mesh_dim_names=("shard",))
-        return init_device_mesh(_device_type(), (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(_device_type(), tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
 def _device_type() -> str:
@@ -104,3 +130,28 @@ def _device_type() -> str:
     import torch
 
     return "cpu" if gang.launched() and not torch.cuda.is_available() else "cuda"
+
+
+def mixes(job: TrainingJob) -> bool:
+    """Whether FSDP gathers weights in another dtype than it stores."""
+    layout = job.parallelism
+    sharded = layout.sharding in ("fsdp1", "fsdp2", "hsdp") and layout.data_parallel_size > 1
+    return sharded and job.precision.compute != job.precision.parameters
+
+
+def data_mesh(job: TrainingJob) -> Any:
+    """The part of `mesh` over which data parallelism shards: [shard], or [replicate, shard]."""
+    names = [name for name, size in _degrees(job) if size > 1 and name in ("replicate", "shard")]
+    return mesh(job)[tuple(names)]
+
+
+def _degrees(job: TrainingJob) -> list[tuple[str, int]]:
+    layout = job.parallelism
+    ranks = layout.data_parallel_size
+    shards = min(ranks, int(conventions(job)["shard_group_size"])) if layout.sharding == "hsdp" else ranks
+    return [
+        ("stage", layout.pipeline_parallel_size),
+        ("replicate", ranks // shards),
+        ("shard", shards),
+        ("tensor", layout.tensor_parallel_size),
+    ]

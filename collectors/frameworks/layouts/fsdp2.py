@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from peakcast.collectors.frameworks.layouts import Alone, mesh
+from peakcast.collectors.frameworks.layouts import Alone, data_mesh
 from peakcast.collectors.frameworks.layouts.fsdp1 import decoder_layer_classes, mixed_precision_dtypes
 from peakcast.conventions import conventions
 from peakcast.spec import TrainingJob
@@ -33,34 +33,44 @@ class FullySharded(Alone):
 def wrap(model: Any, job: TrainingJob) -> FullySharded:
     """`model` with its parameters as shards of dimension 0."""
     chosen = conventions(job)
-    ranks = job.parallelism.data_parallel_size
-    shards = min(ranks, chosen["shard_group_size"]) if job.parallelism.sharding == "hsdp" else ranks
     mixed = mixed_precision_dtypes(job)
     policy = MixedPrecisionPolicy()
     if mixed is not None:  # accelerate sets the dtype of outputs too (FullyShardedDataParallelPlugin.set_mixed_precision)
         outputs = mixed[0] if job.framework == "huggingface" else None
         policy = MixedPrecisionPolicy(param_dtype=mixed[0], reduce_dtype=mixed[1], output_dtype=outputs)
     common: dict[str, Any] = {
-        "mesh": mesh(job, shards),
+        "mesh": data_mesh(job),
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if job.offload.parameters else OffloadPolicy(),
     }
-    keeps: dict[str, Any] = {"reshard_after_forward": bool(chosen["fsdp_reshard_after_forward"])}
+    # torchtitan: with pipelining each micro-batch would gather again
+    reshards = bool(chosen["fsdp_reshard_after_forward"]) and job.parallelism.pipeline_parallel_size == 1
+    keeps: dict[str, Any] = {"reshard_after_forward": reshards}
     layers = tuple(decoder_layer_classes(model))
     for module in model.modules():
         if isinstance(module, layers):
             fully_shard(module, **common, **keeps)
     if chosen["fsdp2_units"] == "ends":
-        _shard_ends(model, common, keeps)
+        _shard_ends(model, job, common, keeps)
     fully_shard(model, **common)
     layout = FullySharded(model)
     layout.synchronizes = not chosen["accumulates_without_sync"]
     return layout
 
 
-def _shard_ends(model: Any, common: dict[str, Any], keeps: dict[str, Any]) -> None:
+def _shard_ends_of_stage(model: Any, common: dict[str, Any], keeps: dict[str, Any]) -> None:
+    if list(model.model.embed_tokens.parameters()):
+        fully_shard(model.model.embed_tokens, **common, **keeps)
+    if list(model.lm_head.parameters()):
+        fully_shard([model.model.norm, model.lm_head], **common, reshard_after_forward=False)
+
+
+def _shard_ends(model: Any, job: TrainingJob, common: dict[str, Any], keeps: dict[str, Any]) -> None:
     """The embedding by itself, final norm and lm_head together and kept (accelerate 1.15 `fsdp2_prepare_model`)."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if job.parallelism.pipeline_parallel_size > 1:  # a stage has one of them at most
+        _shard_ends_of_stage(model, common, keeps)
+        return
     tail = [_final_norm(model), head]
     if head.weight is embedding.weight:
         tail.insert(1, embedding)

@@ -7,6 +7,7 @@ from peakcast.models.analytical.blocks.attention_kernels import attention, atten
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.kv_cache import update_cache
+from peakcast.models.analytical.blocks.tensor_parallel import gather_sequence
 from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.tape import Tape, Tensor
 
@@ -19,6 +20,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     rows, width = context.rows, architecture.hidden_size
     query, key_value = architecture.query_size, architecture.key_value_size
     size = context.compute_bytes
+    x = gather_sequence(tape, x, context.group, "self_attn")
     bias, names = architecture.attention_bias, leaf_names(architecture)
     if architecture.fused_qkv:
         fused = build.projection(x, width, query + 2 * key_value, f"self_attn.{names.qkv}", bias)
@@ -27,13 +29,13 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
             whole = q.num_bytes
             q, k, v = (tape.operation("self_attn.expand", [part], whole) for part in (q, k, v))
     else:
-        q = build.projection(x, width, query, f"self_attn.{names.q}", bias)
+        q = build.columns(x, width, query, f"self_attn.{names.q}", bias)
         if architecture.qk_norm != "none":
             q = _qk_norm(build, q, query, "self_attn.q_norm")
-        k = build.projection(x, width, key_value, f"self_attn.{names.k}", bias)
+        k = build.columns(x, width, key_value, f"self_attn.{names.k}", bias)
         if architecture.qk_norm != "none":
             k = _qk_norm(build, k, key_value, "self_attn.k_norm")
-        v = build.projection(x, width, key_value, f"self_attn.{names.v}", bias)
+        v = build.columns(x, width, key_value, f"self_attn.{names.v}", bias)
     variables = [x, q, k] if traits(architecture).rotary_inline else [x]
     if architecture.position_embedding == "rope":
         q, k = _rotary(build, q, k)
@@ -45,7 +47,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     output = attention(build, q, k, v)
     if architecture.rotary_in_parts and attention_kernel(context) == "flash" and not context.liger:
         output = ops.copy(tape, output, "self_attn.contiguous")
-    output = build.projection(output, query, width, f"self_attn.{names.out}", architecture.attention_output_bias)
+    output = build.rows_summed(output, query, width, f"self_attn.{names.out}", architecture.attention_output_bias)
     for variable in (*variables, q, k, v):  # of the attention's forward
         tape.hold(variable)
     return build.dropout(output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
@@ -55,8 +57,11 @@ def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
     architecture = build.context.architecture
     if architecture.qk_norm in ("head", "per_head"):
         rows = build.context.rows * width // architecture.head_dim
-        return build.norm(x, architecture.head_dim, name, rows)
-    return build.norm(x, width, name, fused=traits(architecture).liger_qk_norm)
+        normed = build.norm(x, architecture.head_dim, name, rows)
+    else:
+        normed = build.norm(x, width, name, fused=traits(architecture).liger_qk_norm)
+    build.tape.hold(x)  # the norm's argument, until it returns
+    return normed
 
 
 def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

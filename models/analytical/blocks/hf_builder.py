@@ -12,6 +12,7 @@ from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.float8 import float8_linear
 from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.blocks.tensor_parallel import WHOLE, TensorParallel, enter_columns, leave_rows
 from peakcast.models.analytical.parameters import default_adapter_targets
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 from peakcast.spec import Finetuning
@@ -72,6 +73,8 @@ class HFContext:
     float8: bool = False
     """Whether Linears compute in float8; `float8_skips` names those that do not."""
     float8_skips: frozenset[str] = frozenset({"lm_head"})
+    group: TensorParallel = WHOLE
+    """Of a layer's context, `architecture` is then that of a rank's part."""
     neftune: bool = False
     """Whether training adds noise to the token embeddings."""
     cache: str = ""
@@ -85,10 +88,15 @@ class HFContext:
         return self.batch * self.sequence
 
     @property
+    def stream_rows(self) -> int:
+        """Of these, the ones that this rank has of the residual stream."""
+        return self.rows // self.group.ranks if self.group.sequence else self.rows
+
+    @property
     def input_bytes(self) -> int:
         """Bytes of one layer's input."""
         size = self.weight_bytes if self.first_layer else self.stream_bytes
-        return self.rows * self.architecture.hidden_size * size
+        return self.stream_rows * self.architecture.hidden_size * size
 
     @property
     def trainable(self) -> bool:
@@ -128,6 +136,17 @@ class BlockBuilder:
     def for_rows(self, rows: int, num_matrices: int) -> BlockBuilder:
         """The same builder for tensors of other rows, split over `num_matrices` matrices."""
         return BlockBuilder(self.tape, self.context, rows, num_matrices, self.variables)
+
+    def columns(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
+        """A projection that tensor parallelism splits by its outputs."""
+        x = enter_columns(self.tape, x, self.context.group, name)
+        return self.projection(x, in_features, out_features, name, bias)
+
+    def rows_summed(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
+        """A projection that tensor parallelism splits by its inputs: each rank has a part of the sum."""
+        return leave_rows(
+            self.tape, self.projection(x, in_features, out_features, name, bias), self.context.group, name
+        )
 
     def projection(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
         """A Linear of the network, with its adapter where `finetuning` gives it one (peft `lora/layer.py`, `bnb.py`)."""

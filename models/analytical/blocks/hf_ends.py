@@ -11,6 +11,12 @@ from functools import lru_cache
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
 from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.blocks.tensor_parallel import (
+    enter_columns,
+    gather_columns,
+    gather_sequence,
+    leave_rows,
+)
 from peakcast.models.analytical.tape import Tape, Template, Tensor, WeightGradient
 from peakcast.timeline import Category
 from peakcast.units import power_of_two
@@ -26,20 +32,28 @@ def embedding(context: HFContext) -> Template:
     build = BlockBuilder(tape, context)
     rows, width = context.rows, architecture.hidden_size
     size = context.weight_bytes
-    weight = architecture.vocab_size * width * context.weight_bytes
-    trains = context.trainable
+    trains, group = context.trainable, context.group
+    weight = architecture.vocab_size * width * context.weight_bytes  # of the gradient: whole on every tensor-parallel rank
+    part = group.part(architecture.vocab_size) * width * context.weight_bytes
     tied = trains and architecture.tie_word_embeddings
-    if tied:  # backward: lm_head's gradient has waited; it and this one are summed into a third
-        tape.operation("tied_weight", [], 0, gradients=[], backward_temporary_bytes=2 * weight).requires_grad = True
+    if tied:  # backward: lm_head's gradient has waited; it and this one (or this rank's part of it) are summed into a third
+        summed = 2 * weight if group.ranks == 1 else weight + 2 * part
+        tape.operation("tied_weight", [], 0, gradients=[], backward_temporary_bytes=summed).requires_grad = True
+    elif trains and group.table_reduced:
+        rows_taken = WeightGradient("embed_tokens.weight.grad", part)
+        tape.operation("embed_tokens.rows", [], 0, weight_gradients=[rows_taken], backward_temporary_bytes=weight)
+    later = tied or (trains and group.table_reduced)
     hidden = tape.operation(
         "embed_tokens",
         [],
         rows * width * size,
-        weight_gradients=[WeightGradient("embed_tokens.weight.grad", weight)] if trains and not tied else [],
-        backward_temporary_bytes=(weight if tied else 0)
+        weight_gradients=[WeightGradient("embed_tokens.weight.grad", weight)] if trains and not later else [],
+        backward_temporary_bytes=(weight if later else 0)
         + (embedding_backward_bytes(rows, width, architecture.vocab_size) if trains and context.kernel_temporaries else 0),
     )
     hidden.requires_grad = trains
+    if group.table:
+        hidden = leave_rows(tape, hidden, group, "embed_tokens")
     learned = architecture.position_embedding == "learned"
     scaled = traits(architecture).scaled_embedding
     scaled_later = scaled and not traits(architecture).embedding_scales_itself
@@ -84,7 +98,7 @@ def embedding_variables(context: HFContext) -> tuple[bool, list[int]]:
     """What the model's forward still holds by name while its layers run: whether that is the first layer's input itself,
     and the bytes of each."""
     architecture = context.architecture
-    tokens = context.rows * architecture.hidden_size * context.weight_bytes
+    tokens = context.stream_rows * architecture.hidden_size * context.weight_bytes
     if architecture.position_embedding == "learned" and architecture.kind == "decoder":
         once = tokens if traits(architecture).positions_per_sequence else tokens // context.batch
         return False, [tokens, once]
@@ -106,13 +120,14 @@ def head(context: HFContext) -> Template:
     (where-memory-goes F2; transformers `loss/loss_utils.py`)."""
     architecture, tape = context.architecture, Tape(saves_on_cpu=context.saves_on_cpu)
     build = BlockBuilder(tape, context)
-    rows, width, vocabulary = context.rows, architecture.hidden_size, architecture.vocab_size
-    hidden = tape.input(rows * width * context.stream_bytes)
+    group, rows, width = context.group, context.rows, architecture.hidden_size
+    vocabulary = group.part(architecture.vocab_size)
+    hidden = tape.input(context.stream_rows * width * context.stream_bytes)
     sequence_output = hidden
     if architecture.kind == "encoder":  # the masked-token head's own projection
         hidden = build.linear(hidden, width, width, "lm_head.dense", True, context.trainable, context.weight_bytes)
         hidden = ops.unary(tape, hidden, "lm_head.act")
-    final = build.norm(hidden, width, "final_norm")
+    final = build.norm(hidden, width, "final_norm", context.stream_rows)
     tape.hold(hidden)  # the model's variable, while its last norm runs
     if architecture.kind == "encoder_decoder":
         normed, final = final, build.dropout(final, architecture.hidden_dropout, rows * width, "final_dropout")
@@ -124,10 +139,15 @@ def head(context: HFContext) -> Template:
         _fused_linear_cross_entropy(build, final)
         tape.hold(final)
         return tape.finish()
+    inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
     logits = build.linear(
-        final, width, vocabulary, "lm_head", architecture.lm_head_bias, context.trainable, context.weight_bytes
+        inputs, width, vocabulary, "lm_head", architecture.lm_head_bias, context.trainable, context.weight_bytes
     )
     logits.storage.category = Category.LOGITS
+    if group.ranks > 1 and not group.loss:
+        vocabulary = architecture.vocab_size
+        logits = gather_columns(tape, logits, rows * vocabulary * context.compute_bytes, "lm_head")
+        logits.storage.category = Category.LOGITS
     if traits(architecture).scaled_logits:
         logits = ops.scale(tape, logits, "logits_scaling")
     if architecture.final_logit_softcapping is not None:
@@ -160,20 +180,43 @@ def head(context: HFContext) -> Template:
             logits = _shift(tape, logits, shifted_rows, rows)
         else:
             tape.operation("pad_labels", [], rows * INT64, category=Category.INPUTS)
-    log_probabilities = tape.operation(
-        "log_softmax",
-        [logits],
-        logits.num_bytes,
-        saves_output=True,
-        category=Category.LOGITS,
-        output_name="log_softmax",
-    )
-    if upcast == "none" and context.autocast and log_probabilities.num_bytes != wide:
-        log_probabilities = _logits_op(tape, log_probabilities, wide, "nll_loss.to_float32")  # autocast's fp32 list
-    tape.operation("nll_loss", [log_probabilities], FP32, saves=[log_probabilities])
+    if group.loss:
+        _loss_over_parts(tape, logits)
+    else:
+        log_probabilities = tape.operation(
+            "log_softmax",
+            [logits],
+            logits.num_bytes,
+            saves_output=True,
+            category=Category.LOGITS,
+            output_name="log_softmax",
+        )
+        if upcast == "none" and context.autocast and log_probabilities.num_bytes != wide:
+            log_probabilities = _logits_op(tape, log_probabilities, wide, "nll_loss.to_float32")  # autocast's fp32 list
+        tape.operation("nll_loss", [log_probabilities], FP32, saves=[log_probabilities])
     for tensor in (*kept, final):  # variables of the model's and the loss's forward
         tape.hold(tensor)
     return tape.finish()
+
+
+def _loss_over_parts(tape: Tape, logits: Tensor) -> None:
+    """torch's loss parallel over this rank's part of the vocabulary (torch 2.13 `distributed/tensor/parallel/loss.py`
+    _log_softmax, _nll_loss_and_log_softmax_backward): shifted logits, their exponentials in passing, and the result."""
+    shifted = tape.operation(
+        "log_softmax.shift", [logits], logits.num_bytes, gradients=[(logits, None)], category=Category.LOGITS
+    )
+    tape.operation("log_softmax.exp", [shifted], 0, gradients=[], forward_temporary_bytes=logits.num_bytes)
+    result = tape.operation(
+        "log_softmax",
+        [shifted],
+        logits.num_bytes,
+        gradients=[(shifted, None)],
+        category=Category.LOGITS,
+        output_name="log_softmax",
+    )
+    tape.operation(  # (grad_input + torch.exp(x)) * grad_output
+        "nll_loss", [result], FP32, saves=[result], backward_temporary_bytes=2 * logits.num_bytes
+    )
 
 
 def _fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
@@ -224,7 +267,8 @@ def logits_bytes_kept_by_outputs(context: HFContext) -> int:
     if context.fused_loss:
         return 0
     element = FP32 if context.logits_upcast == "model" or context.autocast else context.compute_bytes
-    return context.rows * context.architecture.vocab_size * element
+    size = context.architecture.vocab_size
+    return context.rows * (context.group.part(size) if context.group.loss else size) * element
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.latent_attention import latent_attention
 from peakcast.models.analytical.blocks.routed import routed_feed_forward
+from peakcast.models.analytical.blocks.tensor_parallel import gather_sequence
 from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.tape import Tape, Template, Tensor
 
@@ -45,14 +46,14 @@ def _sublayer(
     placement = architecture.norm_placement
     if traits(architecture).norm_after_residual:
         return build.norm(ops.add(build.tape, body(build, x), x, "residual_add"), width, norm_after)
-    body_input = build.norm(x, width, norm_before) if placement != "post" else x
+    body_input = build.norm(x, width, norm_before, build.context.stream_rows) if placement != "post" else x
     y = body(build, body_input)
     family = traits(architecture)
     if not (family.feed_forward_inline and body is feed_forward):
         build.tape.hold(body_input)  # the layer's variable
     build.variables.extend([y] * family.keeps_sublayer_outputs + [body_input] * family.keeps_sublayer_inputs)
     if placement != "pre":
-        y = build.norm(y, width, norm_after)
+        y = build.norm(y, width, norm_after, build.context.stream_rows)
     if family.scaled_residual:
         y = ops.scale(build.tape, y, "residual_multiplier")
     return ops.add(build.tape, x, y, "residual_add")
@@ -90,6 +91,7 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     width, inner = architecture.hidden_size, architecture.intermediate_size
     bias, names = architecture.mlp_bias, leaf_names(architecture)
     rows, size = build.context.rows, build.context.compute_bytes
+    x = arguments = gather_sequence(tape, x, build.context.group, "mlp")
     if architecture.gated_mlp and architecture.fused_gate_up:  # one matrix; the halves are views
         fused = build.projection(x, width, 2 * inner, f"mlp.{names.gate_up}", bias)
         gate, up = tape.split(fused, [rows * inner * size] * 2, "mlp.chunk")
@@ -98,18 +100,20 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
         else:
             product = ops.multiply(tape, activation(build, gate), up, "mlp.product")
     elif architecture.gated_mlp and build.context.liger:
-        gate = build.projection(x, width, inner, f"mlp.{names.gate}", bias)
-        up = build.projection(x, width, inner, f"mlp.{names.up}", bias)
+        gate = build.columns(x, width, inner, f"mlp.{names.gate}", bias)
+        up = build.columns(x, width, inner, f"mlp.{names.up}", bias)
         product = _swiglu(tape, gate, up)
     elif architecture.gated_mlp:
-        activated = activation(build, build.projection(x, width, inner, f"mlp.{names.gate}", bias))
-        up = build.projection(x, width, inner, f"mlp.{names.up}", bias)
+        activated = activation(build, build.columns(x, width, inner, f"mlp.{names.gate}", bias))
+        up = build.columns(x, width, inner, f"mlp.{names.up}", bias)
         product = ops.multiply(tape, activated, up, "mlp.product")
     else:
-        product = activation(build, build.projection(x, width, inner, f"mlp.{names.up}", bias))
-    output = build.projection(product, inner, width, f"mlp.{names.down}", bias)
+        product = activation(build, build.columns(x, width, inner, f"mlp.{names.up}", bias))
+    output = build.rows_summed(product, inner, width, f"mlp.{names.down}", bias)
     if architecture.fused_gate_up:
         tape.hold(gate)  # a variable of the feed-forward
+    if build.context.group.sequence:
+        tape.hold(arguments)
     return build.dropout(output, architecture.hidden_dropout, rows * width, "mlp.dropout")
 
 

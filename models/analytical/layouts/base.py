@@ -27,6 +27,8 @@ class StoredTensor:
     gathered_bytes: int
     trains: bool
     decays: bool = True
+    gradient_parts: int = 1
+    """How many times as large its gradient is until it is reduced: that of a split table is whole on every rank."""
 
     @property
     def numel(self) -> int:
@@ -56,6 +58,15 @@ class Layout(Hooks):
 
     def end_backward(self, step: Step) -> None:
         """When autograd has finished a micro-batch."""
+
+    def end_forward(self, step: Step) -> None:
+        """When the whole network, or a pipeline stage, has run forward."""
+
+    def begin_turns(self) -> None:
+        """Before the forward and backward turns of a pipeline stage."""
+
+    def end_turns(self, step: Step) -> None:
+        """After them."""
 
     def optimized(self) -> list[TrainedTensor]:
         """What the optimizer updates on this rank."""
@@ -124,6 +135,8 @@ class ShardedLayout(Layout):
         self.prefetches = prefetches
         self.waits = waits
         """Whether micro-batches before the last keep full gradients instead of reducing them."""
+        self.reshards = True
+        """Whether a unit is resharded when it is done; under pipelining, once for all micro-batches (`end_turns`)."""
         self.last = True
         self._of_module: dict[str, list[Unit]] = {}
         for unit in self.units:
@@ -140,7 +153,7 @@ class ShardedLayout(Layout):
 
     def after_forward(self, step: Step, module: str) -> None:
         for unit in self._of_module.get(module, []):
-            if not unit.stays_after_forward:
+            if self.reshards and not unit.stays_after_forward:
                 step.free(unit.gathered)
 
     def before_backward(self, step: Step, module: str) -> None:
@@ -168,15 +181,30 @@ class ShardedLayout(Layout):
             if unit.reduces_at_end:
                 self.finish(step, unit)
 
+    def begin_turns(self) -> None:
+        """Before the turns of a pipeline: units stay gathered and full gradients wait until they have all been taken."""
+        self.reshards, self.waits, self.last = False, True, False
+
+    def end_turns(self, step: Step) -> None:
+        self.reshards, self.last = True, True
+        for unit in (self.units[-1], *self.units[:-1]):
+            self.finish(step, unit)
+
     def finish(self, step: Step, unit: Unit) -> None:
         """The unit's backward is done: reshard it, and reduce its gradients or let them wait."""
-        step.free(unit.gathered)
+        if self.reshards:
+            self.take_parts(step, unit)
+        if self.reshards:
+            step.free(unit.gathered)
         if not unit.trained:
             unit.runs.clear()
         elif self.waits and not self.last:
             self.keep_full(step, unit)
         else:
             self.reduce(step, unit)
+
+    def take_parts(self, step: Step, unit: Unit) -> None:
+        """Of gradients that are larger than their tensors, this rank's parts."""
 
     def take_gradients(self, step: Step, unit: Unit) -> None:
         """The full gradients of the unit's runs are gone from the next instant on."""

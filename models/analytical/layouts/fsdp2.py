@@ -42,7 +42,10 @@ class FSDP2(ShardedLayout):
         self._copied_out: list[int] = []
         """The last all-gather's output, kept until the next copy-out (`comm_ctx.all_gather_state`)."""
         self._reduced_from: list[int] = []
-        """The last reduce-scatter's input (`comm_ctx.reduce_scatter_states`); with HSDP also its narrow output."""
+        """The last reduce-scatter's input (`comm_ctx.reduce_scatter_states`)."""
+        self._all_reduced: list[int] = []
+        """What HSDP's replicas reduced together, where it is not the gradient itself: until backward ends
+        (`_all_reduce_state` of each parameter group, `finalize_backward`)."""
 
     # -- sizes ------------------------------------------------------------------------------------------------------------
 
@@ -103,8 +106,12 @@ class FSDP2(ShardedLayout):
 
     def after_forward(self, step: Step, module: str) -> None:
         super().after_forward(step, module)
-        if module == "head":  # the root's forward ends
-            step.free(self._copied_out)
+        if module == "head":
+            self.end_forward(step)
+
+    def end_forward(self, step: Step) -> None:
+        """The root's forward ends."""
+        step.free(self._copied_out)
 
     # -- reducing ---------------------------------------------------------------------------------------------------------
 
@@ -126,14 +133,27 @@ class FSDP2(ShardedLayout):
             narrow = result
             result = step.allocate("gradient", Category.GRADIENTS, [numel * stored], unit.name)
             step.moment("reduce_scatter.cast", Phase.BACKWARD)
-            if self.replicas > 1:  # the all-reduce's buffer is kept until the next unit's (`AllReduceState`)
-                self._reduced_from += narrow
+            if self.replicas > 1:
+                self._all_reduced += narrow
             else:
                 step.free(narrow)
-        if unit.gradient or self.offloads:  # added to the part that is there, or copied to the host
+        if (unit.gradient or self.offloads) and self.replicas > 1 and width == stored:
+            self._all_reduced += result
+        elif unit.gradient or self.offloads:  # added to the part that is there, or copied to the host
             step.free(result)
         else:
             unit.gradient = result
+
+    def take_parts(self, step: Step, unit: Unit) -> None:
+        if any(t.gradient_parts > 1 for t in unit.trained):
+            width = self.reduce_bytes or unit.trained[0].gathered_bytes
+            parts = step.allocate(
+                "gradient.part", Category.GRADIENTS, (t.numel * width for t in unit.trained), unit.name
+            )
+            step.moment("gradient.redistribute", Phase.BACKWARD)
+            self.take_gradients(step, unit)
+            step.free(unit.accumulated)
+            unit.accumulated = parts
 
     def keep_full(self, step: Step, unit: Unit) -> None:
         """`to_accumulated_grad_if_needed`: each gradient is widened to the dtype in which it will be reduced."""
@@ -142,14 +162,23 @@ class FSDP2(ShardedLayout):
         if width == used:
             return
         self.take_gradients(step, unit)
-        narrow = [step.allocate("gradient.full", Category.GRADIENTS, [t.numel * used], unit.name) for t in unit.trained]
+        if unit.accumulated:  # added in place to what is there
+            return
+        sizes = [t.numel * t.gradient_parts for t in unit.trained]
+        narrow = [step.allocate("gradient.full", Category.GRADIENTS, [size * used], unit.name) for size in sizes]
         wide: list[int] = []
-        for tensor, gradient in zip(unit.trained, narrow, strict=True):
-            wide += step.allocate("gradient.full", Category.GRADIENTS, [tensor.numel * width], unit.name)
+        for size, gradient in zip(sizes, narrow, strict=True):
+            wide += step.allocate("gradient.full", Category.GRADIENTS, [size * width], unit.name)
             step.moment("gradient.widen", Phase.BACKWARD)
             step.free(gradient)
         unit.accumulated = wide
 
+    def end_turns(self, step: Step) -> None:
+        super().end_turns(step)
+        step.free(self._reduced_from)
+        step.free(self._all_reduced)
+
     def end_backward(self, step: Step) -> None:
         super().end_backward(step)
         step.free(self._reduced_from)
+        step.free(self._all_reduced)

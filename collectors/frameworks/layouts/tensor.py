@@ -1,0 +1,99 @@
+"""Tensor parallelism: transformers' own plan (`huggingface`), or torch's `parallelize_module` as torchtitan applies it to
+transformers' networks (torchtitan `experiments/transformers_modeling_backend/infra/parallelize.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from peakcast.collectors.frameworks.layouts import Alone
+from peakcast.conventions import conventions
+from peakcast.spec import TrainingJob
+
+
+class TrainersTensorParallel(Alone):
+    """Some parameters are DTensors and some are not: torch's clipping takes one kind only."""
+
+    def clip(self, parameters: list[Any], max_norm: float) -> None:
+        """The Trainer's own for mixed parameters, which needs no Trainer."""
+        from transformers import Trainer
+
+        Trainer._mixed_mesh_grad_norm(None, self.model, max_norm)
+
+
+class Replicated(ParallelStyle):  # type: ignore[misc]
+    """A module whose every rank holds and computes all of it, on DTensors: clipping and foreach take no mixture
+    (torchtitan `distributed/tensor_parallel.py` NoParallel)."""
+
+    def _apply(self, module: Any, device_mesh: Any) -> Any:
+        def enter(_: Any, arguments: Any, mesh: Any) -> Any:
+            return (DTensor.from_local(arguments[0], mesh, (Replicate(),), run_check=False), *arguments[1:])
+
+        return distribute_module(module, device_mesh, None, enter, lambda _, output, mesh: output.to_local())
+
+
+def shard(model: Any, job: TrainingJob, mesh: Any) -> None:
+    """Split the parameters of `model` over `mesh` [tensor_parallel_size], and let its modules exchange what they must."""
+    if job.framework == "huggingface":
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        apply_tensor_parallelism(model, mesh)
+    else:
+        parallelize_module(model, mesh, _ends(job, model), src_data_rank=None)
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh, _layer(job, layer), src_data_rank=None)
+    model.tie_weights()
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):  # a part is a view of the whole tensor, which no real rank ever holds
+            parameter._local_tensor = parameter._local_tensor.detach().clone()
+
+
+def _stream(job: TrainingJob) -> Any:
+    """How the residual stream stands on the ranks."""
+    return Shard(1) if job.parallelism.sequence_parallel else Replicate()
+
+
+def _norm(job: TrainingJob) -> ParallelStyle:
+    return SequenceParallel() if job.parallelism.sequence_parallel else Replicated()
+
+
+def _ends(job: TrainingJob, model: Any) -> dict[str, Any]:
+    """Of those that `model` has: a pipeline stage may have none."""
+    stream, split = _stream(job), bool(conventions(job).get("loss_parallel"))
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "model.norm": _norm(job),
+        "lm_head": ColwiseParallel(
+            input_layouts=stream, output_layouts=Shard(-1) if split else Replicate(), use_local_output=not split
+        ),
+    }
+    return {name: style for name, style in plan.items() if not isinstance(model.get_submodule(name), torch.nn.Identity)}
+
+
+def _layer(job: TrainingJob, layer: Any) -> dict[str, Any]:
+    stream = _stream(job)
+    plan: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+    plan["self_attn.o_proj"] = RowwiseParallel(output_layouts=stream)
+    plan["mlp.down_proj"] = RowwiseParallel(output_layouts=stream)
+    for name in ("q_norm", "k_norm"):
+        if hasattr(layer.self_attn, name):  # over the heads, of which each rank has its own
+            plan[f"self_attn.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    plan |= {name: _norm(job) for name in ("input_layernorm", "post_attention_layernorm")}
+    if job.parallelism.sequence_parallel:
+        whole = Replicate()
+        plan["self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": whole}
+        )
+        plan["mlp"] = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,))
+    return plan

@@ -1,0 +1,178 @@
+"""Pipeline parallelism as `torch.distributed.pipelining` runs it: this rank's stages of the network, and its schedule.
+
+The stages are parts of transformers' networks, cut as torchtitan does it (`distributed/pipeline_parallel.py` and
+`experiments/transformers_modeling_backend`): modules that a stage does not have are identities.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from peakcast.collectors.frameworks import layouts
+from peakcast.collectors.frameworks.optimizers import build_optimizer
+from peakcast.errors import CollectorError
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Phase
+
+SCHEDULES = {
+    ("gpipe", False): "ScheduleGPipe",
+    ("gpipe", True): "ScheduleLoopedBFS",
+    ("1f1b", False): "Schedule1F1B",
+    ("interleaved_1f1b", True): "ScheduleInterleaved1F1B",
+}
+"""(`parallelism.pipeline_schedule`, whether a rank has several stages) -> torch's class."""
+
+
+def cut(network: Any, layers: range, job: TrainingJob, *, first: bool, last: bool) -> Any:
+    """`network` as one stage: token ids or hidden states in, hidden states or logits out. What it lacks are identities."""
+    body = network.model
+    body.layers = torch.nn.ModuleList(body.layers[layers.start : layers.stop])
+    if not first:
+        body.embed_tokens = torch.nn.Identity()
+    if not last:
+        body.norm, network.lm_head = torch.nn.Identity(), torch.nn.Identity()
+
+    def forward(x: Any) -> Any:
+        positions = torch.arange(job.sequence_length, device=x.device)[None]
+        inputs = {"input_ids": x} if first else {"inputs_embeds": x}
+        return network.lm_head(body(**inputs, position_ids=positions, use_cache=False).last_hidden_state)
+
+    network.forward = forward
+    return network
+
+
+class PipelineTraining:
+    """One training run of a rank's stages."""
+
+    def __init__(self, job: TrainingJob, stages: list[Any], wrapped: list[layouts.Layout], ids: torch.Tensor) -> None:
+        self.job = job
+        self.model = torch.nn.ModuleList(stages)
+        self.optimizer = build_optimizer(job, self.model)
+        self.ids = ids
+        self._layouts = wrapped
+        self._begin: Callable[[Phase], None] = lambda phase: None
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._loss = stages[-1].loss_function
+        self._schedule = _schedule(job, stages, self._compute_loss)
+        self._announce()
+
+    def run_schedule(self, begin: Callable[[Phase], None]) -> None:
+        """All forward and backward turns of a step; `begin` hears of each phase."""
+        self._begin = begin
+        stages = self._stages()
+        arguments = (self.ids,) if any(stage.is_first for stage in stages) else ()
+        target = self.ids if any(stage.is_last for stage in stages) else None
+        with self._layouts[-1].computing_loss():
+            self._schedule.step(*arguments, target=target, return_outputs=False)
+
+    def _compute_loss(self, logits: Any, labels: Any) -> Any:
+        self._begin(Phase.LOSS)
+        return self._loss(logits=logits, labels=labels, vocab_size=self.job.architecture.vocab_size)
+
+    def _stages(self) -> list[Any]:
+        return getattr(self._schedule, "_stages", None) or [self._schedule._stage]
+
+    def _announce(self) -> None:
+        """Say which phase begins before each turn."""
+        for stage in self._stages():
+            for name, phase in (
+                ("forward_one_chunk", Phase.FORWARD),
+                ("backward_one_chunk", Phase.BACKWARD),
+                ("backward_weight_one_chunk", Phase.BACKWARD),
+            ):
+                setattr(stage, name, self._announcing(phase, getattr(stage, name)))
+
+    def _announcing(self, phase: Phase, run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def announced(*arguments: Any, **keywords: Any) -> Any:
+            self._begin(phase)
+            return run(*arguments, **keywords)
+
+        return announced
+
+    def forward(self, on_loss: Callable[[], None]) -> Any:
+        """A stage has no forward of its own to be measured."""
+        raise CollectorError(
+            "pipeline_parallel_size above 1 is traced, not measured: forward and backward turns alternate; use --trace.",
+            parameter="parallelism.pipeline_parallel_size",
+            value=self.job.parallelism.pipeline_parallel_size,
+        )
+
+    def backward(self, loss: Any) -> None:
+        """As `forward`."""
+
+    def clip(self) -> None:
+        """Over this rank's stages."""
+        self._layouts[-1].clip(self._trained, 1.0)
+
+    def step(self) -> None:
+        """The optimizer's step."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Release the gradients."""
+        self.optimizer.zero_grad()
+
+    def facts(self) -> dict[str, Any]:
+        """What was really chosen."""
+        return {"optimizer": type(self.optimizer).__name__, "pipeline_schedule": type(self._schedule).__name__}
+
+
+def build(job: TrainingJob, new_network: Callable[[], Any], ids: torch.Tensor) -> PipelineTraining:
+    """The run of this process's rank; `new_network` makes the whole network, with checkpointing where the job has it."""
+    layout = job.parallelism
+    total = layout.pipeline_parallel_size * layout.virtual_pipeline_stages
+    sizes = layout.pipeline_layers or (job.architecture.num_hidden_layers // total,) * total
+    stages = []
+    for stage in stages_of_rank(job, layouts.mesh(job)["stage"].get_local_rank()):
+        start = sum(sizes[:stage])
+        layers = range(start, start + sizes[stage])
+        stages.append(cut(new_network(), layers, job, first=stage == 0, last=stage == total - 1))
+    return PipelineTraining(job, stages, [layouts.wrap(stage, job) for stage in stages], ids)
+
+
+def stages_of_rank(job: TrainingJob, rank: int) -> list[int]:
+    """The stages of pipeline rank `rank`, in model order: every p-th one."""
+    layout = job.parallelism
+    return [chunk * layout.pipeline_parallel_size + rank for chunk in range(layout.virtual_pipeline_stages)]
+
+
+def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any]) -> Any:
+    layout = job.parallelism
+    key = layout.pipeline_schedule, layout.virtual_pipeline_stages > 1
+    if key not in SCHEDULES:
+        raise CollectorError(
+            f"pipeline_schedule={key[0]!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} is no schedule of "
+            "torch's; use gpipe or 1f1b with 1, gpipe or interleaved_1f1b with more.",
+            parameter="parallelism.pipeline_schedule",
+            value=key[0],
+        )
+    group = layouts.mesh(job)["stage"].get_group()
+    total = layout.pipeline_parallel_size * layout.virtual_pipeline_stages
+    numbers = stages_of_rank(job, dist.get_rank(group))
+    pipeline = [
+        PipelineStage(stage, number, total, torch.device("cuda:0"), *_edges(job, number, total), group=group)
+        for stage, number in zip(stages, numbers, strict=True)
+    ]
+    kind = getattr(torch_schedules, SCHEDULES[key])
+    return kind(pipeline if key[1] else pipeline[0], job.gradient_accumulation_steps, loss_fn=loss)
+
+
+def _edges(job: TrainingJob, stage: int, total: int) -> tuple[Any, Any]:
+    """What a stage takes and gives, said beforehand: else the stages would tell each other, which no fake group can."""
+    layout, sequences = job.parallelism, job.micro_batch_size
+    part = job.sequence_length // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
+    dtype = getattr(torch, job.precision.compute if layouts.mixes(job) else job.precision.parameters)
+    with torch.device("meta"):
+        ids = torch.zeros((sequences, job.sequence_length), dtype=torch.int64)
+        hidden = torch.zeros((sequences, part, job.architecture.hidden_size), dtype=dtype, requires_grad=True)
+        vocabulary = job.architecture.vocab_size
+        logits = torch.zeros((sequences, job.sequence_length, vocabulary), dtype=dtype, requires_grad=True)
+    return (hidden if stage else ids), (logits if stage == total - 1 else hidden)

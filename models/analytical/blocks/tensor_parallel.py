@@ -1,0 +1,116 @@
+"""What tensor parallelism adds to a Hugging Face block: narrower matrices, and the collectives around them.
+
+Source: transformers 5.17 `distributed/tensor_parallel.py`, torch 2.13 `distributed/tensor/parallel/style.py` and
+`distributed/tensor/_redistribute.py`: both are DTensors, whose collectives make new tensors. Along any dimension but the
+first, a gather is followed by a `cat` of its parts and a scatter preceded by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from peakcast.architecture import Architecture
+from peakcast.conventions import conventions
+from peakcast.models.analytical.parameter_tensor import ParameterTensor
+from peakcast.models.analytical.tape import Tape, Tensor
+from peakcast.spec import TrainingJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallel:
+    """How one rank of a tensor-parallel group sees the network; the default is the rank that holds everything."""
+
+    ranks: int = 1
+    sequence: bool = False
+    """Between the matrices each rank holds its part of the sequence."""
+    table: bool = False
+    """The token table is split by rows (it is always so where the lm_head shares it)."""
+    table_reduced: bool = False
+    """FSDP takes this rank's rows out of the table's gradient, which every rank makes for all rows, as soon as it is there;
+    without it, each operation of the optimizer does, and the whole gradient waits for it."""
+    loss: bool = False
+    """The loss is computed over logits that stay split by vocabulary."""
+
+    def layer(self, architecture: Architecture) -> Architecture:
+        """What a rank's part of a layer looks like: its heads, and its part of the feed-forward."""
+        if self.ranks == 1:
+            return architecture
+        return replace(
+            architecture,
+            num_attention_heads=architecture.num_attention_heads // self.ranks,
+            num_key_value_heads=architecture.num_key_value_heads // self.ranks,
+            intermediate_size=architecture.intermediate_size // self.ranks,
+        )
+
+    def part(self, size: int) -> int:
+        """Rows of the first rank's part of a dimension: no rank holds more."""
+        return -(-size // self.ranks)
+
+    def shape(self, tensor: ParameterTensor) -> tuple[int, ...]:
+        """Shape of the first rank's part of a parameter."""
+        dim = tensor.tensor_parallel_dim
+        if self.ranks == 1 or dim is None or (tensor.role == "embedding" and not self.table):
+            return tensor.shape
+        return (*tensor.shape[:dim], self.part(tensor.shape[dim]), *tensor.shape[dim + 1 :])
+
+
+WHOLE = TensorParallel()
+
+
+def tensor_parallel(job: TrainingJob) -> TensorParallel:
+    """That of the job's framework: `base_model_tp_plan` under transformers, torchtitan's plan in a torch loop."""
+    layout = job.parallelism
+    if layout.tensor_parallel_size == 1:
+        return WHOLE
+    return TensorParallel(
+        ranks=layout.tensor_parallel_size,
+        sequence=layout.sequence_parallel,
+        table=job.framework == "torch" or job.architecture.tie_word_embeddings,
+        table_reduced=layout.data_parallel_size > 1 and layout.pipeline_parallel_size == 1,
+        loss=bool(conventions(job).get("loss_parallel")),
+    )
+
+
+def gather_sequence(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> Tensor:
+    """The whole sequence of x, of which each rank has a part; backward adds up and scatters."""
+    if not group.sequence:
+        return x
+    whole = x.num_bytes * group.ranks
+    return tape.operation(
+        f"{name}.all_gather",
+        [x],
+        whole,
+        gradients=[(x, x.num_bytes)],
+        forward_temporary_bytes=whole,
+        backward_temporary_bytes=whole,
+    )
+
+
+def enter_columns(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> Tensor:
+    """x before a matrix that is split by columns: where all ranks have all of it, they add up their gradients."""
+    if group.ranks == 1 or group.sequence:
+        return x
+    return tape.operation(f"{name}.all_reduce_gradient", [x], x.num_bytes, view_of=x)
+
+
+def leave_rows(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> Tensor:
+    """The sum over ranks of what a matrix split by rows gives, or each rank's part of that sum's sequence."""
+    if group.ranks == 1:
+        return x
+    if not group.sequence:
+        return tape.operation(f"{name}.all_reduce", [x], x.num_bytes, gradients=[(x, None)])
+    return tape.operation(
+        f"{name}.reduce_scatter",
+        [x],
+        x.num_bytes // group.ranks,
+        gradients=[(x, x.num_bytes)],
+        forward_temporary_bytes=x.num_bytes,
+        backward_temporary_bytes=x.num_bytes,
+    )
+
+
+def gather_columns(tape: Tape, x: Tensor, whole_bytes: int, name: str) -> Tensor:
+    """All columns of x, of which each rank has some; backward takes this rank's out of the gradient."""
+    return tape.operation(
+        f"{name}.all_gather", [x], whole_bytes, gradients=[(x, x.num_bytes)], forward_temporary_bytes=whole_bytes
+    )

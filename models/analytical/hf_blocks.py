@@ -1,0 +1,165 @@
+"""The blocks of a Hugging Face network: which template each layer has, and its layers run forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from peakcast.architecture import Architecture
+from peakcast.catalog import Device
+from peakcast.conventions import conventions
+from peakcast.models.analytical.blocks.hf_builder import HFContext
+from peakcast.models.analytical.blocks.hf_ends import embedding
+from peakcast.models.analytical.blocks.hf_traits import slides, traits
+from peakcast.models.analytical.blocks.hybrid import layer_template
+from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
+from peakcast.models.analytical.hf_checkpoint import recompute
+from peakcast.models.analytical.layouts import gathered_dtype
+from peakcast.models.analytical.parameters import leaf_names
+from peakcast.models.analytical.step import Run, Step
+from peakcast.models.analytical.tape import Template
+from peakcast.spec import TrainingJob
+from peakcast.units import DTYPE_BYTES
+
+FP32 = 4
+
+
+class Blocks:
+    """The templates of one job's network. Equal layers have one context, which is asked for its template once."""
+
+    def __init__(self, job: TrainingJob, context: HFContext) -> None:
+        checkpointing = job.activation_checkpointing
+        self.job = job
+        self.context = context
+        self.contexts = _layer_contexts(context, job)
+        self.checkpointed = [
+            checkpointing.mode != "none" and layer % checkpointing.every_n_layers == 0
+            for layer in range(job.architecture.num_hidden_layers)
+        ]
+        """Layer by layer."""
+        self._made: dict[tuple[int, bool, bool], Template] = {}
+
+    def embedding(self) -> Template:
+        """The embedding, as the first layer needs its result."""
+        return embedding(replace(self.context, input_requires_grad=self.contexts[0].input_requires_grad))
+
+    def layer(self, index: int, *, input_held: bool = False) -> Template:
+        """Layer `index`. `input_held`: somebody else than the layer holds its input."""
+        one = self.contexts[index]
+        key = id(one), self.checkpointed[index], input_held
+        if key not in self._made:
+            if self.checkpointed[index]:
+                one = replace(one, checkpointed=True, cached_matmuls=_cached_matmuls(self.job))
+            self._made[key] = layer_template(replace(one, checkpointed=True) if input_held else one)
+        return self._made[key]
+
+    def forward(
+        self, step: Step, layers: Iterable[int], *, keeps_gradients: bool = True, input_held: bool = False
+    ) -> dict[int, Run]:
+        """Run `layers` forward. `input_held`: of the first of them."""
+        runs: dict[int, Run] = {}
+        for index in layers:
+            template, module = self.layer(index, input_held=input_held and not runs), f"layers.{index}"
+            if self.checkpointed[index]:
+                runs[index] = step.run_without_graph(template, module)
+            else:
+                runs[index] = step.run_forward(template, module, keeps_gradients=keeps_gradients)
+        return runs
+
+    def backward(
+        self,
+        step: Step,
+        runs: Mapping[int, Run],
+        *,
+        keeps_gradients: bool = True,
+        input_held: bool = False,
+        gradient_held: bool = False,
+    ) -> None:
+        """Run the backward of what `forward` gave. `gradient_held`: somebody else holds the gradient that comes in."""
+        first, last = min(runs, default=0), max(runs, default=0)
+        for index, run in reversed(list(runs.items())):
+            if self.checkpointed[index]:
+                held = {"input_held": input_held and index == first, "gradient_held": gradient_held and index == last}
+                recompute(step, run, self.job, keeps_gradients, **held)
+            else:
+                run.keeps_gradients = keeps_gradients
+                step.run_backward(run)
+
+
+def block_context(job: TrainingJob, device: Device | None) -> HFContext:
+    """What every block of `job` depends on; `device` adds what kernels allocate inside themselves there."""
+    convention = conventions(job)
+    weight = int(DTYPE_BYTES[gathered_dtype(job)])
+    autocast = bool(convention.get("autocast"))
+    adapter = job.finetuning.adapter_dtype or convention.get("adapter_dtype", job.precision.parameters)
+    if gathered_dtype(job) != job.precision.parameters:
+        adapter = gathered_dtype(job)
+    group = tensor_parallel(job)
+    joined = job.batch.form == "padding_free"
+    return HFContext(
+        architecture=group.layer(job.architecture),
+        group=group,
+        batch=1 if joined else job.micro_batch_size,
+        sequence=job.num_tokens if joined else job.sequence_length,
+        mask_of_batch=job.batch.form != "rows",
+        valid_rows=job.num_tokens if job.batch.form == "masked" else 0,
+        num_sequences=job.micro_batch_size if joined else 0,
+        weight_bytes=weight,
+        compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
+        autocast=autocast,
+        norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
+        attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
+        finetuning=job.finetuning,
+        adapter_bytes=int(DTYPE_BYTES[adapter]),
+        logits_upcast=str(convention.get("logits_upcast", "loss")),
+        grouped_experts=convention.get("experts_implementation", "grouped_mm") == "grouped_mm",
+        liger=bool(convention.get("liger_kernels")),
+        fused_loss=job.loss.fused_linear_cross_entropy,
+        fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
+        saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
+        kernel_temporaries=device is not None,
+        neftune=bool(convention.get("neftune")),
+        float8=job.precision.compute == "float8",
+    )
+
+
+def _cached_matmuls(job: TrainingJob) -> int:
+    selective = job.activation_checkpointing.mode == "selective"
+    return int(conventions(job).get("selective_checkpointing_matmuls", 1)) if selective else 0
+
+
+def _layer_contexts(context: HFContext, job: TrainingJob) -> list[HFContext]:
+    """The context of every decoder layer; equal layers have the same object."""
+    kinds: dict[tuple[bool, bool, bool, str], HFContext] = {}
+    parts = job.architecture.layer_types
+    found = []
+    for index in range(job.architecture.num_hidden_layers):
+        slid, named = slides(job.architecture, index, context.sequence), parts[index] if parts else ""
+        kind = index == 0, job.architecture.is_moe_layer(index), slid, named
+        if kind not in kinds:
+            kinds[kind] = _layer_context(context, job, index)
+        found.append(kinds[kind])
+    return found
+
+
+def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContext:
+    """The context of decoder layer `index`: equal layers get equal contexts, and so share a template."""
+    adapters_alone = job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
+    return replace(
+        context,
+        first_layer=index == 0 and context.stream_bytes != context.weight_bytes,
+        # peft's enable_input_require_grads comes with checkpointing only
+        input_requires_grad=index > 0 or not adapters_alone,
+        routed=context.architecture.is_moe_layer(index),
+        parts=context.architecture.layer_types[index] if context.architecture.layer_types else "",
+        masked=context.mask_of_batch
+        or traits(context.architecture).always_masked
+        or slides(context.architecture, index, context.sequence),
+        # accelerate 1.15 utils/ao.py filter_first_and_last_linear_layers: q_proj (or the fused one) of layer 0, and lm_head
+        float8_skips=context.float8_skips | ({f"self_attn.{_first_linear(context.architecture)}"} if index == 0 else set()),
+    )
+
+
+def _first_linear(architecture: Architecture) -> str:
+    names = leaf_names(architecture)
+    return names.qkv if architecture.fused_qkv else names.q

@@ -1,0 +1,144 @@
+"""Which tensor-, pipeline- and context-parallel jobs of Hugging Face and plain PyTorch the ledger covers."""
+
+from __future__ import annotations
+
+from peakcast.architecture import Architecture
+from peakcast.conventions import conventions
+from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.spec import Offload, TrainingJob
+
+PIPELINE_SCHEDULES = {("gpipe", False), ("gpipe", True), ("1f1b", False), ("interleaved_1f1b", True)}
+"""(schedule, whether a rank has several stages) that torch has and the ledger knows."""
+
+
+def parallel_reason(job: TrainingJob) -> str:
+    """Why the ledger does not cover the job's layout beyond data parallelism, as one sentence; "" when it does."""
+    layout, reasons = job.parallelism, []
+    if layout.tensor_parallel_size > 1:
+        reasons.append(_tensor_reason(job))
+    if layout.tensor_parallel_size * layout.pipeline_parallel_size > 1 and job.batch.form != "rows":
+        reasons.append(f"batch.form={job.batch.form!r} under tensor or pipeline parallelism is not modelled.")
+    if layout.context_parallel_size > 1:
+        reasons.append("context parallelism is modelled for framework='megatron' only.")
+    if layout.pipeline_parallel_size > 1:
+        reasons.append(_pipeline_reason(job))
+    return next(filter(None, reasons), "")
+
+
+def _tensor_reason(job: TrainingJob) -> str:
+    architecture, layout, ranks = job.architecture, job.parallelism, job.parallelism.tensor_parallel_size
+    checks = [
+        (
+            not _like_llama(architecture),
+            f"tensor parallelism of {architecture.model_type!r} is not modelled: that of layers like Llama's is.",
+        ),
+        (
+            job.framework not in ("huggingface", "torch"),
+            f"tensor parallelism is not modelled for framework={job.framework!r}.",
+        ),
+        (job.task != "train", "tensor parallelism is modelled in training only."),
+        (
+            job.finetuning.method != "full",
+            f"finetuning.method={job.finetuning.method!r} under tensor parallelism is not modelled: all weights train.",
+        ),
+        (
+            bool(architecture.num_key_value_heads % ranks or architecture.intermediate_size % ranks),
+            f"tensor_parallel_size={ranks} does not divide {architecture.num_key_value_heads} key heads and "
+            f"intermediate_size={architecture.intermediate_size}, and parts of heads are not modelled.",
+        ),
+        (
+            job.framework == "huggingface" and bool(architecture.vocab_size % ranks),
+            f"tensor_parallel_size={ranks} does not divide vocab_size={architecture.vocab_size}: transformers refuses it.",
+        ),
+        (
+            job.framework == "huggingface" and layout.data_parallel_size > 1,
+            "tensor with data parallelism under the Trainer is not modelled: accelerate 1.15 asks transformers 5.17 for a "
+            "class that it no longer has (ReplicateParallel).",
+        ),
+        (
+            job.framework == "huggingface" and layout.sequence_parallel,
+            "sequence_parallel is not part of transformers' tensor-parallel plan for this architecture.",
+        ),
+        (
+            job.framework == "huggingface" and job.optimizer.name != "adamw",
+            f"optimizer.name={job.optimizer.name!r} cannot step over the mixture of tensors that tensor parallelism leaves "
+            "to the Trainer; adamw can.",
+        ),
+        (
+            layout.data_parallel_size > 1 and layout.sharding not in ("fsdp2", "hsdp"),
+            f"tensor parallelism with sharding={layout.sharding!r} is not modelled; with fsdp2 and hsdp it is.",
+        ),
+        (job.loss.fused_linear_cross_entropy, "a fused loss under tensor parallelism is not modelled."),
+        (job.attention == "flex", "flex attention under tensor parallelism is not modelled."),
+        (job.precision.compute == "float8", "float8 under tensor parallelism is not modelled."),
+        (job.offload.activations, "offloaded activations under tensor parallelism are not modelled."),
+    ]
+    return next((sentence for fails, sentence in checks if fails), "")
+
+
+def rounds(job: TrainingJob) -> int:
+    """In how many rounds ScheduleInterleaved1F1B takes its micro-batches."""
+    return max(1, job.gradient_accumulation_steps // job.parallelism.pipeline_parallel_size)
+
+
+def _pipeline_reason(job: TrainingJob) -> str:
+    architecture, layout = job.architecture, job.parallelism
+    several = layout.virtual_pipeline_stages > 1
+    checks = [
+        (
+            job.framework != "torch",
+            f"pipeline parallelism is modelled for framework='megatron' and 'torch', not {job.framework!r}.",
+        ),
+        (
+            not _like_llama(architecture),
+            f"pipeline parallelism of {architecture.model_type!r} is not modelled: that of layers like Llama's is.",
+        ),
+        (job.task != "train", "pipeline parallelism is modelled in training only."),
+        (
+            job.finetuning.method != "full",
+            f"finetuning.method={job.finetuning.method!r} in pipeline stages is not modelled: all weights train.",
+        ),
+        (
+            architecture.tie_word_embeddings,
+            f"{architecture.name!r} shares its token table with the head, which stand on different stages: torch's "
+            "pipelining keeps no two of them equal.",
+        ),
+        (
+            (layout.pipeline_schedule, several) not in PIPELINE_SCHEDULES,
+            f"pipeline_schedule={layout.pipeline_schedule!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} "
+            "is not modelled; gpipe and 1f1b with 1, gpipe and interleaved_1f1b with more are.",
+        ),
+        (
+            0 in layout.pipeline_layers,
+            f"parallelism.pipeline_layers={list(layout.pipeline_layers)} leaves a stage without layers: not modelled.",
+        ),
+        (
+            layout.data_parallel_size > 1 and (layout.sharding != "fsdp2" or several),
+            f"pipeline parallelism with sharding={layout.sharding!r} and virtual_pipeline_stages="
+            f"{layout.virtual_pipeline_stages} is not modelled; with fsdp2 and one stage per rank it is.",
+        ),
+        (
+            layout.data_parallel_size > 1 and conventions(job)["fsdp2_units"] != "ends",
+            "pipeline stages whose ends are FSDP's root are not modelled; with fsdp2_units=ends, torchtitan's, they are.",
+        ),
+        (
+            layout.pipeline_schedule == "interleaved_1f1b" and bool(job.gradient_accumulation_steps % rounds(job)),
+            f"gradient_accumulation_steps={job.gradient_accumulation_steps} is no multiple of the {rounds(job)} rounds in "
+            "which torch's interleaved schedule takes them: it refuses that.",
+        ),
+        (bool(job.framework_options.get("autocast")), "autocast in pipeline stages is not modelled."),
+        (job.precision.compute == "float8", "float8 in pipeline stages is not modelled."),
+        (job.loss.fused_linear_cross_entropy, "a fused loss in pipeline stages is not modelled."),
+        (job.offload != Offload(), "offload in pipeline stages is not modelled."),
+        (bool(job.framework_options.get("liger_kernels")), "Liger's kernels in pipeline stages are not modelled."),
+    ]
+    return next((sentence for fails, sentence in checks if fails), "")
+
+
+def _like_llama(architecture: Architecture) -> bool:
+    """Norm, separate projections, gated feed-forward of separate matrices: what both plans name."""
+    plain = architecture.kind == "decoder" and architecture.moe is None and architecture.mla is None
+    separate = architecture.gated_mlp and not (architecture.fused_qkv or architecture.fused_gate_up)
+    usual = architecture.normalization == "rmsnorm" and architecture.norm_placement == "pre"
+    whole = architecture.qk_norm in ("none", "head") and not architecture.parallel_block
+    return plain and separate and usual and whole and not traits(architecture).scaled_embedding

@@ -1,0 +1,89 @@
+"""Every tensor of a Hugging Face network as one rank stores it: split, frozen, quantised, with its adapters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+from peakcast.architecture import Architecture
+from peakcast.conventions import conventions
+from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
+from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
+from peakcast.models.analytical.layouts import gathered_dtype
+from peakcast.models.analytical.layouts.base import StoredTensor
+from peakcast.models.analytical.parameter_tensor import ParameterTensor
+from peakcast.models.analytical.parameters import (
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+)
+from peakcast.models.analytical.quantization import quantized_linear_bytes
+from peakcast.spec import TrainingJob
+from peakcast.units import DTYPE_BYTES
+
+FP32 = 4
+QUANTISED_ROLES = ("attention", "mlp", "expert", "shared_expert", "router")
+"""Every Linear inside the layers; embeddings, norms and lm_head are not quantised."""
+
+
+@lru_cache(maxsize=512)
+def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
+    """Every tensor of the network as a rank stores it, before data parallelism."""
+    size, used = int(DTYPE_BYTES[job.precision.parameters]), int(DTYPE_BYTES[gathered_dtype(job)])
+    everything = list(_all_parameters(job.architecture))
+    group = tensor_parallel(job)
+    waits = group.table and job.parallelism.data_parallel_size > 1 and not group.table_reduced
+    if job.finetuning.method == "full":
+        return tuple(
+            StoredTensor(
+                tensor.name,
+                module,
+                group.shape(tensor),
+                size,
+                used,
+                trains=True,
+                decays=len(tensor.shape) > 1,
+                gradient_parts=group.ranks if waits and tensor.role == "embedding" else 1,
+            )
+            for module, tensor in everything
+        )
+    stored = [part for module, tensor in everything for part in _frozen(tensor, module, job, size, used)]
+    adapter = job.finetuning.adapter_dtype or conventions(job).get("adapter_dtype", "float32")
+    rank, width = job.finetuning.rank or 0, int(DTYPE_BYTES[adapter])
+    mixed = used if used != size else width
+    for module, tensor in everything:
+        name = tensor.name.removesuffix(".weight")
+        if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):
+            stored.append(StoredTensor(f"{name}.lora_A", module, (rank, tensor.shape[1]), width, mixed, trains=True))
+            stored.append(StoredTensor(f"{name}.lora_B", module, (tensor.shape[0], rank), width, mixed, trains=True))
+    return tuple(stored)
+
+
+def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, used: int) -> list[StoredTensor]:
+    """What stands in memory for a weight that does not train: quantised when it is a Linear inside a layer."""
+    if job.finetuning.quantization and len(tensor.shape) >= 2 and tensor.role in QUANTISED_ROLES:
+        *stacked, out_features, in_features = tensor.shape  # experts may be stacked along a first dimension
+        parts = quantized_linear_bytes(
+            (out_features, in_features), job.finetuning, int(conventions(job).get("gptq_group_size", 128))
+        )
+        return [
+            StoredTensor(f"{tensor.name}.{name}", module, (num_bytes,), 1, 1, trains=False) for name, num_bytes in parts
+        ] * math.prod(stacked)
+    if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
+        size = used = FP32
+    return [StoredTensor(tensor.name, module, tensor.shape, size, used, trains=False)]
+
+
+def _adapted(name: str, job: TrainingJob) -> bool:
+    return is_adapter_target(name, job.finetuning, job.architecture)
+
+
+def _all_parameters(architecture: Architecture) -> Iterator[tuple[str, ParameterTensor]]:
+    for tensor in embedding_parameters(architecture):
+        yield "embedding", tensor
+    for layer in range(architecture.num_layers):
+        for tensor in layer_parameters(architecture, layer):
+            yield f"layers.{layer}", tensor
+    for tensor in head_parameters(architecture):
+        yield "head", tensor

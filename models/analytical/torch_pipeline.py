@@ -1,0 +1,200 @@
+"""The ledger of one rank of torch's pipeline parallelism: blocks placed on the turns of its schedule.
+
+Source: torch 2.13 `distributed/pipelining/stage.py`, `schedules.py`. What a stage receives, activations and gradients, has
+a buffer for every micro-batch of the step, made once and kept; so blocks own neither the input of a stage nor the gradient
+that comes into it. A stage's output stays until its micro-batch's backward is done. Where a rank has one stage, the
+schedule's variables also keep the logits until the next forward has given others, and the gradient that was sent last until
+the next backward is done; where it has several (`_PipelineScheduleRuntime`), each turn is a function of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peakcast.catalog import Device
+from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs
+from peakcast.models.analytical.hf_blocks import Blocks, block_context
+from peakcast.models.analytical.hf_model import hold_embeddings, hold_rotary_tables, model_ends
+from peakcast.models.analytical.layouts import layout_of
+from peakcast.models.analytical.layouts.base import Layout
+from peakcast.models.analytical.optimizer_step import place_optimizer_step
+from peakcast.models.analytical.pipeline import (
+    Chunk,
+    Turn,
+    pipeline_rank,
+    simulated_micro_batches,
+    stage_chunks,
+    turns_of_rank,
+)
+from peakcast.models.analytical.step import Run, Step
+from peakcast.models.analytical.stored_parameters import stored_parameters
+from peakcast.models.analytical.tape import HANDED_IN
+from peakcast.models.analytical.workspaces import training_workspaces
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category, Timeline
+
+INT64 = 8
+
+
+def pipeline_ledger(
+    job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
+) -> Timeline:
+    """Every tensor of one step of `job` on global `rank` (None: the first); the rest as in `huggingface_ledger`."""
+    layout = job.parallelism
+    stage = pipeline_rank(layout, rank or 0)
+    chunks = stage_chunks(
+        job.architecture.num_hidden_layers,
+        layout.pipeline_parallel_size,
+        layout.virtual_pipeline_stages,
+        stage,
+        layout.pipeline_layers,
+    )
+    modules = {module for chunk in chunks for module in _modules(chunk)}
+    held = layout_of(job, [tensor for tensor in stored_parameters(job) if tensor.module in modules])
+    timeline = Step(hooks=held)
+    held.hold_resident(timeline)
+    timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
+    tokens = job.gradient_accumulation_steps * job.micro_batch_size * job.sequence_length
+    for name in ("input_ids", "labels"):
+        timeline.hold(name, Category.INPUTS, tokens * INT64, 0)
+    _Turns(job, device, chunks, timeline, held).run(stage)
+    place_optimizer_step(timeline, job, held, step)
+    return timeline.timeline()
+
+
+def _modules(chunk: Chunk) -> list[str]:
+    layers = [f"layers.{index}" for index in chunk.layers]
+    return ["embedding"] * chunk.is_first + layers + ["head"] * chunk.is_last
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A micro-batch of a chunk between its forward and its backward."""
+
+    start: int
+    ended: int
+    runs: dict[int, Run]
+    embedded: Run | None = None
+    loss: Run | None = None
+    unwound: int = 0
+    """The instant after its backward; 0 before that."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A gradient that a chunk sends to the stage before it."""
+
+    chunk: int
+    born: int
+
+
+class _Turns:
+    """Runs the turns of one rank."""
+
+    def __init__(
+        self, job: TrainingJob, device: Device | None, chunks: tuple[Chunk, ...], step: Step, layout: Layout
+    ) -> None:
+        self.job = job
+        self.layout = layout
+        self.chunks = chunks
+        self.step = step
+        self.context = block_context(job, device)
+        self.blocks = Blocks(job, self.context)
+        self.several = len(chunks) > 1
+        self.alive: dict[tuple[int, int], _InFlight] = {}
+        self.begun: set[int] = set()
+        """Chunks whose gradients are there."""
+        self.sent: list[_Sent] = []
+        self.named: _InFlight | None = None
+        """Whose logits the schedule's variable names."""
+
+    def run(self, stage: int) -> None:
+        """All turns of pipeline rank `stage`, and what stands for the whole step."""
+        layout, micro_batches = self.job.parallelism, self.job.gradient_accumulation_steps
+        simulated = simulated_micro_batches(layout, stage, micro_batches)
+        self.layout.begin_turns()
+        for turn in turns_of_rank(layout, stage, simulated):
+            (self._forward if turn.forward else self._backward)(turn)
+        self._release_sent(len(self.sent))
+        self.layout.end_turns(self.step)
+        if self.named is not None:
+            self._hold_logits(self.named.unwound, self.step.now)
+        size = self.context.input_bytes
+        for index, chunk in enumerate(self.chunks):
+            received = [] if chunk.is_first else ["input"] * micro_batches
+            received += [] if chunk.is_last else ["output.grad"] * (micro_batches - simulated)
+            buffers = ((f"received.{name}", f"chunk.{index}", size) for name in received)
+            self.step.hold_all(buffers, Category.COMMUNICATION_BUFFERS)
+
+    def _forward(self, turn: Turn) -> None:
+        chunk, step, blocks = self.chunks[turn.chunk], self.step, self.blocks
+        state = _InFlight(step.now, 0, {})
+        if chunk.is_first:
+            state.embedded = step.run_forward(blocks.embedding(), "embedding")
+        state.runs = blocks.forward(step, chunk.layers, input_held=not chunk.is_first)
+        body_ends = step.now
+        if chunk.is_last:
+            state.loss = step.run_forward(head(self.context), "head")
+            body_ends = model_ends(state.loss)
+            self._name_logits(state, state.loss)
+        if state.embedded is not None:
+            in_checkpoint = blocks.checkpointed[0] and not self.job.offload.activations
+            hold_embeddings(step, blocks.contexts, state.embedded, in_checkpoint, body_ends)
+        state.ended = step.now
+        self.layout.end_forward(step)
+        self.alive[turn.micro_batch, turn.chunk] = state
+
+    def _backward(self, turn: Turn) -> None:
+        chunk, step = self.chunks[turn.chunk], self.step
+        state, keeps = self.alive.pop((turn.micro_batch, turn.chunk)), turn.chunk not in self.begun
+        self.begun.add(turn.chunk)
+        if state.loss is not None:
+            state.loss.keeps_gradients = keeps
+            step.run_backward(state.loss)
+        self.blocks.backward(
+            step, state.runs, keeps_gradients=keeps, input_held=not chunk.is_first, gradient_held=not chunk.is_last
+        )
+        hold_rotary_tables(step, self.job, self.context, state.start)
+        if state.embedded is not None:
+            state.embedded.keeps_gradients = keeps
+            step.run_backward(state.embedded)
+        ended = step.now
+        step.end_backward()
+        self.layout.end_backward(step)
+        module, size = f"chunk.{turn.chunk}", self.context.input_bytes
+        state.unwound = step.now
+        if state.loss is not None:
+            self._hold_logits(state.ended, step.now)
+        self._release_sent(len(self.sent))
+        if not chunk.is_first and not self.several:
+            self.sent.append(_Sent(turn.chunk, ended))
+        if not chunk.is_last:
+            step.hold("output", Category.ACTIVATIONS, size, state.ended, step.now, module)
+            self._hold_received_gradient(state, module)
+
+    def _release_sent(self, count: int) -> None:
+        """The gradients that were sent are gone: another has taken the schedule's variable."""
+        for sent in self.sent[:count]:
+            size = self.context.input_bytes
+            self.step.hold("input.grad", Category.TEMPORARIES, size, sent.born, self.step.now, f"chunk.{sent.chunk}")
+        del self.sent[:count]
+
+    def _hold_received_gradient(self, state: _InFlight, module: str) -> None:
+        """The buffer of the gradient that came in, but for the time in which the last layer's backward counts it."""
+        last = state.runs[max(state.runs)]
+        run = last.recomputation or last
+        index, size = run.template.names.index(HANDED_IN), self.context.input_bytes
+        begins = run.backward_start or 0
+        buffers = Category.COMMUNICATION_BUFFERS
+        self.step.hold("received.output.grad", buffers, size, 0, begins, module)
+        self.step.hold("received.output.grad", buffers, size, begins + int(run.template.dies[index]), module=module)
+
+    def _name_logits(self, state: _InFlight, loss: Run) -> None:
+        """The schedule's variable takes the logits of `state`, and lets go of those before, once they are there."""
+        if self.named is not None and self.named.unwound:
+            self._hold_logits(self.named.unwound, loss.forward_start + loss.template.loss_from)
+        if not self.several:
+            self.named = state
+
+    def _hold_logits(self, born: int, dies: int) -> None:
+        self.step.hold("output", Category.LOGITS, logits_bytes_kept_by_outputs(self.context), born, dies, "head")

@@ -1,0 +1,119 @@
+"""Tensor parallelism of Hugging Face and plain torch: bytes of a two-layer network counted by hand."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from peakcast.architecture import Architecture
+from peakcast.fields import FrozenMapping
+from peakcast.models.analytical.ledger import ledger
+from peakcast.models.analytical.optimizers import optimizer_rule
+from peakcast.models.analytical.scope import out_of_scope
+from peakcast.spec import Batch, Finetuning, Parallelism, TrainingJob
+from peakcast.timeline import Category, Phase
+
+BF16, FP32 = 2, 4
+WIDTH, INNER, VOCABULARY, ROWS = 512, 1408, 32000, 128
+NORMS = (2 * 4 + 1) * WIDTH
+TINY = Architecture(
+    name="tiny",
+    model_type="llama",
+    hidden_size=WIDTH,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=64,
+    intermediate_size=INNER,
+    vocab_size=VOCABULARY,
+)
+
+
+def job(ranks=2, framework="torch", **changes):
+    layout = {"tensor_parallel_size": ranks, **changes.pop("layout", {})}
+    return TrainingJob(
+        architecture=replace(TINY, tie_word_embeddings=changes.pop("tied", False)),
+        framework=framework,
+        sequence_length=ROWS,
+        parallelism=Parallelism(**layout),
+        **changes,
+    )
+
+
+def parameters(timeline):
+    return sum(timeline.num_bytes[timeline.categories == Category.PARAMETERS].tolist())
+
+
+def matrices(ranks):
+    return 4 * (4 * WIDTH * WIDTH + 3 * WIDTH * INNER) // ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_transformers_splits_projections_and_the_head_but_not_an_untied_table(ranks):
+    table = VOCABULARY * WIDTH
+    expected = (matrices(ranks) + NORMS + table + table // ranks) * BF16
+    assert parameters(ledger(job(ranks, "huggingface"))) == expected
+
+
+@pytest.mark.parametrize("framework", ["torch", "huggingface"])
+def test_a_table_that_the_head_shares_is_split_once(framework):
+    expected = (matrices(4) + NORMS + VOCABULARY * WIDTH // 4) * BF16
+    assert parameters(ledger(job(4, framework, tied=True))) == expected
+
+
+def test_torch_makes_the_whole_tables_gradient_on_every_rank():
+    steady = ledger(job(4))
+    table = [
+        size
+        for name, size in zip(steady.names, steady.num_bytes.tolist(), strict=True)
+        if name == "embed_tokens.weight.grad"
+    ]
+    assert table == [VOCABULARY * WIDTH * BF16]
+
+
+def test_with_a_split_loss_no_rank_holds_all_logits():
+    split = ledger(job(4))
+    whole = ledger(job(4, framework_options=FrozenMapping({"loss_parallel": False})))
+    logits = ROWS * VOCABULARY * FP32
+    assert max(split.num_bytes[split.categories == Category.LOGITS]) == logits // 4
+    assert max(whole.num_bytes[whole.categories == Category.LOGITS]) == logits
+
+
+def test_sequence_parallelism_divides_what_layers_keep_of_the_stream():
+    def kept(layout):
+        steady = ledger(job(4, layout=layout))
+        alive = steady.alive_at(steady.peak(Phase.LOSS).instant)
+        mine = [name == "input_layernorm.to_float32" for name in steady.names]
+        return int(steady.num_bytes[alive & mine].sum())
+
+    assert kept({}) == 4 * ROWS * WIDTH * FP32
+    assert kept({"sequence_parallel": True}) == ROWS * WIDTH * FP32
+
+
+def test_the_trainer_steps_parameter_by_parameter_over_a_mixture_of_tensors():
+    assert optimizer_rule(job(2, "huggingface")) == optimizer_rule(
+        job(1, "huggingface", optimizer=replace(job().optimizer, implementation="loop"))
+    )
+    assert optimizer_rule(job(2)) == optimizer_rule(job(1))
+
+
+def test_more_ranks_never_raise_a_phase():
+    peaks = [ledger(job(ranks, layout={"sequence_parallel": ranks > 1})).phase_peaks() for ranks in (1, 2, 4, 8)]
+    for fewer, more in itertools.pairwise(peaks):
+        assert all(more[phase] <= fewer[phase] for phase in fewer)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"framework": "huggingface", "layout": {"data_parallel_size": 2, "sharding": "fsdp2"}}, "ReplicateParallel"),
+        ({"framework": "huggingface", "layout": {"sequence_parallel": True}}, "sequence_parallel"),
+        ({"layout": {"data_parallel_size": 2}}, "sharding='none'"),
+        ({"finetuning": Finetuning(method="lora", rank=8)}, "finetuning.method='lora'"),
+        ({"framework": "deepspeed"}, "framework='deepspeed'"),
+        ({"batch": Batch(form="masked")}, "batch.form='masked'"),
+    ],
+)
+def test_what_is_not_modelled_is_named(changed, words):
+    assert out_of_scope(job()) == ""
+    assert words in out_of_scope(job(**changed))

@@ -1,0 +1,94 @@
+"""Pipeline stages of plain torch: what a rank holds and keeps in flight, counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from peakcast.architecture import Architecture
+from peakcast.models.analytical.ledger import ledger
+from peakcast.models.analytical.pipeline import most_in_flight, turns_of_rank
+from peakcast.models.analytical.scope import out_of_scope
+from peakcast.spec import ActivationCheckpointing, Parallelism, TrainingJob
+from peakcast.timeline import Category
+
+BF16 = 2
+WIDTH, INNER, VOCABULARY, ROWS, LAYERS = 256, 512, 4096, 128, 8
+LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * INNER + 2 * WIDTH
+STREAM = ROWS * WIDTH * BF16
+TINY = Architecture(
+    name="tiny",
+    model_type="llama",
+    hidden_size=WIDTH,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=INNER,
+    vocab_size=VOCABULARY,
+)
+
+
+def job(micro_batches=8, **layout):
+    return TrainingJob(
+        architecture=TINY,
+        framework="torch",
+        sequence_length=ROWS,
+        gradient_accumulation_steps=micro_batches,
+        parallelism=Parallelism(**{"pipeline_parallel_size": 4, **layout}),
+    )
+
+
+def held(timeline, category):
+    return int(timeline.num_bytes[(timeline.categories == category) & (timeline.born == 0)].sum())
+
+
+def test_a_rank_stores_its_own_layers_and_the_ends_that_it_has():
+    stages = [held(ledger(job(), rank=rank), Category.PARAMETERS) for rank in range(4)]
+    table, layers = VOCABULARY * WIDTH, 2 * LAYER
+    assert stages == [BF16 * n for n in (table + layers, layers, layers, layers + table + WIDTH)]
+
+
+def test_uneven_stages_are_as_long_as_they_are_said_to_be():
+    uneven = job(pipeline_layers=(1, 2, 2, 3))
+    assert held(ledger(uneven, rank=3), Category.PARAMETERS) == BF16 * (3 * LAYER + VOCABULARY * WIDTH + WIDTH)
+
+
+@pytest.mark.parametrize("micro_batches", [4, 8, 32])
+def test_what_is_received_has_a_buffer_for_every_micro_batch(micro_batches):
+    """Activations, where a stage comes before; gradients, where one comes after."""
+    for rank, kinds in enumerate((1, 2, 2, 1)):
+        steady = ledger(job(micro_batches), rank=rank)
+        received = [name.startswith("received") for name in steady.names]
+        last = len(steady.phases) - 1
+        assert int(steady.num_bytes[steady.alive_at(last) & received].sum()) == kinds * micro_batches * STREAM
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])])
+def test_micro_batches_in_flight_by_schedule(schedule, expected):
+    layout = job(pipeline_schedule=schedule).parallelism
+    assert [most_in_flight(turns_of_rank(layout, rank, 8)) for rank in range(4)] == expected
+
+
+def test_more_micro_batches_than_are_in_flight_cost_their_buffers_alone():
+    def peak(micro_batches):
+        full = job(micro_batches).replace(activation_checkpointing=ActivationCheckpointing(mode="full"))
+        return ledger(full, rank=1).peak().num_bytes
+
+    ids = 2 * ROWS * 8
+    assert peak(64) - peak(32) == 32 * (2 * STREAM + ids)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (job(pipeline_schedule="zero_bubble", virtual_pipeline_stages=2), "zero_bubble"),
+        (job(data_parallel_size=2), "sharding='none'"),
+        (job(9, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2), "no multiple"),
+        (job().replace(architecture=replace(TINY, tie_word_embeddings=True)), "token table"),
+        (job().replace(framework="huggingface"), "framework='megatron' and 'torch'"),
+        (job(data_parallel_size=2, sharding="fsdp2"), "fsdp2_units=ends"),
+    ],
+)
+def test_what_is_not_modelled_is_named(changed, words):
+    assert out_of_scope(job()) == ""
+    assert words in out_of_scope(changed)
