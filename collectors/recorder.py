@@ -44,10 +44,12 @@ def collectives(job: TrainingJob) -> Collectives:
 
 
 def with_versions(job: TrainingJob) -> TrainingJob:
-    """`job` with the versions that really ran, which decide whose conventions hold."""
+    """`job` with the versions that really ran, which decide whose conventions hold; a stack that it only follows
+    (`torchtitan: main`) stays."""
     found = probes.versions()
     deciding = DECIDING.get(job.framework, DECIDING[""])
-    return job.replace(versions=FrozenMapping({k: found[k] for k in deciding if k in found}))
+    followed = {name: version for name, version in job.versions.items() if name not in deciding}
+    return job.replace(versions=FrozenMapping({**followed, **{name: found[name] for name in deciding if name in found}}))
 
 
 class Recorder:

@@ -59,8 +59,8 @@ def agreement_markdown(cells: Sequence[Agreement], grid: str) -> str:
     return (
         "# Ledger against trace\n\n"
         "Every cell is the ledger's peak of a phase over that of the traced step of the real library, minus one. The trace "
-        f"runs the step on fake tensors; neither has kernels' own workspaces. Made by `peakcast verify {grid} --output FOLDER`."
-        f"\n\n{summary(cells)}\n\n" + markdown_table(["cell", *PLACES.values(), "agrees"], lines)
+        "runs the step on fake tensors; neither has kernels' own workspaces. "
+        f"Made by `peakcast verify {grid} --output FOLDER`.\n\n{summary(cells)}\n\n" + markdown_table(["cell", *PLACES.values(), "agrees"], lines)
     )
 
 
