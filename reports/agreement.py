@@ -60,7 +60,8 @@ def agreement_markdown(cells: Sequence[Agreement], grid: str) -> str:
         "# Ledger against trace\n\n"
         "Every cell is the ledger's peak of a phase over that of the traced step of the real library, minus one. The trace "
         "runs the step on fake tensors; neither has kernels' own workspaces. "
-        f"Made by `peakcast verify {grid} --output FOLDER`.\n\n{summary(cells)}\n\n" + markdown_table(["cell", *PLACES.values(), "agrees"], lines)
+        f"Made by `peakcast verify {grid} --output FOLDER`.\n\n{summary(cells)}\n\n"
+        + markdown_table(["cell", *PLACES.values(), "agrees"], lines)
     )
 
 
