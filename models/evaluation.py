@@ -67,6 +67,16 @@ class Scored:
         return self.baseline / self.measured - 1
 
     @property
+    def covered(self) -> bool:
+        """Whether the measurement lies in the two-sided bar."""
+        return self.lower <= self.measured <= self.upper
+
+    @property
+    def half_width(self) -> float:
+        """Half of the two-sided bar over its point."""
+        return (self.upper - self.lower) / 2 / max(self.point, 1)
+
+    @property
     def size(self) -> str:
         """Framework and measured size, such as `megatron, below 5 GiB`: small peaks are largely workspaces and buffers."""
         low, high = SIZES_GIB

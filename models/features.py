@@ -7,6 +7,7 @@ Flags are 0 or 1. Everything is known before the run.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from peakcast.conventions import release
@@ -24,7 +25,7 @@ _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flex")
 _FRAMEWORKS = ("huggingface", "torch", "megatron", "deepspeed")
 
 FEATURES: dict[str, str] = {
-    "gib_over_allocated": "1 GiB / baseline: the weight of any fixed hidden amount (workspaces, buffers)",
+    "gib_over_start": "1 GiB / what the quantity's residual starts from: the weight of a fixed hidden amount",
     "log2_allocated": "log2 of the allocated baseline in GiB",
     "log2_reserved_over_allocated": "what the simulated allocator keeps beyond the tensors",
     "log2_device_over_reserved": "what is estimated outside PyTorch",
@@ -75,9 +76,12 @@ FEATURES: dict[str, str] = {
 """Name → why it may matter. The order is the order of a row."""
 
 
-MONOTONE = {"gib_over_allocated": 1, "log2_allocated": -1}
+MONOTONE = {"gib_over_start": 1, "log2_allocated": -1}
 """Features in which a residual may only rise (1) or only fall (−1), everything else equal: memory of fixed size that no
 tensor explains is a larger share of a smaller job."""
+ENOUGH_FOR_FEATURES = 5
+"""Architectures below which nothing is learned from features: there are some sixty, and a fit to three or four
+architectures tells these apart by whichever feature happens to, and says nothing of a fifth."""
 
 
 def sizes(job: TrainingJob, allocated_bytes: int) -> dict[str, float]:
@@ -111,8 +115,8 @@ def _axes(layout: Parallelism) -> dict[str, int]:
 
 
 def features(job: TrainingJob, device: Device, base: Baseline, *, published: bool = False) -> dict[str, float]:
-    """The row of `FEATURES` for one job, device and baseline; every value is finite. `published` tells rows of others from
-    our own and from the run that is asked about."""
+    """The row of `FEATURES` for one job, device and baseline, of the allocated peak (`of_quantity` for others); every value
+    is finite. `published` tells rows of others from our own and from the run that is asked about."""
     layout = job.parallelism
     peak = max(base.peak_allocated_bytes, 1)
     phases = sorted(base.phase_peaks_bytes.values(), reverse=True)
@@ -120,7 +124,7 @@ def features(job: TrainingJob, device: Device, base: Baseline, *, published: boo
     torch = release(str(job.versions.get("torch", "0.0")))
     major, minor = device.compute_capability
     values: dict[str, float] = {
-        "gib_over_allocated": GIB / peak,
+        "gib_over_start": GIB / max(base.start("peak_allocated_bytes"), 1),
         **sizes(job, base.peak_allocated_bytes),
         "log2_reserved_over_allocated": math.log2(max(base.peak_reserved_bytes, 1) / peak),
         "log2_device_over_reserved": math.log2(max(base.peak_device_bytes, 1) / max(base.peak_reserved_bytes, 1)),
@@ -154,3 +158,8 @@ def features(job: TrainingJob, device: Device, base: Baseline, *, published: boo
         "num_sms": device.num_sms / 100,
     }
     return {name: float(values[name]) for name in FEATURES}
+
+
+def of_quantity(row: Mapping[str, float], base: Baseline, quantity: str) -> dict[str, float]:
+    """The row of `features` as the residual of `quantity` takes it."""
+    return {**row, "gib_over_start": GIB / max(base.start(quantity), 1)}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from peakcast.errors import CalibrationError
 from peakcast.models.calibration import Calibration, QuantityCalibration
 from peakcast.models.domain import Domain, severity
+from peakcast.models.features import of_quantity
 from peakcast.models.intervals import MIN_ARCHITECTURES, Intervals
 from peakcast.models.regressors import Regressor, candidates
 from peakcast.models.residual import NUM_FOLDS, Residual
@@ -113,7 +114,7 @@ def fit_quantity(
     most = max(sample.trust for sample in rows)
     architectures = [sample.architecture for sample in rows]
     residual = Residual(make_candidates=make_candidates, num_folds=num_folds).fit(
-        [sample.features for sample in rows],
+        [of_quantity(sample.features, sample.baseline, quantity) for sample in rows],
         ratios,
         architectures,
         [sample.residual_group for sample in rows],

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.errors import CalibrationError
-from peakcast.models.features import FEATURES, MONOTONE
+from peakcast.models.features import ENOUGH_FOR_FEATURES, FEATURES, MONOTONE
 from peakcast.models.strict import WAY_OUT, number, numbers, read
 
 Floats = npt.NDArray[np.float64]
@@ -32,6 +32,7 @@ class GaussianProcess:
 
     name: ClassVar[str] = "gaussian_process"
     never_takes_away: ClassVar[bool] = False
+    least_architectures: ClassVar[int] = ENOUGH_FOR_FEATURES
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> GaussianProcess:
         """Learn, forgetting any earlier fit."""

@@ -66,20 +66,16 @@ def summarise(cells: Sequence[Scored]) -> Summary:
     """The figures of `cells` (at least one)."""
     weights = np.array([cell.weight for cell in cells])
     measured = np.array([cell.measured for cell in cells], dtype=np.float64)
-    lower = np.array([cell.lower for cell in cells], dtype=np.float64)
-    upper = np.array([cell.upper for cell in cells], dtype=np.float64)
-    point = np.array([cell.point for cell in cells], dtype=np.float64)
     bound = np.array([cell.upper_95 for cell in cells], dtype=np.float64)
-    half_width = (upper - lower) / 2 / np.maximum(point, 1)
     return Summary(
         num_rows=len(cells),
         num_configurations=float(weights.sum()),
         num_architectures=len({cell.architecture for cell in cells}),
         errors=_errors(np.array([cell.error for cell in cells]), weights),
         baseline_errors=_errors(np.array([cell.baseline_error for cell in cells]), weights),
-        coverage=_share((lower <= measured) & (measured <= upper), weights),
+        coverage=_share(np.array([cell.covered for cell in cells]), weights),
         upper_coverage=_share(measured <= bound, weights),
-        median_half_width=weighted_quantile(half_width, weights, 0.5),
+        median_half_width=weighted_quantile(np.array([cell.half_width for cell in cells]), weights, 0.5),
     )
 
 

@@ -12,7 +12,7 @@ from peakcast.conventions import conventions
 from peakcast.models.baseline import Baseline, Ledger, baseline, communicator_bytes, context_bytes
 from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
 from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, Outside, difficulty, severity
-from peakcast.models.features import features, sizes
+from peakcast.models.features import features, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
 from peakcast.prediction import QUANTITIES, Fits, Interval, Prediction
 from peakcast.spec import TrainingJob
@@ -118,7 +118,9 @@ def combine(
     for quantity in QUANTITIES:
         size: int = getattr(base, quantity)
         learned = calibration.quantities.get(quantity)
-        correction = float(learned.residual.predict([row], [residual_group(job)])[0]) if learned else 0.0
+        correction = 0.0
+        if learned:
+            correction = float(learned.residual.predict([of_quantity(row, base, quantity)], [residual_group(job)])[0])
         half_width, upper, measured = bar(quantity, learned, groups, reasons)
         inside = inside and (measured or (quantity == "peak_host_bytes" and size == 0))
         exact = base.start(quantity) * math.exp(correction)

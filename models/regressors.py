@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.errors import CalibrationError
-from peakcast.models.features import FEATURES, MONOTONE
+from peakcast.models.features import ENOUGH_FOR_FEATURES, FEATURES, MONOTONE
 from peakcast.models.gaussian_process import GaussianProcess
 from peakcast.models.strict import WAY_OUT, number, numbers, read
 from peakcast.models.trees import Trees
@@ -35,6 +35,8 @@ class Regressor(Protocol):
     name: ClassVar[str]
     never_takes_away: ClassVar[bool]
     """Whether no log ratio that it predicts is negative."""
+    least_architectures: ClassVar[int]
+    """With fewer it is not tried."""
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> Any:
         """Learn, forgetting any earlier fit; returns self."""
@@ -51,6 +53,7 @@ class Zero:
 
     name: ClassVar[str] = "zero"
     never_takes_away: ClassVar[bool] = True
+    least_architectures: ClassVar[int] = 1
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> Zero:
         """Nothing to learn."""
@@ -67,12 +70,13 @@ class Zero:
 
 class HiddenBytes:
     """A fixed amount of memory that no tensor explains (a CUDA context, its kernels, workspaces), the same for every job:
-    log(1 + amount / allocated baseline). Learned: `gib_`, the median over rows of measured − start, in GiB (never
+    log(1 + amount / start). Learned: `gib_`, the median over rows of measured − start, in GiB (never
     negative: what is hidden can only add)."""
 
     name: ClassVar[str] = "hidden_bytes"
     never_takes_away: ClassVar[bool] = True
-    column = list(FEATURES).index("gib_over_allocated")
+    least_architectures: ClassVar[int] = 1
+    column = list(FEATURES).index("gib_over_start")
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> HiddenBytes:
         """Learn the amount."""
@@ -80,7 +84,7 @@ class HiddenBytes:
         return self
 
     def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
-        """The amount as a share of each row's baseline."""
+        """The amount as a share of what each row starts from."""
         result: Floats = np.log1p(self.gib_ * x[:, self.column])
         return result
 
@@ -95,6 +99,7 @@ class GroupMedian:
 
     name: ClassVar[str] = "group_median"
     never_takes_away: ClassVar[bool] = False
+    least_architectures: ClassVar[int] = 1
 
     def __init__(self, *, prior_weight: float = 3.0) -> None:
         self.prior_weight = prior_weight
@@ -125,6 +130,7 @@ class GpuMedian:
 
     name: ClassVar[str] = "gpu_median"
     never_takes_away: ClassVar[bool] = False
+    least_architectures: ClassVar[int] = 1
     columns = tuple(list(FEATURES).index(name) for name in ("compute_capability", "num_sms"))
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> GpuMedian:
@@ -153,6 +159,7 @@ class Ridge:
 
     name: ClassVar[str] = "ridge"
     never_takes_away: ClassVar[bool] = False
+    least_architectures: ClassVar[int] = ENOUGH_FOR_FEATURES
 
     def __init__(self, *, alpha: float = 0.3) -> None:
         self.alpha = alpha
@@ -199,6 +206,7 @@ class BoostedTrees:
 
     name: ClassVar[str] = "boosted_trees"
     never_takes_away: ClassVar[bool] = False
+    least_architectures: ClassVar[int] = ENOUGH_FOR_FEATURES
 
     def __init__(self, *, max_iter: int = 40, learning_rate: float = 0.12, max_leaf_nodes: int = 8) -> None:
         self.max_iter = max_iter

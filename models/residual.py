@@ -78,6 +78,7 @@ class Residual:
         tried = {
             candidate.name: self._out_of_fold(candidate, x, targets, balanced, groups, censored)
             for candidate in self.make_candidates()
+            if candidate.least_architectures <= len(np.unique(units[~censored]))
         }
 
         def lost(guess: Floats) -> Floats:

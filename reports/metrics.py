@@ -1,4 +1,4 @@
-"""The figures a report shows beyond those of `models.metrics`: the headline per GPU type, the targets, the splits."""
+"""The figures a report shows beyond those of `models.metrics`: the headline per GPU type, splits, steps of error."""
 
 from __future__ import annotations
 
@@ -8,46 +8,12 @@ from dataclasses import dataclass
 
 from peakcast.models.evaluation import Evaluation, Scored
 from peakcast.models.metrics import Summary, summarise
+from peakcast.reports.aims import TARGETS, Aim
 
 CHAIN = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
 """Quantities each of which contains the one before."""
 EVERY_GPU = "all"
 """Stands for all GPU types together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What we aim at on architectures that were not fitted on, as fractions; None where no figure is set."""
-
-    median: float | None = None
-    p95: float | None = None
-    half_width: float | None = None
-    coverage: tuple[float, float] = (0.88, 0.92)
-
-    def missed(self, summary: Summary) -> tuple[str, ...]:
-        """The names of the figures of `summary` that miss this target."""
-        limits = (
-            ("median", self.median, summary.errors.median),
-            ("p95", self.p95, summary.errors.p95),
-            ("half-width", self.half_width, summary.median_half_width),
-        )
-        missed = [name for name, limit, value in limits if limit is not None and value > limit]
-        low, high = self.coverage
-        return (*missed, *(() if low <= summary.coverage <= high else ("coverage",)))
-
-    def __str__(self) -> str:
-        limits = (("median", self.median), ("p95", self.p95), ("half-width", self.half_width))
-        parts = [f"{name} ≤ {limit * 100:g} %" for name, limit in limits if limit is not None]
-        low, high = self.coverage
-        return ", ".join([*parts, f"coverage {low * 100:g}–{high * 100:g} %"])
-
-
-TARGETS = {
-    "peak_allocated_bytes": Target(median=0.002, p95=0.01, half_width=0.01),
-    "peak_reserved_bytes": Target(p95=0.025),
-    "peak_device_bytes": Target(p95=0.025),
-    "peak_host_bytes": Target(),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +23,7 @@ class HeadlineRow:
     gpu: str
     quantity: str
     summary: Summary
-    target: Target
+    aims: tuple[Aim, ...]
 
 
 def headline(evaluation: Evaluation, gpu: str | None = None) -> list[HeadlineRow]:
@@ -65,7 +31,7 @@ def headline(evaluation: Evaluation, gpu: str | None = None) -> list[HeadlineRow
     tables = [table for table in evaluation.tables if table.held_out == "architecture"]
     names = sorted({name for table in tables for name in table.by_gpu if gpu in (None, name)})
     return [
-        HeadlineRow(gpu=name, quantity=table.quantity, summary=table.by_gpu[name], target=TARGETS[table.quantity])
+        HeadlineRow(gpu=name, quantity=table.quantity, summary=table.by_gpu[name], aims=TARGETS[table.quantity])
         for name in names
         for table in tables
         if name in table.by_gpu

@@ -209,6 +209,3 @@ def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Any]:
 def _thinned(cells: Sequence[Scored]) -> list[Scored]:
     step = -(-len(cells) // MAX_POINTS)
     return list(cells[:: max(step, 1)])
-
-
-

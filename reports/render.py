@@ -18,6 +18,8 @@ from peakcast.models.evaluation import NAMED_ABOVE, Evaluation, Scored
 from peakcast.prediction import QUANTITIES
 from peakcast.reports import metrics, tables
 from peakcast.reports.decision_tables import extra_tables
+from peakcast.reports.findings import finding_of
+from peakcast.reports.misses import goal_tables, gpu_misses, miss_tables
 from peakcast.reports.plots import PLOTS, svg
 from peakcast.units import GIB
 
@@ -26,8 +28,19 @@ if TYPE_CHECKING:
 
 OURS = "peakcast"
 """`source` of rows that were measured by this project."""
-KNOWN_CHARACTERS = 220
-"""What is known about a row is cut after this on the page; the CSV has all of it."""
+KNOWN_CHARACTERS = 120
+"""What a row says of itself is cut after this on the page; the CSV has all of it."""
+NAMED_COLUMNS = (
+    "case",
+    "layout",
+    "architecture",
+    "measured",
+    "predicted",
+    "error",
+    "baseline's",
+    "what is missing",
+    "of the row",
+)
 CSV_COLUMNS = (
     "held_out",
     "quantity",
@@ -46,6 +59,7 @@ CSV_COLUMNS = (
     "error",
     "baseline_error",
     "weight",
+    "missing",
     "known",
 )
 
@@ -69,7 +83,7 @@ def write_index(evaluation: Evaluation, folder: Path) -> list[Path]:
         "columns": tables.HEADLINE_COLUMNS,
         "headline": tables.headline_cells(evaluation),
         "note": tables.headline_note(evaluation),
-        "extra": list(extra_tables(evaluation)),
+        "extra": [*goal_tables(evaluation), *extra_tables(evaluation)],
         **_provenance(evaluation),
     }
     return [_write(folder / "index.html", _template("index.html.j2").render(context))]
@@ -89,7 +103,9 @@ def report_context(evaluation: Evaluation, gpu: str) -> dict[str, Any]:
         "columns": tables.HEADLINE_COLUMNS,
         "headline": tables.headline_cells(evaluation, gpu),
         "note": tables.headline_note(evaluation),
-        "targets": {tables.QUANTITY_NAMES[row.quantity]: str(row.target) for row in metrics.headline(evaluation, gpu)},
+        "targets": {
+            tables.QUANTITY_NAMES[row.quantity]: ", ".join(map(str, row.aims)) for row in metrics.headline(evaluation, gpu)
+        },
         "split_columns": ("held out", "peak", *tables.HEADLINE_COLUMNS[2:-1]),
         "splits": [
             [tables.HELD_OUT_NAMES.get(split, split), tables.QUANTITY_NAMES[quantity], *tables.figures(summary)]
@@ -102,7 +118,7 @@ def report_context(evaluation: Evaluation, gpu: str) -> dict[str, Any]:
         ],
         "steps_columns": ("step", "rows", "median", "median of the absolute", "worst"),
         "steps": [_step(step) for step in metrics.error_steps(evaluation, gpu)],
-        "extra": list(extra_tables(evaluation, gpu)),
+        "extra": [*miss_tables(gpu_misses(evaluation, gpu)), *extra_tables(evaluation, gpu)],
         "named_above": tables.percent(NAMED_ABOVE, 0),
         **_provenance(evaluation),
     }
@@ -130,22 +146,24 @@ def _quantity_context(evaluation: Evaluation, gpu: str, quantity: str) -> dict[s
             if floor.num_configurations
             else "No configuration was run more than once, so the floor of the error is not known here."
         ),
-        "named_columns": ("case", "layout", "architecture", "measured", "predicted", "error", "baseline's", "known"),
+        "named_columns": NAMED_COLUMNS,
         "named": [_named(cell) for cell in named],
         "num_named": len(named),
     }
 
 
 def _named(cell: Scored) -> list[str]:
+    finding = finding_of(cell)
     return [
         cell.case or cell.key,
         cell.layout,
         cell.architecture,
         f"{cell.measured / GIB:.2f} GiB",
         f"{cell.point / GIB:.2f} GiB",
-        _signed(cell.error),
-        _signed(cell.baseline_error),
-        shortened(cell.known, KNOWN_CHARACTERS) or "nothing",
+        tables.signed(cell.error),
+        tables.signed(cell.baseline_error),
+        finding.missing if finding else "not known",
+        shortened(cell.known, KNOWN_CHARACTERS) or "–",
     ]
 
 
@@ -157,10 +175,6 @@ def _step(step: metrics.ErrorStep) -> list[str]:
 def shortened(text: str, most: int) -> str:
     """`text`, cut at a blank with an ellipsis where it is longer than `most` characters."""
     return text if len(text) <= most else text[:most].rpartition(" ")[0] + " …"
-
-
-def _signed(error: float) -> str:
-    return ("+" if error > 0 else "−" if error < 0 else "") + tables.percent(abs(error))
 
 
 def _sources(evaluation: Evaluation, gpu: str) -> list[tuple[str, int, bool]]:
@@ -197,8 +211,9 @@ def rows_csv(evaluation: Evaluation, gpu: str) -> str:
             texts = (cell.key, cell.case, cell.source, cell.framework, cell.architecture, cell.layout)
             numbers = (cell.measured, cell.baseline, cell.point, cell.lower, cell.upper, cell.upper_95)
             shares = (f"{value:.6f}" for value in (cell.error, cell.baseline_error, cell.weight))
-            known = cell.known if abs(cell.error) > NAMED_ABOVE else ""
-            writer.writerow((table.held_out, table.quantity, *map(_safe, texts), *numbers, *shares, _safe(known)))
+            finding = finding_of(cell)
+            said = (finding.name if finding else "", cell.known) if abs(cell.error) > NAMED_ABOVE else ("", "")
+            writer.writerow((table.held_out, table.quantity, *map(_safe, texts), *numbers, *shares, *map(_safe, said)))
     return buffer.getvalue()
 
 

@@ -45,6 +45,11 @@ def percent(value: float, digits: int | None = None) -> str:
     return f"{value * 100:.{digits}f} %"
 
 
+def signed(error: float) -> str:
+    """A fraction as a percentage with its sign."""
+    return ("+" if error > 0 else "−" if error < 0 else "") + percent(abs(error))
+
+
 def figures(summary: Summary) -> list[str]:
     """The cells of one summary, from rows to half-width, in the order of HEADLINE_COLUMNS."""
     errors, baseline = summary.errors, summary.baseline_errors
@@ -62,7 +67,7 @@ def figures(summary: Summary) -> list[str]:
 
 def target_cell(row: HeadlineRow) -> str:
     """`met`, or what is missed."""
-    missed = row.target.missed(row.summary)
+    missed = [aim.figure for aim in row.aims if not aim.met(row.summary)]
     return "missed: " + ", ".join(missed) if missed else "met"
 
 

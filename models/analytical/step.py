@@ -112,7 +112,7 @@ class Step:
     """Of weights that are used twice: there is no gradient to update with before backward ends."""
     _backward_ends: list[int] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
-    _allocated: dict[int, tuple[str, Category, int, int, str]] = field(default_factory=dict)
+    _allocated: dict[int, tuple[str, Category, int, int, str, int]] = field(default_factory=dict)
     _next_handle: int = 0
     _handed_on: int | None = None
     """The instant from which hooks have run since the last block: what it hands to the next one lives on meanwhile."""
@@ -254,23 +254,30 @@ class Step:
         self.labels += recorded.labels
 
     def allocate(
-        self, name: str, category: Category, sizes: Iterable[int], module: str = "", *, born: int | None = None
+        self,
+        name: str,
+        category: Category,
+        sizes: Iterable[int],
+        module: str = "",
+        *,
+        born: int | None = None,
+        stream: int = 0,
     ) -> list[int]:
         """Tensors of the given bytes from `born` (the next instant) on, until `free`d or to the end of the step; returns
-        their handles."""
+        their handles. `stream`: on which they are allocated, 0 being the one that computes."""
         handles = []
         for num_bytes in sizes:
             handle = self._next_handle
             self._next_handle += 1
-            self._allocated[handle] = (name, category, num_bytes, self.now if born is None else born, module)
+            self._allocated[handle] = (name, category, num_bytes, self.now if born is None else born, module, stream)
             handles.append(handle)
         return handles
 
     def free(self, handles: list[int]) -> None:
         """Tensors of `allocate` are gone from the next instant on; empties the list."""
         for handle in handles:
-            name, category, num_bytes, since, module = self._allocated.pop(handle)
-            self.hold(name, category, num_bytes, since, self.now, module)
+            name, category, num_bytes, since, module, stream = self._allocated.pop(handle)
+            self.hold(name, category, num_bytes, since, self.now, module, stream)
         handles.clear()
 
     def _update_in_backward(
@@ -314,8 +321,8 @@ class Step:
     def timeline(self) -> Timeline:
         """The finished `Timeline`."""
         n = len(self.phases)
-        for name, category, num_bytes, since, module in self._allocated.values():
-            self.hold(name, category, num_bytes, since, FOREVER, module)
+        for name, category, num_bytes, since, module, stream in self._allocated.values():
+            self.hold(name, category, num_bytes, since, FOREVER, module, stream)
         self._allocated.clear()
         placed = [*self._placed, place(self._runs)] if self._runs else self._placed
         lives = [runs.ended(n, self.gradients_die) for runs in placed]

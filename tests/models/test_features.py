@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from peakcast.fields import FrozenMapping
 from peakcast.models.baseline import baseline
-from peakcast.models.features import FEATURES, features
+from peakcast.models.features import FEATURES, features, of_quantity
 from peakcast.spec import Parallelism
+from peakcast.units import GIB
 
 
 @pytest.fixture
@@ -35,3 +37,14 @@ def test_layout_versions_and_gpu_enter(row):
     assert (row["log2_data_parallel"], row["log2_tensor_parallel"], row["num_parallel_axes"]) == (2, 1, 2)
     assert (row["sharded"], row["distributed_optimizer"]) == (1, 1)
     assert (row["torch_release"], row["compute_capability"], row["num_sms"]) == (211, 90, 1.32)
+
+
+def test_a_fixed_amount_weighs_by_the_quantity_that_it_is_part_of(fakes):
+    """1 GiB beside 2 GiB of device memory is a half, however little of them the tensors are."""
+    job, device = fakes.job(), fakes.devices["H100-80GB"]
+    base = replace(baseline(job, device, 0, ledger=fakes.ledger), replayed_allocated_bytes=GIB, peak_device_bytes=2 * GIB)
+    row = features(job, device, base)
+    shares = [of_quantity(row, base, name)["gib_over_start"] for name in ("peak_allocated_bytes", "peak_device_bytes")]
+    assert shares == [1, 0.5]
+    assert row["gib_over_start"] == 1
+    assert {**of_quantity(row, base, "peak_device_bytes"), "gib_over_start": 1} == row

@@ -21,7 +21,7 @@ def make(num_units=15, each=8, seed=0):
     random = np.random.default_rng(seed)
     rows = [dict.fromkeys(FEATURES, 0.0) for _ in range(num_units * each)]
     for row in rows:
-        row["gib_over_allocated"] = float(random.uniform(0, 1))
+        row["gib_over_start"] = float(random.uniform(0, 1))
         row["log2_tokens"] = float(random.integers(8, 14))
     units = [f"net{i // each}" for i in range(len(rows))]
     groups = ["torch/single" if i % 2 else "torch/fsdp2" for i in range(len(rows))]
@@ -54,10 +54,18 @@ def test_an_effect_per_group_is_learned_by_the_simplest_candidate_that_can():
 
 def test_a_fixed_hidden_amount_is_a_share_of_the_baseline():
     rows, units, groups, random = make(30)
-    truth = np.array([0.06 * row["gib_over_allocated"] for row in rows])
+    truth = np.array([0.06 * row["gib_over_start"] for row in rows])
     fitted = Residual().fit(rows, truth + random.normal(0, 0.0005, len(rows)), units, groups)
     assert fitted.regressor_.name == "hidden_bytes"
     assert np.abs(fitted.out_of_fold_ - truth).mean() < 0.01
+
+
+@pytest.mark.parametrize(("num_units", "tried"), [(4, False), (5, True)])
+def test_few_architectures_teach_nothing_by_their_features(num_units, tried):
+    rows, units, groups, _random = make(num_units)
+    fitted = Residual().fit(rows, [0.01 * row["log2_tokens"] for row in rows], units, groups)
+    assert ({"ridge", "gaussian_process", "boosted_trees"} <= set(fitted.scores_)) == tried
+    assert {"zero", "hidden_bytes", "group_median", "gpu_median"} <= set(fitted.scores_)
 
 
 def test_what_does_not_transfer_to_unseen_architectures_is_not_used():
@@ -72,9 +80,9 @@ def test_what_does_not_transfer_to_unseen_architectures_is_not_used():
 
 def test_predictions_stay_inside_the_range_seen():
     rows, units, groups, _random = make(30)
-    truth = np.array([0.06 * row["gib_over_allocated"] for row in rows])
+    truth = np.array([0.06 * row["gib_over_start"] for row in rows])
     fitted = Residual().fit(rows, truth, units, groups)
-    far = dict(rows[0], gib_over_allocated=1e6)
+    far = dict(rows[0], gib_over_start=1e6)
     assert 0 <= fitted.predict([far], groups[:1])[0] <= 0.061
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from peakcast.models.evaluation import Evaluation
-from peakcast.reports.metrics import TARGETS, by_group, cells_of, error_steps, headline
+from peakcast.reports.metrics import by_group, cells_of, error_steps, headline
 from peakcast.reports.plots import _reach
 from peakcast.units import GIB
 
@@ -27,13 +27,6 @@ def test_the_figures_of_three_rows_by_hand(evaluation: Evaluation) -> None:
     assert round(summary.errors.worst, 6) == 0.2
     assert summary.errors.under_predicted == 1 / 3
     assert summary.coverage == 2 / 3
-
-
-def test_a_target_names_what_it_misses(evaluation: Evaluation) -> None:
-    row = headline(evaluation, "A100-80GB")[0]
-    assert row.target.missed(row.summary) == ("median", "p95", "half-width", "coverage")
-    assert str(TARGETS["peak_allocated_bytes"]) == "median ≤ 0.2 %, p95 ≤ 1 %, half-width ≤ 1 %, coverage 88–92 %"
-    assert str(TARGETS["peak_reserved_bytes"]) == "p95 ≤ 2.5 %, coverage 88–92 %"
 
 
 def test_cells_come_worst_first_and_group_by_any_name(evaluation: Evaluation) -> None:

@@ -20,6 +20,13 @@ ALIGNMENT_BYTES = 16
 """With `use_orig_params` each tensor begins at a multiple of this in the flat parameter (`_get_aligned_numel`)."""
 
 
+PRE_UNSHARD, UNSHARD, POST_BACKWARD = 1, 2, 3
+"""Streams beside the one that computes, on which narrow parts, gathered parameters and reduced gradients are allocated
+(`_init_streams`, `_unshard`, `_post_backward_hook`). The allocator keeps a pool for each: what one of them has cached is
+of no use to another. A block that a stream still waits for counts as free here; a real run reserves more by as much as the
+CPU is ahead of the GPU (two units, `_FreeEventQueue`)."""
+
+
 class FSDP1(ShardedLayout):
     """`shards` ranks share one model. `reduce_bytes`: of one element of a gradient while it is reduced, None for its own.
     `original`: `use_orig_params`, the optimizer sees each tensor's piece instead of the flat parameter."""
@@ -92,7 +99,8 @@ class FSDP1(ShardedLayout):
 
     def gather(self, step: Step, unit: Unit, phase: Phase = Phase.BACKWARD) -> None:
         stored, used = (self._part_bytes(unit, gathered=gathered) for gathered in (False, True))
-        narrow = step.allocate("flat_param.narrow_part", BUFFERS, [used if used != stored else 0], unit.name)
+        copied = [used if used != stored else 0]
+        narrow = step.allocate("flat_param.narrow_part", BUFFERS, copied, unit.name, stream=PRE_UNSHARD)
         self._gather(step, unit, step.now)
         step.moment("all_gather", phase)
         step.free(narrow)
@@ -101,7 +109,7 @@ class FSDP1(ShardedLayout):
 
     def _gather(self, step: Step, unit: Unit, born: int) -> None:
         size = self._part_bytes(unit, gathered=True) * self.shards
-        unit.gathered += step.allocate("flat_param.gathered", BUFFERS, [size], unit.name, born=born)
+        unit.gathered += step.allocate("flat_param.gathered", BUFFERS, [size], unit.name, born=born, stream=UNSHARD)
 
     def prefetch(self, step: Step, unit: Unit, *, born: int | None = None) -> None:
         if not unit.gathered:
@@ -144,15 +152,17 @@ class FSDP1(ShardedLayout):
         sources = unit.accumulated
         unit.accumulated = []
         if width != used:
-            wide = step.allocate("flat_param.grad.cast", BUFFERS, [numel * width], unit.name)
+            wide = step.allocate("flat_param.grad.cast", BUFFERS, [numel * width], unit.name, stream=POST_BACKWARD)
             step.moment("reduce_scatter.cast_in", Phase.BACKWARD)
             sources += wide
         if numel % self.shards:
-            sources += step.allocate("flat_param.grad.padded", BUFFERS, [part * self.shards * width], unit.name)
-        result = step.allocate("gradient", Category.GRADIENTS, [part * width], unit.name)
+            padded = [part * self.shards * width]
+            sources += step.allocate("flat_param.grad.padded", BUFFERS, padded, unit.name, stream=POST_BACKWARD)
+        result = step.allocate("gradient", Category.GRADIENTS, [part * width], unit.name, stream=POST_BACKWARD)
         step.moment("reduce_scatter", Phase.BACKWARD)
         if width != stored:
-            narrow, result = result, step.allocate("gradient", Category.GRADIENTS, [part * stored], unit.name)
+            narrow = result
+            result = step.allocate("gradient", Category.GRADIENTS, [part * stored], unit.name, stream=POST_BACKWARD)
             step.moment("reduce_scatter.cast", Phase.BACKWARD)
             step.free(narrow)
         step.free(sources)

@@ -16,6 +16,8 @@ from peakcast.models.analytical.step import Step
 from peakcast.timeline import Category, Phase
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
+ALL_GATHER_COPY_IN, REDUCE_SCATTER, ALL_REDUCE = 1, 2, 3
+"""Streams beside the one that computes (`FSDPCommContext.lazy_init`), each with a pool of its own in the allocator."""
 
 
 class FSDP2(ShardedLayout):
@@ -88,14 +90,17 @@ class FSDP2(ShardedLayout):
         copied = [t for t in unit.tensors if self.offloads or t.gathered_bytes != t.element_bytes]
         sizes = [self._part_numel(t) * t.gathered_bytes for t in copied]
         # copied from the host one by one, or narrowed into one tensor (`_get_param_all_gather_inputs`)
-        casts = step.allocate("all_gather.cast", BUFFERS, sizes if self.offloads else [sum(sizes)], unit.name)
+        made = sizes if self.offloads else [sum(sizes)]
+        casts = step.allocate("all_gather.cast", BUFFERS, made, unit.name, stream=ALL_GATHER_COPY_IN)
         self._send(step, unit, step.now)
         step.moment("all_gather", phase)
         step.free(casts)
 
     def _send(self, step: Step, unit: Unit, born: int) -> None:
         size = sum(self._part_numel(t) * t.gathered_bytes for t in unit.tensors) * self.shards
-        unit.sent = step.allocate("all_gather.output", BUFFERS, [size], unit.name, born=born)
+        unit.sent = step.allocate(
+            "all_gather.output", BUFFERS, [size], unit.name, born=born, stream=ALL_GATHER_COPY_IN
+        )
 
     def prefetch(self, step: Step, unit: Unit, *, born: int | None = None) -> None:
         if not unit.gathered and not unit.sent:
@@ -127,11 +132,12 @@ class FSDP2(ShardedLayout):
         self.take_gradients(step, unit)
         step.free(unit.accumulated)
         self._reduced_from = source
-        result = step.allocate("gradient", Category.GRADIENTS, [numel * width], unit.name)
+        result = step.allocate("gradient", Category.GRADIENTS, [numel * width], unit.name, stream=REDUCE_SCATTER)
         step.moment("reduce_scatter", Phase.BACKWARD)
         if width != stored:
             narrow = result
-            result = step.allocate("gradient", Category.GRADIENTS, [numel * stored], unit.name)
+            stream = ALL_REDUCE if self.replicas > 1 else REDUCE_SCATTER
+            result = step.allocate("gradient", Category.GRADIENTS, [numel * stored], unit.name, stream=stream)
             step.moment("reduce_scatter.cast", Phase.BACKWARD)
             if self.replicas > 1:
                 self._all_reduced += narrow

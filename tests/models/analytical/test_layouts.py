@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peakcast.architecture import Architecture
 from peakcast.fields import FrozenMapping
+from peakcast.models.allocator import replay
 from peakcast.models.analytical.layouts.base import StoredTensor, Unit
 from peakcast.models.analytical.layouts.ddp import bucket_sizes
 from peakcast.models.analytical.layouts.fsdp1 import FSDP1
@@ -242,3 +244,37 @@ def test_scope_names_what_is_left_out():
     assert "zero_stage=2" in out_of_scope(job("zero2"))
     assert "FSDP1" in out_of_scope(job("fsdp1", finetuning=Finetuning(method="lora", rank=8)))
     assert "offload" in out_of_scope(job("fsdp1", offload=Offload(parameters=True, optimizer=True)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "apart"),
+    [
+        ("fsdp1", {"flat_param.narrow_part": 1, "flat_param.gathered": 2, "gradient": 3}),
+        ("fsdp2", {"all_gather.cast": 1, "all_gather.output": 1, "gradient": 2, "gathered": 0, "reduce_scatter.input": 0}),
+        ("hsdp", {"all_gather.output": 1, "gradient": 2}),
+    ],
+)
+def test_communication_streams_have_pools_of_their_own(layout, apart):
+    """What a stream allocates (torch `_runtime_utils._init_streams`, `FSDPCommContext`), and every other tensor on the one
+    that computes; the allocator then reserves at least what each stream has at its own peak."""
+    timeline = ledger(job(layout, precision=MIXED), rank=0, step="steady")
+    streams = [0] * len(timeline.names) if timeline.streams is None else timeline.streams.tolist()
+    seen = {}
+    for name, stream, category in zip(timeline.names, streams, timeline.categories.tolist(), strict=True):
+        if category != Category.OPTIMIZER_TEMPORARIES:
+            seen.setdefault(name, set()).add(stream)
+    assert {name: max(seen[name]) for name in apart} == apart
+    assert {name for name, used in seen.items() if used != {0}} <= set(apart) | {
+        "flat_param.grad.padded",
+        "flat_param.grad.cast",
+    }
+    least = 0
+    for stream in set(streams):
+        mine = np.array(streams) == stream
+        change = np.zeros(len(timeline.phases) + 1, dtype=np.int64)
+        end = len(timeline.phases)
+        np.add.at(change, np.clip(timeline.born[mine], 0, end), timeline.num_bytes[mine])
+        np.subtract.at(change, np.clip(timeline.dies[mine], 0, end), timeline.num_bytes[mine])
+        least += int(np.cumsum(change)[:-1].max())
+    assert least > timeline.peak().num_bytes
+    assert replay(timeline).peak_reserved_bytes >= least

@@ -1,0 +1,58 @@
+"""What is known to be missing where a prediction is off: `findings.toml`, a cause for each kind of row.
+
+A finding names a tensor that the ledger lacks or a fact that the source of the row does not give, and how that is known. It
+changes no figure: rows stay as wrong as they are.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from peakcast.models.evaluation import Scored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A cause of errors, and the rows that it is the cause of."""
+
+    name: str
+    quantity: str
+    error: str
+    """`under` or `over`: which way these rows are off."""
+    missing: str
+    """The tensor or the fact, in a sentence."""
+    evidence: str
+    """How that is known."""
+    case: str = ""
+    """A regular expression that is found in the row's case."""
+    layout: str = ""
+    """A regular expression that is the row's layout."""
+    gpu: str = ""
+    """The GPU type; "" for any."""
+
+    def explains(self, cell: Scored) -> bool:
+        """Whether `cell` is such a row and is off that way."""
+        return (
+            cell.quantity == self.quantity
+            and (cell.error < 0) == (self.error == "under")
+            and self.gpu in ("", cell.gpu)
+            and re.search(self.case, cell.case) is not None
+            and (not self.layout or re.fullmatch(self.layout, cell.layout) is not None)
+        )
+
+
+@cache
+def findings() -> tuple[Finding, ...]:
+    """All findings, in the order of the file: the first that explains a row is taken."""
+    content = files("peakcast.reports").joinpath("findings.toml").read_text(encoding="utf-8")
+    return tuple(Finding(**entry) for entry in tomllib.loads(content)["finding"])
+
+
+def finding_of(cell: Scored, known: Sequence[Finding] | None = None) -> Finding | None:
+    """The finding that explains `cell`, None where the cause is not known."""
+    return next((finding for finding in (findings() if known is None else known) if finding.explains(cell)), None)

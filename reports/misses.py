@@ -1,0 +1,111 @@
+"""The tables of what is missed and what is missing: every figure that is not what was aimed at, the rows that make it so,
+and what those rows are known to lack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from peakcast.models.evaluation import Evaluation, Scored
+from peakcast.models.metrics import summarise
+from peakcast.reports.aims import Aim, goals
+from peakcast.reports.decision_tables import Table
+from peakcast.reports.findings import Finding, finding_of
+from peakcast.reports.metrics import cells_of, headline
+from peakcast.reports.tables import QUANTITY_NAMES, percent, signed
+
+MISS_COLUMNS = ("of", "figure", "is", "asked", "rows behind it", "what is missing")
+GOAL_COLUMNS = ("of", "rows", "figure", "is", "asked", "")
+CAUSE_COLUMNS = ("cause", "rows", "errors", "what is missing", "how that is known")
+UNKNOWN = "not known"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """A figure that is not what was aimed at, and the rows that keep it from that."""
+
+    of: str
+    aim: Aim
+    cells: tuple[Scored, ...]
+    """All rows of the figure."""
+    behind: tuple[Scored, ...]
+
+    @property
+    def line(self) -> list[str]:
+        """The line of MISS_COLUMNS."""
+        summary = summarise(self.cells)
+        value, asked = percent(self.aim.value(summary)), self.aim.asked
+        if not self.behind:  # bars that are wider than they need be
+            return [self.of, self.aim.figure, value, asked, "–", f"architectures: bars rest on {summary.num_architectures}"]
+        found = [(finding.name if finding else UNKNOWN, len(cells)) for finding, cells in causes(self.behind)]
+        reasons = "; ".join(f"{name} ({count})" for name, count in found)
+        return [self.of, self.aim.figure, value, asked, str(len(self.behind)), reasons]
+
+
+def causes(cells: Iterable[Scored]) -> list[tuple[Finding | None, list[Scored]]]:
+    """`cells` by the finding that explains them, most cells first; those that none explains last, under None."""
+    found: dict[Finding | None, list[Scored]] = {}
+    for cell in cells:
+        found.setdefault(finding_of(cell), []).append(cell)
+    return sorted(found.items(), key=lambda item: (item[0] is None, -len(item[1]), item[0].name if item[0] else ""))
+
+
+def misses(of: str, aims: Sequence[Aim], cells: Sequence[Scored]) -> list[Miss]:
+    """The aims that the figures of `cells` miss."""
+    summary = summarise(cells)
+    return [Miss(of=of, aim=aim, cells=tuple(cells), behind=aim.behind(cells)) for aim in aims if not aim.met(summary)]
+
+
+def gpu_misses(evaluation: Evaluation, gpu: str) -> list[Miss]:
+    """The misses of the accuracy table of `gpu`."""
+    return [
+        miss
+        for row in headline(evaluation, gpu)
+        for miss in misses(QUANTITY_NAMES[row.quantity], row.aims, cells_of(evaluation, gpu, row.quantity))
+    ]
+
+
+def goal_misses(evaluation: Evaluation) -> list[Miss]:
+    """The misses of the goals over all GPU types."""
+    return [miss for goal in goals(evaluation) for miss in misses(goal.name, goal.aims, goal.cells)]
+
+
+def goal_lines(evaluation: Evaluation) -> list[list[str]]:
+    """A line of GOAL_COLUMNS for each aim of each goal."""
+    lines = []
+    for goal in goals(evaluation):
+        summary = summarise(goal.cells)
+        for aim in goal.aims:
+            value, met = percent(aim.value(summary)), "met" if aim.met(summary) else "missed"
+            lines.append([goal.name, str(len(goal.cells)), aim.figure, value, aim.asked, met])
+    return lines
+
+
+def goal_tables(evaluation: Evaluation) -> Iterator[Table]:
+    """What was aimed at over all GPU types, what is missed of it, and why."""
+    lines = goal_lines(evaluation)
+    if lines:
+        yield "What was aimed at on published rows", GOAL_COLUMNS, lines
+        yield from miss_tables(goal_misses(evaluation))
+
+
+def cause_lines(cells: Iterable[Scored]) -> list[list[str]]:
+    """A line of CAUSE_COLUMNS for each cause of the errors of `cells`."""
+    lines = []
+    for finding, explained in causes(cells):
+        errors = sorted(cell.error for cell in explained)
+        ends = " to ".join(dict.fromkeys(signed(error) for error in (errors[0], errors[-1])))
+        named = ", ".join(sorted({cell.case for cell in explained})) if finding is None else ""
+        texts = (finding.missing, finding.evidence) if finding else (f"not known: {named}", "–")
+        lines.append([finding.name if finding else UNKNOWN, str(len(explained)), ends, *texts])
+    return lines
+
+
+def miss_tables(found: Sequence[Miss]) -> Iterator[Table]:
+    """The misses and their causes; nothing where nothing is missed."""
+    if not found:
+        return
+    yield "What is missed, and why", MISS_COLUMNS, [miss.line for miss in found]
+    behind = {(cell.key, cell.quantity): cell for miss in found for cell in miss.behind}
+    if behind:
+        yield "What is missing", CAUSE_COLUMNS, cause_lines(behind.values())
