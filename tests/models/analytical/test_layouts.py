@@ -251,7 +251,7 @@ def test_scope_names_what_is_left_out():
     [
         ("fsdp1", {"flat_param.narrow_part": 1, "flat_param.gathered": 2, "gradient": 3}),
         ("fsdp2", {"all_gather.cast": 1, "all_gather.output": 1, "gradient": 2, "gathered": 0, "reduce_scatter.input": 0}),
-        ("hsdp", {"all_gather.output": 1, "gradient": 2}),
+        ("hsdp", {"all_gather.cast": 1, "all_gather.output": 1, "gradient": 2}),
     ],
 )
 def test_communication_streams_have_pools_of_their_own(layout, apart):
