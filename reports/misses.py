@@ -96,16 +96,15 @@ def cause_lines(cells: Iterable[Scored]) -> list[list[str]]:
         errors = sorted(cell.error for cell in explained)
         ends = " to ".join(dict.fromkeys(signed(error) for error in (errors[0], errors[-1])))
         named = ", ".join(sorted({cell.case for cell in explained})) if finding is None else ""
-        texts = (finding.missing, finding.evidence) if finding else (f"not known: {named}", "–")
+        texts = (finding.missing, finding.evidence) if finding else (named, "–")
         lines.append([finding.name if finding else UNKNOWN, str(len(explained)), ends, *texts])
     return lines
 
 
-def miss_tables(found: Sequence[Miss]) -> Iterator[Table]:
-    """The misses and their causes; nothing where nothing is missed."""
-    if not found:
-        return
-    yield "What is missed, and why", MISS_COLUMNS, [miss.line for miss in found]
-    behind = {(cell.key, cell.quantity): cell for miss in found for cell in miss.behind}
-    if behind:
-        yield "What is missing", CAUSE_COLUMNS, cause_lines(behind.values())
+def miss_tables(found: Sequence[Miss], named: Iterable[Scored] = ()) -> Iterator[Table]:
+    """The misses, and the causes of their rows' errors and of those of `named`; nothing where nothing is missed."""
+    if found:
+        yield "What is missed, and why", MISS_COLUMNS, [miss.line for miss in found]
+    off = {(cell.key, cell.quantity): cell for cells in (*(miss.behind for miss in found), named) for cell in cells}
+    if off:
+        yield "What is missing", CAUSE_COLUMNS, cause_lines(off.values())

@@ -19,7 +19,7 @@ from peakcast.prediction import QUANTITIES
 from peakcast.reports import metrics, tables
 from peakcast.reports.decision_tables import extra_tables
 from peakcast.reports.findings import finding_of
-from peakcast.reports.misses import goal_tables, gpu_misses, miss_tables
+from peakcast.reports.misses import UNKNOWN, goal_tables, gpu_misses, miss_tables
 from peakcast.reports.plots import PLOTS, svg
 from peakcast.units import GIB
 
@@ -96,6 +96,7 @@ def slug(gpu: str) -> str:
 
 def report_context(evaluation: Evaluation, gpu: str) -> dict[str, Any]:
     """Everything the templates of one GPU type show, as texts and ready-made pictures."""
+    named = [cell for q in QUANTITIES for cell in metrics.cells_of(evaluation, gpu, q) if abs(cell.error) > NAMED_ABOVE]
     return {
         "gpu": gpu,
         "slug": slug(gpu),
@@ -118,7 +119,7 @@ def report_context(evaluation: Evaluation, gpu: str) -> dict[str, Any]:
         ],
         "steps_columns": ("step", "rows", "median", "median of the absolute", "worst"),
         "steps": [_step(step) for step in metrics.error_steps(evaluation, gpu)],
-        "extra": [*miss_tables(gpu_misses(evaluation, gpu)), *extra_tables(evaluation, gpu)],
+        "extra": [*miss_tables(gpu_misses(evaluation, gpu), named), *extra_tables(evaluation, gpu)],
         "named_above": tables.percent(NAMED_ABOVE, 0),
         **_provenance(evaluation),
     }
@@ -162,7 +163,7 @@ def _named(cell: Scored) -> list[str]:
         f"{cell.point / GIB:.2f} GiB",
         tables.signed(cell.error),
         tables.signed(cell.baseline_error),
-        finding.missing if finding else "not known",
+        finding.name if finding else UNKNOWN,
         shortened(cell.known, KNOWN_CHARACTERS) or "–",
     ]
 
