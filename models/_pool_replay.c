@@ -1,8 +1,8 @@
-/* pool_replay.py compiled: a whole run through the pools of the caching allocator, event by event.
+/* A whole run through the pools of the caching allocator in one compiled loop.
 
    Which block is taken, split and merged is what caching_allocator.py says, rule by rule; the tests hold the two against
    each other. Sizes and addresses are in units of 512 bytes. It is built where there is a compiler, and not needed: without
-   it pool_replay.py does the same, some twenty times slower. */
+   it caching_allocator.py does the same, some twenty-five times slower. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SMALL = 2048, SMALL_SEGMENT = 4096, MIN_LARGE = 20480, LARGE_ROUND = 4096 }; /* caching_allocator.py, in units */
+enum { SMALL = 2048, SMALL_SEGMENT = 4096, MIN_LARGE = 20480, LARGE_ROUND = 4096 }; /* allocator_sizes.py, in units */
 
 typedef struct {
     int64_t size, address;

@@ -15,6 +15,7 @@ import pytest
 from peakcast.batch import predict_batch
 from peakcast.catalog import architecture, gpu
 from peakcast.models import allocator
+from peakcast.models.allocator_events import Run
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.sweep import sweep, with_knobs
 from peakcast.models.caching_allocator import CachingAllocator
@@ -60,21 +61,20 @@ def fastest(function: Callable[[], object], rounds: int = 3) -> float:
     return min(seconds)
 
 
-@pytest.mark.parametrize("way", ["compiled", "in Python"])
+built = pytest.mark.skipif(allocator.compiled is None, reason="there was no compiler when peakcast was installed")
+
+
+@built
 @pytest.mark.parametrize("name", EIGHTY_LAYERS)
-def test_allocator_events_beside_the_simulation_call_by_call(benchmark, monkeypatch, name, way):
-    if way == "in Python":
-        monkeypatch.setattr(allocator, "compiled", None)
-    elif allocator.compiled is None:
-        pytest.skip("the replay was not compiled when peakcast was installed")
+def test_allocator_events_beside_the_simulation_call_by_call(benchmark, name):
     steps = [ledger(EIGHTY_LAYERS[name], device=DEVICE, step=step) for step in ("first", "steady")]
-    run = allocator._Run.of(steps)
+    run = Run.of(steps)
     fast = benchmark(lambda: allocator.replay_run(steps))
     slow = fastest(lambda: allocator._replay_calls(run, CachingAllocator()))
     benchmark.extra_info["events_per_second"] = round(fast.num_events / benchmark.stats.stats.min)
     benchmark.extra_info["times_faster_than_call_by_call"] = round(slow / benchmark.stats.stats.min, 2)
     assert fast == allocator._replay_calls(run, CachingAllocator())
-    assert slow > (4 if way == "compiled" else 1) * benchmark.stats.stats.min
+    assert slow > 4 * benchmark.stats.stats.min
 
 
 @pytest.mark.parametrize("name", EIGHTY_LAYERS)
@@ -222,7 +222,8 @@ def test_a_search_beside_the_peak_of_every_candidate(benchmark):
     assert per_candidate * found.num_candidates > 10 * seconds
 
 
-def test_a_batch_beside_the_same_without_the_fast_replay(benchmark, monkeypatch):
+@built
+def test_a_batch_beside_the_same_without_the_compiled_replay(benchmark, monkeypatch):
     lines = [
         json.dumps(
             {
@@ -241,7 +242,6 @@ def test_a_batch_beside_the_same_without_the_fast_replay(benchmark, monkeypatch)
 
     _answer_text.cache_clear()
     monkeypatch.setattr(allocator, "compiled", None)
-    monkeypatch.setattr(allocator, "_replay_pools", lambda *_: None)
     slow: list[list[dict]] = []
     seconds = fastest(lambda: slow.append(list(predict_batch(lines))), 1)
     benchmark.extra_info["times_faster_than_call_by_call"] = round(seconds / benchmark.stats.stats.min, 2)

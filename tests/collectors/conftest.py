@@ -1,11 +1,19 @@
-"""What tests of collecting share: cells that are small programs."""
+"""What tests of collecting share: cells that are small programs, and traces."""
 
 from __future__ import annotations
 
+import base64
 import itertools
 import textwrap
+from functools import cache
 
 import pytest
+
+from peakcast.collectors.engines import local
+from peakcast.models.analytical.ledger import ledger
+from peakcast.spec import job_to_mapping
+from peakcast.timeline import Phase
+from peakcast.timelines import STEPS, timeline_from_mapping, unpack
 
 ANSWER = """
 import os, pathlib, signal, subprocess, sys, time
@@ -34,3 +42,39 @@ def cell(tmp_path, monkeypatch):
         return f"{name}:work"
 
     return written
+
+
+@pytest.fixture(scope="session")
+def traced():
+    """The timelines of a job's two steps on a rank, traced in a process of its own, which is forked from one that has
+    imported the libraries: importing them takes longer than tracing a cut-down network."""
+
+    asked = []
+    answers = local.run(iter(asked.pop, None), timeout_seconds=300)
+
+    @cache
+    def trace(job, rank=0):
+        asked.append({"job": job_to_mapping(job), "rank": rank, "gpu": "A100-80GB", "trace": True, "history": True})
+        _, answer = next(answers)
+        assert "history" in answer, answer
+        steps = unpack(base64.b64decode(answer["history"]))
+        return {step: timeline_from_mapping(steps[step]) for step in STEPS}
+
+    yield trace
+    answers.close()
+
+
+@pytest.fixture(scope="session")
+def ledger_equals_trace(traced):
+    """Asserts that the ledger of a job's rank equals its trace within `rel` of each phase's peak, in the first and in a
+    steady step; gives both, step by step."""
+
+    def compare(job, rank=0, *, rel):
+        both = {step: (ledger(job, rank=rank, step=step), trace) for step, trace in traced(job, rank).items()}
+        for step, (closed_form, trace) in both.items():
+            for phase, size in trace.phase_peaks().items():
+                if phase is not Phase.INIT:
+                    assert closed_form.peak(phase).num_bytes == pytest.approx(size, rel=rel), (rank, step, phase.name)
+        return both
+
+    return compare

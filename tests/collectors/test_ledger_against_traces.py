@@ -1,17 +1,11 @@
-"""Optimizers, precisions, adapters and generation traced on fake tensors, in one process, against the ledger."""
+"""Optimizers, precisions, adapters and generation traced on fake tensors, against the ledger."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from peakcast.collectors.grid import expand
-from peakcast.collectors.tracing.trace import timeline_from_mapping
 from peakcast.models.analytical.ledger import ledger
-from peakcast.spec import job_to_mapping
 from peakcast.timeline import Phase
 
 CUT = {"name": "llama-3.2-1b", "num_hidden_layers": 2}
@@ -63,54 +57,23 @@ PACKAGES = {
     "lomo_checkpointed": ("lomo_optim", {"optimizer": {"name": "lomo"}, "activation_checkpointing.mode": "full"}),
 }
 CELLS |= {name: cell for name, (package, cell) in PACKAGES.items() if importlib.util.find_spec(package)}
-TRACE_ALL = """
-import json, sys
-from peakcast.collectors.tracing.trace import timeline_to_mapping, trace_here
-from peakcast.dialects.job_file import job_from_mapping
-for line in sys.stdin:
-    timelines = trace_here(job_from_mapping(json.loads(line)))
-    print("ROW", json.dumps({step: timeline_to_mapping(timeline) for step, timeline in timelines.items()}))
-"""
 
 
-@pytest.fixture(scope="module")
-def traces():
-    jobs = {}
-    for name, cell in CELLS.items():
-        base = {"architecture": CUT, "sequence_length": 128, "micro_batch_size": 1}
-        (jobs[name],) = expand({"base": base, "include": [cell]})
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", TRACE_ALL],
-        input="".join(json.dumps(job_to_mapping(job)) + "\n" for job in jobs.values()),
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    assert len(rows) == len(jobs), done.stderr[-2000:]
-    return {
-        name: (job, {step: timeline_from_mapping(mapping) for step, mapping in row.items()})
-        for (name, job), row in zip(jobs.items(), rows, strict=True)
-    }
+def job(name):
+    base = {"architecture": CUT, "sequence_length": 128, "micro_batch_size": 1}
+    return expand({"base": base, "include": [CELLS[name]]})[0]
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_the_ledger_equals_the_trace_phase_by_phase(traces, name):
+def test_the_ledger_equals_the_trace_phase_by_phase(ledger_equals_trace, name):
     """Within 0.1 % of the phase's peak, in the first and in a steady step, and between steps."""
-    job, timelines = traces[name]
-    for step, trace in timelines.items():
-        closed_form = ledger(job, step=step)
-        for phase, size in trace.phase_peaks().items():
-            if phase is not Phase.INIT:
-                assert closed_form.peak(phase).num_bytes == pytest.approx(size, rel=1e-3), (step, phase.name)
+    for step, (closed_form, trace) in ledger_equals_trace(job(name), rel=1e-3).items():
         assert int(closed_form.totals[-1]) == pytest.approx(int(trace.totals[-1]), rel=1e-3), step
 
 
-def test_a_sum_of_what_is_not_stepped_would_be_seen(traces):
+def test_a_sum_of_what_is_not_stepped_would_be_seen(traced):
     """The comparison can fail: with another optimizer's rule it does."""
-    job, timelines = traces["muon"]
-    other = ledger(job.replace(optimizer=traces["sgd"][0].optimizer))
+    other = ledger(job("muon").replace(optimizer=job("sgd").optimizer))
     assert other.peak(Phase.OPTIMIZER_STEP).num_bytes != pytest.approx(
-        timelines["steady"].peak(Phase.OPTIMIZER_STEP).num_bytes, rel=1e-3
+        traced(job("muon"))["steady"].peak(Phase.OPTIMIZER_STEP).num_bytes, rel=1e-3
     )

@@ -1,17 +1,13 @@
 """The Megatron ledger against traces of the real megatron-core, on a fake process group, phase by phase."""
 
 import importlib.util
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from peakcast.collectors.frameworks import build
 from peakcast.collectors.frameworks.megatron_config import check
 from peakcast.collectors.grid import expand
-from peakcast.collectors.tracing.trace import trace_job
 from peakcast.errors import CollectorError
-from peakcast.models.analytical.ledger import ledger
-from peakcast.timeline import Phase
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
@@ -81,24 +77,13 @@ if importlib.util.find_spec("transformer_engine") is not None:
     CELLS |= ENGINE_CELLS
 
 
-@pytest.fixture(scope="module")
-def traces():
-    jobs = {name: (expand({"base": BASE, "include": [cell]})[0], rank) for name, (cell, rank) in CELLS.items()}
-    with ThreadPoolExecutor(4) as pool:
-        timelines = dict(zip(jobs, pool.map(lambda asked: trace_job(asked[0], rank=asked[1]), jobs.values()), strict=True))
-    return {name: (*jobs[name], timelines[name]) for name in jobs}
-
-
 @installed
 @pytest.mark.parametrize("name", CELLS)
-def test_the_ledger_equals_the_trace_phase_by_phase(traces, name):
+def test_the_ledger_equals_the_trace_phase_by_phase(ledger_equals_trace, name):
     """Within 0.5 % of each phase's peak, in the first and in a steady step, and between steps."""
-    job, rank, timelines = traces[name]
-    for step, trace in timelines.items():
-        closed_form = ledger(job, rank=rank, step=step)
-        for phase, size in trace.phase_peaks().items():
-            if phase is not Phase.INIT:
-                assert closed_form.peak(phase).num_bytes == pytest.approx(size, rel=5e-3), (step, phase.name)
+    cell, rank = CELLS[name]
+    (job,) = expand({"base": BASE, "include": [cell]})
+    for step, (closed_form, trace) in ledger_equals_trace(job, rank, rel=5e-3).items():
         assert closed_form.totals[-1] == pytest.approx(trace.totals[-1], rel=5e-3), step
 
 

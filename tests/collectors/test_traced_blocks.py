@@ -1,31 +1,13 @@
-"""Block by block against the trace of the real library: families, savers, losses. Many cells share a process, because
-starting one costs more than tracing a cut-down network."""
+"""Block by block against the trace of the real library: families, savers, losses."""
 
 import importlib.util
-import json
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from peakcast.collectors.grid import expand
-from peakcast.models.analytical.ledger import ledger
-from peakcast.spec import job_to_mapping
-from peakcast.timeline import Phase
 
 pytest.importorskip("transformers")
 
-TRACE = """
-import json, sys
-from peakcast.collectors.tracing.trace import trace_here
-from peakcast.dialects.job_file import job_from_mapping
-answers = []
-for job in json.load(sys.stdin):
-    peaks = trace_here(job_from_mapping(job))["steady"].phase_peaks()
-    answers.append({phase.name: size for phase, size in peaks.items()})
-print(json.dumps(answers))
-"""
 SMALL = {"vocab_size": 8192, "num_hidden_layers": 2}
 LLAMA = {"name": "llama-3.2-1b", **SMALL}
 FULL, SELECTIVE = {"mode": "full"}, {"mode": "selective"}
@@ -98,49 +80,18 @@ WITH_LIGER = {
 }  # fmt: skip
 
 
-def jobs_of(cells):
-    return {name: expand({"base": {"sequence_length": 640}, "include": [cell]})[0] for name, cell in cells.items()}
-
-
-def traced(jobs):
-    given = json.dumps([job_to_mapping(job) for job in jobs])
-    command = [sys.executable, "-P", "-W", "ignore", "-c", TRACE]
-    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def traces():
-    """Cell -> (job, peaks by phase); Liger, which replaces functions for a whole process, in one of its own."""
-    groups = [jobs_of(CELLS)]
-    if importlib.util.find_spec("liger_kernel") is not None:
-        groups.append(jobs_of(WITH_LIGER))
-    with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda jobs: traced(list(jobs.values())), groups))
-    return {
-        name: (job, peaks)
-        for jobs, found in zip(groups, answers, strict=True)
-        for (name, job), peaks in zip(jobs.items(), found, strict=True)
-    }
-
-
-def check(job, traced_peaks):
-    found = {phase.name: size for phase, size in ledger(job).phase_peaks().items()}
-    for phase, size in traced_peaks.items():
-        if phase != Phase.INIT.name:
-            assert found[phase] == pytest.approx(size, rel=1e-3), phase
+def job(cell):
+    return expand({"base": {"sequence_length": 640}, "include": [cell]})[0]
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_the_ledger_equals_the_trace(traces, name):
-    """Within 0.1 % in every phase of a steady step."""
-    check(*traces[name])
+def test_the_ledger_equals_the_trace(ledger_equals_trace, name):
+    """Within 0.1 % in every phase of the first and of a steady step."""
+    ledger_equals_trace(job(CELLS[name]), rel=1e-3)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
 @pytest.mark.parametrize("name", WITH_LIGER)
-def test_with_liger_the_ledger_equals_the_trace(traces, name):
+def test_with_liger_the_ledger_equals_the_trace(ledger_equals_trace, name):
     """Its kernels do nothing in a trace; what it allocates around them is seen."""
-    if name not in traces:
-        pytest.skip("liger-kernel is not installed")
-    check(*traces[name])
+    ledger_equals_trace(job(WITH_LIGER[name]), rel=1e-3)

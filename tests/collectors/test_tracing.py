@@ -1,12 +1,9 @@
 """The trace of real training steps without a GPU: against hand counts, PyTorch's own tracker, and the ledger."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
 from peakcast.collectors.grid import expand
-from peakcast.collectors.tracing.trace import timeline_from_mapping, timeline_to_mapping, trace_job
-from peakcast.models.analytical.ledger import ledger
+from peakcast.collectors.tracing.trace import timeline_from_mapping, timeline_to_mapping
 from peakcast.timeline import Category, Phase
 
 CUT = {"name": "llama-3.1-8b", "num_hidden_layers": 2}
@@ -28,29 +25,18 @@ CELLS = {
 }
 
 
-@pytest.fixture(scope="module")
-def traces():
-    jobs = {}
-    for name, cell in CELLS.items():
-        (jobs[name],) = expand({"base": {"sequence_length": 512, "micro_batch_size": 2}, "include": [cell]})
-    with ThreadPoolExecutor(4) as pool:
-        timelines = dict(zip(jobs, pool.map(trace_job, jobs.values()), strict=True))
-    return {name: (jobs[name], timelines[name]) for name in jobs}
+def job(name):
+    return expand({"base": {"sequence_length": 512, "micro_batch_size": 2}, "include": [CELLS[name]]})[0]
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_the_ledger_equals_the_trace_phase_by_phase(traces, name):
+def test_the_ledger_equals_the_trace_phase_by_phase(ledger_equals_trace, name):
     """One GPU: within 0.1 % of the phase's peak, in the first and in a steady step."""
-    job, timelines = traces[name]
-    for step, trace in timelines.items():
-        closed_form = ledger(job, step=step)
-        for phase, size in trace.phase_peaks().items():
-            if phase is not Phase.INIT:
-                assert closed_form.peak(phase).num_bytes == pytest.approx(size, rel=1e-3), (step, phase.name)
+    ledger_equals_trace(job(name), rel=1e-3)
 
 
-def test_parameters_and_states_are_what_a_hand_counts(traces):
-    timelines = traces["llama"][1]
+def test_parameters_and_states_are_what_a_hand_counts(traced):
+    timelines = traced(job("llama"))
     h, f, v, k = 4096, 14336, 128256, 1024
     parameters = 2 * v * h + h + 2 * (2 * h * h + 2 * h * k + 3 * h * f + 2 * h)
     timeline = timelines["steady"]
@@ -61,33 +47,33 @@ def test_parameters_and_states_are_what_a_hand_counts(traces):
     assert inside[Category.OPTIMIZER_TEMPORARIES] == pytest.approx(2 * parameters, rel=1e-4)
 
 
-def test_attention_takes_the_fused_path_and_eager_does_not(traces):
-    labels = set(traces["llama"][1]["steady"].labels)
+def test_attention_takes_the_fused_path_and_eager_does_not(traced):
+    labels = set(traced(job("llama"))["steady"].labels)
     assert any("flash_attention" in label for label in labels)
     assert not any("_softmax.default" in label and "log" not in label for label in labels)
-    eager = set(traces["llama_eager"][1]["steady"].labels)
+    eager = set(traced(job("llama_eager"))["steady"].labels)
     assert any(label.startswith("_softmax") for label in eager)
 
 
-def test_checkpointing_recomputes_with_the_same_attention(traces):
-    timeline = traces["llama_checkpointed"][1]["steady"]
+def test_checkpointing_recomputes_with_the_same_attention(traced):
+    timeline = traced(job("llama_checkpointed"))["steady"]
     backward = [label for label, phase in zip(timeline.labels, timeline.phases, strict=True) if phase == Phase.BACKWARD]
     assert sum("flash_attention.default" in label for label in backward) == 2  # one recomputation per layer
 
 
-def test_autocast_is_not_silently_off(traces):
-    labels = traces["llama_autocast"][1]["steady"].labels
+def test_autocast_is_not_silently_off(traced):
+    labels = traced(job("llama_autocast"))["steady"].labels
     assert sum("_to_copy" in label for label in labels) > 14
 
 
-def test_no_attention_mask_is_built(traces):
-    job, timelines = traces["llama"]
-    mask_bytes = job.micro_batch_size * job.sequence_length**2
-    assert mask_bytes not in set(timelines["steady"].num_bytes.tolist())
+def test_no_attention_mask_is_built(traced):
+    of = job("llama")
+    mask_bytes = of.micro_batch_size * of.sequence_length**2
+    assert mask_bytes not in set(traced(of)["steady"].num_bytes.tolist())
 
 
-def test_a_timeline_survives_its_json_form(traces):
-    timeline = traces["gpt2_loop"][1]["steady"]
+def test_a_timeline_survives_its_json_form(traced):
+    timeline = traced(job("gpt2_loop"))["steady"]
     again = timeline_from_mapping(timeline_to_mapping(timeline))
     assert again.peak() == timeline.peak()
     assert again.largest_at(again.peak().instant) == timeline.largest_at(timeline.peak().instant)

@@ -13,13 +13,9 @@ from hypothesis import strategies as st
 from peakcast.allocator import Allocator
 from peakcast.models import allocator as allocator_module
 from peakcast.models.allocator import replay, replay_run
-from peakcast.models.caching_allocator import (
-    Block,
-    CachingAllocator,
-    SimulatedOutOfMemoryError,
-    round_request,
-    segment_bytes,
-)
+from peakcast.models.allocator_events import Run
+from peakcast.models.allocator_sizes import round_request, segment_bytes
+from peakcast.models.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
 from peakcast.timeline import Category, Entry, Phase, Timeline
 from peakcast.units import MIB
 
@@ -291,10 +287,10 @@ def random_step(seed: int, num_streams: int, num_entries: int = 300) -> Timeline
     )
 
 
-FAST = [allocator_module._replay_pools] + [allocator_module._replay_compiled] * (allocator_module.compiled is not None)
-"""The two that do a whole run at once; the compiled one where it was built."""
+built = pytest.mark.skipif(allocator_module.compiled is None, reason="there was no compiler when peakcast was installed")
 
 
+@built
 @settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -307,27 +303,25 @@ FAST = [allocator_module._replay_pools] + [allocator_module._replay_compiled] * 
     tightness=st.sampled_from([None, 0.8, 0.9, 0.97, 0.995]),
     num_streams=st.integers(1, 2),
 )
-def test_pool_by_pool_equals_call_by_call(seed, chosen, tightness, num_streams):
-    steps = [random_step(seed, num_streams), random_step(seed + 1, num_streams)]
-    run = allocator_module._Run.of(steps)
+def test_the_compiled_replay_equals_call_by_call(seed, chosen, tightness, num_streams):
+    run = Run.of([random_step(seed, num_streams), random_step(seed + 1, num_streams)])
     roomy = allocator_module._replay_calls(run, CachingAllocator(chosen))
-    for replay_fast in FAST:
-        assert replay_fast(run, chosen, None) == roomy
-        if tightness is None:
-            continue
+    assert allocator_module._replay_compiled(run, chosen, None) == roomy
+    if tightness is not None:
         capacity = int(roomy.peak_reserved_bytes * tightness)
-        fast = replay_fast(run, chosen, capacity)
-        if fast is not None:  # else the run is replayed call by call
-            assert fast == allocator_module._replay_calls(run, CachingAllocator(chosen, capacity_bytes=capacity))
+        found = allocator_module._replay_compiled(run, chosen, capacity)
+        if found is not None:  # else the run is replayed call by call
+            assert found == allocator_module._replay_calls(run, CachingAllocator(chosen, capacity_bytes=capacity))
 
 
-@pytest.mark.parametrize("replay_fast", FAST)
-def test_pool_by_pool_covers_runs_that_give_memory_back(replay_fast):
+@built
+def test_the_compiled_replay_covers_runs_that_give_memory_back():
     retried = 0
     for seed in range(40):
-        run = allocator_module._Run.of([random_step(seed, 1), random_step(seed + 1, 1)])
-        roomy = replay_fast(run, Allocator(), None)
-        tight = replay_fast(run, Allocator(), int(roomy.peak_reserved_bytes * 0.97))
+        run = Run.of([random_step(seed, 1), random_step(seed + 1, 1)])
+        roomy = allocator_module._replay_compiled(run, Allocator(), None)
+        assert roomy is not None
+        tight = allocator_module._replay_compiled(run, Allocator(), int(roomy.peak_reserved_bytes * 0.97))
         retried += tight is not None and tight.num_retries > 0
     assert retried > 10
 
