@@ -25,7 +25,7 @@ DOORS = tuple(
     f"peakcast.{name}"
     for name in (
         *("__main__", "answers", "api", "batch", "cli", "doctor", "job_flags", "places", "questions", "render"),
-        *("collected", "watching"),
+        *("calibrating", "collected", "commands", "measuring", "watching"),
     )
 )
 EXPLAINING = "peakcast.explaining"

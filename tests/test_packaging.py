@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE_FOLDERS = ("peakcast", "collectors", "datasets", "models", "reports")
-HEAVY = ("torch", "mlflow", "pandas", "sklearn", "matplotlib", "jinja2", "transformers")
+HEAVY = ("torch", "mlflow", "pandas", "sklearn", "matplotlib", "jinja2", "transformers", "pydantic", "rich", "gradio")
 
 
 def _setuptools() -> dict[str, object]:

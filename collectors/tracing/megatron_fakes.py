@@ -58,6 +58,10 @@ def install(tracer: Tracer, *, engine: bool, routed_rows: int = 0) -> None:
     FakeTensor.type = type_of  # type: ignore[method-assign]
     if engine:
         transformer_engine_stub.install()
+        import transformer_engine.pytorch.distributed as checkpointing  # recomputes in FP8
+
+        checkpointing._get_cuda_rng_state = cuda.get_rng_state
+        checkpointing._set_cuda_rng_state = cuda.set_rng_state
     else:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     cuda.get_device_properties = lambda device=None: HOPPER

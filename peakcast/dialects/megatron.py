@@ -15,6 +15,7 @@ from peakcast.conventions import check_framework_options
 from peakcast.dialects import megatron_flags as flags
 from peakcast.dialects.megatron_architecture import megatron_architecture, one_of_table
 from peakcast.dialects.megatron_layout import virtual_stages
+from peakcast.dialects.megatron_precision import megatron_precision
 from peakcast.dialects.translation import Notes, Settings, Translation
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
@@ -24,7 +25,6 @@ from peakcast.spec import (
     Optimizer,
     OptimizerName,
     Parallelism,
-    Precision,
     TrainingJob,
 )
 
@@ -56,7 +56,7 @@ def from_megatron(arguments: Mapping[str, Any], num_gpus: int = 1, env: Mapping[
         sequence_length=_sequence_length(settings, parallelism),
         decoder_sequence_length=settings.integer("decoder_seq_length") if architecture.num_decoder_layers else None,
         gradient_accumulation_steps=_accumulation(settings, micro_batch_size, parallelism.data_parallel_size),
-        precision=_precision(settings),
+        precision=megatron_precision(settings),
         optimizer=_optimizer(settings),
         attention="eager" if settings.text("transformer_impl") == "local" else BACKENDS[_backend(settings)],
         activation_checkpointing=_recomputation(settings),
@@ -184,30 +184,6 @@ def _accumulation(settings: Settings, micro_batch_size: int, data_parallel: int)
     return total // share
 
 
-def _precision(settings: Settings) -> Precision:
-    bf16, fp16, fp8 = settings.switch("bf16"), settings.switch("fp16"), settings.given("fp8_format")
-    if bf16 and fp16:
-        raise settings.refuse("fp16", "cannot be given together with bf16; keep one")
-    in_fp32, in_bf16 = settings.switch("accumulate_allreduce_grads_in_fp32"), settings.switch("grad_reduce_in_bf16")
-    states = {
-        key: settings.text(key, "fp32")
-        for key in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    }
-    for key, value in states.items():
-        if value != "fp32":
-            settings.notes.unsupported.append(f"{settings.spell(key)}={value!r} is not modelled; fp32 is.")
-    if not bf16 and not fp16:
-        return Precision(parameters="float32", compute="float32", gradients="float32", optimizer_states="float32")
-    dtype: Literal["bfloat16", "float16"] = "bfloat16" if bf16 else "float16"
-    return Precision(
-        parameters=dtype,
-        compute="float8" if fp8 else dtype,
-        gradients=dtype if in_bf16 or (fp16 and not in_fp32) else "float32",
-        optimizer_states="float32",
-        main_parameters="float32",
-    )
-
-
 def _optimizer(settings: Settings) -> Optimizer:
     name = one_of_table(settings, "optimizer", "adam", OPTIMIZERS)
     momentum = settings.number("sgd_momentum", 0.9) or 0.0
@@ -250,6 +226,9 @@ def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
     values["hierarchical_context_parallel_sizes"] = " ".join(settings.words("hierarchical_context_parallel_sizes"))
     values |= {option: not settings.switch(flag) for flag, option in flags.TURNED_OFF.items()}
     values["decoupled_lr"] = settings.given("decoupled_lr")
+    recipe = settings.text("fp8_recipe")
+    if recipe in flags.FP8_RECIPES:
+        values["fp8_recipe"] = recipe
     settings.one_of("transformer_impl", "transformer_engine", ("transformer_engine", "local", "inference_optimized"))
     for name, value in env.items():
         if name in flags.ENVIRONMENT:

@@ -77,7 +77,19 @@ OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {
     "fp8_recipe": "delayed",
 }
 """Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image; importers set it),
-`adam_library` (what is installed), `fp8_recipe` (for traces: the ledger has no fp8)."""
+`adam_library` (what is installed), `fp8_recipe` (one of `FP8_RECIPES`)."""
+
+FP8_FORMATS = ("hybrid", "e4m3")
+"""Of `fp8_format`: a byte per element either way."""
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+"""Of `fp8_recipe`, those that the ledger knows; "custom" is Megatron's other one."""
+FP8_UNSUPPORTED: dict[str, str] = {
+    "first_last_layers_bf16": "first and last layers in bf16 beside FP8 ones",
+    "fp8_dot_product_attention": "FP8 attention",
+    "fp8_multi_head_attention": "FP8 attention",
+    "no_fp8_wgrad": "bf16 weight gradients beside FP8 products",
+}
+"""What a flag asks for beside `fp8_format`; without that it asks for nothing."""
 
 ENVIRONMENT: dict[str, str] = {
     "CUBLAS_WORKSPACE_CONFIG": "cublas_workspace_config",
@@ -116,7 +128,6 @@ UNSUPPORTED: dict[str, str] = {
     "fine_grained_activation_offloading": "activation offloading",
     "flextron": "FlexTron elastic training",
     "fp4_format": "FP4 training",
-    "fp8_format": "FP8 training",
     "fp8_param_gather": "FP8 parameters",
     "heterogeneous_layers_config_path": "layers of unequal shape",
     "hybrid_layer_pattern": "a hybrid (Mamba) model",
@@ -139,7 +150,7 @@ UNSUPPORTED: dict[str, str] = {
 """Flags that ask for something a TrainingJob or the ledgers cannot express, and its name."""
 
 DETAILS = (
-    "fp8_", "fp4_", "cuda_graph_", "rl_", "grpo_", "mamba_", "inference_", "mtp_", "muon_", "megatron_fsdp_", "export_",
+    "fp4_", "cuda_graph_", "rl_", "grpo_", "mamba_", "inference_", "mtp_", "muon_", "megatron_fsdp_", "export_",
     "outer_dp_", "retro_", "num_layers_at_", "offload_", "heterogeneous_",
 )  # fmt: skip
 """Prefixes of flags that only refine something in `UNSUPPORTED`."""
@@ -151,7 +162,8 @@ IGNORED = _words("""
     decoupled_min_lr disable_gloo_process_groups disable_vision_class_token dist_ckpt_optim_fully_reshardable
     dist_ckpt_strictness distributed_backend distributed_timeout_minutes emb_int_list enable_experimental
     enable_router eval_global_batch_size eval_interval eval_iters exit_duration_in_mins exit_interval finetune
-    first_last_layers_bf16 hard_sample_th high_priority_stream_groups hysteresis img_w init_method_std
+    fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin
+    hard_sample_th high_priority_stream_groups hysteresis img_w init_method_std
     initial_loss_scale linear_scaler_end linear_scaler_start load log_interval log_memory_to_tensorboard
     log_params_norm log_throughput logging_level loss_alpha loss_scale loss_scale_window lr lr_decay_iters
     lr_decay_samples lr_decay_style lr_mult_router lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_samples

@@ -19,7 +19,7 @@ from peakcast.errors import SpecError
 SECTIONS = ("language_model", "model_parallel")
 RENAMED = {
     "num_moe_experts": "num_experts", "fp8": "fp8_format", "layernorm_epsilon": "norm_epsilon",
-    "layernorm_zero_centered_gamma": "apply_layernorm_1p", "fp8_recipe": "fp8_recipe",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }  # fmt: skip
 """Fields of TransformerConfig, which the YAML sections have, whose flags are called otherwise."""
 SWITCHED_OFF = {

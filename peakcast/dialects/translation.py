@@ -176,7 +176,7 @@ def note_unsupported(settings: Settings, names: Mapping[str, str]) -> None:
         value = settings.raw(key)
         off = value is None or value is False or value in ([], {}, 0) or str(value).strip().lower() in FALSE
         if not off and (value is True or value != 1):
-            settings.notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.")
+            settings.notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({settings.spell(key)}) is not modelled.")
 
 
 def speller(*names: Mapping[str, str]) -> Callable[[str], str]:

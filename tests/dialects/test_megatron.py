@@ -214,7 +214,11 @@ def test_switches_without_a_field_become_framework_options(arguments, attention,
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ({"fp8-format": "hybrid", "fp8-recipe": "delayed"}, "FP8 training (fp8-format=hybrid)"),
+        ({"fp8-format": "hybrid", "fp8-recipe": "custom"}, "FP8 recipe custom (fp8-recipe) is not modelled; delayed is"),
+        ({"fp8-format": "e4m3", "fp8-param-gather": True}, "FP8 parameters (fp8-param-gather)"),
+        ({"fp8-format": "hybrid", "no-fp8-wgrad": True}, "Bf16 weight gradients beside FP8 products"),
+        ({"fp8-format": "hybrid", "first-last-layers-bf16": True, "num-layers-at-start-in-bf16": 1}, "First and last"),
+        ({"fp8-format": "hybrid", "bf16": False}, "FP8 over fp32 parameters"),
         ({"cuda-graph-impl": "local"}, "CUDA graphs"),
         ({"use-megatron-fsdp": True}, "Megatron-FSDP"),
         ({"perform-rl-step": True, "grpo-group-size": 2}, "Reinforcement learning"),
@@ -235,6 +239,19 @@ def test_what_a_job_cannot_express_is_said(arguments, word):
     translation = from_megatron({**GPT, **arguments}, 8)
     assert any(word in sentence for sentence in translation.unsupported), translation.unsupported
     assert translation.unknown == ()
+
+
+@pytest.mark.parametrize(("recipe", "option"), [("delayed", {}), ("mxfp8", {"fp8_recipe": "mxfp8"})])
+def test_fp8_reaches_the_job(recipe, option):
+    asked = {**GPT, "fp8-format": "hybrid", "fp8-recipe": recipe, "fp8-amax-history-len": 1024, "fp8-margin": 0}
+    translation = from_megatron(asked, 8)
+    assert translation.job.precision.compute == "float8"
+    assert translation.job.framework_options == option
+    assert (translation.unsupported, translation.unknown) == ((), ())
+
+
+def test_fp8_that_is_off_is_none():
+    assert from_megatron({**GPT, "fp8-format": None, "fp8-recipe": "tensorwise"}, 8).job.precision.compute == "bfloat16"
 
 
 def test_unknown_flags_are_reported_and_harmless_ones_listed():

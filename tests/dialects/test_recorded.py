@@ -80,7 +80,7 @@ EXAMPLES: dict[str, Expected] = {
             "framework_options.create_attention_mask_in_dataloader": False,
             "framework_options.empty_unused_memory_level": 1, "framework_options.decoupled_lr": True,
         },
-        ("FP8 training", "FP8 parameters", "$(dirname"),
+        ("FP8 parameters", "$(dirname"),
     ),
     "megatron/mixtral_8x7b_slurm.sh": Expected(
         "megatron",

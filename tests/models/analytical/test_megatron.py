@@ -209,8 +209,15 @@ def test_scope():
     assert megatron_out_of_scope(make(num_experts=8)) == ""
     assert megatron_out_of_scope(make(multi_latent_attention=True)) == ""
     assert megatron_out_of_scope(make(fp8_format="hybrid")) == ""
-    assert "float8" in megatron_out_of_scope(make(fp8_format="hybrid", num_experts=8))
-    assert "float8" in megatron_out_of_scope(make(fp8_format="hybrid", transformer_impl="local"))
+    assert megatron_out_of_scope(make(fp8_format="hybrid", recompute_granularity="full")) == ""
+    for flags in (
+        {"num_experts": 8},
+        {"transformer_impl": "local"},
+        {"multi_latent_attention": True},
+        {"mtp_num_layers": 1},
+        {"recompute_granularity": "selective", "attention_backend": "unfused"},
+    ):
+        assert "float8" in megatron_out_of_scope(make(fp8_format="hybrid", **flags))
     assert "precision_aware" in megatron_out_of_scope(make(use_precision_aware_optimizer=True))
 
 

@@ -1,0 +1,183 @@
+"""Questions about a job: `predict`, `megatron`, `explain`, `search`, and the page that asks them, `web`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peakcast.commands.application import Gpu, Json, app
+from peakcast.errors import SpecError
+from peakcast.job_flags import AskedJob, takes_job
+
+FITS_EXIT_CODES = {"yes": 0, "no": 3, "uncertain": 4}
+"""What `peakcast predict` exits with; 2 is a question that cannot be answered."""
+
+
+@app.command(epilog="Example: peakcast predict --model llama-3.1-8b --method lora --lora-rank 16 --gpu A100-80GB")
+@takes_job
+def predict(
+    asked: AskedJob,
+    gpu: Gpu = None,
+    rank: Annotated[str, typer.Option(help="worst, last, or a number.")] = "worst",
+    batch: Annotated[Path | None, typer.Option(help="Questions, one JSON object a line ('-': standard input).")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share a batch; default: all cores for a long file.")
+    ] = None,
+    all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Add a line for every distinct rank.")] = False,
+    calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
+    print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
+    json: Json = False,
+) -> None:
+    """Predict the peak memory of one rank of JOB, with error bars, and whether it fits.
+
+    Exits with 0 when it fits, 3 when not, 4 when that is uncertain, 2 when the question cannot be answered.
+    """
+    from peakcast import api, render
+
+    if batch is not None:
+        if asked.given:
+            raise SpecError("--batch asks the questions of its file; give no JOB and no job flags beside it.")
+        for answer in api.predict_batch(*render.batch_of(batch, processes)):
+            print(render.json_line(answer), flush=str(batch) == "-")
+        return
+    _answer(asked.read(), gpu, rank, calibration, print_job=print_job, json=json, all_ranks=all_ranks)
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True},
+    epilog="Example: peakcast megatron --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
+    "--micro-batch-size 1 --bf16 --tensor-model-parallel-size 4 --num-gpus 8 --gpu H100-80GB",
+)
+def megatron(
+    arguments: Annotated[list[str] | None, typer.Argument(help="Megatron-LM's own flags, as for pretrain_gpt.py.")] = None,
+    gpu: Gpu = None,
+    num_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the whole run; default: WORLD_SIZE.")] = None,
+    rank: Annotated[str, typer.Option(help="worst, last, or a number.")] = "worst",
+    calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
+    print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
+    json: Json = False,
+) -> None:
+    """Predict the peak memory of a Megatron-LM run: put `peakcast megatron` in the place of `pretrain_gpt.py`."""
+    from peakcast.dialects.recognise import from_arguments
+
+    asked = from_arguments(arguments or [], os.environ, num_gpus)
+    _answer(asked, gpu, rank, calibration, print_job=print_job, json=json)
+
+
+@app.command(epilog="Example: peakcast explain --model llama-3.1-8b --gpu H100-80GB --picture step.png")
+@takes_job
+def explain(
+    asked: AskedJob,
+    gpu: Gpu = None,
+    rank: Annotated[str, typer.Option(help="worst, last, or a number.")] = "worst",
+    against: Annotated[str | None, typer.Option(help="Compare with: a job file, a catalog name, or FIELD=VALUE.")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Show every layer, and the shape of every parameter.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Also draw the timeline to this .png or .svg file.")] = None,
+    snapshot: Annotated[Path | None, typer.Option(help="Also write it for PyTorch's memory viewer (a pickle).")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Run the real library on fake tensors, without a GPU.")] = False,
+    module: Annotated[str | None, typer.Option(help="Trace FILE.py:FUNCTION, which returns (model, step).")] = None,
+    json: Json = False,
+) -> None:
+    """Explain the memory of one rank of JOB: why the peak is where it is, layer by layer, and what would lower it."""
+    from peakcast import api, render
+    from peakcast.explaining.text import explanation_text
+
+    if module is not None and asked.given:
+        raise SpecError("--module traces your own step; give no JOB and no job flags beside it.", parameter="module")
+    found = api.explain(
+        asked.read() if module is None else None,
+        gpu,
+        rank,
+        against=asked.other(against),
+        trace=trace,
+        module=module,
+        picture=picture,
+        snapshot=snapshot,
+    )
+    print(render.json_text(found.to_mapping()) if json else explanation_text(found, layers=layers))
+
+
+@app.command(epilog="Example: peakcast search --model llama-3.1-70b --framework megatron --gpu H100-80GB --num-gpus 64")
+@takes_job
+def search(
+    asked: AskedJob,
+    gpu: Gpu = None,
+    num_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to spread the job over; default: those of JOB.")] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per optimizer step; default: those of JOB.")
+    ] = None,
+    find: Annotated[
+        str, typer.Option(help="plans, or what should be largest: micro_batch_size, sequence_length, model; or num_gpus.")
+    ] = "plans",
+    top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 20,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that tensor parallelism may span.")] = 8,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
+    json: Json = False,
+) -> None:
+    """Search the layouts, micro-batches, checkpointing, sharding and offloading with which JOB fits, ranked.
+
+    Exits with 0 when something surely fits, 3 when nothing does, 4 when that is uncertain.
+    """
+    from peakcast import api, render
+    from peakcast.searching.found import Found
+    from peakcast.searching.text import found_text, largest_text
+
+    if gpu is None:
+        raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
+    with render.working() as progress:
+        found = api.search(
+            asked.read(),
+            gpu,
+            num_gpus=num_gpus,
+            global_batch_size=global_batch_size,
+            find=find,
+            top=top,
+            gpus_per_node=gpus_per_node,
+            processes=processes,
+            progress=progress,
+        )
+    text = found_text(found) if isinstance(found, Found) else largest_text(found)
+    print(render.json_text(found.to_mapping()) if json else text)
+    raise typer.Exit(FITS_EXIT_CODES[found.fits])
+
+
+@app.command(epilog="Example: peakcast web --port 8000")
+def web(
+    host: Annotated[str, typer.Option(help="Address to listen on; only this machine by default.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = 7860,
+    json: Json = False,
+) -> None:
+    """Ask the same questions in a browser: paste a configuration, change a knob, see the peak move."""
+    from peakcast import api, render
+
+    def say(address: str) -> None:
+        text = render.json_line({"address": address}) if json else f"peakcast: {address} (stop with Ctrl-C)"
+        print(text, flush=True)
+
+    api.web(host, port, progress=say)
+
+
+def _answer(
+    asked: object,
+    gpu: str | None,
+    rank: str,
+    calibration: Path | None,
+    *,
+    print_job: bool,
+    json: bool,
+    all_ranks: bool = False,
+) -> None:
+    """Print the job that was read, or the prediction for it and exit with whether it fits."""
+    from peakcast import api, render
+
+    if print_job:
+        print(render.job_text(asked, as_json=json))
+        return
+    if gpu is None:
+        raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
+    prediction = api.predict(asked, gpu, rank=rank, calibration=calibration, all_ranks=all_ranks)
+    print(render.json_text(prediction.to_mapping()) if json else render.prediction_text(prediction))
+    raise typer.Exit(FITS_EXIT_CODES[prediction.fits])

@@ -1,0 +1,142 @@
+"""Calibrations and their accuracy: `fit`, `evaluate`, `report`, `reproduce`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from peakcast.commands.application import Datasets, Json, NoTracking, TrackingUri, app
+from peakcast.errors import SpecError
+
+HOLDS_EXIT_CODES = {"holds": 0, "broken": 3, "too few": 4}
+"""What `peakcast evaluate --against` exits with, the worst of its checks."""
+
+
+@app.command(epilog="Example: peakcast fit --gpu H100-80GB")
+def fit(
+    gpu: Annotated[str | None, typer.Option(help="GPU type whose calibration is fitted.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Fit every GPU type that has rows.")] = False,
+    datasets: Datasets = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for <gpu>.json; default: where predict looks.")] = None,
+    tracking_uri: TrackingUri = None,
+    no_tracking: NoTracking = False,
+    json: Json = False,
+) -> None:
+    """Fit the calibration of a GPU type from its measured rows, and register it in MLflow under the GPU's name."""
+    from peakcast import api, render
+
+    name = _one_or_all(gpu, all_)
+    with render.working() as progress:
+        fitted = api.fit(
+            name, datasets=datasets, output=output, tracker=_tracker(tracking_uri, no_tracking), progress=progress
+        )
+    print(render.json_text(render.fitted_mappings(fitted)) if json else render.fitted_text(fitted))
+
+
+@app.command(epilog="Example: peakcast evaluate --markdown")
+def evaluate(
+    gpu: Annotated[str | None, typer.Option(help="Show this GPU type only.")] = None,
+    datasets: Datasets = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+    write_readme: Annotated[Path | None, typer.Option(help="Also put the table between the markers of this file.")] = None,
+    new_hardware: Annotated[bool, typer.Option(help="Also show how the error falls with rows of a new GPU type.")] = False,
+    against: Annotated[
+        Path | None, typer.Option(help="Check the calibrations on this table of your own measurements instead.")
+    ] = None,
+    calibration: Annotated[Path | None, typer.Option(help="With --against: the calibration file to check.")] = None,
+    tracking_uri: TrackingUri = None,
+    no_tracking: NoTracking = False,
+    json: Json = False,
+) -> None:
+    """Judge the predictor on what it was not fitted on, print the accuracy table, and record it in MLflow.
+
+    With --against it says whether the calibrations still hold on rows of your own, and exits with 0 when they do, 3 when
+    not, 4 when the rows are too few to tell.
+    """
+    from peakcast import api, render
+
+    if against is not None:
+        checked = api.check(against, gpu, calibration=calibration)
+        print(render.json_text(render.checked_mapping(checked)) if json else render.checked_text(checked))
+        raise typer.Exit(max((HOLDS_EXIT_CODES[found.verdict] for found in checked.checks), key=(0, 4, 3).index))
+    if calibration is not None:
+        raise SpecError("--calibration is the file that --against checks; give --against too.", parameter="calibration")
+    with render.working() as progress:
+        evaluation = api.evaluate(
+            gpu,
+            datasets=datasets,
+            new_hardware=new_hardware,
+            tracker=_tracker(tracking_uri, no_tracking),
+            progress=progress,
+        )
+    _print_evaluation(evaluation, gpu, markdown=markdown, json=json)
+    if write_readme is not None:
+        from peakcast.reports.readme import write_table
+
+        write_table(evaluation, write_readme)
+
+
+@app.command(epilog="Example: peakcast report --gpu H100-80GB")
+def report(
+    gpu: Annotated[str | None, typer.Option(help="GPU type of the report.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Write the report of every GPU type that has rows.")] = False,
+    datasets: Datasets = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the reports; default: the checkout's reports/.")] = None,
+    json: Json = False,
+) -> None:
+    """Write the accuracy report of a GPU type: a self-contained HTML page, Markdown and CSV."""
+    from peakcast import api, render
+
+    with render.working() as progress:
+        written = api.report(_one_or_all(gpu, all_), datasets=datasets, output=output, progress=progress)
+    print(render.json_text([str(path) for path in written]) if json else "\n".join(str(path) for path in written))
+
+
+@app.command(epilog="Example: peakcast reproduce")
+def reproduce(
+    datasets: Datasets = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for all results; default: their usual places.")] = None,
+    tracking_uri: TrackingUri = None,
+    no_tracking: NoTracking = False,
+    json: Json = False,
+) -> None:
+    """Do everything that is published here, from the measured rows: fit, evaluate on what was held out, write reports."""
+    from peakcast import api, render
+
+    with render.working() as progress:
+        fitted, evaluation, written = api.reproduce(
+            datasets=datasets, output=output, tracker=_tracker(tracking_uri, no_tracking), progress=progress
+        )
+    if json:
+        found = {"fitted": render.fitted_mappings(fitted), "evaluation": evaluation.to_mapping()}
+        print(render.json_text({**found, "reports": [str(path) for path in written]}))
+        return
+    print(render.fitted_text(fitted) + "\n")
+    _print_evaluation(evaluation, None)
+    print("\nReports: " + str(written[-1]))
+
+
+def _one_or_all(gpu: str | None, all_: bool) -> str | None:
+    if (gpu is None) == (not all_):
+        raise SpecError("give either --gpu with a GPU type, or --all.", parameter="gpu", value=gpu)
+    return gpu
+
+
+def _tracker(uri: str | None, no_tracking: bool) -> Any:
+    from peakcast import api
+
+    return None if no_tracking else api.tracker(uri)
+
+
+def _print_evaluation(evaluation: Any, gpu: str | None, *, markdown: bool = False, json: bool = False) -> None:
+    from peakcast import render
+    from peakcast.reports.tables import headline_markdown
+
+    if json:
+        print(render.json_text(evaluation.to_mapping()))
+    elif markdown:
+        print(headline_markdown(evaluation, gpu), end="")
+    else:
+        render.print_evaluation(evaluation, gpu)

@@ -1,0 +1,108 @@
+"""Rows, measured, traced or published: `collect`, `verify`, `import-published`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from peakcast.commands.application import Json, Processes, app
+from peakcast.errors import SpecError
+
+NOTHING_MEASURED = 1
+"""What `peakcast collect` exits with when every cell that it started failed."""
+
+DISAGREES = 1
+"""What `peakcast verify` exits with when ledger and trace differ."""
+
+
+@app.command(epilog="Example: peakcast collect my-grid.yaml --budget-minutes 25")
+def collect(
+    grid: Annotated[str, typer.Argument(help="A grid file, or the name of a shipped grid.")],
+    shard: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to.")] = Path("peakcast.shard.jsonl"),
+    budget_minutes: Annotated[float | None, typer.Option(help="Start no cell after this long.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Trace on fake tensors; needs no GPU.")] = False,
+    timeout_seconds: Annotated[float, typer.Option(help="Longest that one cell may take.")] = 600,
+    gpu: Annotated[str | None, typer.Option(help="GPU type to trace for.")] = None,
+    processes: Processes = None,
+    select: Annotated[str, typer.Option(help="Order of the cells: grid, or informative, which tells most first.")] = "grid",
+    engine: Annotated[str, typer.Option(help="Where cells run: local, ray or slurm.")] = "local",
+    engine_options: Annotated[
+        list[str] | None, typer.Option("--engine-set", help="An option of the engine: --engine-set slurm_partition=gpu")
+    ] = None,
+    history: Annotated[bool, typer.Option("--history", help="Keep the allocator's history of each run.")] = False,
+    ranks: Annotated[
+        str, typer.Option(help="Of a job of several: auto (all where there are GPUs enough, else one), real, or one.")
+    ] = "auto",
+    plot: Annotated[Path | None, typer.Option(help="Draw measured against predicted to this .png or .svg.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure the cells of GRID that SHARD does not have yet, each in its own process; interrupt and resume at will."""
+    from peakcast import api, render
+
+    with render.working() as progress:
+        summary = api.collect(
+            grid,
+            shard,
+            budget_minutes=budget_minutes,
+            trace=trace,
+            timeout_seconds=timeout_seconds,
+            gpu=gpu,
+            processes=processes,
+            select=select,
+            engine=engine,
+            engine_options=_options(engine_options or []),
+            history=history,
+            ranks=ranks,
+            plot=plot,
+            progress=progress,
+        )
+    print(render.json_text(render.plain(summary)) if json else render.summary_text(summary, shard))
+    raise typer.Exit(NOTHING_MEASURED if summary.failed and not summary.finished + summary.out_of_memory else 0)
+
+
+@app.command(epilog="Example: peakcast verify agreement-sample")
+def verify(
+    grid: Annotated[str, typer.Argument(help="A grid file, or the name of a shipped grid.")] = "agreement",
+    shard: Annotated[Path, typer.Option(help="JSON-lines file that traces are kept in.")] = Path("agreement.shard.jsonl"),
+    output: Annotated[Path | None, typer.Option(help="Also write ledger.md, with every cell, to this folder.")] = None,
+    processes: Processes = None,
+    json: Json = False,
+) -> None:
+    """Trace the real training step of every cell of GRID on fake tensors, and lay the analytical ledger beside it.
+
+    Needs no GPU. Exits with 1 when a cell is further off than 0.1 % in some phase (0.5 % in parallel layouts).
+    """
+    from peakcast import api, render
+    from peakcast.reports.agreement import agreement_text
+
+    with render.working() as progress:
+        cells = api.verify(grid, shard, output=output, processes=processes, progress=progress)
+    print(render.json_text([cell.to_mapping() for cell in cells]) if json else agreement_text(cells))
+    raise typer.Exit(0 if all(cell.holds for cell in cells) else DISAGREES)
+
+
+@app.command(name="import-published", epilog="Example: peakcast import-published")
+def import_published(
+    sources: Annotated[Path | None, typer.Option(help="Folder of the source files; default: the shipped ones.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the tables; default: datasets/published.")] = None,
+    json: Json = False,
+) -> None:
+    """Import what others published into tables, one per GPU type; the same sources give the same bytes."""
+    from peakcast import api, render
+
+    counts = api.import_published(sources, output)
+    print(render.json_text(counts) if json else "\n".join(f"{gpu}: {rows} rows" for gpu, rows in counts.items()))
+
+
+def _options(texts: list[str]) -> dict[str, Any]:
+    import yaml
+
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise SpecError(f"--engine-set {text!r} must be NAME=VALUE, such as num_gpus=1.", parameter="engine-set")
+        found[name] = yaml.safe_load(value)
+    return found

@@ -1,0 +1,53 @@
+"""The `Precision` of a Megatron-LM command line, and what of Transformer Engine's FP8 its flags ask for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from peakcast.dialects import megatron_flags as flags
+from peakcast.dialects.translation import FALSE, Settings, note_unsupported
+from peakcast.spec import Precision
+
+
+def megatron_precision(settings: Settings) -> Precision:
+    """The dtypes of parameters, products, gradients and states. Raises: SpecError naming the flag."""
+    bf16, fp16, fp8 = settings.switch("bf16"), settings.switch("fp16"), _fp8(settings)
+    if bf16 and fp16:
+        raise settings.refuse("fp16", "cannot be given together with bf16; keep one")
+    in_fp32, in_bf16 = settings.switch("accumulate_allreduce_grads_in_fp32"), settings.switch("grad_reduce_in_bf16")
+    states = {
+        key: settings.text(key, "fp32")
+        for key in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    }
+    for key, value in states.items():
+        if value != "fp32":
+            settings.notes.unsupported.append(f"{settings.spell(key)}={value!r} is not modelled; fp32 is.")
+    if not bf16 and not fp16:
+        if fp8:
+            settings.notes.unsupported.append("FP8 over fp32 parameters (fp8-format without bf16) is not modelled.")
+        return Precision(parameters="float32", compute="float32", gradients="float32", optimizer_states="float32")
+    dtype: Literal["bfloat16", "float16"] = "bfloat16" if bf16 else "float16"
+    return Precision(
+        parameters=dtype,
+        compute="float8" if fp8 else dtype,
+        gradients=dtype if in_bf16 or (fp16 and not in_fp32) else "float32",
+        optimizer_states="float32",
+        main_parameters="float32",
+    )
+
+
+def _fp8(settings: Settings) -> bool:
+    """Whether Transformer Engine's projections multiply in FP8; a flag that the YAML left false or null does not ask."""
+    text = settings.text("fp8_format").lower()
+    if text in FALSE or text == "none":
+        for key in flags.FP8_UNSUPPORTED:
+            settings.given(key)
+        return False
+    note_unsupported(settings, flags.FP8_UNSUPPORTED)
+    settings.one_of("fp8_format", "hybrid", flags.FP8_FORMATS)
+    if settings.text("fp8_recipe", flags.FP8_RECIPES[0]) not in flags.FP8_RECIPES:
+        settings.notes.unsupported.append(
+            f"The FP8 recipe {settings.text('fp8_recipe')} ({settings.spell('fp8_recipe')}) is not modelled; "
+            f"{flags.FP8_RECIPES[0]} is taken. Known: {', '.join(flags.FP8_RECIPES)}."
+        )
+    return True

@@ -1,0 +1,135 @@
+"""Rows: the doors `collect`, which measures or traces them, `verify`, which lays the ledger beside traces, and
+`import_published`, which takes over what others measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peakcast.errors import SpecError
+
+if TYPE_CHECKING:
+    from peakcast.collectors.runner import Summary
+    from peakcast.models.agreement import Agreement
+    from peakcast.searching.search import Progress
+    from peakcast.spec import TrainingJob
+
+SELECTIONS = ("grid", "informative")
+UNNAMED_GPU = "A100-80GB"
+"""What cells are compared on when the GPU type is not named: only their order depends on it."""
+
+def collect(
+    grid: str | Path | Iterable[TrainingJob],
+    shard: Path,
+    *,
+    budget_minutes: float | None = None,
+    trace: bool = False,
+    timeout_seconds: float = 600,
+    gpu: str | None = None,
+    processes: int | None = None,
+    select: str = "grid",
+    engine: str = "local",
+    engine_options: Mapping[str, Any] | None = None,
+    history: bool = False,
+    ranks: str = "auto",
+    plot: Path | None = None,
+    progress: Progress | None = None,
+) -> Summary:
+    """Measure the cells of `grid` that `shard` does not have yet, each in a process of its own. Returns a summary.
+
+    `trace` needs no GPU. `select`: "grid" takes cells in the grid's order, "informative" first those that tell most about
+    the others, given what the tables in `datasets/` and `shard` have. `history` keeps each run's timelines beside the
+    shard. `ranks`: "auto" runs a job of several ranks with all of them where there are GPUs enough. `plot`: a picture (.png
+    or .svg) of measured against predicted, drawn again as rows come. See `peakcast.collectors.runner.collect`.
+    """
+    from peakcast.collected import Collected, telling_time
+    from peakcast.collectors.runner import collect as run
+
+    collected = Collected(plot)
+    summary = run(
+        _selected(grid, shard, gpu, select),
+        shard,
+        budget_minutes=budget_minutes,
+        trace=trace,
+        timeout_seconds=timeout_seconds,
+        gpu=gpu,
+        processes=processes,
+        engine=engine,
+        engine_options=engine_options,
+        history=history,
+        ranks=ranks,
+        progress=telling_time(progress) if progress else None,
+        on_row=collected.add,
+    )
+    collected.finish()
+    summary.errors = collected.table()
+    return summary
+
+
+def _selected(
+    grid: str | Path | Iterable[TrainingJob], shard: Path, gpu: str | None, select: str
+) -> str | Path | Iterable[TrainingJob]:
+    if select not in SELECTIONS:
+        raise SpecError(f"select={select!r} must be one of {', '.join(SELECTIONS)}.", parameter="select", value=select)
+    if select == "grid":
+        return grid
+    from peakcast import catalog
+    from peakcast.collectors.grid import load_grid
+    from peakcast.models.samples import prepare
+    from peakcast.models.selection import most_informative, point, point_of
+    from peakcast.store import load, read_shard
+
+    jobs = load_grid(grid) if isinstance(grid, (str, Path)) else list(grid)
+    rows = [*load(None), *(read_shard(shard)[0] if shard.exists() else ())]
+    device = catalog.gpu(gpu or UNNAMED_GPU)
+    measured = [point_of(sample) for sample in prepare(rows).samples]
+    return [jobs[index] for index in most_informative([point(job, device) for job in jobs], measured)]
+
+
+def verify(
+    grid: str | Path,
+    shard: Path,
+    *,
+    output: Path | None = None,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> list[Agreement]:
+    """Trace the cells of `grid` that `shard` does not have yet, and lay the ledger beside every trace, in the grid's order.
+
+    `output`: a folder for ledger.md, a page with every cell. Needs torch and the stacks of the grid, but no GPU.
+    Raises: CollectorError for a bad grid, RecordError when a file cannot be written.
+    """
+    from peakcast.collected import telling_time
+    from peakcast.collectors.grid import load_grid
+    from peakcast.collectors.runner import cell_identity, ranks_to_trace
+    from peakcast.collectors.runner import collect as run
+    from peakcast.models.agreement import agreements
+    from peakcast.store import read_shard
+
+    jobs = load_grid(grid)
+    run(jobs, shard, trace=True, processes=processes, progress=telling_time(progress) if progress else None)
+    rows = {cell_identity(row.job, row.rank): row for row in read_shard(shard)[0] if row.provenance == "traced"}
+    names = (cell_identity(job, rank) for job in jobs for rank in ranks_to_trace(job))
+    cells = agreements(rows[name] for name in names if name in rows)
+    if output is not None:
+        from peakcast.durable import replace_file
+        from peakcast.reports.agreement import agreement_markdown
+
+        replace_file(output / "ledger.md", agreement_markdown(cells, Path(grid).stem).encode())
+    return cells
+
+
+def import_published(sources: Path | None = None, output: Path | None = None) -> dict[str, int]:
+    """Write the tables of what others published from the files in `sources` to `output`; rows by GPU type.
+
+    Raises: RecordError when a source is missing or damaged, or `output` cannot be written.
+    """
+    from collections import Counter
+
+    from peakcast.collectors.published.__main__ import import_published as run
+    from peakcast.store import SOURCES_FOLDER, datasets_folder
+
+    published = datasets_folder() / "published"
+    rows = run(sources or published / SOURCES_FOLDER, output or published)
+    return dict(sorted(Counter(row.gpu for row in rows).items()))
