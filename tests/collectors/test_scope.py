@@ -29,7 +29,8 @@ def job(**changes):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"context_parallel_size": 2},
+        {"context_parallel_size": 2, "sharding": "fsdp1"},
+        {"context_parallel_size": 2, "pipeline_parallel_size": 2},
         {"tensor_parallel_size": 2, "data_parallel_size": 2},
         {"data_parallel_size": 2, "zero_stage": 1},
     ],
