@@ -156,16 +156,15 @@ def _pipeline_reason(job: TrainingJob) -> str:
         (
             (layout.pipeline_schedule, several) not in PIPELINE_SCHEDULES,
             f"pipeline_schedule={layout.pipeline_schedule!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} "
-            "is not modelled; gpipe and 1f1b with 1, gpipe and interleaved_1f1b with more are.",
+            "is not modelled; gpipe and 1f1b with 1, gpipe and interleaved_1f1b with more are, zero_bubble can be traced.",
         ),
         (
             0 in layout.pipeline_layers,
             f"parallelism.pipeline_layers={list(layout.pipeline_layers)} leaves a stage without layers: not modelled.",
         ),
         (
-            layout.data_parallel_size > 1 and (layout.sharding != "fsdp2" or several),
-            f"pipeline parallelism with sharding={layout.sharding!r} and virtual_pipeline_stages="
-            f"{layout.virtual_pipeline_stages} is not modelled; with fsdp2 and one stage per rank it is.",
+            layout.data_parallel_size > 1 and layout.sharding not in ("fsdp2", "hsdp"),
+            f"pipeline parallelism with sharding={layout.sharding!r} is not modelled; with fsdp2 and hsdp it is.",
         ),
         (
             layout.data_parallel_size > 1 and conventions(job)["fsdp2_units"] != "ends",

@@ -97,10 +97,10 @@ class FSDP2(ShardedLayout):
         size = sum(self._part_numel(t) * t.gathered_bytes for t in unit.tensors) * self.shards
         unit.sent = step.allocate("all_gather.output", BUFFERS, [size], unit.name, born=born)
 
-    def prefetch(self, step: Step, unit: Unit, *, born: int | None = None) -> None:
+    def prefetch(self, step: Step, unit: Unit, *, born: int | None = None, phase: Phase = Phase.BACKWARD) -> None:
         if not unit.gathered and not unit.sent:
             if born is None:
-                self._all_gather(step, unit, Phase.BACKWARD)
+                self._all_gather(step, unit, phase)
             else:
                 self._send(step, unit, born)
 
