@@ -20,6 +20,7 @@ from peakcast.collectors.grid import load_grid
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.durable import replace_file
 from peakcast.errors import NO_GPU, CollectorError
+from peakcast.ranks import ranks_to_trace
 from peakcast.records import Measurement
 from peakcast.rows import from_row
 from peakcast.spec import TrainingJob, job_in_words, job_to_mapping
@@ -180,16 +181,6 @@ def _row(answer: Answer, job: TrainingJob, gpu: str | None, trace: bool, rank: i
         except (ValueError, KeyError, TypeError) as error:
             reason = f"its answer cannot be read: {error}"
     return _failed(job, gpu, trace, reason, rank), reason
-
-
-def ranks_to_trace(job: TrainingJob) -> tuple[int, ...]:
-    """The ranks whose traces differ: of a pipeline the first of its first, middle and last stage, in Megatron's order of
-    ranks, stages outermost."""
-    stages = job.parallelism.pipeline_parallel_size
-    if job.framework != "megatron" or stages == 1:
-        return (0,)
-    ranks = job.parallelism.world_size // stages
-    return tuple(ranks * stage for stage in sorted({0, stages // 2, stages - 1}))
 
 
 def cell_identity(job: TrainingJob, rank: int = 0) -> str:

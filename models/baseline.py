@@ -15,6 +15,7 @@ import numpy as np
 from peakcast.models.allocator import Replay, replay_run
 from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.host import host_bytes
+from peakcast.ranks import ranks_that_differ
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline
 from peakcast.units import KIB, MIB
@@ -95,7 +96,7 @@ def _of_the_ledger(job: TrainingJob, device: Device, rank: int | None) -> Baseli
 
 
 def _baseline(job: TrainingJob, device: Device, rank: int | None, ledger: Ledger) -> Baseline:
-    candidates = stage_ranks(job) if rank is None else (rank,)
+    candidates = ranks_that_differ(job) if rank is None else (rank,)
     steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
     worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)
     chosen, steady = candidates[worst], steadies[worst]
@@ -146,13 +147,6 @@ def _analytical_ledger() -> Ledger:
     from peakcast.models.analytical.ledger import ledger
 
     return ledger
-
-
-def stage_ranks(job: TrainingJob) -> tuple[int, ...]:
-    """The first rank of each pipeline stage; ranks of a stage are consecutive, as Megatron orders them."""
-    layout = job.parallelism
-    per_stage = layout.world_size // layout.pipeline_parallel_size
-    return tuple(stage * per_stage for stage in range(layout.pipeline_parallel_size))
 
 
 def context_bytes(device: Device) -> int:

@@ -102,9 +102,10 @@ def verify(
     """
     from peakcast.collected import telling_time
     from peakcast.collectors.grid import load_grid
-    from peakcast.collectors.runner import cell_identity, ranks_to_trace
+    from peakcast.collectors.runner import cell_identity
     from peakcast.collectors.runner import collect as run
     from peakcast.models.agreement import agreements
+    from peakcast.ranks import ranks_to_trace
     from peakcast.store import read_shard
 
     jobs = load_grid(grid)

@@ -159,6 +159,11 @@ class Parallelism:
             )
 
     @property
+    def num_replicas(self) -> int:
+        """Ranks that train the same weights on different tokens: they reduce gradients, and FSDP shards over them."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
     def world_size(self) -> int:
         """Number of ranks of the job."""
         return (

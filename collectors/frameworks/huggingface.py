@@ -39,6 +39,8 @@ class HuggingFaceTraining:
         self.scaler = torch.amp.GradScaler("cuda") if half else None
         """As accelerate makes one for fp16=True: gradients are fp32, the loss is scaled."""
         self._micro_batch = 0
+        self._around = contextlib.ExitStack()
+        """What a micro-batch enters before its forward and leaves after its backward."""
 
     def forward(self, on_loss: Callable[[], None]) -> Any:
         """The model with labels, as its users call it: the loss is part of its forward."""
@@ -55,6 +57,7 @@ class HuggingFaceTraining:
         before = self._module_before_loss(inner) if announces else None
         announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
         self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
+        self._share_sequences()
         try:
             with self._accumulation(), self._autocast(), self._saves(), self.layout.computing_loss():
                 switches = {"use_cache": False} if self.job.architecture.kind in ("decoder", "hybrid") else {}
@@ -68,9 +71,20 @@ class HuggingFaceTraining:
             self._outputs = outputs  # a plain loop keeps them until it assigns them again
         return outputs.loss
 
+    def _share_sequences(self) -> None:
+        """Under context parallelism: a batch of its own for each micro-batch, of which only this rank's part stays."""
+        if self.job.parallelism.context_parallel_size == 1:
+            return
+        from peakcast.collectors.frameworks.layouts import context
+
+        self.batch = {}
+        with torch.device("cuda"):
+            self.batch = context.inputs(_batch(self.job))
+        self._around.enter_context(context.sharing(self.batch, self.job))
+
     def _positions(self) -> dict[str, Any]:
         """Sequence parallelism hides the length of the sequence from the model, which would count a part's positions."""
-        if not self.job.parallelism.sequence_parallel:
+        if not self.job.parallelism.sequence_parallel or "position_ids" in self.batch:
             return {}
         return {"position_ids": torch.arange(self.job.sequence_length, device=self.batch["input_ids"].device)[None]}
 
@@ -105,6 +119,7 @@ class HuggingFaceTraining:
         """Backward of the loss; LOMO's own, which updates on the way (accelerate `lomo_backward`)."""
         with self._accumulation(), self.layout.computing_loss():
             self._backward(loss)
+        self._around.close()
 
     def _backward(self, loss: Any) -> None:
         if hasattr(self.optimizer, "fused_backward"):

@@ -26,6 +26,8 @@ SCHEDULES = {
     ("gpipe", True): "ScheduleLoopedBFS",
     ("1f1b", False): "Schedule1F1B",
     ("interleaved_1f1b", True): "ScheduleInterleaved1F1B",
+    ("zero_bubble", False): "ScheduleInterleavedZeroBubble",
+    ("zero_bubble", True): "ScheduleInterleavedZeroBubble",
 }
 """(`parallelism.pipeline_schedule`, whether a rank has several stages) -> torch's class."""
 
@@ -66,6 +68,7 @@ class PipelineTraining:
     def run_schedule(self, begin: Callable[[Phase], None]) -> None:
         """All forward and backward turns of a step; `begin` hears of each phase."""
         self._begin = begin
+        begin(Phase.FORWARD)  # stages are gathered before the first turn
         stages = self._stages()
         arguments = (self.ids,) if any(stage.is_first for stage in stages) else ()
         target = self.ids if any(stage.is_last for stage in stages) else None
@@ -150,7 +153,7 @@ def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any]) -> 
     if key not in SCHEDULES:
         raise CollectorError(
             f"pipeline_schedule={key[0]!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} is no schedule of "
-            "torch's; use gpipe or 1f1b with 1, gpipe or interleaved_1f1b with more.",
+            "torch's; use gpipe, 1f1b or zero_bubble with 1, gpipe, interleaved_1f1b or zero_bubble with more.",
             parameter="parallelism.pipeline_schedule",
             value=key[0],
         )
@@ -162,7 +165,8 @@ def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any]) -> 
         for stage, number in zip(stages, numbers, strict=True)
     ]
     kind = getattr(torch_schedules, SCHEDULES[key])
-    return kind(pipeline if key[1] else pipeline[0], job.gradient_accumulation_steps, loss_fn=loss)
+    takes_many = issubclass(kind, torch_schedules.PipelineScheduleMulti)
+    return kind(pipeline if takes_many else pipeline[0], job.gradient_accumulation_steps, loss_fn=loss)
 
 
 def _edges(job: TrainingJob, stage: int, total: int) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from peakcast.spec import Offload, Parallelism, TrainingJob
 
 def _offloads_with_fsdp2(job: TrainingJob) -> bool:
     """FSDP2 moves parameters, their gradients and so the optimizer's states together."""
-    sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.data_parallel_size > 1
+    sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.num_replicas > 1
     return sharded and job.offload == Offload(parameters=True, optimizer=True)
 
 
@@ -35,9 +35,21 @@ def _is_split(layout: Parallelism) -> bool:
 
 
 def _is_split_otherwise(layout: Parallelism) -> bool:
-    """By context or experts, or by tensors or stages beside data parallelism that is not FSDP2's."""
-    beside = layout.data_parallel_size > 1 and layout.sharding not in ("fsdp2", "hsdp")
-    return layout.context_parallel_size > 1 or layout.expert_parallel_size > 1 or (_is_split(layout) and beside)
+    """By experts, by sequences in stages or under FSDP1, or by tensors or stages beside data parallelism that is not
+    FSDP2's."""
+    beside = layout.num_replicas > 1 and layout.sharding not in ("fsdp2", "hsdp")
+    ring = layout.context_parallel_size > 1
+    in_ring = ring and (layout.pipeline_parallel_size > 1 or layout.sharding not in ("none", "fsdp2", "hsdp"))
+    return layout.expert_parallel_size > 1 or in_ring or (_is_split(layout) and beside)
+
+
+def _turns_in_no_ring(job: TrainingJob) -> bool:
+    """Whether sequences are shared and torch's ring attention cannot take them: it is flash attention of whole rows."""
+    half = ("bfloat16", "float16")
+    narrow = job.precision.parameters in half or job.precision.compute in half
+    causal = job.architecture.kind == "decoder" and job.architecture.sliding_window is None
+    plain = job.attention == "sdpa" and job.batch.form == "rows" and job.activation_checkpointing.mode != "selective"
+    return job.parallelism.context_parallel_size > 1 and not (narrow and causal and plain)
 
 
 SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob], object], str]] = {
@@ -95,10 +107,15 @@ SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob
         lambda j: j.batch.form,
         "rows under tensor or pipeline parallelism",
     ),
+    "parallelism.context_parallel_size": (
+        _turns_in_no_ring,
+        lambda j: j.parallelism.context_parallel_size,
+        "it with sdpa in half precision of a decoder without a sliding window, whole rows, full checkpointing or none",
+    ),
     "parallelism": (
         lambda j: j.parallelism.zero_stage > 0 or _is_split_otherwise(j.parallelism),
         lambda j: f"{j.parallelism.world_size} ranks (zero_stage {j.parallelism.zero_stage})",
-        "one GPU, data parallelism with DDP or FSDP, or tensor and pipeline parallelism alone or with FSDP2 "
+        "one GPU, data parallelism with DDP or FSDP, or tensor, context and pipeline parallelism alone or with FSDP2 "
         "(ZeRO: framework deepspeed)",
     ),
 }

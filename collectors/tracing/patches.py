@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-def fused_attention(
+def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -22,7 +22,7 @@ def fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The kernel that a GPU would take. Shapes: [batch, heads, sequence, head_dim].
+    """The kernel that a GPU would take; `context_parallel` looks for this name. Shapes: [batch, heads, sequence, head_dim].
 
     Flash needs half precision and no mask; the memory-efficient kernel needs as many key heads as query heads (grouped ones
     from torch 2.14 on); what neither takes is computed step by step. Source: torch 2.13
@@ -104,9 +104,9 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
 
 
 def install(*, masks_of_batch: bool = False) -> None:
-    """Use `fused_attention` for every call in this process, and keep transformers from building a mask it does not need:
-    `masks_of_batch` says that the batch has padding, or sequences joined in a row."""
-    torch.nn.functional.scaled_dot_product_attention = fused_attention
+    """Use this module's attention for every call in this process, and keep transformers from building a mask it does not
+    need: `masks_of_batch` says that the batch has padding, or sequences joined in a row."""
+    torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     # fake tensors cannot say whether a gradient was infinite; a step that is taken is the one to see
     torch.amp.GradScaler._maybe_opt_step = (  # type: ignore[method-assign]

@@ -12,6 +12,7 @@ from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding
 from peakcast.models.analytical.blocks.hf_traits import slides, traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
+from peakcast.models.analytical.blocks.ring_attention import ring_of
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.analytical.hf_checkpoint import recompute
 from peakcast.models.analytical.layouts import gathered_dtype
@@ -86,8 +87,9 @@ class Blocks:
                 step.run_backward(run)
 
 
-def block_context(job: TrainingJob, device: Device | None) -> HFContext:
-    """What every block of `job` depends on; `device` adds what kernels allocate inside themselves there."""
+def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFContext:
+    """What every block of `job` depends on, on global `rank`; `device` adds what kernels allocate inside
+    themselves there."""
     convention = conventions(job)
     weight = int(DTYPE_BYTES[gathered_dtype(job)])
     autocast = bool(convention.get("autocast"))
@@ -99,8 +101,9 @@ def block_context(job: TrainingJob, device: Device | None) -> HFContext:
     return HFContext(
         architecture=group.layer(job.architecture),
         group=group,
+        ring=ring_of(job, rank),
         batch=1 if joined else job.micro_batch_size,
-        sequence=job.num_tokens if joined else job.sequence_length,
+        sequence=job.num_tokens if joined else job.sequence_length // job.parallelism.context_parallel_size,
         mask_of_batch=job.batch.form != "rows",
         valid_rows=job.num_tokens if job.batch.form == "masked" else 0,
         num_sequences=job.micro_batch_size if joined else 0,

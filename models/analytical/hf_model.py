@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.attention_kernels import flex_block_mask_bytes
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding_variables
@@ -17,6 +18,7 @@ from peakcast.spec import TrainingJob
 from peakcast.timeline import Category
 
 FP32 = 4
+INT64 = 8
 
 
 def hold_buffers(timeline: Step, job: TrainingJob) -> None:
@@ -27,6 +29,22 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
         for layer in range(job.architecture.num_hidden_layers):
             size = job.architecture.max_position_embeddings**2
             timeline.hold("attention.bias", Category.PARAMETERS, size, 0, module=f"layers.{layer}")
+
+
+def hold_shared_inputs(timeline: Step, job: TrainingJob) -> None:
+    """What is made of the inputs before context parallelism cuts them; they stay whole, a part being a view."""
+    tokens, ranks = job.micro_batch_size * job.sequence_length, job.parallelism.context_parallel_size
+    if ranks > 1:
+        timeline.hold("shift_labels", Category.INPUTS, tokens * INT64, 0)
+        timeline.hold("position_ids", Category.INPUTS, max(job.sequence_length, tokens // ranks) * INT64, 0)
+
+
+def hold_parts_of_inputs(timeline: Step, job: TrainingJob, start: int) -> None:
+    """Copies of this rank's parts of them, of the last one two, while `context_parallel` (torch 2.13) is entered."""
+    ranks, kinds = job.parallelism.context_parallel_size, 4 + bool(conventions(job).get("trainer"))
+    if ranks > 1:
+        size = job.micro_batch_size * job.sequence_length // ranks * INT64
+        timeline.hold_all((("context_parallel.shard", "", size),) * (kinds + 1), Category.INPUTS, start, timeline.now)
 
 
 def hold_embeddings(
@@ -96,11 +114,13 @@ def hold_attention_weights(timeline: Step, layer: HFContext, first_runs: Mapping
 
 
 def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, start: int) -> None:
-    """cos and sin [1, sequence_length, head_dim], shared by all layers until the first layer's backward is done."""
+    """cos and sin of every position, shared by all layers until the first layer's backward is done."""
     if job.architecture.position_embedding == "rope":
         mla = job.architecture.mla
         width = mla.qk_rope_head_dim if mla else int(job.architecture.head_dim * traits(job.architecture).rotary_fraction)
         wide = traits(job.architecture).rotary == "promoted"
-        size = context.sequence * width * (FP32 if wide else context.weight_bytes)
+        # where ranks share a sequence, each sequence of a batch has positions of its own
+        tokens = context.rows if context.ring.ranks > 1 else context.sequence
+        size = tokens * width * (FP32 if wide else context.weight_bytes)
         for name in ("rotary.cos", "rotary.sin") * traits(job.architecture).rotary_tables:
             timeline.hold(name, Category.ACTIVATIONS, size, start, timeline.now)

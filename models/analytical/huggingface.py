@@ -20,7 +20,9 @@ from peakcast.models.analytical.hf_model import (
     hold_buffers,
     hold_embeddings,
     hold_masks,
+    hold_parts_of_inputs,
     hold_rotary_tables,
+    hold_shared_inputs,
     hold_tied_gradient,
     model_ends,
 )
@@ -39,11 +41,13 @@ FP32 = 4
 INT64 = 8
 
 
-def huggingface_ledger(job: TrainingJob, *, device: Device | None = None, step: str = "steady") -> Timeline:
-    """Every tensor of one step of `job` on one GPU. `step`: "first" (no optimizer states until its optimizer step) or
-    "steady" (any later one). `device` adds what kernels and libraries allocate inside themselves on that GPU type;
-    without it the timeline is what a trace sees."""
-    context = block_context(job, device)
+def huggingface_ledger(
+    job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
+) -> Timeline:
+    """Every tensor of one step of `job` on `rank` (None: the first). `step`: "first" (no optimizer states until its
+    optimizer step) or "steady" (any later one). `device` adds what kernels and libraries allocate inside themselves on that
+    GPU type; without it the timeline is what a trace sees."""
+    context = block_context(job, device, rank or 0)
     logits = logits_bytes_kept_by_outputs(replace(target_context(context, job), autocast=False))
     layout = layout_of(job, stored_parameters(_weights_job(job)), logits)
     if job.task == "inference":
@@ -84,6 +88,7 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
             _hold_previous_outputs(timeline, job, context, start, loss.forward_start + loss.template.num_forward)
         ended = timeline.now
         layout.end_backward(timeline)
+        hold_parts_of_inputs(timeline, job, start)
         if job.architecture.tie_word_embeddings and micro_batch > 0 and loss.gradients_die is None:
             hold_tied_gradient(timeline, loss, ended)
 
@@ -145,6 +150,7 @@ def _hold_before_forward(timeline: Step, job: TrainingJob, device: Device | None
     timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
     joined = job.batch.form == "padding_free"
     tokens = job.num_tokens if joined else job.micro_batch_size * job.sequence_length
+    hold_shared_inputs(timeline, job)
     targets = job.micro_batch_size * (job.decoder_sequence_length or job.sequence_length)
     timeline.hold("input_ids", Category.INPUTS, tokens * INT64, 0)
     timeline.hold("labels", Category.INPUTS, (tokens if joined else targets) * INT64, 0)

@@ -27,4 +27,4 @@ def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None =
         from peakcast.models.analytical.torch_pipeline import pipeline_ledger
 
         return pipeline_ledger(job, device=device, rank=rank, step=step)
-    return huggingface_ledger(job, device=device, step=step)
+    return huggingface_ledger(job, device=device, rank=rank, step=step)

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from peakcast.conventions import conventions
 from peakcast.models.analytical.layouts.base import Layout
-from peakcast.models.analytical.optimizer_rules.rule import FP32, Locals, OptimizerRule, Options, TrainedTensor
+from peakcast.models.analytical.local_variables import Locals
+from peakcast.models.analytical.optimizer_rules.rule import FP32, OptimizerRule, Options, TrainedTensor
 from peakcast.models.analytical.optimizers import adamw_rule, optimizer_options, optimizer_rule
 from peakcast.models.analytical.step import Step
 from peakcast.spec import TrainingJob

@@ -5,6 +5,7 @@ from __future__ import annotations
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.spec import Offload, TrainingJob
 
 PIPELINE_SCHEDULES = {("gpipe", False), ("gpipe", True), ("1f1b", False), ("interleaved_1f1b", True)}
@@ -19,7 +20,7 @@ def parallel_reason(job: TrainingJob) -> str:
     if layout.tensor_parallel_size * layout.pipeline_parallel_size > 1 and job.batch.form != "rows":
         reasons.append(f"batch.form={job.batch.form!r} under tensor or pipeline parallelism is not modelled.")
     if layout.context_parallel_size > 1:
-        reasons.append("context parallelism is modelled for framework='megatron' only.")
+        reasons.append(_context_reason(job))
     if layout.pipeline_parallel_size > 1:
         reasons.append(_pipeline_reason(job))
     return next(filter(None, reasons), "")
@@ -51,7 +52,7 @@ def _tensor_reason(job: TrainingJob) -> str:
             f"tensor_parallel_size={ranks} does not divide vocab_size={architecture.vocab_size}: transformers refuses it.",
         ),
         (
-            job.framework == "huggingface" and layout.data_parallel_size > 1,
+            job.framework == "huggingface" and layout.num_replicas > 1,
             "tensor with data parallelism under the Trainer is not modelled: accelerate 1.15 asks transformers 5.17 for a "
             "class that it no longer has (ReplicateParallel).",
         ),
@@ -65,13 +66,62 @@ def _tensor_reason(job: TrainingJob) -> str:
             "to the Trainer; adamw can.",
         ),
         (
-            layout.data_parallel_size > 1 and layout.sharding not in ("fsdp2", "hsdp"),
+            layout.num_replicas > 1 and layout.sharding not in ("fsdp2", "hsdp"),
             f"tensor parallelism with sharding={layout.sharding!r} is not modelled; with fsdp2 and hsdp it is.",
         ),
         (job.loss.fused_linear_cross_entropy, "a fused loss under tensor parallelism is not modelled."),
         (job.attention == "flex", "flex attention under tensor parallelism is not modelled."),
         (job.precision.compute == "float8", "float8 under tensor parallelism is not modelled."),
         (job.offload.activations, "offloaded activations under tensor parallelism are not modelled."),
+    ]
+    return next((sentence for fails, sentence in checks if fails), "")
+
+
+def _context_reason(job: TrainingJob) -> str:
+    architecture, layout, ranks = job.architecture, job.parallelism, job.parallelism.context_parallel_size
+    half = ("bfloat16", "float16")
+    autocast = bool(job.framework_options.get("autocast"))
+    computed = job.precision.compute if autocast or gathered_dtype(job) != job.precision.parameters else None
+    checks = [
+        (
+            job.framework not in ("huggingface", "torch"),
+            f"context parallelism is not modelled for framework={job.framework!r}; for megatron, huggingface, torch it is.",
+        ),
+        (
+            not _like_llama(architecture),
+            f"context parallelism of {architecture.model_type!r} is not modelled; that of layers like Llama's is.",
+        ),
+        (job.task != "train", "context parallelism is modelled in training only."),
+        (
+            job.attention != "sdpa" or (computed or job.precision.parameters) not in half or architecture.head_dim > 256,
+            "context parallelism is a ring of flash attention: sdpa in half precision, heads of at most 256 elements.",
+        ),
+        (
+            architecture.sliding_window is not None,
+            f"{architecture.name!r} attends within a sliding window, which torch's context parallelism cannot; use 1 rank.",
+        ),
+        (
+            bool(job.sequence_length % (2 * ranks)),
+            f"sequence_length={job.sequence_length} is no multiple of 2 × context_parallel_size={ranks}: torch gives ranks "
+            "unequal work then, which is not modelled; use one.",
+        ),
+        (job.batch.form != "rows", f"batch.form={job.batch.form!r} under context parallelism is not modelled; use rows."),
+        (
+            layout.pipeline_parallel_size > 1,
+            "context parallelism in pipeline stages is not modelled; use tensor parallelism with stages, or no stages.",
+        ),
+        (
+            layout.sharding not in ("fsdp2", "hsdp") and (job.framework == "huggingface" or layout.sharding != "none"),
+            f"context parallelism with sharding={layout.sharding!r} is not modelled; accelerate has it with fsdp2, hsdp, a "
+            "plain loop also without sharding.",
+        ),
+        (
+            job.activation_checkpointing.mode == "selective",
+            "selective checkpointing under context parallelism is not modelled: it keeps every turn of the ring; use full.",
+        ),
+        (job.loss.fused_linear_cross_entropy, "a fused loss under context parallelism is not modelled."),
+        (job.precision.compute == "float8", "float8 under context parallelism is not modelled."),
+        (job.offload.activations, "offloaded activations under context parallelism are not modelled."),
     ]
     return next((sentence for fails, sentence in checks if fails), "")
 
@@ -106,16 +156,15 @@ def _pipeline_reason(job: TrainingJob) -> str:
         (
             (layout.pipeline_schedule, several) not in PIPELINE_SCHEDULES,
             f"pipeline_schedule={layout.pipeline_schedule!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} "
-            "is not modelled; gpipe and 1f1b with 1, gpipe and interleaved_1f1b with more are.",
+            "is not modelled; gpipe and 1f1b with 1, gpipe and interleaved_1f1b with more are, zero_bubble can be traced.",
         ),
         (
             0 in layout.pipeline_layers,
             f"parallelism.pipeline_layers={list(layout.pipeline_layers)} leaves a stage without layers: not modelled.",
         ),
         (
-            layout.data_parallel_size > 1 and (layout.sharding != "fsdp2" or several),
-            f"pipeline parallelism with sharding={layout.sharding!r} and virtual_pipeline_stages="
-            f"{layout.virtual_pipeline_stages} is not modelled; with fsdp2 and one stage per rank it is.",
+            layout.data_parallel_size > 1 and layout.sharding not in ("fsdp2", "hsdp"),
+            f"pipeline parallelism with sharding={layout.sharding!r} is not modelled; with fsdp2 and hsdp it is.",
         ),
         (
             layout.data_parallel_size > 1 and conventions(job)["fsdp2_units"] != "ends",

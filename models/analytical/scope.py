@@ -110,5 +110,5 @@ def _huggingface_reason(job: TrainingJob) -> str:
 def _offloads_with_fsdp2(job: TrainingJob) -> bool:
     """FSDP2's CPUOffloadPolicy moves parameters, gradients and the optimizer's states together."""
     layout = job.parallelism
-    sharded = layout.sharding in ("fsdp2", "hsdp") and layout.data_parallel_size > 1
+    sharded = layout.sharding in ("fsdp2", "hsdp") and layout.num_replicas > 1
     return sharded and job.offload == Offload(parameters=True, optimizer=True)

@@ -33,7 +33,7 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     size, used = int(DTYPE_BYTES[job.precision.parameters]), int(DTYPE_BYTES[gathered_dtype(job)])
     everything = list(_all_parameters(job.architecture))
     group = tensor_parallel(job)
-    waits = group.table and job.parallelism.data_parallel_size > 1 and not group.table_reduced
+    waits = group.table and job.parallelism.num_replicas > 1 and not group.table_reduced
     if job.finetuning.method == "full":
         return tuple(
             StoredTensor(

@@ -17,6 +17,7 @@ from peakcast.models.analytical.hf_blocks import Blocks, block_context
 from peakcast.models.analytical.hf_model import hold_embeddings, hold_rotary_tables, model_ends
 from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.layouts.base import Layout
+from peakcast.models.analytical.layouts.stages import Stages
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.pipeline import (
     Chunk,
@@ -49,8 +50,7 @@ def pipeline_ledger(
         stage,
         layout.pipeline_layers,
     )
-    modules = {module for chunk in chunks for module in _modules(chunk)}
-    held = layout_of(job, [tensor for tensor in stored_parameters(job) if tensor.module in modules])
+    held = _layout(job, chunks)
     timeline = Step(hooks=held)
     held.hold_resident(timeline)
     timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
@@ -60,6 +60,12 @@ def pipeline_ledger(
     _Turns(job, device, chunks, timeline, held).run(stage)
     place_optimizer_step(timeline, job, held, step)
     return timeline.timeline()
+
+
+def _layout(job: TrainingJob, chunks: tuple[Chunk, ...]) -> Layout:
+    stored, modules = stored_parameters(job), [set(_modules(chunk)) for chunk in chunks]
+    parts = [layout_of(job, [tensor for tensor in stored if tensor.module in names]) for names in modules]
+    return parts[0] if len(parts) == 1 else Stages(parts, modules)
 
 
 def _modules(chunk: Chunk) -> list[str]:
@@ -113,8 +119,14 @@ class _Turns:
         layout, micro_batches = self.job.parallelism, self.job.gradient_accumulation_steps
         simulated = simulated_micro_batches(layout, stage, micro_batches)
         self.layout.begin_turns()
-        for turn in turns_of_rank(layout, stage, simulated):
+        turns = turns_of_rank(layout, stage, simulated)
+        stages = self.layout if isinstance(self.layout, Stages) else None
+        for index, turn in enumerate(turns):
+            if stages:
+                stages.before_turn(self.step, turns[index:])
             (self._forward if turn.forward else self._backward)(turn)
+            if stages:
+                stages.after_turn(self.step, turns[index:])
         self._release_sent(len(self.sent))
         self.layout.end_turns(self.step)
         if self.named is not None:

@@ -16,7 +16,7 @@ from peakcast.explaining.reason import peak_reason
 from peakcast.explanation import Advice, Explanation, ModuleRow
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
-from peakcast.models.baseline import stage_ranks
+from peakcast.ranks import ranks_that_differ
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
 
@@ -81,7 +81,7 @@ def of_module(timeline: Timeline, name: str) -> Explanation:
 
 
 def _worst(job: TrainingJob, timeline_of: Source) -> tuple[int, Timeline]:
-    found = [(rank, timeline_of(job, rank)) for rank in stage_ranks(job)]
+    found = [(rank, timeline_of(job, rank)) for rank in ranks_that_differ(job)]
     return max(found, key=lambda item: item[1].peak().num_bytes)
 
 

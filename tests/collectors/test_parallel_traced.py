@@ -5,6 +5,7 @@ import pytest
 from peakcast.collectors.grid import expand
 from peakcast.models.analytical.pipeline import turns_of_rank
 from peakcast.models.analytical.scope import out_of_scope
+from peakcast.ranks import ranks_to_trace
 from peakcast.spec import Parallelism
 
 pytest.importorskip("transformers")
@@ -12,6 +13,9 @@ pytest.importorskip("transformers")
 QWEN = {"name": "qwen3-0.6b", "num_hidden_layers": 2}
 SPLIT = {"tensor_parallel_size": 2, "sequence_parallel": True}
 STAGES = {"name": "qwen3-8b", "num_hidden_layers": 5, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 8192}
+RING = {**QWEN, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 2}
+"""So that the peaks lie inside the ring."""
+SHARED = {"context_parallel_size": 4, "data_parallel_size": 2, "sharding": "fsdp2"}
 PIPELINES = {
     "gpipe": {"pipeline_parallel_size": 2, "pipeline_schedule": "gpipe", "pipeline_layers": [2, 3]},
     "1f1b_checkpointed": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 2]},
@@ -43,6 +47,15 @@ def test_transformers_plan_equals_its_trace_phase_by_phase(ledger_equals_trace):
     _, first = both["first"]
     made = {size for name, size in zip(first.names, first.num_bytes.tolist(), strict=True) if "empty" in name}
     assert job.architecture.vocab_size * job.architecture.hidden_size * 2 not in made
+
+
+def test_a_place_in_the_ring_equals_its_trace_phase_by_phase(ledger_equals_trace):
+    """Within 0.1 %, of a rank with one before it and two behind it; the grid `agreement` has the others."""
+    base = {"framework": "torch", "architecture": RING, "sequence_length": 2048, "activation_checkpointing.mode": "full"}
+    (job,) = expand({"base": base, "include": [{"parallelism": SHARED}]})
+    assert out_of_scope(job) == ""
+    assert ranks_to_trace(job) == (0, 1, 3)
+    ledger_equals_trace(job, 1, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -18,6 +18,7 @@ REFUSED = {
     "framework_options": {"framework_options": {"norms_in_float32": True}},
     "finetuning.quantization": {"finetuning": {"method": "qlora", "rank": 8, "quantization": "gptq"}},
     "batch.form": {"batch": {"form": "masked"}, "parallelism": {"tensor_parallel_size": 2}},
+    "parallelism.context_parallel_size": {"parallelism": {"context_parallel_size": 2}, "attention": "eager"},
     "parallelism": {"parallelism": {"data_parallel_size": 8, "zero_stage": 2}},
 }
 
@@ -29,7 +30,8 @@ def job(**changes):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"context_parallel_size": 2},
+        {"context_parallel_size": 2, "sharding": "fsdp1"},
+        {"context_parallel_size": 2, "pipeline_parallel_size": 2},
         {"tensor_parallel_size": 2, "data_parallel_size": 2},
         {"data_parallel_size": 2, "zero_stage": 1},
     ],

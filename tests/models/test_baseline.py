@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from peakcast.models.baseline import BASE_CONTEXT_BYTES, baseline, communicator_bytes, context_bytes, stage_ranks
+from peakcast.models.baseline import BASE_CONTEXT_BYTES, baseline, communicator_bytes, context_bytes
+from peakcast.ranks import ranks_that_differ
 from peakcast.spec import Allocator, Offload, Parallelism
 from peakcast.timeline import Category, Entry, Phase, Timeline
 from peakcast.units import MIB, power_of_two
@@ -69,7 +70,7 @@ def test_the_context_is_the_base_and_one_kib_for_every_thread(fakes):
 
 def test_the_worst_rank_is_found_among_the_pipeline_stages(fakes):
     job = fakes.job(parallelism=Parallelism(pipeline_parallel_size=2, tensor_parallel_size=2))
-    assert stage_ranks(job) == (0, 2)
+    assert ranks_that_differ(job) == (0, 2)
     worst = baseline(job, fakes.devices["H100-80GB"], ledger=fakes.ledger)
     assert worst.rank == 2  # the stage with the logits
     first = baseline(job, fakes.devices["H100-80GB"], 0, ledger=fakes.ledger)

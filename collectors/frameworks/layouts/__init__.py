@@ -100,7 +100,7 @@ def wrap(model: Any, job: TrainingJob) -> Layout:
         )
     tensor_parallel = layout.tensor_parallel_size > 1
     wrapped: Layout = _split(model, job) if tensor_parallel else Alone(model)
-    if layout.data_parallel_size > 1:
+    if layout.num_replicas > 1:
         stack: Any = importlib.import_module(STACKS[layout.sharding])
         wrapped = stack.wrap(model, job)
     wrapped.splits_loss = tensor_parallel and bool(conventions(job).get("loss_parallel"))
@@ -135,14 +135,20 @@ def _device_type() -> str:
 def mixes(job: TrainingJob) -> bool:
     """Whether FSDP gathers weights in another dtype than it stores."""
     layout = job.parallelism
-    sharded = layout.sharding in ("fsdp1", "fsdp2", "hsdp") and layout.data_parallel_size > 1
+    sharded = layout.sharding in ("fsdp1", "fsdp2", "hsdp") and layout.num_replicas > 1
     return sharded and job.precision.compute != job.precision.parameters
 
 
 def data_mesh(job: TrainingJob) -> Any:
-    """The part of `mesh` over which data parallelism shards: [shard], or [replicate, shard]."""
-    names = [name for name, size in _degrees(job) if size > 1 and name in ("replicate", "shard")]
-    return mesh(job)[tuple(names)]
+    """The part of `mesh` over which weights are sharded: [shard], or [replicate, shard]. Ranks that share a sequence
+    shard weights too (accelerate 1.15 parallelism_config.py and torchtitan: `dp_shard_cp`)."""
+    whole = mesh(job)
+    names = [name for name, size in _degrees(job) if size > 1 and name in ("replicate", "shard", "context")]
+    inner = [name for name in names if name != "replicate"]
+    if len(inner) > 1:
+        whole[tuple(inner)]._flatten("shards")
+        inner = ["shards"]
+    return whole[tuple([name for name in names if name == "replicate"] + inner)]
 
 
 def _degrees(job: TrainingJob) -> list[tuple[str, int]]:
@@ -153,5 +159,6 @@ def _degrees(job: TrainingJob) -> list[tuple[str, int]]:
         ("stage", layout.pipeline_parallel_size),
         ("replicate", ranks // shards),
         ("shard", shards),
+        ("context", layout.context_parallel_size),
         ("tensor", layout.tensor_parallel_size),
     ]

@@ -13,6 +13,7 @@ from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
 from peakcast.models.analytical.blocks.hf_traits import attention_key_heads, traits
+from peakcast.models.analytical.blocks.ring_attention import RingTensors, backward_bytes, forward_bytes
 from peakcast.models.analytical.tape import Tensor
 from peakcast.units import round_up
 
@@ -30,6 +31,8 @@ def attention_kernel(context: HFContext) -> str:
     """The kernel of one layer. sdpa: flash needs half precision, no mask, one head width of at most 256 and shared key
     heads; the memory-efficient kernel as many key as query heads (torch <= 2.13, `check_batch_size_and_num_heads_dense`);
     what neither takes is computed step by step."""
+    if context.ring.ranks > 1:
+        return "ring"
     if context.attention == "eager":
         return "eager"
     if context.attention in ("flash_attention_2", "flex"):
@@ -63,6 +66,29 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kind="attention",
     )
     return output if taken == context.rows else build.tape.operation("self_attn.pad", [output], whole)
+
+
+def _ring(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's ring attention over the ranks that share the sequence: what it makes in passing is counted at its fullest."""
+    context = build.context
+    q, k, v = _to_compute_dtype(build, q, k, v)
+    statistics = FP32 * context.rows * context.architecture.num_attention_heads
+    tensors = RingTensors(query=q.num_bytes, key=k.num_bytes, element=context.compute_bytes, statistics=statistics)
+    gradients = q.num_bytes + k.num_bytes + v.num_bytes
+    output = build.tape.operation(
+        "self_attn.ring_attention",
+        [q, k, v],
+        q.num_bytes,
+        saves=[q, k, v],
+        saves_output=True,
+        extra_saved_bytes=[statistics, INT64, INT64],
+        forward_temporary_bytes=forward_bytes(context.ring, tensors) - q.num_bytes - statistics,
+        backward_temporary_bytes=backward_bytes(context.ring, tensors)
+        - gradients
+        + (flash_backward_bytes(context) if context.kernel_temporaries else 0),
+        kind="attention",
+    )
+    return ops.copy(build.tape, output, "self_attn.contiguous") if context.ring.copies_output else output
 
 
 def _without_padding(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
@@ -272,6 +298,7 @@ KERNELS: dict[str, Kernel] = {
     "flash": _flash,
     "flash_attention_2": _flash,
     "flex": _flex,
+    "ring": _ring,
     "efficient": _efficient,
     "math": _math,
     "eager": _eager,

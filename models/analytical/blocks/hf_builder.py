@@ -12,6 +12,7 @@ from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.float8 import float8_linear
 from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.blocks.ring_attention import ALONE, Ring
 from peakcast.models.analytical.blocks.tensor_parallel import WHOLE, TensorParallel, enter_columns, leave_rows
 from peakcast.models.analytical.parameters import default_adapter_targets
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
@@ -75,6 +76,8 @@ class HFContext:
     float8_skips: frozenset[str] = frozenset({"lm_head"})
     group: TensorParallel = WHOLE
     """Of a layer's context, `architecture` is then that of a rank's part."""
+    ring: Ring = ALONE
+    """The ranks that share each sequence; `sequence` is then this rank's part."""
     neftune: bool = False
     """Whether training adds noise to the token embeddings."""
     cache: str = ""

@@ -178,7 +178,7 @@ def head(context: HFContext) -> Template:
             kept.append(logits)
         if upcast == "loss_shifted":
             logits = _shift(tape, logits, shifted_rows, rows)
-        else:
+        elif context.ring.ranks == 1:  # else the labels were shifted before the sequence was cut
             tape.operation("pad_labels", [], rows * INT64, category=Category.INPUTS)
     if group.loss:
         _loss_over_parts(tape, logits)

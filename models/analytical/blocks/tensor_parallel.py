@@ -66,7 +66,7 @@ def tensor_parallel(job: TrainingJob) -> TensorParallel:
         ranks=layout.tensor_parallel_size,
         sequence=layout.sequence_parallel,
         table=job.framework == "torch" or job.architecture.tie_word_embeddings,
-        table_reduced=layout.data_parallel_size > 1 and layout.pipeline_parallel_size == 1,
+        table_reduced=layout.num_replicas > 1 and layout.pipeline_parallel_size == 1,
         loss=bool(conventions(job).get("loss_parallel")),
     )
 

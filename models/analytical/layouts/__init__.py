@@ -20,7 +20,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
     """The layout of `job` for the network's `tensors`, on rank 0: no rank holds more. `logits_bytes`: of the model's
     outputs, which DDP may copy."""
     parallelism = job.parallelism
-    ranks = parallelism.data_parallel_size
+    ranks = parallelism.num_replicas
     if ranks == 1:
         return Layout(tensors)
     chosen = conventions(job)
@@ -30,7 +30,11 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
     if parallelism.zero_stage:
         return _zero(job, tensors, chosen)
     if parallelism.sharding in ("fsdp2", "hsdp"):
-        shards = min(ranks, int(chosen["shard_group_size"])) if parallelism.sharding == "hsdp" else ranks
+        shards = ranks
+        if parallelism.sharding == "hsdp":  # of one sequence, or of as many as the ranks of a group have
+            shards = parallelism.context_parallel_size * min(
+                parallelism.data_parallel_size, int(chosen["shard_group_size"])
+            )
         units = units_by_layer(
             tensors, ends_apart=chosen["fsdp2_units"] == "ends", first_layer_without_gradient=no_gradient_enters
         )
@@ -95,7 +99,7 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
 
 def gathered_dtype(job: TrainingJob) -> str:
     """The dtype in which blocks use the weights: FSDP's mixed precision gathers them in the compute dtype."""
-    fully_sharded = job.parallelism.sharding in ("fsdp1", "fsdp2", "hsdp") and job.parallelism.data_parallel_size > 1
+    fully_sharded = job.parallelism.sharding in ("fsdp1", "fsdp2", "hsdp") and job.parallelism.num_replicas > 1
     return job.precision.compute if fully_sharded and job.precision.compute != "float8" else job.precision.parameters
 
 

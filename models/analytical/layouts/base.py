@@ -190,6 +190,23 @@ class ShardedLayout(Layout):
         for unit in (self.units[-1], *self.units[:-1]):
             self.finish(step, unit)
 
+    def unshard(self, step: Step, phase: Phase) -> None:
+        """Begin to gather every unit, the root first, as a pipeline does for a stage that comes soon."""
+        for unit in (self.units[-1], *self.units[:-1]):
+            self.prefetch(step, unit, phase=phase)
+
+    def wait(self, step: Step, phase: Phase) -> None:
+        """Every unit that is being gathered is there."""
+        for unit in (self.units[-1], *self.units[:-1]):
+            if not unit.gathered:
+                self.gather(step, unit, phase)
+                self.end_forward(step)  # which waits for nobody: a forward would keep a while what it has copied out
+
+    def reshard(self, step: Step) -> None:
+        """Let go of what is gathered."""
+        for unit in self.units:
+            step.free(unit.gathered)
+
     def finish(self, step: Step, unit: Unit) -> None:
         """The unit's backward is done: reshard it, and reduce its gradients or let them wait."""
         if self.reshards:
@@ -216,8 +233,8 @@ class ShardedLayout(Layout):
         """All-gather the unit's tensors."""
         raise NotImplementedError
 
-    def prefetch(self, step: Step, unit: Unit, *, born: int | None = None) -> None:
-        """Begin to all-gather the unit's tensors for backward, if they are not there; `born`: at an instant of the past."""
+    def prefetch(self, step: Step, unit: Unit, *, born: int | None = None, phase: Phase = Phase.BACKWARD) -> None:
+        """Begin to all-gather the unit's tensors, if they are not there; `born`: at an instant of the past."""
         raise NotImplementedError
 
     def reduce(self, step: Step, unit: Unit) -> None:

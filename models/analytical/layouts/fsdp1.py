@@ -111,7 +111,7 @@ class FSDP1(ShardedLayout):
         size = self._part_bytes(unit, gathered=True) * self.shards
         unit.gathered += step.allocate("flat_param.gathered", BUFFERS, [size], unit.name, born=born, stream=UNSHARD)
 
-    def prefetch(self, step: Step, unit: Unit, *, born: int | None = None) -> None:
+    def prefetch(self, step: Step, unit: Unit, *, born: int | None = None, phase: Phase = Phase.BACKWARD) -> None:
         if not unit.gathered:
             if born is None:
                 self.gather(step, unit)

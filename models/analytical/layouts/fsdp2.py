@@ -102,10 +102,10 @@ class FSDP2(ShardedLayout):
             "all_gather.output", BUFFERS, [size], unit.name, born=born, stream=ALL_GATHER_COPY_IN
         )
 
-    def prefetch(self, step: Step, unit: Unit, *, born: int | None = None) -> None:
+    def prefetch(self, step: Step, unit: Unit, *, born: int | None = None, phase: Phase = Phase.BACKWARD) -> None:
         if not unit.gathered and not unit.sent:
             if born is None:
-                self._all_gather(step, unit, Phase.BACKWARD)
+                self._all_gather(step, unit, phase)
             else:
                 self._send(step, unit, born)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from peakcast.models.analytical.local_variables import Locals
 from peakcast.models.analytical.optimizer_rules.rule import (
     FP32,
-    Locals,
     OptimizerRule,
     Options,
     Sized,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from peakcast.models.analytical.local_variables import Locals
 from peakcast.models.analytical.optimizer_rules.rule import (
-    Locals,
     OptimizerRule,
     Options,
     Sized,

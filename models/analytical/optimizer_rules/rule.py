@@ -1,14 +1,14 @@
 """The shape of an optimizer's rule: its states per tensor, and its step written down as the library's Python runs it.
 
-A step is a sequence of moments at which local variables take new tensors. Python makes the new tensor before it lets go
-of what the variable held, and a loop's variables live into its next turn: that decides the peak, so a rule follows the
-source line by line (`Locals`).
+A step is a sequence of moments at which local variables take new tensors: a rule follows the source line by line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from peakcast.models.analytical.local_variables import Locals
 
 FP32 = 4
 Sized = tuple[str, int]
@@ -49,46 +49,6 @@ class Options:
     momentum: float = 0.0
     rank: int = 128
     first_step: bool = False
-
-
-@dataclass
-class Locals:
-    """The local variables of a step while it runs. `lives`: (name, bytes, born, dies) over the moments of `labels`.
-    `states_made`: where a first step makes each tensor's states, in turn; empty when all are made before."""
-
-    labels: list[str] = field(default_factory=list)
-    lives: list[tuple[str, int, int, int]] = field(default_factory=list)
-    states_made: list[int] = field(default_factory=list)
-    _held: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
-
-    def make_states(self) -> None:
-        """Here a first step makes the states of the tensor whose turn it is."""
-        self.states_made.append(len(self.labels))
-
-    def let(self, name: str, *sizes: int) -> None:
-        """`name = ` new tensors of `sizes` bytes: they exist before what `name` held is let go."""
-        moment = len(self.labels)
-        self.labels.append(name)
-        self._release(name, moment + 1)
-        self._held[name] = (moment, list(sizes))
-
-    def free(self, *names: str) -> None:
-        """`del name`, or its assignment to something that exists already."""
-        for name in names:
-            self._release(name, len(self.labels))
-
-    def rename(self, old: str, new: str) -> None:
-        """`new = old; del old`: what `new` held is let go."""
-        self._release(new, len(self.labels))
-        self._held[new] = self._held.pop(old)
-
-    def leave(self) -> None:
-        """The function returns."""
-        self.free(*list(self._held))
-
-    def _release(self, name: str, dies: int) -> None:
-        born, sizes = self._held.pop(name, (0, []))
-        self.lives.extend((name, size, born, dies) for size in sizes)
 
 
 States = Callable[[TrainedTensor, Options], list[Sized]]

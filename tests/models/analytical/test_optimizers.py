@@ -8,7 +8,7 @@ from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.huggingface import paged_state_bytes
 from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.optimizer_rules.rule import Locals
+from peakcast.models.analytical.local_variables import Locals
 from peakcast.models.analytical.optimizers import RULES
 from peakcast.models.baseline import baseline
 from peakcast.spec import Optimizer, Precision, TrainingJob

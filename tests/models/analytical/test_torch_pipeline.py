@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from peakcast.architecture import Architecture
+from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.pipeline import most_in_flight, turns_of_rank
 from peakcast.models.analytical.scope import out_of_scope
@@ -92,3 +93,21 @@ def test_more_micro_batches_than_are_in_flight_cost_their_buffers_alone():
 def test_what_is_not_modelled_is_named(changed, words):
     assert out_of_scope(job()) == ""
     assert words in out_of_scope(changed)
+
+
+def test_of_several_sharded_stages_three_at_most_are_gathered():
+    """Of four stages per rank, one layer each: while one computes, two more are there or on their way."""
+    layout = {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_pipeline_stages": 4}
+    stages = job(4, **layout, data_parallel_size=2, sharding="fsdp2")
+    stages = stages.replace(versions=FrozenMapping({"torchtitan": "main"}))
+    assert out_of_scope(stages) == ""
+    timeline = ledger(stages, rank=2)
+    chosen = [index for index, name in enumerate(timeline.names) if name in ("gathered", "all_gather.output")]
+    layers = [timeline.modules[index] for index in chosen]
+    assert {layer for layer in layers if layer.startswith("layers.")} == {f"layers.{index}" for index in (1, 3, 5, 7)}
+    most = max(
+        len({name for index, name in zip(chosen, layers, strict=True) if timeline.born[index] <= now < timeline.dies[index]}
+            - {"tail", "root"})
+        for now in range(len(timeline.phases))
+    )  # fmt: skip
+    assert most == 3

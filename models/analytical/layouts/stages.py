@@ -1,0 +1,90 @@
+"""Several pipeline stages of one rank, each sharded for itself: which of them are gathered when.
+
+Source: torch 2.13 `distributed/pipelining/schedules.py` `_add_unshard_reshard`, `_add_reduce_grad` and `stage.py`
+perform_reduce_grad: the stages of the next turns are gathered, three at most, and those that none of these needs let go; a
+stage's gradients are reduced as soon as its last micro-batch is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from peakcast.models.analytical.layouts.base import Layout, ShardedLayout
+from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
+from peakcast.models.analytical.pipeline import Turn
+from peakcast.models.analytical.step import Run, Step
+from peakcast.timeline import Phase
+
+MOST_ACTIVE = 3
+"""`max_active_stages` of `_add_unshard_reshard`."""
+
+
+class Stages(Layout):
+    """The layouts of a rank's stages. `modules`: of each stage."""
+
+    def __init__(self, parts: Sequence[Layout], modules: Sequence[Collection[str]]) -> None:
+        super().__init__([tensor for part in parts for tensor in part.tensors])
+        self.parts = list(parts)
+        self._of_module = {module: part for part, names in zip(parts, modules, strict=True) for module in names}
+        self._active: set[int] = set()
+        self._at_turn = self.parts[0]
+
+    # -- turns ------------------------------------------------------------------------------------------------------------
+
+    def begin_turns(self) -> None:
+        for part in self.parts:
+            part.begin_turns()
+
+    def before_turn(self, step: Step, turns: Sequence[Turn]) -> None:
+        """Before the first of `turns`, which are all that are left."""
+        turn = turns[0]
+        coming = list(dict.fromkeys(later.chunk for later in turns))[:MOST_ACTIVE]
+        for chunk in self._active - set(coming):
+            if isinstance(part := self.parts[chunk], ShardedLayout):
+                part.reshard(step)
+        fetched = [chunk for chunk in coming if chunk not in self._active]
+        self._active = set(coming)
+        phase = Phase.FORWARD if turn.forward else Phase.BACKWARD
+        for chunk in fetched:
+            if isinstance(part := self.parts[chunk], ShardedLayout):
+                part.unshard(step, phase)
+        self._at_turn = self.parts[turn.chunk]
+        if isinstance(self._at_turn, ShardedLayout):
+            self._at_turn.wait(step, phase)
+
+    def after_turn(self, step: Step, turns: Sequence[Turn]) -> None:
+        """After the first of `turns`: its stage ends if none of the others is a backward of it."""
+        turn, *later = turns
+        if not any(other.chunk == turn.chunk for other in later):
+            self.parts[turn.chunk].end_turns(step)
+
+    # -- what a stage's own layout does -----------------------------------------------------------------------------------
+
+    def hold_resident(self, step: Step) -> None:
+        for part in self.parts:
+            part.hold_resident(step)
+
+    def before_forward(self, step: Step, module: str) -> None:
+        self._of_module[module].before_forward(step, module)
+
+    def after_forward(self, step: Step, module: str) -> None:
+        self._of_module[module].after_forward(step, module)
+
+    def before_backward(self, step: Step, module: str) -> None:
+        self._of_module[module].before_backward(step, module)
+
+    def after_backward(self, step: Step, run: Run) -> None:
+        self._of_module[run.module].after_backward(step, run)
+
+    def end_forward(self, step: Step) -> None:
+        self._at_turn.end_forward(step)
+
+    def end_backward(self, step: Step) -> None:
+        self._at_turn.end_backward(step)
+
+    def optimized(self) -> list[TrainedTensor]:
+        return [tensor for part in self.parts for tensor in part.optimized()]
+
+    def release_gradients(self, step: Step) -> None:
+        for part in self.parts:
+            part.release_gradients(step)

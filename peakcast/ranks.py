@@ -1,0 +1,32 @@
+"""Which ranks of a job hold different things: those of pipeline stages, and in torch's ring those that share a sequence."""
+
+from __future__ import annotations
+
+from peakcast.spec import TrainingJob
+
+
+def ranks_that_differ(job: TrainingJob) -> tuple[int, ...]:
+    """One rank of each kind: the first of each pipeline stage, since stages are outermost and the ranks of one are
+    consecutive, and of it those whose place in the ring of attention differs."""
+    return _ranks(job, range(job.parallelism.pipeline_parallel_size))
+
+
+def ranks_to_trace(job: TrainingJob) -> tuple[int, ...]:
+    """Of those, the ones worth a trace: of a pipeline the first, the middle and the last stage."""
+    stages = job.parallelism.pipeline_parallel_size
+    return _ranks(job, sorted({0, stages // 2, stages - 1}))
+
+
+def _ranks(job: TrainingJob, stages: range | list[int]) -> tuple[int, ...]:
+    per_stage = job.parallelism.world_size // job.parallelism.pipeline_parallel_size
+    return tuple(stage * per_stage + place for stage in stages for place in _places(job))
+
+
+def _places(job: TrainingJob) -> list[int]:
+    """In torch's ring attention the first rank has nobody before it, the last nobody behind it, and all others are alike
+    (`models/analytical/blocks/ring_attention.py`). Megatron's ranks are alike."""
+    layout = job.parallelism
+    if job.framework == "megatron":
+        return [0]
+    positions = sorted({0, min(1, layout.context_parallel_size - 1), layout.context_parallel_size - 1})
+    return [position * layout.tensor_parallel_size for position in positions]
