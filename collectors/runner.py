@@ -30,6 +30,7 @@ MOST_TRACES_AT_ONCE = 4
 """A warm parent holds about 0.6 GB and a trace of a 7B model another: memory, not cores, is short beyond this."""
 
 RANKS = ("auto", "real", "one")
+"""What `ranks` may say beside numbers."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -84,16 +85,15 @@ def collect(
     "slurm" use more than one machine, and `engine_options` are theirs. `history` also keeps each run's timelines, in the
     folder `timelines_folder(shard)`, one file named after each row's key. `ranks`: a job of several ranks runs with all of
     them where there are GPUs enough, else as one that stands for the others ("auto"); always ("real", which traces with
-    gloo on the CPU); or never ("one"). `progress(cell, done, total)` is called before
-    each cell, `on_row(row)` after a row is on disk.
+    gloo on the CPU); or never ("one": one stands for the others, of a pipeline one of each kind of
+    stage); numbers ("0,3") are the ranks to stand for, one at a time. `progress(cell, done, total)` is called before each
+    cell, `on_row(row)` after a row is on disk.
     Raises: CollectorError for bad options; a failing cell never raises.
     """
     bounds = (("budget_minutes", budget_minutes), ("timeout_seconds", timeout_seconds), ("processes", processes))
     for name, value in bounds:
         if value is not None and not value > 0:
             raise CollectorError(f"{name}={value} must be above 0.", parameter=name, value=value)
-    if ranks not in RANKS:
-        raise CollectorError(f"ranks={ranks!r} must be one of {', '.join(RANKS)}.", parameter="ranks", value=ranks)
     run = find_engine(engine)
     jobs = load_grid(grid) if isinstance(grid, (str, Path)) else list(grid)
     if gpu is not None:
@@ -103,7 +103,7 @@ def collect(
     elif trace:
         gpu = "A100-80GB"
     done, unreadable = _hashes_in(shard, trace, gpu)
-    cells = [(job, rank) for job in jobs for rank in (ranks_to_trace(job) if trace else (0,))]
+    cells = [(job, rank) for job in jobs for rank in ranks_to_run(job, ranks, trace)]
     summary = Summary(total=len(cells), unreadable=unreadable)
     started = time.monotonic()
     left = [cell for cell in cells if cell_identity(*cell) not in done]
@@ -117,7 +117,7 @@ def collect(
             if progress:
                 progress(job_in_words(job), summary.skipped + index, len(cells))
             asked = {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "rank": rank}
-            yield {**asked, "history": history, "ranks": ranks}
+            yield {**asked, "history": history, "ranks": ranks if ranks in RANKS else "one"}
 
     options = dict(engine_options or {})
     if engine == "local" and "gpus" not in options:
@@ -192,6 +192,35 @@ def ranks_to_trace(job: TrainingJob) -> tuple[int, ...]:
     return tuple(ranks * stage for stage in sorted({0, stages // 2, stages - 1}))
 
 
+def ranks_to_run(job: TrainingJob, ranks: str, trace: bool) -> tuple[int, ...]:
+    """The ranks of a job that are cells of their own; (0,) where one cell runs them all. Raises: CollectorError."""
+    if ranks not in RANKS:
+        return _numbered(job, ranks)
+    alone = ranks == "one" or (trace and ranks != "real")
+    return ranks_to_trace(job) if alone else (0,)
+
+
+def _numbered(job: TrainingJob, ranks: str) -> tuple[int, ...]:
+    try:
+        numbers = sorted({int(number) for number in ranks.split(",")})
+    except ValueError:
+        numbers = [-1]
+    if numbers[0] < 0:
+        raise CollectorError(
+            f"ranks={ranks!r} must be one of {', '.join(RANKS)}, or numbers of ranks such as 0,3.",
+            parameter="ranks",
+            value=ranks,
+        )
+    size = job.parallelism.world_size
+    if size > 1 and numbers[0] >= size:
+        raise CollectorError(
+            f"ranks={ranks!r} names none of the {size} ranks of {job_in_words(job)}; they count from 0.",
+            parameter="ranks",
+            value=ranks,
+        )
+    return tuple(number for number in numbers if number < size) or (0,)
+
+
 def cell_identity(job: TrainingJob, rank: int = 0) -> str:
     """A cell's identity before it ran: the versions that it will find are not part of the question."""
     from peakcast.fields import FrozenMapping
@@ -205,8 +234,9 @@ def _hashes_in(shard: Path, trace: bool, gpu: str | None) -> tuple[set[str], int
     rows, bad = store.read_shard(shard)
     provenance = "traced" if trace else "measured"
     rows = [row for row in rows if row.provenance == provenance and row.outcome != "failed"]
-    # of real ranks the first one's row is written last; one that ran out of memory stands for all
-    ranked = ((row, 0 if row.outcome == "out_of_memory" else row.rank) for row in rows if gpu is None or row.gpu == gpu)
+    # of real ranks the first one's row is written last; one of them that ran out of memory stands for all
+    together = {row.key for row in rows if row.outcome == "out_of_memory" and row.collectives in ("nccl", "gloo")}
+    ranked = ((row, 0 if row.key in together else row.rank) for row in rows if gpu is None or row.gpu == gpu)
     return {cell_identity(row.job, rank) for row, rank in ranked}, len(bad)
 
 
