@@ -49,8 +49,14 @@ def with_versions(job: TrainingJob) -> TrainingJob:
     (`torchtitan: main`) stays."""
     found = probes.versions()
     deciding = DECIDING.get(job.framework, DECIDING[""])
-    followed = {name: version for name, version in job.versions.items() if name not in deciding}
-    return job.replace(versions=FrozenMapping({**followed, **{name: found[name] for name in deciding if name in found}}))
+    found = {name: found[name] for name in deciding if name in found}
+    return job.replace(versions=FrozenMapping({**followed(job), **found}))
+
+
+def followed(job: TrainingJob) -> FrozenMapping:
+    """The stacks and versions that a job names and that do not depend on what is installed."""
+    deciding = DECIDING.get(job.framework, DECIDING[""])
+    return FrozenMapping({name: version for name, version in job.versions.items() if name not in deciding})
 
 
 class Recorder:

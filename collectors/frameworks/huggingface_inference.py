@@ -73,7 +73,8 @@ def build_inference(job: TrainingJob, device: str) -> HuggingFaceInference:
                 parameter=parameter,
                 value=value,
             )
-    scope.check(job.replace(task="train"))
+    longest = (job.inference.prompt_length or job.sequence_length) + (job.inference.new_tokens or 1) - 1
+    scope.check(job.replace(task="train", sequence_length=longest))
     with torch.device(device):
         model = model_of(job)
         ids = random_tokens(job, job.inference.prompt_length or job.sequence_length)

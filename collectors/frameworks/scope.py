@@ -40,6 +40,12 @@ def _is_split_otherwise(layout: Parallelism) -> bool:
     return layout.context_parallel_size > 1 or layout.expert_parallel_size > 1 or (_is_split(layout) and beside)
 
 
+def _outgrows_table(job: TrainingJob) -> int:
+    """Positions beyond the last of a learned table; never more than 0 without one."""
+    rows = job.architecture.max_position_embeddings
+    return job.sequence_length - rows if job.architecture.position_embedding == "learned" and rows else 0
+
+
 Rule = tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob], object], str]
 SINGLE_GPU: dict[str, Rule] = {
     "task": (lambda j: j.task != "train", lambda j: j.task, "train"),
@@ -75,6 +81,11 @@ SINGLE_GPU: dict[str, Rule] = {
         ),
         lambda j: j.precision.compute,
         "float8 over bf16 weights, all of them trained, without options",
+    ),
+    "sequence_length": (
+        lambda j: _outgrows_table(j) > 0,
+        lambda j: j.sequence_length,
+        "no more than max_position_embeddings, the rows of its table of positions: a GPU stops at an index beyond",
     ),
     "finetuning.adapter_dtype": (
         lambda j: j.finetuning.adapter_dtype not in (None, "float32", j.precision.parameters),
