@@ -36,9 +36,9 @@ def launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-def rank() -> int:
-    """This process's rank; 0 for one that stands for many."""
-    return int(os.environ["RANK"]) if launched() else 0
+def rank(stands_for: int = 0) -> int:
+    """This process's rank; of one that stands for many, the one that it stands for."""
+    return int(os.environ["RANK"]) if launched() else stands_for
 
 
 def local_rank() -> int:

@@ -6,11 +6,9 @@ Facts about NVML are those of docs/where-memory-goes.md, section B, and of NVIDI
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 MISSING = "pynvml is not installed; install it with: pip install nvidia-ml-py"
@@ -31,8 +29,6 @@ DRIVER_RESERVE_BYTES = 2**30
 """At most what the v1 call counts with nobody there, the driver's reserve (912 MB were seen on an A100)."""
 SETTLING_SECONDS = 2.0
 """How long the memory of a cell that has just ended may take to be given back."""
-LISTED_EVERY = 20
-"""Memory is looked at this many times for each list of the processes, which takes longer."""
 VIRTUAL = {
     2: "a virtual GPU: memory is that of its profile, and what other machines use of the GPU is not seen.",
     3: "a GPU shared with virtual machines: what they use is counted as if it were this run's.",
@@ -144,30 +140,6 @@ class Nvml:
         mode = VIRTUAL.get(self._ask("nvmlDeviceGetVirtualizationMode") or 0)
         return [*([MIG] if self.is_mig else []), *([mode] if mode else []), *([] if listed else [UNLISTED])]
 
-    @contextlib.contextmanager
-    def sampling(self, interval_seconds: float = 0.005) -> Iterator[Seen]:
-        """Samples memory and processes in a thread (NVML's own peak cannot be reset)."""
-        seen = Seen()
-        seen.add(self)
-        stop = threading.Event()
-
-        def sample() -> None:
-            for number in itertools.count():
-                if stop.wait(interval_seconds):
-                    return
-                seen.add(self, processes=number % LISTED_EVERY == 0)
-
-        thread = threading.Thread(target=sample, daemon=True)
-        if self._handle is not None:
-            thread.start()
-        try:
-            yield seen
-        finally:
-            stop.set()
-            if thread.is_alive():
-                thread.join()
-            seen.add(self)
-
     def _ask(self, name: str, *arguments: Any) -> Any:
         """The answer of an NVML call about the GPU, None where there is none."""
         if self._handle is None or None in arguments:
@@ -175,27 +147,6 @@ class Nvml:
         with contextlib.suppress(Exception):
             return getattr(self._lib, name)(self._handle, *arguments)
         return None
-
-
-class Seen:
-    """What sampling saw: `peak` is the largest memory in use in bytes, `processes` all that ever were on the GPU."""
-
-    def __init__(self) -> None:
-        self.peak: int | None = None
-        self.processes: set[int] = set()
-
-    def add(self, nvml: Nvml, *, processes: bool = True) -> None:
-        """Look once more."""
-        used = nvml.used_bytes()
-        if used is not None and (self.peak is None or used > self.peak):
-            self.peak = used
-        if processes:
-            self.processes |= nvml.processes() or frozenset()
-
-    @property
-    def others(self) -> int:
-        """Processes beside ours: all but one, whose number may be the host's and not the one we know."""
-        return max(len(self.processes) - 1, 0)
 
 
 def _text(value: Any) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from peakcast import __version__
 from peakcast.collectors import probes
-from peakcast.collectors.nvml import Nvml, Seen
+from peakcast.collectors.nvml import Nvml
+from peakcast.collectors.sampling import Seen, sampling
 from peakcast.fields import FrozenMapping
 from peakcast.records import Measurement
 from peakcast.spec import TrainingJob
@@ -43,7 +44,7 @@ class Observation:
         self._nvml.check(probes.cuda_uuid())
         torch.cuda.reset_peak_memory_stats()
         self._retries = probes.allocator_counts()["num_alloc_retries"]
-        self._seen = self._stack.enter_context(self._nvml.sampling())
+        self._seen = self._stack.enter_context(sampling(self._nvml))
 
     def finish(self) -> None:
         """Read the peaks; a second call reads nothing new."""

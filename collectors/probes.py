@@ -11,7 +11,12 @@ import os
 import platform
 import re
 import resource
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from peakcast.errors import NO_GPU, CollectorError
+
+if TYPE_CHECKING:
+    from peakcast.spec import TrainingJob
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "triton"),
@@ -28,6 +33,22 @@ ALLOCATOR_PEAKS = {
     "requested": "requested_bytes.all.peak",
 }
 """Our name -> key of `torch.cuda.memory_stats()`."""
+
+
+def require_gpu() -> None:
+    """Raises: CollectorError where CUDA has no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise CollectorError(f"{NO_GPU}; trace instead (--trace), or run on a machine with a GPU.")
+
+
+def open_context() -> None:
+    """Create the CUDA context, with one element on the GPU, behind which is the allocator's smallest segment."""
+    import torch
+
+    torch.cuda.init()
+    torch.empty(1, device="cuda")
 
 
 def allocator_peaks() -> dict[str, int]:
@@ -109,38 +130,62 @@ def attention_in_graph(loss: Any) -> str | None:
             continue
         seen.add(node)
         name = type(node).__name__
+        if name.startswith("FlashAttn"):  # the package flash-attn's own functions
+            return "flash_attn_varlen" if "Varlen" in name else "flash_attn"
         if name.startswith("ScaledDotProduct"):
             return next((backend for mark, backend in FUSED_ATTENTION.items() if mark in name), name)
         nodes += [following for following, _ in node.next_functions]
     return None
 
 
-def attention_backend(model: Any, dtype: Any) -> str:
-    """The kernel that scaled dot product attention would take on this GPU for the model's heads, as PyTorch chooses it.
+def attention_backend(job: TrainingJob) -> str:
+    """The kernel that scaled dot product attention would take on this GPU for the job's heads, as PyTorch chooses it.
 
     Allocates on the GPU: only for after the last step.
     """
     import torch
 
-    config = model.config
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    query = torch.empty((1, heads, 128, dim), dtype=dtype, device="cuda")
-    key = torch.empty((1, key_heads, 128, dim), dtype=dtype, device="cuda")
-    with contextlib.suppress(Exception):
+    architecture, dtype = job.architecture, getattr(torch, job.precision.compute, torch.bfloat16)  # float8 attends in bf16
+    heads, key_heads = architecture.num_attention_heads, architecture.num_key_value_heads
+    with contextlib.suppress(Exception):  # the run is over: whatever fails here must not cost its row
+        query = torch.empty((1, heads, 128, architecture.head_dim), dtype=dtype, device="cuda")
+        key = torch.empty((1, key_heads, 128, architecture.head_dim), dtype=dtype, device="cuda")
         code = torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=key_heads != heads)
         return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(int(code), str(code))
     return "unknown"
 
 
 def host_peak_bytes() -> int:
-    """Largest resident set of this process so far (Linux counts it in KiB)."""
+    """Largest resident set of this process so far (Linux counts it in KiB), its libraries included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def pageable_bytes() -> int | None:
+    """Host memory of this process that is its own: resident pages of no file. What CUDA pins is not among them, as the
+    driver maps it (proc(5) statm: resident, and those of files and shared memory). None where there is no /proc."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/statm", encoding="ascii") as file:
+        fields = file.read().split()
+        return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+    return None
+
+
+def registers_pinned() -> bool:
+    """Whether PyTorch pins pages of the process (cudaHostRegister) instead of asking CUDA for some (cudaHostAlloc, the
+    default): what is pinned is pageable memory first, and counted as such."""
+    settings = ",".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+    return "pinned_use_cuda_host_register:True" in settings
+
+
+def managed_bytes(optimizer: Any) -> int:
+    """Optimizer states in managed memory, which the driver moves between host and GPU and nobody's counter has: those that
+    bitsandbytes has marked (0.50 functional.py `get_paged`)."""
+    tensors = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(each.nbytes for each in tensors if getattr(each, "is_paged", False))
+
+
 def pinned_peak_bytes() -> int | None:
-    """Most host memory that PyTorch had pinned (its allocator rounds to powers of two); None where torch does not tell."""
+    """Most host memory that PyTorch had pinned (its allocator rounds to powers of two and keeps what was freed); None where
+    torch does not tell."""
     import torch
 
     with contextlib.suppress(AttributeError, AssertionError, RuntimeError):

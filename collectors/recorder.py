@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from peakcast import __version__
 from peakcast.collectors import gang, probes
+from peakcast.collectors.growth import Growth
 from peakcast.errors import CollectorError
 from peakcast.fields import FrozenMapping
 from peakcast.records import Collectives, Measurement
@@ -48,23 +49,36 @@ def with_versions(job: TrainingJob) -> TrainingJob:
     (`torchtitan: main`) stays."""
     found = probes.versions()
     deciding = DECIDING.get(job.framework, DECIDING[""])
-    followed = {name: version for name, version in job.versions.items() if name not in deciding}
-    return job.replace(versions=FrozenMapping({**followed, **{name: found[name] for name in deciding if name in found}}))
+    found = {name: found[name] for name in deciding if name in found}
+    return job.replace(versions=FrozenMapping({**followed(job), **found}))
+
+
+def followed(job: TrainingJob) -> FrozenMapping:
+    """The stacks and versions that a job names and that do not depend on what is installed."""
+    deciding = DECIDING.get(job.framework, DECIDING[""])
+    return FrozenMapping({name: version for name, version in job.versions.items() if name not in deciding})
 
 
 class Recorder:
     """Runs a job on the GPU phase by phase and keeps what was read."""
 
-    def __init__(self, job: TrainingJob, gpu: str, environment: dict[str, Any]) -> None:
+    def __init__(self, job: TrainingJob, gpu: str, environment: dict[str, Any], rank: int = 0) -> None:
         self.job = job
         self.gpu = gpu
+        self.rank = gang.rank(rank)
         self.environment = environment
         self.readings: dict[str, Any] = {}
         """What differs from run to run: kept apart from the facts that say how it was measured."""
         self.spoiled: list[str] = []
         self.idle: int | None = None
         self.context: int | None = None
+        """What the CUDA context added."""
+        self.growth: Growth | None = None
         self.nvml_peak: int | None = None
+        self.pageable_before: int | None = None
+        """`probes.pageable_bytes` once the CUDA context is there: the interpreter, its libraries and the driver."""
+        self.pageable_peak: int | None = None
+        self.managed = 0
         self.is_mig = False
         self.outcome = "ok"
         self.steps: list[dict[str, dict[str, int]]] = []
@@ -92,13 +106,15 @@ class Recorder:
 
         started = time.monotonic()
         self.readings["host_resident_before_bytes"] = probes.host_peak_bytes()
-        layouts.start_group(self.job)
+        layouts.start_group(self.job, self.rank)
+        self._mark("process group")
         generates = self.job.task == "inference"
         training: Any = (build_inference if generates else build)(self.job, f"cuda:{gang.local_rank()}")
         step = self._generate if generates else self._step
         stepping = time.monotonic()
         torch.cuda.synchronize()
         self.built = probes.allocator_peaks()
+        self._mark("build")
         self.readings["build_seconds"] = round(time.monotonic() - started, 2)
         self.environment.update(training.facts())
         recording = self.recording
@@ -112,11 +128,13 @@ class Recorder:
                 step(training)
                 self._begin(None)
                 self.steady_allocated = int(torch.cuda.memory_allocated())
+        self._mark("later steps")
         self.readings["wall_seconds"] = round(time.monotonic() - started, 3)
         self.readings["step_seconds"] = round(time.monotonic() - stepping, 3)
         if self.job.attention == "sdpa" and "attention_backend" not in self.environment:  # nothing fused to be seen
-            dtype = getattr(torch, self.job.precision.compute)
-            self.environment["attention_backend"] = probes.attention_backend(training.model, dtype)
+            self.environment["attention_backend"] = probes.attention_backend(self.job)
+        if not generates:
+            self.managed = probes.managed_bytes(training.optimizer)
         if not generates and not any(training.optimizer.state.values()) and self.job.optimizer.name != "sgd":
             self.spoiled.append("the optimizer has no states: its step was skipped.")
 
@@ -173,10 +191,17 @@ class Recorder:
         if self._phase:
             torch.cuda.synchronize()
             self._keep(probes.allocator_peaks())
+            if len(self.steps) == 1:
+                self._mark(self._phase)
         self._phase = part or (phase.name.lower() if phase is not None else "")
         if self.recording is not None and phase is not None:
             self.recording.phase = phase
         torch.cuda.reset_peak_memory_stats()
+
+    def _mark(self, step: str) -> None:
+        """What was added outside the allocator belongs to `step`."""
+        if self.growth is not None:
+            self.growth.mark(step)
 
     def _keep(self, peaks: dict[str, int]) -> None:
         """The peaks of the phase at hand, over all its micro-batches."""
@@ -201,6 +226,14 @@ class Recorder:
             free, total = torch.cuda.mem_get_info()
             self.readings["out_of_memory"] |= {"free_bytes": int(free), "total_bytes": int(total)}
 
+    def _host(self) -> int | None:
+        """Host memory that the job took: pinned, managed, and pageable beyond what the process had before."""
+        pinned = probes.pinned_peak_bytes()
+        if pinned is None or self.pageable_peak is None or self.pageable_before is None:
+            return None
+        grown = max(self.pageable_peak - self.pageable_before, 0)
+        return grown + self.managed + (0 if probes.registers_pinned() else pinned)
+
     def row(self) -> Measurement:
         """What was read, as a row."""
         counts = probes.allocator_counts()
@@ -214,14 +247,20 @@ class Recorder:
             phase = "forward" if part in GENERATION else part
             last[phase] = max(peak["allocated"], last.get(phase, 0))
         used = None if self.nvml_peak is None or self.idle is None else self.nvml_peak - self.idle
+        self.readings |= self.growth.readings() if self.growth is not None else {}
         self.readings |= {"num_ooms": counts["num_ooms"], "steps": self.steps, "built": self.built}
-        self.readings["host_resident_bytes"] = probes.host_peak_bytes()
-        self.readings["host_pinned_bytes"] = probes.pinned_peak_bytes()
+        self.readings |= {
+            "host_resident_bytes": probes.host_peak_bytes(),
+            "host_pinned_bytes": probes.pinned_peak_bytes(),
+            "host_pageable_before_bytes": self.pageable_before,
+            "host_pageable_bytes": self.pageable_peak,
+            "host_managed_bytes": self.managed,
+        }
         return Measurement(
             job=with_versions(self.job),
             gpu=self.gpu,
             provenance="measured",
-            rank=gang.rank(),
+            rank=self.rank,
             collectives=collectives(self.job),
             source="peakcast",
             source_version=__version__,
@@ -231,10 +270,10 @@ class Recorder:
             peak_requested_bytes=max((peak["requested"] for peak in peaks), default=None),
             peak_active_bytes=max((peak["active"] for peak in peaks), default=None),
             peak_device_bytes=used,
-            peak_host_bytes=None,
+            peak_host_bytes=self._host(),
             first_step_peak_allocated_bytes=max(first, default=None),
             steady_allocated_bytes=self.steady_allocated if self.outcome == "ok" else None,
-            context_bytes=None if self.context is None or self.idle is None else self.context - self.idle,
+            context_bytes=self.context,
             num_alloc_retries=counts["num_alloc_retries"],
             phase_peaks=last,
             environment={**self.environment, "readings": self.readings},
@@ -242,4 +281,3 @@ class Recorder:
             spoiled=tuple(self.spoiled),
             observed=datetime.date.today().isoformat(),
         )
-

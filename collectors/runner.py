@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from peakcast import __version__, store
 from peakcast.collectors.engines import WORK, Answer, Question, find_engine
 from peakcast.collectors.grid import load_grid
+from peakcast.collectors.recorder import followed
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.durable import replace_file
 from peakcast.errors import NO_GPU, CollectorError
@@ -31,6 +33,7 @@ MOST_TRACES_AT_ONCE = 4
 """A warm parent holds about 0.6 GB and a trace of a 7B model another: memory, not cores, is short beyond this."""
 
 RANKS = ("auto", "real", "one")
+"""What `ranks` may say beside numbers."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -77,7 +80,8 @@ def collect(
     on_row: Callable[[Measurement], None] | None = None,
     work: str = WORK,
 ) -> Summary:
-    """Measure (or `trace`) the jobs of `grid` that `shard` does not have; rows are appended to `shard` as they come.
+    """Measure (or `trace`) the jobs of `grid` that `shard` does not have; rows are appended to `shard` as they come. A job
+    that is there twice is measured again, as a repeat (`case: repeat 2`).
 
     `budget_minutes` stops between cells; `timeout_seconds` is for one cell; `gpu` names the GPU type (default: what CUDA
     reports; a trace must be told which one it stands for, default A100-80GB). `processes` cells run at a time (default:
@@ -85,16 +89,16 @@ def collect(
     "slurm" use more than one machine, and `engine_options` are theirs. `history` also keeps each run's timelines, in the
     folder `timelines_folder(shard)`, one file named after each row's key. `ranks`: a job of several ranks runs with all of
     them where there are GPUs enough, else as one that stands for the others ("auto"); always ("real", which traces with
-    gloo on the CPU); or never ("one"). `progress(cell, done, total)` is called before
-    each cell, `on_row(row)` after a row is on disk.
+    gloo on the CPU); or never ("one": one stands for the others, of a pipeline one of each kind of
+    stage); numbers ("0,3") are the ranks to stand for, one at a time. `progress(cell, done, total)` is called before each
+    cell, `on_row(row)` after a row is on disk.
     Raises: CollectorError for bad options; a failing cell never raises.
     """
     bounds = (("budget_minutes", budget_minutes), ("timeout_seconds", timeout_seconds), ("processes", processes))
     for name, value in bounds:
         if value is not None and not value > 0:
             raise CollectorError(f"{name}={value} must be above 0.", parameter=name, value=value)
-    if ranks not in RANKS:
-        raise CollectorError(f"ranks={ranks!r} must be one of {', '.join(RANKS)}.", parameter="ranks", value=ranks)
+    _numbers(ranks)
     run = find_engine(engine)
     jobs = load_grid(grid) if isinstance(grid, (str, Path)) else list(grid)
     if gpu is not None:
@@ -104,21 +108,26 @@ def collect(
     elif trace:
         gpu = "A100-80GB"
     done, unreadable = _hashes_in(shard, trace, gpu)
-    cells = [(job, rank) for job in jobs for rank in (ranks_to_trace(job) if trace else (0,))]
+    seen = Counter[TrainingJob]()
+    cells = []
+    for job in jobs:
+        seen[job] += 1
+        case = f"repeat {seen[job]}" if seen[job] > 1 else ""
+        cells += [(job, rank, case) for rank in ranks_to_run(job, ranks, trace)]
     summary = Summary(total=len(cells), unreadable=unreadable)
     started = time.monotonic()
     left = [cell for cell in cells if cell_identity(*cell) not in done]
     summary.skipped = len(cells) - len(left)
 
     def questions() -> Iterator[Question]:
-        for index, (job, rank) in enumerate(left):
+        for index, (job, rank, case) in enumerate(left):
             if budget_minutes is not None and time.monotonic() - started > budget_minutes * 60:
                 summary.left = len(left) - index
                 return
             if progress:
                 progress(job_in_words(job), summary.skipped + index, len(cells))
-            asked = {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "rank": rank}
-            yield {**asked, "history": history, "ranks": ranks}
+            asked = {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "rank": rank, "case": case}
+            yield {**asked, "history": history, "ranks": ranks if ranks in RANKS else "one"}
 
     options = dict(engine_options or {})
     if engine == "local" and "gpus" not in options:
@@ -131,11 +140,11 @@ def collect(
         ) from error
     for question, answer in answers:
         job = job_from_mapping(question["job"])
-        row, reason = _row(answer, job, gpu, trace, int(question["rank"]))
+        row, reason = _row(answer, job, gpu, question)
         if reason.startswith(NO_GPU):  # no cell of this machine can do better: nothing is recorded
             raise CollectorError(reason)
         for each in [*answer.get("others", ()), answer]:  # the first rank's row last: it says that the cell is done
-            of_rank, _ = _row(each, job, gpu, trace, int(question["rank"]))
+            of_rank, _ = _row(each, job, gpu, question)
             if history and of_rank.outcome != "failed":
                 of_rank = _with_timelines(of_rank, each, timelines_folder(shard))
             store.append(shard, of_rank)
@@ -172,22 +181,54 @@ def _traces_at_once() -> int:
     return min(os.cpu_count() or 1, MOST_TRACES_AT_ONCE)
 
 
-def _row(answer: Answer, job: TrainingJob, gpu: str | None, trace: bool, rank: int) -> tuple[Measurement, str]:
+def _row(answer: Answer, job: TrainingJob, gpu: str | None, question: Question) -> tuple[Measurement, str]:
     """The row of an answer, and why the cell failed ("" when it did not)."""
     reason = str(answer.get("reason", ""))
     if not reason:
         try:
-            return from_row(answer["row"]), ""
+            return replace(from_row(answer["row"]), case=str(question["case"])), ""
         except (ValueError, KeyError, TypeError) as error:
             reason = f"its answer cannot be read: {error}"
-    return _failed(job, gpu, trace, reason, rank), reason
+    failed = _failed(job, gpu, bool(question["trace"]), reason, int(question["rank"]))
+    return replace(failed, case=str(question["case"])), reason
 
 
-def cell_identity(job: TrainingJob, rank: int = 0) -> str:
-    """A cell's identity before it ran: the versions that it will find are not part of the question."""
-    from peakcast.fields import FrozenMapping
+def ranks_to_run(job: TrainingJob, ranks: str, trace: bool) -> tuple[int, ...]:
+    """The ranks of a job that are cells of their own; (0,) where one cell runs them all. Raises: CollectorError."""
+    numbers, size = _numbers(ranks), job.parallelism.world_size
+    if not numbers:
+        alone = ranks == "one" or (trace and ranks != "real")
+        return ranks_to_trace(job) if alone else (0,)
+    if size > 1 and numbers[0] >= size:
+        raise CollectorError(
+            f"ranks={ranks!r} names none of the {size} ranks of {job_in_words(job)}; they count from 0.",
+            parameter="ranks",
+            value=ranks,
+        )
+    return tuple(number for number in numbers if number < size) or (0,)
 
-    return f"{job.replace(versions=FrozenMapping()).config_hash}.{rank}"
+
+def _numbers(ranks: str) -> list[int]:
+    """The numbers that `ranks` lists; none for its words. Raises: CollectorError for anything else."""
+    if ranks in RANKS:
+        return []
+    try:
+        numbers = sorted({int(number) for number in ranks.split(",")})
+    except ValueError:
+        numbers = [-1]
+    if numbers[0] < 0:
+        raise CollectorError(
+            f"ranks={ranks!r} must be one of {', '.join(RANKS)}, or numbers of ranks such as 0,3.",
+            parameter="ranks",
+            value=ranks,
+        )
+    return numbers
+
+
+def cell_identity(job: TrainingJob, rank: int = 0, case: str = "") -> str:
+    """A cell's identity before it ran: the versions that it will find are not part of the question, those of a stack that
+    it follows are. `case`: of a repeat."""
+    return f"{job.replace(versions=followed(job)).config_hash}.{rank}.{case}"
 
 
 def _hashes_in(shard: Path, trace: bool, gpu: str | None) -> tuple[set[str], int]:
@@ -196,9 +237,10 @@ def _hashes_in(shard: Path, trace: bool, gpu: str | None) -> tuple[set[str], int
     rows, bad = store.read_shard(shard)
     provenance = "traced" if trace else "measured"
     rows = [row for row in rows if row.provenance == provenance and row.outcome != "failed"]
-    # of real ranks the first one's row is written last; one that ran out of memory stands for all
-    ranked = ((row, 0 if row.outcome == "out_of_memory" else row.rank) for row in rows if gpu is None or row.gpu == gpu)
-    return {cell_identity(row.job, rank) for row, rank in ranked}, len(bad)
+    # of real ranks the first one's row is written last; one of them that ran out of memory stands for all
+    together = {row.key for row in rows if row.outcome == "out_of_memory" and row.collectives in ("nccl", "gloo")}
+    ranked = ((row, 0 if row.key in together else row.rank) for row in rows if gpu is None or row.gpu == gpu)
+    return {cell_identity(row.job, rank, row.case) for row, rank in ranked}, len(bad)
 
 
 def _failed(job: TrainingJob, gpu: str | None, trace: bool, reason: str, rank: int) -> Measurement:

@@ -17,9 +17,11 @@ from typing import Any
 from peakcast import __version__
 from peakcast.collectors import gang, probes
 from peakcast.collectors.engines import WORK
+from peakcast.collectors.growth import Growth
 from peakcast.collectors.nvml import Nvml
 from peakcast.collectors.recorder import Recorder, collectives, with_versions
-from peakcast.errors import NO_GPU, CollectorError
+from peakcast.collectors.sampling import sampling
+from peakcast.errors import CollectorError
 from peakcast.records import Measurement
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
@@ -37,6 +39,8 @@ LIBRARIES = (
 """What cells import, for a parent to have ready. One that is missing is left to the cell, which says what to install."""
 MIN_STEPS = 3
 """The first step has no optimizer states; two steady ones show that it has settled."""
+
+
 def run(question: Mapping[str, Any]) -> list[tuple[Measurement, bytes | None]]:
     """The row of one question (one for each real rank), and its timelines as a file's bytes where they are asked for."""
     from peakcast.dialects.job_file import job_from_mapping
@@ -48,7 +52,7 @@ def run(question: Mapping[str, Any]) -> list[tuple[Measurement, bytes | None]]:
     if question.get("trace"):
         return [traced(job, str(question["gpu"]), int(question.get("rank", 0)), history=history)]
     steps = max(int(question.get("steps", MIN_STEPS)), MIN_STEPS)
-    return [measured(job, question.get("gpu"), steps, history=history)]
+    return [measured(job, question.get("gpu"), steps, int(question.get("rank", 0)), history=history)]
 
 
 def has_ranks(question: Mapping[str, Any], ranks: int) -> bool:
@@ -81,7 +85,7 @@ def traced(job: TrainingJob, gpu: str, rank: int = 0, *, history: bool = False) 
         job=with_versions(job),
         gpu=gpu,
         provenance="traced",
-        rank=gang.rank() if gang.launched() else rank,
+        rank=gang.rank(rank),
         collectives=collectives(job),
         source="peakcast",
         source_version=__version__,
@@ -104,17 +108,17 @@ def timelines_packed(timelines: Mapping[str, Timeline]) -> bytes | None:
 
 
 def measured(
-    job: TrainingJob, gpu: str | None, steps: int, *, history: bool = False
+    job: TrainingJob, gpu: str | None, steps: int, rank: int = 0, *, history: bool = False
 ) -> tuple[Measurement, bytes | None]:
-    """The row of a real run on this machine's first GPU. Raises: CollectorError without one."""
+    """The row of a real run on this machine's first GPU, as `rank` of the job's where it stands for all of them.
+    Raises: CollectorError without a GPU."""
     import torch
 
+    probes.require_gpu()
     variable = "PYTORCH_CUDA_ALLOC_CONF"  # read before the newer PYTORCH_ALLOC_CONF
     settings = os.environ.get(variable, "")
     if job.allocator.expandable_segments or "expandable_segments" in settings:
         settings = probes.allocator_setting(job.allocator.expandable_segments, settings)
-    if not torch.cuda.is_available():
-        raise CollectorError(f"{NO_GPU}; trace instead (--trace), or run on a machine with a GPU.")
     if settings:  # the variable itself was read when the parent imported torch
         torch.cuda.memory._set_allocator_settings(settings)
         os.environ[variable] = settings
@@ -122,27 +126,26 @@ def measured(
     torch.cuda.set_device(gang.local_rank())
     nvml = Nvml(gang.local_rank())
     idle, busy = nvml.settled_bytes(), nvml.is_in_use()
-    torch.cuda.init()
-    torch.empty(1, device="cuda")
-    context = nvml.used_bytes()
-    if context is not None:
-        context -= torch.cuda.memory_reserved()  # the small segment behind that one element
+    growth = Growth(nvml.used_bytes, torch.cuda.memory_reserved, idle)
+    probes.open_context()
     nvml.check(probes.cuda_uuid())
+    context = growth.mark("context")
     environment = {**probes.cuda_environment(), "versions": probes.versions(), "driver": nvml.driver()}
-    record = Recorder(job, gpu or gpu_name(environment["gpu_name"]), environment)
-    record.idle, record.context, record.is_mig = idle, context, nvml.is_mig
+    record = Recorder(job, gpu or gpu_name(environment["gpu_name"]), environment, rank)
+    record.idle, record.context, record.is_mig, record.growth = idle, context, nvml.is_mig, growth
     if history:
         record.begin_history()
     if busy:
         record.spoiled.append(f"{idle} bytes of the GPU were in use before the run: another process?")
-    with nvml.sampling() as seen:
+    record.pageable_before = probes.pageable_bytes()
+    with sampling(nvml) as seen:
         try:
             record.run(steps)
         except RuntimeError as error:  # PyTorch's out-of-memory error is one, and so are those of cuBLAS and CUDA
             if not probes.is_out_of_memory(error):
                 raise
             record.out_of_memory(error)
-    record.nvml_peak = seen.peak
+    record.nvml_peak, record.pageable_peak = seen.peak, seen.pageable_peak
     if seen.others:
         record.spoiled.append("another process used the GPU during the run.")
     if remarks := nvml.remarks(seen.processes):

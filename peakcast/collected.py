@@ -92,7 +92,7 @@ class Collected:
         cell, self.kind = job_in_words(row.job), row.provenance
         for quantity, predicted in predicted_bytes(row).items():
             measured = getattr(row, quantity)
-            if measured:
+            if measured and predicted:  # without offloading nothing is said of host memory
                 self.compared.append(
                     Compared(cell=cell, quantity=quantity, measured_bytes=measured, predicted_bytes=predicted)
                 )

@@ -40,6 +40,7 @@ class Measurement:
     peak_reserved_bytes: int | None = None
     peak_device_bytes: int | None = None
     peak_host_bytes: int | None = None
+    """What the job took of host memory: pinned, managed, and pageable beyond what the process had before it was built."""
     peak_requested_bytes: int | None = None
     peak_active_bytes: int | None = None
     first_step_peak_allocated_bytes: int | None = None

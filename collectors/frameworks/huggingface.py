@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from peakcast.collectors.frameworks import layouts, scope
+from peakcast.collectors.frameworks import layouts, scope, spreading
 from peakcast.collectors.frameworks.huggingface_model import in_float8, model_of, with_adapters
 from peakcast.collectors.frameworks.optimizers import LEARNING_RATE, build_optimizer
 from peakcast.conventions import conventions
@@ -166,8 +166,11 @@ def build(job: TrainingJob, device: str) -> Any:
     scope.check(job)
     if job.parallelism.pipeline_parallel_size > 1:
         return _in_stages(job, device)
-    with torch.device("cpu" if job.finetuning.quantization else device):
+    spread = spreading.is_spread(job)
+    with spreading.untouched() if spread else torch.device("cpu" if job.finetuning.quantization else device):
         model = model_of(job)
+    if spread:
+        model.tie_weights()
     with torch.device(device):
         batch = _batch(job)
     if job.finetuning.quantization:
@@ -186,7 +189,10 @@ def build(job: TrainingJob, device: str) -> Any:
         embeddings = causal_model(model).get_input_embeddings()  # as transformers' activate_neftune does
         embeddings.neftune_noise_alpha = NEFTUNE_NOISE_ALPHA
         embeddings.register_forward_hook(neftune_post_forward_hook)
-    training = HuggingFaceTraining(job, model, layouts.wrap(model, job), batch)
+    layout = layouts.wrap(model, job)
+    if spread:
+        spreading.settle(layout.model, job, device)
+    training = HuggingFaceTraining(job, model, layout, batch)
     if job.compile:
         training.model.compile()  # last, as accelerate's prepare_model does: what the layout has wrapped
     return training
@@ -195,8 +201,10 @@ def build(job: TrainingJob, device: str) -> Any:
 def _in_stages(job: TrainingJob, device: str) -> Any:
     from peakcast.collectors.frameworks import pipeline
 
+    spread = spreading.is_spread(job)
+
     def new_network() -> Any:
-        with torch.device(device):
+        with spreading.untouched() if spread else torch.device(device):
             network = model_of(job)
         network.train()
         if job.activation_checkpointing.mode != "none":
@@ -206,7 +214,7 @@ def _in_stages(job: TrainingJob, device: str) -> Any:
     sequences = job.micro_batch_size * job.gradient_accumulation_steps
     with torch.device(device):
         ids = random_tokens(job.replace(micro_batch_size=sequences), job.sequence_length)
-    return pipeline.build(job, new_network, ids)
+    return pipeline.build(job, new_network, ids, (lambda stage: spreading.settle(stage, job, device)) if spread else None)
 
 
 def causal_model(model: Any) -> Any:
@@ -228,15 +236,31 @@ def _batch(job: TrainingJob) -> dict[str, torch.Tensor]:
 
 def _joined(job: TrainingJob) -> dict[str, torch.Tensor]:
     """All sequences in one row, each with positions from 0, as `DataCollatorWithFlattening` joins them."""
-    total, each = job.num_tokens, -(-job.num_tokens // job.micro_batch_size)
-    ids = torch.randint(job.architecture.vocab_size, (1, total))
-    return {"input_ids": ids, "labels": ids, "position_ids": (torch.arange(total) % each)[None]}
+    ids = torch.randint(job.architecture.vocab_size, (1, job.num_tokens))
+    positions = torch.cat([torch.arange(length) for length in sequence_lengths(job)])
+    return {"input_ids": ids, "labels": ids, "position_ids": positions[None]}
 
 
 def _padding(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:
-    """A mask of as many ones as there are tokens, spread evenly: the rest of each row is padding."""
-    each = -(-job.num_tokens // job.micro_batch_size)
-    return (torch.arange(ids.shape[1], device=ids.device) < each).long().expand(ids.shape).contiguous()
+    """A mask of as many ones as there are tokens: the rest of each row is padding."""
+    lengths = torch.tensor(sequence_lengths(job), device=ids.device)
+    return (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
+
+
+def sequence_lengths(job: TrainingJob) -> list[int]:
+    """Tokens of each sequence of a micro-batch that are no padding: the first is as long as may be (rows are padded to the
+    longest one), the others share the rest."""
+    others = job.micro_batch_size - 1
+    longest = min(job.sequence_length, job.num_tokens - others)
+    if longest < 1:
+        raise CollectorError(
+            f"batch.num_tokens={job.num_tokens} is fewer than the {job.micro_batch_size} sequences of a micro-batch, which "
+            "have one each at least; raise it.",
+            parameter="batch.num_tokens",
+            value=job.num_tokens,
+        )
+    rest = job.num_tokens - longest
+    return [longest, *(rest // others + (index < rest % others) for index in range(others))]
 
 
 def random_tokens(job: TrainingJob, length: int) -> torch.Tensor:

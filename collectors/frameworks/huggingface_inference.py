@@ -59,13 +59,22 @@ class HuggingFaceInference:
 
 def build_inference(job: TrainingJob, device: str) -> HuggingFaceInference:
     """A generation of `job` on `device`. Raises: CollectorError for what is not run here."""
-    if job.framework not in ("huggingface", "torch"):
-        raise CollectorError(
-            f"task='inference' has no collector with framework={job.framework!r}; use huggingface.",
-            parameter="framework",
-            value=job.framework,
-        )
-    scope.check(job.replace(task="train"))
+    for parameter, value, done in (
+        ("framework", job.framework, ("huggingface", "torch")),
+        ("parallelism", job.parallelism.world_size, (1,)),
+        ("compile", job.compile, (False,)),
+        ("finetuning.method", job.finetuning.method, ("full",)),
+        ("batch.form", job.batch.form, ("rows",)),
+    ):
+        if value not in done:
+            raise CollectorError(
+                f"{parameter}={value!r} has no collector with task='inference'; measure {' or '.join(map(str, done))}"
+                f"{' rank' if parameter == 'parallelism' else ''}.",
+                parameter=parameter,
+                value=value,
+            )
+    longest = (job.inference.prompt_length or job.sequence_length) + (job.inference.new_tokens or 1) - 1
+    scope.check(job.replace(task="train", sequence_length=longest))
     with torch.device(device):
         model = model_of(job)
         ids = random_tokens(job, job.inference.prompt_length or job.sequence_length)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from peakcast.collectors import gang
 from peakcast.collectors.frameworks import layouts
 from peakcast.collectors.frameworks.optimizers import build_optimizer
 from peakcast.errors import CollectorError
@@ -31,10 +32,24 @@ SCHEDULES = {
 }
 """(`parallelism.pipeline_schedule`, whether a rank has several stages) -> torch's class."""
 
+SCALES = ("embedding_multiplier", "logits_scaling", "logit_scale", "final_logit_softcapping")
+"""Settings by which a network of transformers multiplies what goes into its layers or comes out of its head: a stage, whose
+parts are called one by one, would leave that out or do it again."""
+
 
 def cut(network: Any, layers: range, job: TrainingJob, *, first: bool, last: bool) -> Any:
-    """`network` as one stage: token ids or hidden states in, hidden states or logits out. What it lacks are identities."""
-    body = network.model
+    """`network` as one stage: token ids or hidden states in, hidden states or logits out. What it lacks are identities.
+    Raises: CollectorError for a network that is not made of Llama's parts."""
+    body = getattr(network, "model", network)
+    parts = ((body, "embed_tokens"), (body, "layers"), (body, "norm"), (network, "lm_head"))
+    scales = [name for name in SCALES if getattr(network.config, name, None) not in (None, 1, 1.0)]
+    if scales or hasattr(getattr(body, "embed_tokens", None), "scalar_embed_scale") or not all(hasattr(*p) for p in parts):
+        raise CollectorError(
+            f"model_type={job.architecture.model_type!r} cannot be cut into stages: its parts must be Llama's "
+            "(model.embed_tokens, layers, norm, lm_head) with nothing computed between them; measure another family.",
+            parameter="architecture.model_type",
+            value=job.architecture.model_type,
+        )
     body.layers = torch.nn.ModuleList(body.layers[layers.start : layers.stop])
     if not first:
         body.embed_tokens = torch.nn.Identity()
@@ -62,10 +77,10 @@ class PipelineTraining:
         self._begin: Callable[[Phase], None] = lambda phase: None
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._loss = stages[-1].loss_function
-        self._schedule = _schedule(job, stages, self._compute_loss)
+        self._schedule = _schedule(job, stages, self._compute_loss, ids.device)
         self._announce()
 
-    def run_schedule(self, begin: Callable[[Phase], None]) -> None:
+    def forward_backward(self, begin: Callable[[Phase], None]) -> None:
         """All forward and backward turns of a step; `begin` hears of each phase."""
         self._begin = begin
         begin(Phase.FORWARD)  # stages are gathered before the first turn
@@ -100,17 +115,6 @@ class PipelineTraining:
 
         return announced
 
-    def forward(self, on_loss: Callable[[], None]) -> Any:
-        """A stage has no forward of its own to be measured."""
-        raise CollectorError(
-            "pipeline_parallel_size above 1 is traced, not measured: forward and backward turns alternate; use --trace.",
-            parameter="parallelism.pipeline_parallel_size",
-            value=self.job.parallelism.pipeline_parallel_size,
-        )
-
-    def backward(self, loss: Any) -> None:
-        """As `forward`."""
-
     def clip(self) -> None:
         """Over this rank's stages."""
         self._layouts[-1].clip(self._trained, 1.0)
@@ -128,8 +132,11 @@ class PipelineTraining:
         return {"optimizer": type(self.optimizer).__name__, "pipeline_schedule": type(self._schedule).__name__}
 
 
-def build(job: TrainingJob, new_network: Callable[[], Any], ids: torch.Tensor) -> PipelineTraining:
-    """The run of this process's rank; `new_network` makes the whole network, with checkpointing where the job has it."""
+def build(
+    job: TrainingJob, new_network: Callable[[], Any], ids: torch.Tensor, settle: Callable[[Any], None] | None = None
+) -> PipelineTraining:
+    """The run of this process's rank; `new_network` makes the whole network, with checkpointing where the job has it, and
+    `settle` brings a stage to the GPU where it is not yet there."""
     layout = job.parallelism
     total = layout.pipeline_parallel_size * layout.virtual_pipeline_stages
     sizes = layout.pipeline_layers or (job.architecture.num_hidden_layers // total,) * total
@@ -138,7 +145,11 @@ def build(job: TrainingJob, new_network: Callable[[], Any], ids: torch.Tensor) -
         start = sum(sizes[:stage])
         layers = range(start, start + sizes[stage])
         stages.append(cut(new_network(), layers, job, first=stage == 0, last=stage == total - 1))
-    return PipelineTraining(job, stages, [layouts.wrap(stage, job) for stage in stages], ids)
+    wrapped = [layouts.wrap(stage, job) for stage in stages]
+    if settle is not None:
+        for stage in stages:
+            settle(stage)
+    return PipelineTraining(job, stages, wrapped, ids)
 
 
 def stages_of_rank(job: TrainingJob, rank: int) -> list[int]:
@@ -147,7 +158,7 @@ def stages_of_rank(job: TrainingJob, rank: int) -> list[int]:
     return [chunk * layout.pipeline_parallel_size + rank for chunk in range(layout.virtual_pipeline_stages)]
 
 
-def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any]) -> Any:
+def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any], device: torch.device) -> Any:
     layout = job.parallelism
     key = layout.pipeline_schedule, layout.virtual_pipeline_stages > 1
     if key not in SCHEDULES:
@@ -161,12 +172,23 @@ def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any]) -> 
     total = layout.pipeline_parallel_size * layout.virtual_pipeline_stages
     numbers = stages_of_rank(job, dist.get_rank(group))
     pipeline = [
-        PipelineStage(stage, number, total, torch.device("cuda:0"), *_edges(job, number, total), group=group)
+        PipelineStage(stage, number, total, device, *_edges(job, number, total), group=group)
         for stage, number in zip(stages, numbers, strict=True)
     ]
+    if not gang.launched():
+        for stage in pipeline:
+            _agree(stage)
     kind = getattr(torch_schedules, SCHEDULES[key])
     takes_many = issubclass(kind, torch_schedules.PipelineScheduleMulti)
     return kind(pipeline if takes_many else pipeline[0], job.gradient_accumulation_steps, loss_fn=loss)
+
+
+def _agree(stage: Any) -> None:
+    """Stages vote on whether all know what they take and give (torch 2.13 `_warmup_forward_vote`). Of a fake group
+    the others cannot, and what is received from them is a no: each says yes by itself."""
+    for vote in ("_warmup_forward_vote", "_warmup_backward_result"):
+        if hasattr(stage, vote):
+            setattr(stage, vote, lambda *_, **__: torch.ones(1, dtype=torch.int32))
 
 
 def _edges(job: TrainingJob, stage: int, total: int) -> tuple[Any, Any]:

@@ -52,7 +52,14 @@ def _turns_in_no_ring(job: TrainingJob) -> bool:
     return job.parallelism.context_parallel_size > 1 and not (narrow and causal and plain)
 
 
-SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob], object], str]] = {
+def _outgrows_table(job: TrainingJob) -> int:
+    """Positions beyond the last of a learned table; never more than 0 without one."""
+    rows = job.architecture.max_position_embeddings
+    return job.sequence_length - rows if job.architecture.position_embedding == "learned" and rows else 0
+
+
+Rule = tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob], object], str]
+SINGLE_GPU: dict[str, Rule] = {
     "task": (lambda j: j.task != "train", lambda j: j.task, "train"),
     "compile": (
         lambda j: j.compile and (j.framework not in ("huggingface", "torch") or _is_split(j.parallelism)),
@@ -86,6 +93,11 @@ SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob
         ),
         lambda j: j.precision.compute,
         "float8 over bf16 weights, all of them trained, without options",
+    ),
+    "sequence_length": (
+        lambda j: _outgrows_table(j) > 0,
+        lambda j: j.sequence_length,
+        "no more than max_position_embeddings, the rows of its table of positions: a GPU stops at an index beyond",
     ),
     "finetuning.adapter_dtype": (
         lambda j: j.finetuning.adapter_dtype not in (None, "float32", j.precision.parameters),
@@ -122,9 +134,52 @@ SINGLE_GPU: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob
 """parameter -> (whether the job asks for what is not done, the value to show, what is done)."""
 
 
+def _option(name: str) -> Rule:
+    return (lambda j: bool(j.framework_options.get(name)), lambda j: True, "without it under pipeline parallelism")
+
+
+PIPELINE: dict[str, Rule] = {
+    "framework": (lambda j: j.framework != "torch", lambda j: j.framework, "stages with framework: torch or megatron"),
+    "architecture.kind": (
+        lambda j: j.architecture.kind != "decoder",
+        lambda j: j.architecture.kind,
+        "a decoder under pipeline parallelism",
+    ),
+    "architecture.tie_word_embeddings": (
+        lambda j: j.architecture.tie_word_embeddings,
+        lambda j: True,
+        "false under pipeline parallelism: the table and the head are on different stages, and nothing keeps them equal",
+    ),
+    "finetuning.method": (
+        lambda j: j.finetuning.method != "full",
+        lambda j: j.finetuning.method,
+        "full under pipeline parallelism",
+    ),
+    "loss.fused_linear_cross_entropy": (
+        lambda j: j.loss.fused_linear_cross_entropy,
+        lambda j: True,
+        "false under pipeline parallelism: the last stage hands its logits to the schedule",
+    ),
+    "framework_options.liger_kernels": _option("liger_kernels"),
+    "framework_options.autocast": _option("autocast"),
+    "offload.activations": (
+        lambda j: j.offload.activations and j.activation_checkpointing.mode == "none",
+        lambda j: True,
+        "false, or with activation_checkpointing.mode: full",
+    ),
+    "precision.compute": (
+        lambda j: j.precision.compute == "float8",
+        lambda j: j.precision.compute,
+        "bfloat16 under pipeline parallelism",
+    ),
+}
+"""As `SINGLE_GPU`, for the stages of a pipeline, of which the run is a loop of its own (`pipeline.py`)."""
+
+
 def check(job: TrainingJob) -> None:
     """Refuse what the stack would silently leave out. Raises: CollectorError naming the parameter and what is done."""
-    for parameter, (asked, value, done) in SINGLE_GPU.items():
+    staged = job.parallelism.pipeline_parallel_size > 1
+    for parameter, (asked, value, done) in [*SINGLE_GPU.items(), *(PIPELINE.items() if staged else ())]:
         if asked(job):
             raise CollectorError(
                 f"{parameter}={value(job)!r} has no collector yet with framework={job.framework!r}; measure {done}.",

@@ -172,8 +172,6 @@ def run_step(training: Any, tracer: Any) -> None:
 
     if hasattr(training, "forward_backward"):  # the library has a schedule of its own
         training.forward_backward(begin)
-    elif hasattr(training, "run_schedule"):  # so have stages that are traced only
-        training.run_schedule(begin)
     else:
         for _ in range(training.job.gradient_accumulation_steps):
             begin(Phase.FORWARD)

@@ -33,7 +33,7 @@ def collect(
     ] = None,
     history: Annotated[bool, typer.Option("--history", help="Keep the allocator's history of each run.")] = False,
     ranks: Annotated[
-        str, typer.Option(help="Of a job of several: auto (all where there are GPUs enough, else one), real, or one.")
+        str, typer.Option(help="Of a job of several: auto (all where there are GPUs enough, else one), real, one, or 0,3.")
     ] = "auto",
     plot: Annotated[Path | None, typer.Option(help="Draw measured against predicted to this .png or .svg.")] = None,
     json: Json = False,

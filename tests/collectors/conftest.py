@@ -78,3 +78,57 @@ def ledger_equals_trace(traced):
         return both
 
     return compare
+
+
+class StandIn:
+    """The readings of a GPU that is not there; what runs is real, on this machine's CPU. Numbers count up by call."""
+
+    def __init__(self):
+        self.reading = 0
+        self.used, self.reserved, self.pinned = 0, 0, 0
+        self.pageable = None
+
+    def peaks(self):
+        self.reading += 1
+        return dict.fromkeys(("allocated", "reserved", "active", "requested"), self.reading)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A cell can be measured by `worker.run` in this process: CUDA's calls answer with a `StandIn`'s numbers."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from peakcast.collectors import frameworks, probes, worker
+    from peakcast.collectors.frameworks import layouts
+    from peakcast.collectors.nvml import Nvml
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+    found = StandIn()
+    for name in ("set_device", "synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: found.reserved)
+    for name in ("require_gpu", "open_context"):
+        monkeypatch.setattr(probes, name, lambda: None)
+    monkeypatch.setattr(probes, "cuda_environment", lambda: {"gpu_name": "NVIDIA H100 80GB HBM3"})
+    monkeypatch.setattr(probes, "allocator_peaks", found.peaks)
+    monkeypatch.setattr(probes, "allocator_counts", lambda: {"num_alloc_retries": 0, "num_ooms": 0})
+    monkeypatch.setattr(probes, "pinned_peak_bytes", lambda: found.pinned)
+    monkeypatch.setattr(probes, "attention_backend", lambda job: "math")
+    monkeypatch.setattr(layouts, "_device_type", lambda: "cpu")
+
+    class Read(Nvml):
+        """Memory in use is what the test says."""
+
+        def used_bytes(self):
+            return found.used
+
+    monkeypatch.setattr(worker, "Nvml", Read)
+    for name in ("build", "build_inference"):
+        real = getattr(frameworks, name)
+        monkeypatch.setattr(frameworks, name, lambda job, device, real=real: real(job, "cpu"))
+    yield found
+    torch.set_num_threads(threads)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

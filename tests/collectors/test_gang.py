@@ -134,7 +134,7 @@ def test_all_ranks_run_only_where_there_are_gpus_enough(monkeypatch):
     assert has_ranks({"trace": True, "ranks": "real"}, 2)
     with pytest.raises(CollectorError, match="needs a GPU for each of 4 ranks and 2 are here; use 'auto'"):
         has_ranks({"ranks": "real"}, 4)
-    with pytest.raises(CollectorError, match="ranks='all' must be one of auto, real, one"):
+    with pytest.raises(CollectorError, match="ranks='all' must be one of auto, real, one, or numbers"):
         collect([], "x", ranks="all")
 
 

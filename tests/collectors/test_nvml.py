@@ -10,6 +10,7 @@ import pytest
 from peakcast.collectors import nvml
 from peakcast.collectors.nvml import Nvml
 from peakcast.collectors.recorder import Recorder
+from peakcast.collectors.sampling import sampling
 
 real = pytest.importorskip("pynvml")
 MIB = 2**20
@@ -135,7 +136,7 @@ def test_a_driver_that_does_not_answer_is_a_sentence_and_no_reading(monkeypatch,
     (remark,) = found.remarks(None)
     assert sentence in remark
     assert remark.endswith("; device memory and context are left out.")
-    with found.sampling() as seen:
+    with sampling(found) as seen:
         pass
     assert (seen.peak, seen.others) == (None, 0)
 
@@ -170,7 +171,7 @@ def test_a_container_lists_host_numbers_or_nothing(monkeypatch):
         (None, 0, [nvml.UNLISTED]),
     ):
         gpu.processes = pids
-        with found.sampling() as seen:
+        with sampling(found) as seen:
             pass
         assert (seen.others, found.remarks(seen.processes)) == (others, remarks)
 
@@ -232,7 +233,7 @@ def test_a_process_that_comes_and_goes_during_the_run_is_seen(monkeypatch):
         nvmlDeviceGetComputeRunningProcesses=lambda _: [types.SimpleNamespace(pid=pid) for pid in next(lists)],
         nvmlDeviceGetMemoryInfo=lambda *_: types.SimpleNamespace(used=next(used) * MIB),
     )
-    with Nvml().sampling(interval_seconds=0.001) as seen:
+    with sampling(Nvml(), interval_seconds=0.001) as seen:
         deadline = time.monotonic() + 20
         while not seen.others and time.monotonic() < deadline:
             time.sleep(0.001)

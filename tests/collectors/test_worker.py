@@ -53,7 +53,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr("peakcast.collectors.frameworks.build", lambda job, device: Steps({"p": {"exp_avg": 1}}))
     (job,) = expand({"include": [{"architecture": "gpt2", "gradient_accumulation_steps": 2}]})
     made = Recorder(job, "A100-80GB", {})
-    made.idle, made.context, made.nvml_peak = 10, 30, 500
+    made.idle, made.context, made.nvml_peak = 10, 20, 500
     return made
 
 
