@@ -50,12 +50,12 @@ def test_transformers_plan_equals_its_trace_phase_by_phase(ledger_equals_trace):
 
 
 def test_a_place_in_the_ring_equals_its_trace_phase_by_phase(ledger_equals_trace):
-    """Within 0.1 %, of a rank with one before it and two behind it; the grid `agreement` has the others."""
+    """Within 0.5 %, of a rank with one before it and two behind it; the grid `agreement` has the others."""
     base = {"framework": "torch", "architecture": RING, "sequence_length": 2048, "activation_checkpointing.mode": "full"}
     (job,) = expand({"base": base, "include": [{"parallelism": SHARED}]})
     assert out_of_scope(job) == ""
     assert ranks_to_trace(job) == (0, 1, 3)
-    ledger_equals_trace(job, 1, rel=1e-3)
+    ledger_equals_trace(job, 1, rel=5e-3)
 
 
 @pytest.mark.parametrize("name", PIPELINES)
