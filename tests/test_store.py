@@ -443,7 +443,7 @@ ROWS = st.builds(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(ROWS, max_size=4, unique_by=lambda measurement: measurement.key))
 def test_any_rows_come_back_from_a_table_and_a_shard(tmp_path, rows):
     path, shard = tmp_path / "any.csv", tmp_path / "any.jsonl"

@@ -266,7 +266,7 @@ def test_expert_parallelism_of_one_changes_nothing():
     assert a.peak() == b.peak()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     sharded=st.booleans(),
     dispatcher=st.sampled_from(["allgather", "alltoall"]),
