@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.models.analytical.placing import FOREVER, Placed, Run, place
-from peakcast.models.analytical.tape import ALLOCATION_UNIT_BYTES, Template
+from peakcast.models.analytical.tape import ALLOCATION_UNIT_BYTES
+from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category, Phase, Timeline
 from peakcast.units import round_up
 

@@ -25,7 +25,8 @@ from peakcast.models.analytical.megatron import megatron_ledger, megatron_out_of
 from peakcast.models.analytical.megatron_context import layer_context
 from peakcast.models.analytical.megatron_parameters import Parameter
 from peakcast.models.analytical.megatron_persistent import owned_parameters, rank_share
-from peakcast.models.analytical.tape import Tape, Template
+from peakcast.models.analytical.tape import Tape
+from peakcast.models.analytical.template import Template
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline
 
