@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.models.analytical.tape import ALLOCATION_UNIT_BYTES
+from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.timeline import Timeline
 
 Ints = npt.NDArray[np.int64]
 PARTS = 64
 """Coefficients are counted in parts of a byte: a dropout mask has an eighth of one per element, a layout divides it."""
-UNIT = ALLOCATION_UNIT_BYTES * PARTS
+UNIT = MIN_BLOCK_BYTES * PARTS
 BOUND = 1.02
 """What a tensor that is no polynomial is given beyond its largest bytes per token at the corners."""
 POINTS_AT_ONCE = 128

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.models.analytical.template import HANDED_IN, Elsewhere, Template
 from peakcast.timeline import Category
-
-ALLOCATION_UNIT_BYTES = 512
-"""CUDACachingAllocator rounds every request up to this (kMinBlockSize, c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 class Storage:
@@ -336,7 +334,7 @@ class Tape:
         return Template(
             names=list(names),
             categories=np.array(categories, dtype=np.int8),
-            num_bytes=-(-instants[0] // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES,
+            num_bytes=-(-instants[0] // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES,
             born=instants[1],
             dies=instants[2],
             born_backward=flags[0],
