@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from peakcast.drawing import STYLE
 from peakcast.durable import replace_file
 from peakcast.errors import PeakcastError
 from peakcast.prediction import QUANTITIES
@@ -129,8 +130,6 @@ class Collected:
         import matplotlib
         from matplotlib.figure import Figure
         from matplotlib.ticker import NullFormatter, PercentFormatter, StrMethodFormatter
-
-        from peakcast.explaining.picture import STYLE
 
         buffer = io.BytesIO()
         with matplotlib.rc_context(STYLE):

@@ -7,7 +7,14 @@ from typing import Any, Literal
 
 from peakcast.explanation import Advice, plain
 
-QUANTITIES = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "peak_host_bytes")
+SEEN_BY = {
+    "peak_allocated_bytes": "torch.cuda.max_memory_allocated",
+    "peak_reserved_bytes": "torch.cuda.max_memory_reserved",
+    "peak_device_bytes": "nvidia-smi",
+    "peak_host_bytes": "CPU memory of the rank",
+}
+"""By quantity, what shows it on a running job."""
+QUANTITIES = tuple(SEEN_BY)
 """The four quantities of every answer, and of every measurement that has them."""
 
 Fits = Literal["yes", "no", "uncertain"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peakcast.errors import SpecError
-from peakcast.prediction import QUANTITIES, Answer, Interval, Prediction
+from peakcast.prediction import QUANTITIES, SEEN_BY, Answer, Interval, Prediction
 from peakcast.units import GIB, format_gib
 
 if TYPE_CHECKING:
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from peakcast.installation import Installation
     from peakcast.models.evaluation import Evaluation
 
-MEANINGS = {
-    "peak_allocated_bytes": "torch.cuda.max_memory_allocated",
-    "peak_reserved_bytes": "torch.cuda.max_memory_reserved",
-    "peak_device_bytes": "nvidia-smi",
-    "peak_host_bytes": "CPU memory of the rank",
-}
 VERDICTS = {
     "yes": "fits",
     "no": "does NOT fit",
@@ -107,7 +101,7 @@ def _quantities(p: Prediction) -> str:
         name = quantity.removeprefix("peak_").removesuffix("_bytes")
         span = f"{bar.lower / GIB:.2f} – {bar.upper / GIB:.2f}"
         lines.append(
-            f"{name:<12}{bar.point / GIB:>9.2f}{span:>20}{bar.upper_95 / GIB:>13.2f}   {MEANINGS[quantity]}"
+            f"{name:<12}{bar.point / GIB:>9.2f}{span:>20}{bar.upper_95 / GIB:>13.2f}   {SEEN_BY[quantity]}"
         )
     return "\n".join(lines)
 

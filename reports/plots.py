@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +11,7 @@ import matplotlib.ticker
 import numpy as np
 from matplotlib.figure import Figure
 
+from peakcast.drawing import INK, MUTED, STYLE, inline_svg
 from peakcast.models.evaluation import Evaluation, Scored
 from peakcast.reports.metrics import by_group
 from peakcast.reports.tables import QUANTITY_NAMES
@@ -22,21 +21,8 @@ MAX_POINTS = 2000
 """More points than this are thinned evenly: a page of vectors stays small."""
 SHOWN_ERROR = 0.10
 """Errors beyond this are drawn at the edge of the histogram."""
-INK, MUTED, ACCENT, SECOND, GOOD = "#1f2933", "#8a94a0", "#1d6fb8", "#d9822b", "#e3efe3"
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "xtick.color": INK,
-    "ytick.color": INK,
-}
+ACCENT, SECOND, GOOD = "#1d6fb8", "#d9822b", "#e3efe3"
+_STYLE = {**STYLE, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left"}
 _SIZE = (5.2, 3.6)
 
 Plot = Callable[[Sequence[Scored]], Figure]
@@ -186,15 +172,7 @@ def figures(evaluation: Evaluation) -> dict[str, Figure]:
 
 def svg(draw: Plot, cells: Sequence[Scored], salt: str) -> str:
     """The plot as an `<svg>` element to put into a page. `salt` keeps its ids apart from those of other plots."""
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}):
-        figure = draw(cells)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    for attribute in ("width", "height"):  # the page decides the size
-        text = re.sub(rf'(<svg[^>]*?) {attribute}="[^"]*"', r"\1", text, count=1)
-    return text
+    return inline_svg(lambda: draw(cells), {**_STYLE, "svg.hashsalt": salt})
 
 
 def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Any]:

@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+MOST_AT_ONCE = 4
+"""Each process has torch in its memory, and another one that its traces are forked from: some 1.5 GB."""
+
+# the networks here are tiny and several tests run at once: threads would only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# how long an example takes says how busy the machine is
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Processes of `-n auto`: none beside this one where there is one file to run, or where tests that need the machine or
+    its GPU to themselves may be among them."""
+    if any(f"not {alone}" not in config.option.markexpr for alone in ("gpu", "benchmarks")):
+        return 0
+    paths = {argument.partition("::")[0] for argument in config.args}
+    most = len(paths) if all(path.endswith(".py") for path in paths) else MOST_AT_ONCE
+    num_processes = min(most, MOST_AT_ONCE, len(os.sched_getaffinity(0)))
+    return num_processes if num_processes > 1 else 0
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from peakcast.models.analytical.hf_checkpoint import recompute
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.step import Run, Step
-from peakcast.models.analytical.tape import Template
+from peakcast.models.analytical.template import Template
 from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES
 

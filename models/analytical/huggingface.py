@@ -13,6 +13,7 @@ from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_cop
 from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs
 from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.blocks.kv_cache import returned_cache_bytes
+from peakcast.models.analytical.columns import Recording
 from peakcast.models.analytical.encoder_decoder import encoder_decoder_micro_batch, outputs_of, target_context
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
 from peakcast.models.analytical.hf_model import (
@@ -31,7 +32,7 @@ from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.layouts.base import Layout, StoredTensor
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
-from peakcast.models.analytical.step import FOREVER, Recording, Run, Step
+from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import ActivationCheckpointing, Batch, TrainingJob

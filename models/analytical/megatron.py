@@ -27,7 +27,7 @@ from peakcast.models.analytical.megatron_received import Exchange, Span, hold_re
 from peakcast.models.analytical.megatron_scope import megatron_out_of_scope
 from peakcast.models.analytical.pipeline import Chunk, Turn, representative_micro_batches, schedule
 from peakcast.models.analytical.step import Run, Step
-from peakcast.models.analytical.tape import Template
+from peakcast.models.analytical.template import Template
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 

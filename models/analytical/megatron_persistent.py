@@ -12,11 +12,12 @@ from peakcast.allocator import Allocator
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.columns import Recording
 from peakcast.models.analytical.distributed_optimizer import BufferRules, bucket_size, buffer_elements, shard_pieces
 from peakcast.models.analytical.megatron_context import layer_context, target_context
 from peakcast.models.analytical.megatron_parameters import Parameter, chunk_parameters, layer_parameters
 from peakcast.models.analytical.pipeline import Chunk, pipeline_rank, stage_chunks
-from peakcast.models.analytical.step import FOREVER, Recording, Step
+from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.models.analytical.workspaces import cublas_workspace_bytes
 from peakcast.spec import ActivationCheckpointing, TrainingJob
 from peakcast.timeline import Category, Phase

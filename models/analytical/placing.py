@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.models.analytical.tape import Template
+from peakcast.models.analytical.template import Template
 
 FOREVER = 2**62
 """A `dies` beyond every instant: alive to the end of the step."""

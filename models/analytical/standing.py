@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from peakcast.models.analytical.step import FOREVER, Recording
+from peakcast.models.analytical.columns import Recording
+from peakcast.models.analytical.step import FOREVER
 from peakcast.spec import ActivationCheckpointing, TrainingJob
 
 

@@ -13,61 +13,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
+from peakcast.models.analytical.columns import Recording, Rows, Tensors
 from peakcast.models.analytical.placing import FOREVER, Placed, Run, place
-from peakcast.models.analytical.tape import ALLOCATION_UNIT_BYTES, Template
+from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category, Phase, Timeline
 from peakcast.units import round_up
 
-__all__ = ["FOREVER", "Hooks", "Recording", "Run", "Step", "Tensors"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    """Tensors in columns, each [num_tensors]; `num_bytes` rounded as the allocator does. Made once, held as often as asked:
-    a ledger caches those that many jobs share, such as a network's parameters."""
-
-    names: list[str]
-    modules: list[str]
-    num_bytes: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, tensors: Iterable[tuple[str, str, int]]) -> Tensors:
-        """The tensors of (name, module, bytes); those without bytes are none."""
-        rows = [row for row in tensors if row[2] > 0]
-        sizes = np.array([row[2] for row in rows], dtype=np.int64)
-        return cls(
-            names=[row[0] for row in rows],
-            modules=[row[1] for row in rows],
-            num_bytes=-(-sizes // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """A part of a step, to be run again on others (`Step.record`, `Step.run_again`). `columns` [5, num_tensors]: category,
-    bytes, born, dies, stream."""
-
-    names: list[str]
-    modules: list[str]
-    columns: npt.NDArray[np.int64]
-    phases: bytes = b""
-    labels: tuple[str, ...] = ()
-
-
-class _Rows:
-    """Single tensors: names, modules, and the five columns of a `Recording` row after row."""
-
-    __slots__ = ("modules", "names", "numbers")
-
-    def __init__(self, names: list[str], modules: list[str], numbers: list[int]) -> None:
-        self.names, self.modules, self.numbers = names, modules, numbers
-
-    def copy(self) -> _Rows:
-        return _Rows(self.names.copy(), self.modules.copy(), self.numbers.copy())
-
-    @property
-    def columns(self) -> npt.NDArray[np.int64]:
-        return np.array(self.numbers, dtype=np.int64).reshape(-1, 5).T
+__all__ = ["FOREVER", "Hooks", "Run", "Step"]
 
 
 class Hooks:
@@ -100,9 +53,9 @@ class Step:
     """Runs of the step that this one was forked from."""
     _own: tuple[int, Placed] | None = None
     """So many of `_runs`, placed for the forks to share."""
-    _held: list[Recording | _Rows] = field(default_factory=list)
+    _held: list[Recording | Rows] = field(default_factory=list)
     """In the order in which they were held, single ones together."""
-    _rows: _Rows | None = None
+    _rows: Rows | None = None
     """The last of `_held` where single ones may still be added to it."""
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
@@ -210,11 +163,11 @@ class Step:
         if num_bytes > 0:
             rows = self._rows
             if rows is None:
-                rows = self._rows = _Rows([], [], [])
+                rows = self._rows = Rows([], [], [])
                 self._held.append(rows)
             rows.names.append(name)
             rows.modules.append(module)
-            rows.numbers += (int(category), round_up(num_bytes, ALLOCATION_UNIT_BYTES), born, dies, stream)
+            rows.numbers += (int(category), round_up(num_bytes, MIN_BLOCK_BYTES), born, dies, stream)
 
     def _hold(self, recorded: Recording) -> None:
         self._held.append(recorded)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,12 @@ import numpy.typing as npt
 
 from peakcast.catalog import Device
 from peakcast.errors import SpecError
+from peakcast.models.analytical.knobs import Ints, groups, num_combinations, with_knobs
 from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.tape import ALLOCATION_UNIT_BYTES
+from peakcast.models.analytical.polynomials import Polynomials
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
 
-Ints = npt.NDArray[np.int64]
 REFUSED = -1
 """The "peak" of a combination that is no valid job."""
 SAMPLE = 512
@@ -41,16 +41,6 @@ ADDED = ("parallelism.data_parallel_size", "parallelism.zero_stage")
 """Knobs that change what is held all along, and no activation: what each combination adds is taken from one timeline, and
 checked on another micro-batch and length for the last one."""
 _SPLIT_LENGTH = ("context_parallel_size", "tensor_parallel_size")
-PARTS = 64
-"""Coefficients are counted in parts of a byte: a dropout mask has an eighth of one per element, a layout divides it."""
-UNIT = ALLOCATION_UNIT_BYTES * PARTS
-BOUND = 1.02
-"""What a tensor that is no polynomial is given beyond its largest bytes per token at the corners."""
-POINTS_AT_ONCE = 128
-SHRINKS = 0.9
-"""Instants are thinned out until a round leaves more than this part of them."""
-_EXPONENTS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
-"""Of micro-batch and sequence length, term by term."""
 
 
 def sweep(
@@ -69,7 +59,7 @@ def sweep(
     Raises: SpecError for knobs that are no keys of a job or differ in length.
     """
     columns = {name: np.asarray(values) for name, values in knobs.items()}
-    length = _length(job, columns)
+    length = num_combinations(job, columns)
     _place_fewest_micro_batches(job, columns)
     batch, sequence = (
         np.asarray(columns.pop(name, np.full(length, getattr(job, name))), dtype=np.int64)
@@ -77,17 +67,17 @@ def sweep(
     )
     shared = {name: values for name, values in columns.items() if name not in ADDED}
     added = {name: values for name, values in columns.items() if name in ADDED}
-    variants = list(_groups(added, np.arange(length)))
+    variants = list(groups(added, np.arange(length)))
     variant_of = np.zeros(length, dtype=np.int64)
     for number, (_, members) in enumerate(variants):
         variant_of[members] = number
-    groups = list(_groups(shared, np.arange(length)))
+    alike = list(groups(shared, np.arange(length)))
     tasks = [
         (job, changes, [variant for variant, _ in variants], variant_of[members], batch[members], sequence[members])
-        for changes, members in groups
+        for changes, members in alike
     ]
     peaks = np.full(length, REFUSED, dtype=np.int64)
-    for (_, members), found in zip(groups, _map(partial(_peaks, device, stage), tasks, processes), strict=True):
+    for (_, members), found in zip(alike, _map(partial(_peaks, device, stage), tasks, processes), strict=True):
         peaks[members] = found
     return peaks
 
@@ -103,21 +93,6 @@ def _map(function: Callable[[_Task], Ints], tasks: Sequence[_Task], processes: i
         yield from pool.map(function, tasks, chunksize=max(1, len(tasks) // (processes * 8)))
 
 
-def _length(job: TrainingJob, columns: Mapping[str, npt.NDArray[Any]]) -> int:
-    for name, values in columns.items():
-        owner: object = job
-        for part in name.split("."):
-            if not hasattr(owner, part) or not is_dataclass(owner):
-                raise SpecError(f"{name} is no key of a job; use for example parallelism.zero_stage.", parameter=name)
-            owner = getattr(owner, part)
-        if values.ndim != 1:
-            raise SpecError(f"{name} must be a list of values, one for each combination.", parameter=name)
-    lengths = {name: len(values) for name, values in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise SpecError(f"knobs differ in length: {lengths}; give each one value for every combination.", parameter="knobs")
-    return next(iter(lengths.values()), 1)
-
-
 def _place_fewest_micro_batches(job: TrainingJob, columns: dict[str, npt.NDArray[Any]]) -> None:
     """The same peaks with as few micro-batches as the ledger places, so that they do not tell structures apart."""
     name = "gradient_accumulation_steps"
@@ -129,44 +104,6 @@ def _place_fewest_micro_batches(job: TrainingJob, columns: dict[str, npt.NDArray
         stages = columns.get("parallelism.pipeline_parallel_size", np.array([job.parallelism.pipeline_parallel_size]))
         if "parallelism.virtual_pipeline_stages" not in columns:  # see pipeline.representative_micro_batches
             columns[name] = np.minimum(columns[name], stages + 2)
-
-
-def _groups(columns: Mapping[str, npt.NDArray[Any]], which: Ints) -> Iterator[tuple[dict[str, Any], Ints]]:
-    """Combinations that share all of `columns`: the values, and which."""
-    code, num_codes = np.zeros(len(which), dtype=np.int64), 1
-    for values in columns.values():
-        digit, base = _digits(values)
-        if num_codes * base >= 2**63:
-            distinct, code = np.unique(code, return_inverse=True)
-            num_codes = len(distinct)
-        code, num_codes = code * base + digit, num_codes * base
-    order = np.argsort(code, kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(code[order])) + 1):
-        if len(members):
-            yield {name: values[members[0]].item() for name, values in columns.items()}, members
-
-
-def _digits(values: npt.NDArray[Any]) -> tuple[Ints, int]:
-    """Whole numbers from 0 on that tell the values of a column apart, and a bound beyond them."""
-    if values.dtype.kind in "iub" and len(values) and int(np.ptp(values.astype(np.int64))) < 2**16:
-        whole = values.astype(np.int64)
-        digits = whole - whole.min()
-        return digits, int(digits.max()) + 1
-    numbers: dict[Any, int] = {}
-    digits = np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()], dtype=np.int64)
-    return digits, len(numbers) or 1
-
-
-def with_knobs(job: TrainingJob, changes: Mapping[str, Any]) -> TrainingJob:
-    """`job` with dotted keys changed. Raises: SpecError where the result is no valid job."""
-    nested: dict[str, Any] = {}
-    for name, value in changes.items():
-        part, _, key = name.partition(".")
-        if key:
-            nested[part] = replace(nested.get(part, getattr(job, part)), **{key: value})
-        else:
-            nested[part] = value
-    return job.replace(**nested)
 
 
 def _peaks(device: Device | None, stage: int | None, task: _Task) -> Ints:
@@ -248,7 +185,7 @@ class _Asked:
         if points.shape[1] * len(self.layouts) <= len(samples) + len(self.layouts) + 2:
             return self.one_by_one(points)
         sampled = [self.timeline(0, b, s) for b, s in samples]
-        fitted = _Polynomials.through(sampled, samples)
+        fitted = Polynomials.through(sampled, samples)
         if fitted is None:
             return self.one_by_one(points)
         others = (self.timeline(layout, *samples[0]) for layout in range(1, len(self.layouts)))
@@ -261,7 +198,7 @@ class _Asked:
         found[:, order] = self._by_ranges(points[:, order], fitted)
         return found
 
-    def _by_ranges(self, points: Ints, fitted: _Polynomials) -> Ints:
+    def _by_ranges(self, points: Ints, fitted: Polynomials) -> Ints:
         """Peaks at points in the order of their tokens, halved until lives are the same at all corners."""
         if points.shape[1] <= 3:
             return self.one_by_one(points)
@@ -284,153 +221,3 @@ def _corners(points: Ints) -> list[tuple[int, int]]:
             if extreme not in coordinate[chosen]:
                 chosen.append(int(np.argmax(coordinate == extreme)))
     return [(int(b), int(s)) for b, s in points[:, chosen].T]
-
-
-def _powers(points: Ints, exponents: Sequence[tuple[int, int]]) -> Ints:
-    """[num_terms, num_points]."""
-    return np.stack([points[0] ** i * points[1] ** j for i, j in exponents])
-
-
-def _same_lives(one: Timeline, other: Timeline) -> bool:
-    return (
-        len(one.phases) == len(other.phases)
-        and np.array_equal(one.born, other.born)
-        and np.array_equal(one.dies, other.dies)
-        and np.array_equal(one.categories, other.categories)
-    )
-
-
-def _rounded(sizes: Ints) -> Ints:
-    return -(-sizes // UNIT) * UNIT
-
-
-@dataclass(frozen=True, slots=True)
-class _Polynomials:
-    """Bytes of every tensor as a polynomial. `coefficients` [num_terms, num_entries] are in 1/PARTS of a byte; lives are
-    those of `lives`; the tensors of `odd` are no polynomials and have at most `odd_rate` parts per token."""
-
-    lives: Timeline
-    exponents: tuple[tuple[int, int], ...]
-    coefficients: Ints
-    odd: npt.NDArray[np.bool_]
-    odd_rate: npt.NDArray[np.float64]
-    added: Ints
-    """Bytes that each layout has beyond the first at each instant, [num_layouts, num_instants]."""
-
-    @classmethod
-    def through(cls, timelines: Sequence[Timeline], samples: Sequence[tuple[int, int]]) -> _Polynomials | None:
-        """The polynomials through samples; None where lives differ between them."""
-        if not all(_same_lives(timelines[0], other) for other in timelines[1:]):
-            return None
-        exponents = _EXPONENTS if len(samples) == len(_EXPONENTS) else _EXPONENTS[:2]
-        powers = _powers(np.array(samples, dtype=np.int64).T, exponents)
-        scale = powers.max(axis=1).astype(float)
-        sizes = np.stack([timeline.num_bytes for timeline in timelines]) * PARTS
-        solved = np.linalg.solve(powers.T / scale, sizes.astype(float)) / scale[:, None]
-        coefficients = np.rint(solved).astype(np.int64)
-        odd = (powers.T @ coefficients != sizes).any(axis=0)
-        coefficients[:, odd] = 0
-        nothing = np.zeros((1, len(timelines[0].phases)), dtype=np.int64)
-        return cls(timelines[0], exponents, coefficients, odd, np.zeros(len(odd)), nothing)
-
-    def with_layouts(self, timelines: Sequence[Timeline]) -> _Polynomials | None:
-        """With what each layout's timeline has beyond the first one's; None where they differ in their instants."""
-        if any(len(timeline.phases) != len(self.lives.phases) for timeline in timelines):
-            return None
-        totals = np.stack([timeline.totals for timeline in timelines])
-        return replace(self, added=totals - totals[0])
-
-    def adds(self, layout: int, point: tuple[int, int], timeline: Timeline) -> bool:
-        """Whether what `layout` has beyond the first one is the same at `point`, a sample."""
-        sizes = _powers(np.array(point)[:, None], self.exponents)[:, 0] @ self.coefficients
-        if self.odd.any() or len(timeline.phases) != len(self.lives.phases):
-            sizes = np.where(self.odd, 0, sizes)
-            odd_lives = self._sums(self.odd.astype(np.int64)[None])[0] > 0
-        else:
-            odd_lives = np.zeros(len(self.lives.phases), dtype=bool)
-        expected = self._sums(sizes[None])[0] // PARTS + self.added[layout]
-        return bool(((expected == timeline.totals) | odd_lives).all())
-
-    def checked(self, corners: Mapping[tuple[int, int], Timeline]) -> _Polynomials | None:
-        """With what does not hold at `corners` marked as odd; None where lives differ."""
-        if not all(_same_lives(self.lives, timeline) for timeline in corners.values()):
-            return None
-        odd, rate = self.odd.copy(), np.zeros(len(self.odd))
-        for (batch, sequence), timeline in corners.items():
-            powers = _powers(np.array([[batch], [sequence]]), self.exponents)[:, 0]
-            odd |= _rounded(powers @ self.coefficients) != timeline.num_bytes * PARTS
-            rate = np.maximum(rate, timeline.num_bytes * PARTS / (batch * sequence))
-        return replace(self, odd=odd, odd_rate=rate * BOUND)
-
-    def peaks(self, points: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Peak bytes [num_layouts, num_points] at `points` [2, num_points], and where they are certain."""
-        coefficients = np.where(self.odd, 0, self.coefficients)
-        irregular = np.flatnonzero((coefficients % UNIT).any(axis=0))
-        classes, which = np.unique(coefficients[:, irregular], axis=1, return_inverse=True)
-        counted = np.zeros((classes.shape[1], len(self.odd)), dtype=np.int64)
-        counted[which, irregular] = 1
-        # [num_rows, num_instants]: coefficients of what lives at an instant, then how many of each class do
-        rows = self._sums(np.concatenate([coefficients, counted]))
-        powers = _powers(points, self.exponents)
-        unrounded = classes.T @ powers
-        weights = np.concatenate([powers, _rounded(unrounded) - unrounded])
-        more = self._sums(np.where(self.odd, np.ceil(self.odd_rate), 0).astype(np.int64)[None])[0]
-        tokens = points[0] * points[1]
-        shape = len(self.added), points.shape[1]
-        peaks, bounds = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        for instants in _alike(self.added):
-            added = self.added[:, instants[:1]] * PARTS
-            peaks = np.maximum(peaks, _largest(rows[:, instants], weights) + added)
-            touched = instants[more[instants] > 0]
-            if len(touched):
-                bound = _largest(np.vstack([rows[:, touched], more[touched]]), np.vstack([weights, tokens]))
-                bounds = np.maximum(bounds, bound + added)
-        return peaks // PARTS, bounds <= peaks
-
-    def _sums(self, values: Ints) -> Ints:
-        """What each row of `values` [num_rows, num_entries] adds up to over what lives at each instant."""
-        n = len(self.lives.phases)
-        born, dies = np.minimum(self.lives.born, n), np.minimum(self.lives.dies, n)
-        sums = np.zeros((len(values), n), dtype=np.int64)
-        for row, of_entries in enumerate(values):
-            used = np.flatnonzero(of_entries)
-            changes = np.bincount(born[used], of_entries[used], n + 1) - np.bincount(dies[used], of_entries[used], n + 1)
-            sums[row] = np.cumsum(changes.astype(np.int64))[:n]
-        return sums
-
-
-def _largest(rows: Ints, weights: Ints) -> Ints:
-    """The largest of `rows`.T @ `weights` over the columns of `rows` (instants), [num_points].
-
-    Points come in the order of their tokens, and weights are not negative. Of some neighbours at a time only the instants
-    are multiplied out whose upper bound there reaches the best lower bound: a few of thousands.
-    """
-    rows = _undominated(rows)
-    largest = np.empty(weights.shape[1], dtype=np.int64)
-    positive = np.maximum(rows, 0)
-    negative = rows - positive
-    for start in range(0, len(largest), POINTS_AT_ONCE):
-        some = weights[:, start : start + POINTS_AT_ONCE]
-        least, most = some.min(axis=1), some.max(axis=1)
-        kept = most @ positive + least @ negative >= (least @ positive + most @ negative).max()
-        largest[start : start + POINTS_AT_ONCE] = (rows[:, kept].T @ some).max(axis=0)
-    return largest
-
-
-def _undominated(rows: Ints) -> Ints:
-    """`rows` without the columns that are nowhere above a neighbour: no weights make them the largest."""
-    while True:
-        rising, falling = rows[:, :-1] <= rows[:, 1:], rows[:, 1:] <= rows[:, :-1]
-        below_next = rising.all(axis=0)
-        kept = np.ones(rows.shape[1], dtype=bool)
-        kept[:-1] &= ~below_next
-        kept[1:] &= ~falling.all(axis=0) | below_next  # of equal ones the last stays
-        if kept.mean() > SHRINKS:
-            return rows
-        rows = rows[:, kept]
-
-
-def _alike(added: Ints) -> list[Ints]:
-    """Instants in a row at which the layouts differ by the same bytes."""
-    changes = np.flatnonzero((added[:, 1:] != added[:, :-1]).any(axis=0)) + 1
-    return np.split(np.arange(added.shape[1]), changes)

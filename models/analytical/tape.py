@@ -15,18 +15,13 @@ Autograd's rules, as in torch 2.x (torch/csrc/autograd/engine.cpp):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from peakcast.timeline import Category, Phase
-
-HANDED_IN = "gradient"
-"""The name of the gradient that a block's output gets from the block after it."""
-ALLOCATION_UNIT_BYTES = 512
-"""CUDACachingAllocator rounds every request up to this (kMinBlockSize, c10/cuda/CUDACachingAllocator.cpp)."""
+from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
+from peakcast.models.analytical.template import HANDED_IN, Elsewhere, Template
+from peakcast.timeline import Category
 
 
 class Storage:
@@ -82,72 +77,6 @@ class Operation:
     @property
     def has_backward(self) -> bool:
         return self.outputs[0].requires_grad or any(output.requires_grad for output in self.outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """What a block does to a tensor that another one owns, in backward instants of this block; None: it does not."""
-
-    kept_until: int | None
-    """Autograd has let go of it when this instant begins."""
-    gradient_from: int | None
-    """A gradient of it exists when this instant begins; any that exists already is added to."""
-
-
-@dataclass(frozen=True)
-class Template:
-    """The entries of a block in columns. `born`/`dies` count from the block's first forward or backward instant,
-    as `born_backward`/`dies_backward` say. Shapes: every array is [num_entries]."""
-
-    names: list[str]
-    categories: npt.NDArray[np.int8]
-    num_bytes: npt.NDArray[np.int64]
-    born: npt.NDArray[np.int64]
-    dies: npt.NDArray[np.int64]
-    born_backward: npt.NDArray[np.bool_]
-    dies_backward: npt.NDArray[np.bool_]
-    weight_gradient: npt.NDArray[np.bool_]
-    """Entries that are a parameter's gradient: they live on after the block, or are added to one that exists."""
-    dies_without_graph: npt.NDArray[np.int64]
-    """As `dies`, from the first forward instant, when the block runs under no_grad and nothing is kept."""
-    cached: npt.NDArray[np.bool_]
-    """Results that selective checkpointing keeps: made in the first forward, used again by the recomputation."""
-    num_forward: int
-    num_recomputed: int
-    """Forward instants up to the last at which autograd keeps something: a recomputation stops there."""
-    num_backward: int
-    forward_labels: list[str]
-    backward_labels: list[str]
-    input_bytes: int
-    keeps_input: bool
-    """Whether autograd keeps the block's input for its backward."""
-    saved_bytes: list[int]
-    """Sizes of the tensors that autograd keeps, each operation's counted for itself, parameters too."""
-    loss_from: int
-    """Forward instants from this one on belong to the loss, not to the model's forward."""
-    elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
-    """By name, what becomes here of the tensors that other blocks own."""
-
-    @cached_property
-    def gradient_columns(self) -> npt.NDArray[np.int64]:
-        """Which entries are a parameter's gradient."""
-        return np.flatnonzero(self.weight_gradient)
-
-    @cached_property
-    def forward_phases(self) -> tuple[bytes, ...]:
-        """By the number of the phase in which the block runs forward, those of its instants."""
-        loss = bytes((Phase.LOSS,)) * (self.num_forward - self.loss_from)
-        return tuple(bytes((phase,)) * self.loss_from + loss for phase in Phase)
-
-    @cached_property
-    def backward_phases(self) -> tuple[bytes, ...]:
-        """By the number of the phase in which the block runs backward, those of its instants."""
-        return tuple(bytes((phase,)) * self.num_backward for phase in Phase)
-
-    @cached_property
-    def handed_in_bytes(self) -> int:
-        """Bytes of the gradient that the block after it hands in; 0 where there is none."""
-        return int(self.num_bytes[self.names.index(HANDED_IN)]) if HANDED_IN in self.names else 0
 
 
 class _Gradient:
@@ -405,7 +334,7 @@ class Tape:
         return Template(
             names=list(names),
             categories=np.array(categories, dtype=np.int8),
-            num_bytes=-(-instants[0] // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES,
+            num_bytes=-(-instants[0] // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES,
             born=instants[1],
             dies=instants[2],
             born_backward=flags[0],

@@ -29,7 +29,7 @@ from peakcast.models.analytical.pipeline import (
 )
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
-from peakcast.models.analytical.tape import HANDED_IN
+from peakcast.models.analytical.template import HANDED_IN
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline

@@ -77,8 +77,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
         activation_checkpointing=ActivationCheckpointing(mode="full") if several else ActivationCheckpointing(),
         parallelism=Parallelism(data_parallel_size=num_gpus, sharding="fsdp1" if several else "none"),
     )
-    for key in settings.left():
-        (notes.ignored if IGNORED.fullmatch(key) else notes.unknown).append(key)
+    settings.note_left(IGNORED)
     return notes.finish(job)
 
 

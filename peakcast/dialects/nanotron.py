@@ -59,8 +59,7 @@ def from_nanotron(pasted: Pasted) -> Translation:
         activation_checkpointing=ActivationCheckpointing(mode="full") if recompute else ActivationCheckpointing(),
         parallelism=layout,
     )
-    for key in settings.left():
-        (notes.ignored if IGNORED.fullmatch(key) else notes.unknown).append(key)
+    settings.note_left(IGNORED)
     return notes.finish(job)
 
 

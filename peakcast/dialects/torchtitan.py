@@ -110,8 +110,7 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         offload=Offload(parameters=offloads, optimizer=offloads),
         framework_options=FrozenMapping(_options(settings)),
     )
-    for key in settings.left():
-        (notes.ignored if IGNORED.fullmatch(key) else notes.unknown).append(key)
+    settings.note_left(IGNORED)
     return notes.finish(job)
 
 

@@ -113,8 +113,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
     for key in ("ac_mode", "ac_option", "custom_sharded_layers", "use_dora", "model.use_dora", "quantizer._component_"):
         if settings.raw(key) and key != "custom_sharded_layers":
             notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.")
-    for key in settings.left():
-        (notes.ignored if IGNORED.fullmatch(key) else notes.unknown).append(key)
+    settings.note_left(IGNORED)
     return notes.finish(job)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,6 +153,11 @@ class Settings:
     def left(self) -> list[str]:
         """The keys that nobody has read."""
         return sorted(set(self._values) - self._read)
+
+    def note_left(self, ignored: re.Pattern[str]) -> None:
+        """Note the keys that nobody has read: as ignored where their whole name matches, else as unknown."""
+        for key in self.left():
+            (self.notes.ignored if ignored.fullmatch(key) else self.notes.unknown).append(key)
 
     def refuse(self, key: str, rule: str, value: object = None) -> SpecError:
         """The error for `key` that breaks `rule`, in the user's own spelling."""

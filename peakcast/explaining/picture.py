@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from peakcast.drawing import INK, STYLE
 from peakcast.errors import SpecError
 from peakcast.explaining.reason import phase_name
 from peakcast.explaining.stack import BANDS, sampled, stacked
@@ -19,7 +20,7 @@ COLUMNS = 1200
 """As many as the picture has pixels across."""
 NARROW = 0.15
 """A stretch below this part of the width has its name in two lines."""
-INK, MUTED, DIM, RED = "#1f2933", "#8a94a0", "#5b6570", "#b3261e"
+DIM, RED = "#5b6570", "#b3261e"
 SHADES = {
     Phase.INIT: "#ffffff",
     Phase.FORWARD: "#ffffff",
@@ -27,18 +28,6 @@ SHADES = {
     Phase.BACKWARD: "#eef2f6",
     Phase.GRADIENT_CLIPPING: "#e6e0ef",
     Phase.OPTIMIZER_STEP: "#dfe9dc",
-}
-STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "peakcast",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": INK,
-    "ytick.color": INK,
 }
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import re
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from peakcast.drawing import inline_svg
 from peakcast.explaining.reason import category_name, phase_name
 from peakcast.explaining.text import flags_text
 from peakcast.explanation import COLUMNS
-from peakcast.prediction import QUANTITIES
+from peakcast.prediction import QUANTITIES, SEEN_BY
 from peakcast.units import GIB, format_gib
 from peakcast.web.asking import Answered
 
@@ -24,12 +23,6 @@ VERDICTS = {
     "uncertain": ("unsure", "It may or may not fit."),
 }
 """`Prediction.fits` -> class of the page's style, and words."""
-SEEN_BY = {
-    "peak_allocated_bytes": "torch.cuda.max_memory_allocated",
-    "peak_reserved_bytes": "torch.cuda.max_memory_reserved",
-    "peak_device_bytes": "nvidia-smi",
-    "peak_host_bytes": "CPU memory of the rank",
-}
 ROOM = 1.05
 """The tracks are this much longer than what they show, so that the GPU's end is seen."""
 TOP = 5
@@ -64,19 +57,10 @@ def _quantity(prediction: Any, name: str, scale: int) -> dict[str, Any]:
 
 def timeline_html(found: Answered) -> str:
     """The stacked timeline as an inline picture, with its peaks by phase as a table below for those who cannot see it."""
-    import matplotlib
-
-    from peakcast.explaining.picture import STYLE, draw
+    from peakcast.explaining.picture import draw
 
     e, p = found.explanation, found.prediction
-    with matplotlib.rc_context(STYLE):
-        figure = draw(e.timeline, f"One steady step of rank {e.rank}", p.capacity_bytes)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    picture = re.sub(r"\s*<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    for attribute in ("width", "height"):  # the page decides the size
-        picture = re.sub(rf'(<svg[^>]*?) {attribute}="[^"]*"', r"\1", picture, count=1)
+    picture = inline_svg(lambda: draw(e.timeline, f"One steady step of rank {e.rank}", p.capacity_bytes))
     return _render("timeline.html.j2", picture=picture, phases=p.phase_peaks_bytes, peak_phase=p.peak_phase)
 
 

@@ -16,8 +16,9 @@ from peakcast.batch import predict_batch
 from peakcast.catalog import architecture, gpu
 from peakcast.models import allocator
 from peakcast.models.allocator_events import Run
+from peakcast.models.analytical.knobs import with_knobs
 from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.sweep import sweep, with_knobs
+from peakcast.models.analytical.sweep import sweep
 from peakcast.models.caching_allocator import CachingAllocator
 from peakcast.searching.search import search
 from peakcast.searching.space import candidates

@@ -6,6 +6,7 @@ import base64
 import itertools
 import textwrap
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,19 @@ def cell(tmp_path, monkeypatch):
         return f"{name}:work"
 
     return written
+
+
+@pytest.fixture(scope="session")
+def gone():
+    """Whether a process has ended (a zombie has)."""
+
+    def ended(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    return ended
 
 
 @pytest.fixture(scope="session")

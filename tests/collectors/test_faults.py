@@ -55,15 +55,6 @@ def until(condition, seconds=20.0):
     return True
 
 
-def gone(pid):
-    """Whether the process has ended (a zombie has)."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 def held(folder):
     """A cell that answers for gpt2 and for the others writes its, its parent's and its child's pid, and waits."""
     return f"""
@@ -79,7 +70,7 @@ def held(folder):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
 @pytest.mark.parametrize("killed", ["collector", "parent", "cell"])
-def test_kill_9_loses_no_finished_row_and_leaves_no_process(tmp_path, cell, killed):
+def test_kill_9_loses_no_finished_row_and_leaves_no_process(tmp_path, cell, gone, killed):
     shard, work = tmp_path / "cells.jsonl", cell(held(tmp_path))
     with collector(shard, work) as process:
         assert until((tmp_path / "pids").exists)

@@ -78,14 +78,6 @@ def several(tmp_path, monkeypatch):
     return written
 
 
-def gone(pid):
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "timeout_seconds", "reason"),
@@ -96,7 +88,7 @@ def gone(pid):
     ],
 )
 def test_a_rank_that_is_killed_fails_or_hangs_ends_the_cell_and_the_other_rank(
-    tmp_path, several, does, timeout_seconds, reason
+    tmp_path, several, gone, does, timeout_seconds, reason
 ):
     started = time.monotonic()
     shard = tmp_path / "cells.jsonl"

@@ -101,15 +101,6 @@ def test_modules_are_named_also_after_a_recomputation_that_stops_early():
     assert {"0", "0.inner", "1", "1.inner"} <= set(found.modules)
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # small matrices: threads would only wait for each other
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_it_agrees_with_pytorchs_own_tracker_on_a_whole_network():
     """Within 0.1 % of MemTracker (which rounds no CPU tensors): a Llama of two layers, step two."""
     from torch.distributed._tools.mem_tracker import MemTracker

@@ -217,7 +217,7 @@ JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_siz
 NAMES = sorted(_WITH_MEANING | {"max_length", "torch_dtype", "attn_implementation", "quantization_config", "packing"})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     training=st.dictionaries(st.sampled_from(NAMES), JUNK | st.just({"stage": "x"}), max_size=3),
     peft=st.none() | st.dictionaries(st.sampled_from(["r", "target_modules", "bias", "lora_alpha"]), JUNK, max_size=3),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peakcast.dialects import axolotl, llamafactory
@@ -33,7 +33,7 @@ FILES = {
     for path in sorted(RECORDED.rglob("*"))
     if path.is_file() and path.name not in ("README.md", "dpo_lora.sh")
 }
-SLOW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=150)
 
 
 @pytest.fixture(autouse=True)

@@ -352,7 +352,7 @@ JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_siz
 NAMES = st.sampled_from(sorted({*GPT, *flags.UNSUPPORTED, *flags.TEXTS, *flags.NUMBERS, "moe_layer_freq", "num_experts"}))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(arguments=st.dictionaries(NAMES, JUNK | st.just({"a": 1}), max_size=4), num_gpus=st.integers(-1, 64))
 def test_junk_is_refused_as_a_spec_error_or_translated(arguments, num_gpus):
     with suppress(SpecError):

@@ -66,7 +66,7 @@ def test_the_flag_that_moves_pipeline_stages_inside() -> None:
     assert found["data parallel"].members == (0, 4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes=st.lists(st.integers(1, 4), min_size=4, max_size=4), axes=st.sets(st.sampled_from("abcd"), min_size=1))
 def test_groups_split_the_ranks_without_overlap(sizes: list[int], axes: set[str]) -> None:
     layout = dict(zip("abcd", sizes, strict=True))

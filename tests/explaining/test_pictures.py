@@ -50,7 +50,7 @@ def test_a_phase_of_few_operations_is_drawn_wide_enough_to_be_seen(jobs: dict[st
         assert (phases == phase).sum() >= 1000 * LEAST_SHARE - 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(phases=st.lists(st.sampled_from(list(Phase)), min_size=1, max_size=60), count=st.integers(60, 200))
 def test_any_step_can_be_sampled(phases: list[Phase], count: int) -> None:
     timeline = Timeline.from_entries([Entry("w", Category.PARAMETERS, 512, 0, len(phases))], phases)

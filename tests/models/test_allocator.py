@@ -231,7 +231,7 @@ SETTINGS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32 - 1),
     chosen=SETTINGS.filter(lambda s: s is not None),
@@ -291,7 +291,7 @@ built = pytest.mark.skipif(allocator_module.compiled is None, reason="there was 
 
 
 @built
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1),
     chosen=st.builds(

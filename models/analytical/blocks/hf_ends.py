@@ -17,7 +17,8 @@ from peakcast.models.analytical.blocks.tensor_parallel import (
     gather_sequence,
     leave_rows,
 )
-from peakcast.models.analytical.tape import Tape, Template, Tensor, WeightGradient
+from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
+from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category
 from peakcast.units import power_of_two
 

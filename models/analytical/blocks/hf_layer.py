@@ -18,7 +18,8 @@ from peakcast.models.analytical.blocks.latent_attention import latent_attention
 from peakcast.models.analytical.blocks.routed import routed_feed_forward
 from peakcast.models.analytical.blocks.tensor_parallel import gather_sequence
 from peakcast.models.analytical.parameters import leaf_names
-from peakcast.models.analytical.tape import Tape, Template, Tensor
+from peakcast.models.analytical.tape import Tape, Tensor
+from peakcast.models.analytical.template import Template
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,8 @@ from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.hf_attention import self_attention
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
 from peakcast.models.analytical.blocks.hf_layer import decoder_layer, feed_forward
-from peakcast.models.analytical.tape import Tape, Template, Tensor, WeightGradient
+from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
+from peakcast.models.analytical.template import Template
 
 FP32 = 4
 SCAN_CHUNK = 2048

@@ -11,7 +11,8 @@ from functools import lru_cache
 
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
 from peakcast.models.analytical.blocks.megatron_primitives import BOOL, FP32, column_linear
-from peakcast.models.analytical.tape import Tape, Template, Tensor, WeightGradient
+from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
+from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category
 
 INT64 = 8

@@ -11,7 +11,8 @@ from peakcast.models.analytical.blocks.megatron_context import MegatronContext
 from peakcast.models.analytical.blocks.megatron_ends import cross_entropy, embed, output_layer
 from peakcast.models.analytical.blocks.megatron_layer import layer_operations
 from peakcast.models.analytical.blocks.megatron_primitives import FP32, column_linear, norm
-from peakcast.models.analytical.tape import Tape, Template, Tensor, WeightGradient
+from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
+from peakcast.models.analytical.template import Template
 
 
 @lru_cache(maxsize=256)

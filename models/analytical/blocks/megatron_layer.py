@@ -22,7 +22,8 @@ from peakcast.models.analytical.blocks.megatron_primitives import (
     row_linear,
 )
 from peakcast.models.analytical.blocks.megatron_recompute import checkpointed
-from peakcast.models.analytical.tape import Tape, Template, Tensor
+from peakcast.models.analytical.tape import Tape, Tensor
+from peakcast.models.analytical.template import Template
 
 ENCODER_STATES = "encoder_hidden_states"
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from peakcast.models.analytical.tape import HANDED_IN, Tape, Template, Tensor
+from peakcast.models.analytical.tape import Tape, Tensor
+from peakcast.models.analytical.template import HANDED_IN, Template
 
 
 def checkpointed(tape: Tape, x: Tensor, name: str, part: Callable[[Tape, Tensor], Tensor]) -> Tensor:

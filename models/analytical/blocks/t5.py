@@ -16,7 +16,8 @@ from peakcast.models.analytical.blocks.activations import activation
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding_backward_bytes
 from peakcast.models.analytical.parameters_t5 import CROSS, FEED_FORWARD, SELF, up_projections
-from peakcast.models.analytical.tape import Tape, Template, Tensor, WeightGradient
+from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
+from peakcast.models.analytical.template import Template
 from peakcast.units import round_up
 
 FP32 = 4

@@ -93,7 +93,7 @@ def test_lora_trains_only_its_adapters():
     assert inside[Category.OPTIMIZER_STATES] == 2 * 4 * adapters  # fp32 adapters are peft's default
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     batch=st.integers(1, 6),
     sequence=st.sampled_from([64, 128, 200, 512]),

@@ -25,7 +25,8 @@ from peakcast.models.analytical.megatron import megatron_ledger, megatron_out_of
 from peakcast.models.analytical.megatron_context import layer_context
 from peakcast.models.analytical.megatron_parameters import Parameter
 from peakcast.models.analytical.megatron_persistent import owned_parameters, rank_share
-from peakcast.models.analytical.tape import Tape, Template
+from peakcast.models.analytical.tape import Tape
+from peakcast.models.analytical.template import Template
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline
 
@@ -266,7 +267,7 @@ def test_expert_parallelism_of_one_changes_nothing():
     assert a.peak() == b.peak()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     sharded=st.booleans(),
     dispatcher=st.sampled_from(["allgather", "alltoall"]),

@@ -24,7 +24,7 @@ from peakcast.timeline import Category, Timeline
 DEVICE = gpu("A100-80GB")
 HELD = (Category.PARAMETERS, Category.MAIN_PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
 MIXED = Precision(gradients="float32", optimizer_states="float32", main_parameters="float32")
-quickly = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+quickly = settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 def tuning(method: str) -> Finetuning:

@@ -10,8 +10,9 @@ import pytest
 
 from peakcast.catalog import architecture, gpu
 from peakcast.errors import SpecError
+from peakcast.models.analytical.knobs import with_knobs
 from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.sweep import REFUSED, sweep, with_knobs
+from peakcast.models.analytical.sweep import REFUSED, sweep
 from peakcast.spec import Parallelism, Precision, TrainingJob
 
 DEVICE = gpu("H100-80GB")
