@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from peakcast.allocator import Allocator
 from peakcast.timeline import Category, Timeline
 
 COLUMNS: dict[str, tuple[Category, ...]] = {
@@ -192,6 +193,8 @@ class Explanation:
     comparison: Comparison | None = None
     assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    allocator: Allocator = field(default_factory=Allocator)
+    """The settings under which a snapshot of the timeline has its segments."""
     written: tuple[str, ...] = field(default=())
     """Files that were written on request."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peakcast.dialects.recognise import NOTHING, Beside
+from peakcast.dialects.recognise import NOTHING, Beside, companions
 from peakcast.errors import SpecError
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def job_from_flags(
         raise SpecError("--with, --num-gpus and --dialect go with a configuration; give its file first.", parameter="job")
     values: dict[str, Any] = {"architecture": job} if job is not None else {}
     if job is not None and is_configuration(job):
-        pasted = opened(job)
+        pasted = opened(job, companions(beside.files))
         if "architecture" not in pasted.values or beside:
             model = changes.pop("architecture", None)
             read = translation_of(job, replace(beside, model=str(model)) if model is not None else beside)

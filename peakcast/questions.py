@@ -10,7 +10,7 @@ from typing import Literal
 from peakcast import catalog
 from peakcast.catalog import Device
 from peakcast.dialects.opening import is_text, opened
-from peakcast.dialects.recognise import NOTHING, Beside, translated
+from peakcast.dialects.recognise import NOTHING, Beside, companions, translated
 from peakcast.dialects.text import ENDINGS
 from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError, near_misses
@@ -63,7 +63,7 @@ def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
         return Translation(job=job)
     if isinstance(job, (str, Path)) and not is_configuration(job):
         job = {"architecture": str(job)}
-    pasted = opened(job) if isinstance(job, (str, Path, Mapping)) else None
+    pasted = opened(job, companions(beside.files)) if isinstance(job, (str, Path, Mapping)) else None
     values = pasted.values if pasted is not None else job
     if isinstance(values, Mapping) and len(values) == 1:
         ((form, value),) = values.items()

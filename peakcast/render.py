@@ -29,6 +29,9 @@ VERDICTS = {
     "no": "does NOT fit",
     "uncertain": "may or may not fit",
 }
+WIDENED, UNSEEN = "; the bars are widened.", "no measured run has "
+"""How the sentences of `models/domain.py` end and begin."""
+NOT_COVERED = "not known, since the ledger does not cover this job in full"
 WIDTH = 100
 LONG_BATCH = 64
 """Questions from which on starting more processes pays."""
@@ -157,7 +160,9 @@ def _outlook(p: Answer) -> str:
 
         lines.append(steps_text(p.first_to_try))
     else:
-        lines.append("First to try: nothing that peakcast can compute lowers this peak by itself.")
+        partly = any("as far as the ledger goes" in sentence for sentence in p.warnings)
+        why = NOT_COVERED if partly else "nothing that peakcast can compute lowers this peak by itself"
+        lines.append(_wrapped(f"First to try: {why}."))
     lines.append(_wrapped(f"Not modelled: {'; '.join(p.not_modelled)}."))
     return "\n".join(lines)
 
@@ -167,9 +172,19 @@ def _notes(p: Prediction) -> str:
     if p.calibration != "none":
         inside = "like the runs measured there" if p.inside_calibrated_domain else "unlike the runs measured there"
         lines.append(_wrapped(f"The bars come from the calibration of {p.calibration}; this job is {inside}."))
-    for title, sentences in (("Assumed", p.assumptions), ("Warning", p.warnings)):
+    for title, sentences in (("Assumed", p.assumptions), ("Warning", _joined(p.warnings))):
         lines += [_wrapped(f"{title}: {sentence}") for sentence in sentences]
     return "\n".join(lines)
+
+
+def _joined(warnings: Iterable[str]) -> list[str]:
+    """`warnings` with those that only widen the bars in one sentence."""
+    rest = [sentence for sentence in warnings if not sentence.endswith(WIDENED)]
+    widening = [sentence.removesuffix(WIDENED) for sentence in warnings if sentence.endswith(WIDENED)]
+    unseen = [reason.removeprefix(UNSEEN) for reason in widening if reason.startswith(UNSEEN)]
+    reasons = [UNSEEN + ", ".join(unseen)] if unseen else []
+    reasons += [reason for reason in widening if not reason.startswith(UNSEEN)]
+    return [*rest, f"the bars are widened: {'; '.join(reasons)}."] if len(widening) > 1 else list(warnings)
 
 
 def _wrapped(text: str) -> str:

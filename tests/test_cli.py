@@ -65,6 +65,15 @@ def test_predict_says_the_same_in_json_as_in_python(run: Run) -> None:
     assert json.loads(done.out) == api.predict(job, "H100-80GB").to_mapping()
 
 
+def test_reasons_that_only_widen_the_bars_are_one_sentence(run: Run) -> None:
+    flags = ("--framework", "torch", "--sharding", "hsdp", "--data-parallel-size", "4", "--compile")
+    done = run("predict", *SMALL, *GPU, *flags)
+    text = " ".join(done.out.split())
+    assert text.count("the bars are widened") == 1
+    assert "the bars are widened: no measured run has framework=torch, layout=hsdp, compile=true" in text
+    assert "First to try: not known, since the ledger does not cover this job in full." in text
+
+
 def test_predict_prints_one_screen_with_every_quantity_in_gib(run: Run) -> None:
     done = run("predict", *SMALL, *GPU)
     answer = api.predict({"architecture": "llama-3.2-1b", "sequence_length": 512}, "H100-80GB")

@@ -44,6 +44,12 @@ class Launcher:
     fsdp: Mapping[str, Any] | None = None
     mixed_precision: str = "no"
 
+    def gpus(self, pasted: Pasted, notes: Notes) -> int:
+        """The number of GPUs as asked, else the launcher's, else 1 with an assumption."""
+        if pasted.num_gpus is None and self.num_gpus is not None:
+            return self.num_gpus
+        return pasted.gpus(notes)
+
 
 def launcher_of(values: Mapping[str, Any], pasted: Pasted, notes: Notes) -> Launcher:
     """The launcher's settings in the mapping of an accelerate configuration. Raises: SpecError."""
@@ -73,6 +79,14 @@ def launcher_of(values: Mapping[str, Any], pasted: Pasted, notes: Notes) -> Laun
         fsdp={**fsdp, "mixed_precision": mixed} if kind == "FSDP" and isinstance(fsdp, Mapping) else None,
         mixed_precision=mixed,
     )
+
+
+def launcher_beside(pasted: Pasted, notes: Notes) -> Launcher:
+    """What an accelerate configuration beside another project's gives its run; nothing where there is none."""
+    if "accelerate" not in pasted.companions:
+        return Launcher()
+    pasted.used.add("accelerate")
+    return launcher_of(pasted.companions["accelerate"], pasted, notes)
 
 
 def of_flags(flags: Mapping[str, Any]) -> dict[str, Any]:

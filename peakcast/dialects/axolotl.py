@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from peakcast.dialects.accelerate import launcher_beside, refuse_twice
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import with_method
@@ -43,6 +44,8 @@ ATTENTION = {
     "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
     "flex_attention": "flex_attention", "xformers_attention": "xformers", "sage_attention": "sage",
 }  # fmt: skip
+SHORT = {"flash": "flash_attention_2", "flex": "flex_attention"}
+"""Values of the newer key `attention` that transformers calls otherwise."""
 KERNELS = {
     "lora_mlp_kernel": "fused LoRA kernels", "lora_qkv_kernel": "fused LoRA kernels", "lora_o_kernel": "fused LoRA kernels",
     "liger_rope": "Liger's rotary embedding", "liger_rms_norm": "Liger's RMSNorm",
@@ -77,7 +80,8 @@ IGNORED = words("""
     dpo_use_weighting early_stopping_patience embeddings_skip_upcast eot_tokens eval_batch_size eval_causal_lm_metrics
     eval_max_new_tokens eval_sample_packing eval_steps eval_strategy eval_table_size evals_per_epoch
     evaluation_strategy excess_length_strategy fix_untrained_tokens flash_attn_fuse_qkv flash_optimum
-    flex_attn_compile_kwargs float32 fsdp_final_state_dict_type gc_collect_steps gc_steps gpu_memory_limit
+    flex_attn_compile_kwargs float32 fp8_enable_fsdp_float8_all_gather
+    fsdp_final_state_dict_type gc_collect_steps gc_steps gpu_memory_limit
     greater_is_better group_by_length heads_k_stride hf_use_auth_token hub_model_id hub_strategy include_tkps
     include_tokens_per_second is_falcon_derived_model is_mistral_derived_model is_preprocess is_qwen_derived_model
     kto_desirable_weight kto_undesirable_weight learning_rate load_best_model_at_end local_rank logging_steps
@@ -110,7 +114,8 @@ def from_axolotl(pasted: Pasted) -> Translation:
         training["per_device_train_batch_size"] = total // steps if steps and total else settings.size("micro_batch_size")
     settings.size("sequence_len", 512, assume=True)
     training.setdefault("max_length", 512)
-    model = pasted.model or settings.text("base_model")
+    named = settings.text("base_model")
+    model = pasted.model or named
     if not model:
         raise settings.refuse("base_model", "is required: the model's hub id, its folder, or its config.json", None)
     _precision(settings, training)
@@ -125,10 +130,14 @@ def from_axolotl(pasted: Pasted) -> Translation:
     version = settings.integer("fsdp_version")
     if fsdp and version:
         fsdp = {"fsdp_version": version, **fsdp}
-    num_gpus = pasted.gpus(notes)
+    launcher = launcher_beside(pasted, notes)
+    refuse_twice(fsdp or None, launcher.fsdp, "fsdp_config", pasted.where)
+    refuse_twice(deepspeed, launcher.deepspeed, "deepspeed", pasted.where)
+    deepspeed = deepspeed if deepspeed is not None else launcher.deepspeed
+    num_gpus = launcher.gpus(pasted, notes)
     _rest(settings)
     translation = from_huggingface(
-        model, training, adapter, deepspeed, fsdp or None, num_gpus, spell=speller(TRAINING, ADAPTER)
+        model, training, adapter, deepspeed, fsdp or launcher.fsdp, num_gpus, spell=speller(TRAINING, ADAPTER)
     )
     job = with_method(
         notes.include(translation),
@@ -172,9 +181,9 @@ def _precision(settings: Settings, training: dict[str, Any]) -> None:
 def _memory(settings: Settings, training: dict[str, Any]) -> None:
     """Attention, checkpointing, the loss, and the optimizer."""
     used = [name for key, name in ATTENTION.items() if settings.switch(key)]
-    named = settings.text("attn_implementation", used[0] if used else "")
+    named = settings.text("attn_implementation", settings.text("attention", used[0] if used else ""))
     if named:
-        training["attn_implementation"] = named
+        training["attn_implementation"] = SHORT.get(named, named)
     word = settings.text("gradient_checkpointing", "false").lower()
     if word in ("offload", "offload_disk", "unsloth"):
         settings.notes.unsupported.append(f"gradient_checkpointing={word} is taken as checkpoints that go to host memory.")

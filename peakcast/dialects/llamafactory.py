@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from peakcast.dialects.accelerate import launcher_beside, refuse_twice
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import with_method
@@ -89,7 +90,8 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     training["max_length"] = settings.integer("cutoff_len", 2048, assume=True)
     training["neat_packing"] = settings.switch("neat_packing")
     training["packing"] = settings.switch("packing") or training["neat_packing"]
-    model = pasted.model or settings.text("model_name_or_path")
+    named = settings.text("model_name_or_path")
+    model = pasted.model or named
     if not model:
         raise settings.refuse("model_name_or_path", "is required: the model's hub id, its folder, or its config.json", None)
     kind = settings.one_of("finetuning_type", "lora", ("lora", "full", "freeze", "oft"))
@@ -97,16 +99,21 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         raise settings.refuse("finetuning_type", "is not modelled; lora and full are")
     engine = settings.raw("deepspeed")
     deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
-    sharded = _sharded(deepspeed) or bool(settings.raw("fsdp"))
+    launcher = launcher_beside(pasted, notes)
+    refuse_twice(deepspeed, launcher.deepspeed, "deepspeed", pasted.where)
+    deepspeed = deepspeed if deepspeed is not None else launcher.deepspeed
+    sharded = _sharded(deepspeed) or bool(settings.raw("fsdp")) or launcher.fsdp is not None
     adapter = _adapter(settings, training) if kind == "lora" else None
     _precision(settings, training, upcast=adapter is None and deepspeed is None and not sharded)
     _memory(settings, training)
-    num_gpus = pasted.gpus(notes)
+    num_gpus = launcher.gpus(pasted, notes)
     stage = settings.text("stage", "sft")
     if stage == "dpo" and settings.text("pref_loss", "sigmoid") in ("orpo", "simpo"):
         stage = settings.text("pref_loss")
     _rest(settings)
-    translation = from_huggingface(model, training, adapter, deepspeed, None, num_gpus, spell=speller(TRAINING, ADAPTER))
+    translation = from_huggingface(
+        model, training, adapter, deepspeed, launcher.fsdp, num_gpus, spell=speller(TRAINING, ADAPTER)
+    )
     return notes.finish(with_method(notes.include(translation), stage, "stage", notes))
 
 

@@ -10,14 +10,17 @@ from peakcast.dialects.pasted import Pasted, merged, nested
 from peakcast.dialects.text import kind_of, parse, read_text
 from peakcast.errors import SpecError
 
+NO_FILES: Mapping[str, Mapping[str, Any]] = {}
+
 
 def is_text(source: str) -> bool:
     """Whether `source` is a configuration's text and not a name or a path: several lines, JSON, or flags."""
     return "\n" in source or source.lstrip().startswith("{") or " --" in f" {source}" or len(source) > 1000
 
 
-def opened(source: str | Path | Mapping[str, Any]) -> Pasted:
-    """A configuration's values: of a file (its path), of its text (see `is_text`), or the mapping itself.
+def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[str, Any]] = NO_FILES) -> Pasted:
+    """A configuration's values: of a file (its path), of its text (see `is_text`), or the mapping itself. `files`: those
+    given beside it, by name and by what they are, which a launch script may name.
 
     Raises: SpecError naming the file and what is wrong with it.
     """
@@ -29,7 +32,7 @@ def opened(source: str | Path | Mapping[str, Any]) -> Pasted:
         text, where, folder, ending = read_text(path), path.name, path.parent, path.suffix
     kind = kind_of(text, ending)
     if kind == "shell":
-        return _launched(text, where, folder)
+        return _launched(text, where, folder, files)
     if kind == "Python":
         raise SpecError(
             f"{where} is a Python program, which is not run here. Give its settings as a YAML, TOML or JSON mapping "
@@ -37,13 +40,15 @@ def opened(source: str | Path | Mapping[str, Any]) -> Pasted:
         )
     value = parse(text, kind, where)
     if isinstance(value, str) and kind == "YAML" and " --" in f" {value}":  # a bare argument list
-        return _launched(f"torchrun pretrain_gpt.py {text}", where, folder, counted=False)
+        return _launched(f"torchrun pretrain_gpt.py {text}", where, folder, files, counted=False)
     if not isinstance(value, dict):
         raise SpecError(f"{where} must hold a mapping of keys to values, not {type(value).__name__}.")
     return Pasted(values=value, where=where, folder=folder)
 
 
-def _launched(text: str, where: str, folder: Path | None, *, counted: bool = True) -> Pasted:
+def _launched(
+    text: str, where: str, folder: Path | None, files: Mapping[str, Mapping[str, Any]], *, counted: bool = True
+) -> Pasted:
     """A launch script: the mapping of its program's arguments, on top of the configuration file that it names."""
     from peakcast.dialects.accelerate import of_flags
     from peakcast.dialects.launch import launch_of
@@ -52,11 +57,12 @@ def _launched(text: str, where: str, folder: Path | None, *, counted: bool = Tru
     script = read_script(text)
     launch = launch_of(script, text, where)
     companions: dict[str, Mapping[str, Any]] = {}
-    here = Pasted(values={}, where=where, folder=folder)
+    here = Pasted(values={}, where=where, folder=folder, companions=files)
     if launch.launched_by == "accelerate":
         named = launch.launcher.get("config_file")
-        base = here.file(named, "accelerate", "--config_file") if named else {}
+        base = here.file(named, "accelerate", "--config_file") if named else files.get("accelerate", {})
         companions["accelerate"] = merged(base, of_flags(launch.launcher))
+        here.used.update(name for name, mapping in files.items() if mapping is base)
     values: dict[str, Any] = {}
     for file in launch.files:
         values = merged(values, here.file(file, "", "the configuration"))
@@ -68,6 +74,7 @@ def _launched(text: str, where: str, folder: Path | None, *, counted: bool = Tru
         where=where,
         folder=folder,
         companions=companions,
+        used=here.used,
         num_gpus=launch.num_gpus if counted else None,
         env=launch.env,
         program=launch.program,

@@ -50,7 +50,7 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "litgpt": Dialect(
         "a LitGPT configuration",
-        ("checkpoint_dir|model_name train.micro_batch_size|train.global_batch_size|lora_r|precision",),
+        ("checkpoint_dir|model_name train.micro_batch_size|train.global_batch_size", "checkpoint_dir lora_r|precision"),
         "litgpt:from_litgpt",
     ),
     "megatron_yaml": Dialect(
@@ -131,7 +131,7 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
     notes.assumptions += pasted.remarks
     pasted = replace(
         pasted,
-        companions={**pasted.companions, **_companions(beside.files)},
+        companions={**companions(beside.files), **pasted.companions},
         num_gpus=pasted.num_gpus if beside.num_gpus is None else beside.num_gpus,
         model=beside.model or pasted.model,
     )
@@ -175,7 +175,7 @@ def _named(dialect: str | None) -> str | None:
     return dialect
 
 
-def _companions(files: Sequence[str | Path]) -> dict[str, Mapping[str, Any]]:
+def companions(files: Sequence[str | Path]) -> dict[str, Mapping[str, Any]]:
     """Other files by what they are and by their names. Raises: SpecError where one is unknown or comes twice."""
     found: dict[str, Mapping[str, Any]] = {}
     for file in files:

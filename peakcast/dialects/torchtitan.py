@@ -60,7 +60,7 @@ IGNORED = re.compile(
     r"|parallelism\.(enable_async_tensor_parallel|context_parallel_rotate_method|context_parallel_load_balancer|enable_compiled_autograd"
     r"|expert_parallel_comm_backend|pipeline_parallel_expert_parallel_overlap|module_fqns_per_model_part"
     r"|pipeline_parallel_schedule_csv|expert_tensor_parallel_degree)"
-    r"|compile\.(components|backend|mode)"
+    r"|compile\.(backend|mode)"
 )
 MIXED = "training.mixed_precision_param"
 
@@ -105,7 +105,7 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         optimizer=_optimizer(settings),
         attention="flex" if settings.switch("model.use_flex_attn") else "sdpa",
         activation_checkpointing=_checkpointing(settings),
-        compile=settings.switch("compile.enable") or settings.switch("training.compile"),
+        compile=_compiled(settings),
         parallelism=layout,
         offload=Offload(parameters=offloads, optimizer=offloads),
         framework_options=FrozenMapping(_options(settings)),
@@ -269,6 +269,18 @@ def _checkpointing(settings: Settings) -> ActivationCheckpointing:
         f"{what} of activation_checkpoint is not modelled; recomputed attention alone is taken, which keeps more."
     )
     return ActivationCheckpointing(mode="selective")
+
+
+def _compiled(settings: Settings) -> bool:
+    """Whether the network is compiled; the loss alone can be too."""
+    enabled = settings.switch("compile.enable") or settings.switch("training.compile")
+    components = settings.words("compile.components") or ("model", "loss")
+    if enabled and "model" not in components:
+        settings.notes.unsupported.append(
+            f"A compiled loss (compile.components={' '.join(components)}) is not modelled; it is taken as it runs eagerly."
+        )
+        return False
+    return enabled
 
 
 def _options(settings: Settings) -> dict[str, Any]:

@@ -118,9 +118,7 @@ def from_parts(pasted: Pasted, role: str) -> Translation:
         notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.")
     if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
         training[launcher.mixed_precision] = True
-    num_gpus = pasted.num_gpus if pasted.num_gpus is not None else launcher.num_gpus
-    if num_gpus is None:
-        num_gpus = pasted.gpus(notes)
+    num_gpus = launcher.gpus(pasted, notes)
     for key in [key for key in training if _SCRIPT.fullmatch(key)]:
         notes.ignored.append(key)
         del training[key]

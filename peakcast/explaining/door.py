@@ -57,6 +57,7 @@ def explanation(
     warnings = (*translation.warnings, *translation.unsupported, *found.warnings)
     return replace(
         found,
+        allocator=translation.job.allocator,
         assumptions=tuple(dict.fromkeys((*translation.assumptions, *found.assumptions))),
         warnings=tuple(dict.fromkeys(warnings)),
     )
@@ -91,6 +92,6 @@ def write(found: Explanation, picture: Path | None, snapshot: Path | None) -> Ex
         written.append(str(picture))
     if snapshot is not None:
         with explained(Path(snapshot)):
-            write_snapshot(found.timeline, Path(snapshot))
+            write_snapshot(found.timeline, Path(snapshot), found.allocator)
         written.append(str(snapshot))
     return replace(found, written=tuple(written))

@@ -20,12 +20,13 @@ from peakcast.timeline import Category, Phase, Timeline
 FREED = ("free_requested", "free_completed")
 BASE_ADDRESS = 0x7F0000000000
 """Where the addresses begin: any would do; the viewer takes 0 for none."""
+PLAIN = Allocator()
 
 
-def snapshot(timeline: Timeline, *, expandable_segments: bool = False) -> dict[str, Any]:
-    """`timeline` as the mapping that the viewer reads. The frames of an allocation name the tensor, its module, its
-    category and the operation that made it."""
-    allocator = CachingAllocator(Allocator(expandable_segments=expandable_segments))
+def snapshot(timeline: Timeline, settings: Allocator = PLAIN) -> dict[str, Any]:
+    """`timeline` as the mapping that the viewer reads, with the segments of an allocator of these `settings`. The frames of
+    an allocation name the tensor, its module, its category and the operation that made it."""
+    allocator = CachingAllocator(settings)
     trace: list[dict[str, Any]] = []
     blocks: dict[int, Block] = {}
     for index, instant in _events(timeline):
@@ -38,21 +39,30 @@ def snapshot(timeline: Timeline, *, expandable_segments: bool = False) -> dict[s
             reserved = allocator.reserved_bytes
             block = allocator.allocate(int(timeline.num_bytes[index]), _stream(timeline, index))
             blocks[index] = block
-            if allocator.reserved_bytes > reserved and not expandable_segments:  # the block begins a new segment
-                asked = _entry(timeline, index, "segment_alloc", block, instant)
-                trace.append({**asked, "size": allocator.reserved_bytes - reserved})
+            if new_bytes := allocator.reserved_bytes - reserved:  # at the block, or at the end of its expandable segment
+                action = "segment_map" if settings.expandable_segments else "segment_alloc"
+                begins = _mapped_end(block) - new_bytes if settings.expandable_segments else block.address
+                asked = _entry(timeline, index, action, block, instant)
+                trace.append({**asked, "addr": BASE_ADDRESS + begins, "size": new_bytes})
             trace.append(_entry(timeline, index, "alloc", block, instant))
     return {
         "segments": _segments(timeline, allocator, blocks),
         "device_traces": [trace],
-        "allocator_settings": {"expandable_segments": expandable_segments},
+        "allocator_settings": {"expandable_segments": settings.expandable_segments},
         "external_annotations": [],
     }
 
 
-def write_snapshot(timeline: Timeline, path: Path, *, expandable_segments: bool = False) -> None:
-    """Write `snapshot(timeline)` to `path`."""
-    path.write_bytes(pickle.dumps(snapshot(timeline, expandable_segments=expandable_segments), protocol=4))
+def write_snapshot(timeline: Timeline, path: Path, settings: Allocator = PLAIN) -> None:
+    """Write `snapshot(timeline, settings)` to `path`."""
+    path.write_bytes(pickle.dumps(snapshot(timeline, settings), protocol=4))
+
+
+def _mapped_end(block: Block) -> int:
+    """Where the mapped pages of the block's expandable segment end; without a limit none are given back in between."""
+    while block.next is not None and block.next.mapped:
+        block = block.next
+    return block.address + block.size
 
 
 def _events(timeline: Timeline) -> list[tuple[int, int]]:

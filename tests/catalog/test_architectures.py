@@ -46,6 +46,7 @@ def test_the_catalog_spans_the_sizes_people_train() -> None:
         ("Llama-3.1-8B-Instruct", "llama-3.1-8b"),
         ("NousResearch/Llama-2-70b-hf", "llama-2-70b"),
         ("TheBloke/Llama-2-70B-GPTQ", "llama-2-70b"),
+        ("hugging-quants/Meta-Llama-3.1-405B-BNB-NF4-BF16", "llama-3.1-405b"),
         ("TheBloke/Mistral-7B-v0.1-GPTQ", "mistral-7b"),
         ("TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ", "mixtral-8x7b"),
         ("bigcode/gpt_bigcode-santacoder", "santacoder"),

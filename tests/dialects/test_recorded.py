@@ -137,6 +137,15 @@ EXAMPLES: dict[str, Expected] = {
         },
         beside=Beside(num_gpus=256),
     ),
+    "torchtitan/deepseek_v3_671b.toml": Expected(
+        "torchtitan",
+        {
+            "architecture.name": "deepseek-v3", "micro_batch_size": 4, "parallelism.data_parallel_size": 256,
+            "parallelism.sharding": "fsdp2", "compile": False,  # the loss alone is compiled
+        },
+        ("A compiled loss (compile.components=loss)", "Per-op selective checkpointing"),
+        beside=Beside(num_gpus=256),
+    ),
     "axolotl/llama3_8b_lora.yml": Expected(
         "axolotl",
         {
@@ -175,6 +184,17 @@ EXAMPLES: dict[str, Expected] = {
         {"architecture.name": "llama-3-8b", "micro_batch_size": 4, "finetuning.method": "qlora", "sequence_length": 4096},
         ("2 × 2 = 4", "The loss of dpo"),
     ),
+    "axolotl/llama31_8b_liger_fsdp.yaml": Expected(
+        "axolotl",
+        {
+            "architecture.name": "llama-3.1-8b", "micro_batch_size": 2, "sequence_length": 4096,
+            "attention": "flash_attention_2", "parallelism.sharding": "fsdp1", "parallelism.data_parallel_size": 8,
+            "offload.parameters": True, "loss.fused_linear_cross_entropy": True, "finetuning.method": "full",
+            "gradient_accumulation_steps": 4, "activation_checkpointing.use_reentrant": False,
+        },
+        ("sample_packing joins", "liger_rms_norm"),
+        beside=Beside(num_gpus=8, model="llama-3.1-8b"),
+    ),
     "llamafactory/llama3_lora_sft.yaml": Expected(
         "llamafactory",
         {
@@ -200,6 +220,19 @@ EXAMPLES: dict[str, Expected] = {
     ),
     "llamafactory/llama3_lora_dpo.yaml": Expected(
         "llamafactory", {"micro_batch_size": 2, "finetuning.method": "lora"}, ("2 × 1 = 2",)
+    ),
+    "llamafactory/llama3_qlora_fsdp.yaml": Expected(
+        "llamafactory",
+        {"parallelism.sharding": "fsdp1", "parallelism.data_parallel_size": 2, "offload.parameters": True},
+        beside=Beside(files=(RECORDED / "accelerate" / "fsdp_offload.yaml",)),
+    ),
+    "llamafactory/fsdp_qlora.sh": Expected(
+        "llamafactory",
+        {
+            "architecture.name": "llama-3-8b", "parallelism.sharding": "fsdp1", "parallelism.data_parallel_size": 2,
+            "offload.parameters": True, "finetuning.method": "qlora", "finetuning.targets": ["q_proj", "v_proj"],
+            "sequence_length": 1024, "gradient_accumulation_steps": 8, "precision.parameters": "float16",
+        },
     ),
     "nanotron/config_tiny_llama.yaml": Expected(
         "nanotron",
@@ -230,6 +263,13 @@ EXAMPLES: dict[str, Expected] = {
         beside=Beside(model="Qwen/Qwen2.5-7B"),
     ),
     "trl/zephyr_7b_sft_qlora.yaml": Expected("training", ZEPHYR, ("the number of GPUs is not given",)),
+    "trl/gemma_2b_sft_qlora.sh": Expected(
+        "training",
+        {
+            "architecture.name": "gemma-2b", "micro_batch_size": 2, "finetuning.rank": 16, "finetuning.alpha": 32.0,
+            "finetuning.targets": ["q_proj", "k_proj", "v_proj", "o_proj"], "finetuning.quantization": "nf4",
+        },
+    ),
     "trl/dpo_lora.sh": Expected(
         "training",
         {
@@ -308,7 +348,8 @@ def test_the_job_is_what_a_reader_finds(example):
 def test_it_is_recognised_by_what_it_contains(example):
     file, expected = example
     assert dialect_of(opened(file).values) == expected.dialect
-    text = opened(file.read_text(encoding="utf-8")) if not file.name.startswith("dpo_lora") else opened(file)
+    lone = file.name not in ("dpo_lora.sh", "fsdp_qlora.sh")  # their text alone names other files
+    text = opened(file.read_text(encoding="utf-8") if lone else file)
     assert dialect_of(text.values) == expected.dialect
 
 
@@ -348,8 +389,19 @@ def test_what_cannot_be_answered_gets_a_sentence_that_helps(name):
     assert REFUSED[name] in caught.value.message
 
 
+def test_what_a_script_names_may_be_given_beside_it(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text((RECORDED / "llamafactory" / "fsdp_qlora.sh").read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(SpecError, match=r"give it by --with fsdp_offload\.yaml"):
+        translation_of(script)
+    files = (RECORDED / "accelerate" / "fsdp_offload.yaml", RECORDED / "llamafactory" / "llama3_qlora_fsdp.yaml")
+    found = translation_of(script, Beside(files=files))
+    assert found.job == translation_of(RECORDED / "llamafactory" / "fsdp_qlora.sh").job
+    assert not [sentence for sentence in found.warnings if "does not use it" in sentence]
+
+
 def test_every_recorded_file_is_used():
-    used = {*EXAMPLES, *REFUSED, "axolotl/zero3_bf16.json", "README.md"}
+    used = {*EXAMPLES, *REFUSED, "axolotl/zero3_bf16.json", "accelerate/fsdp_offload.yaml", "README.md"}
     assert {str(path.relative_to(RECORDED)) for path in RECORDED.rglob("*") if path.is_file()} == used
 
 

@@ -11,6 +11,7 @@ import pytest
 from torch.cuda import _memory_viz
 
 from peakcast.allocator import Allocator
+from peakcast.api import explain
 from peakcast.explaining.snapshot import snapshot, write_snapshot
 from peakcast.models.allocator import replay
 from peakcast.models.analytical.ledger import ledger
@@ -87,6 +88,29 @@ def test_frames_name_the_tensor_its_module_and_its_category(jobs: dict[str, Trai
 
 
 def test_expandable_segments_are_one_per_pool(jobs: dict[str, TrainingJob]) -> None:
-    made = snapshot(ledger(jobs["full"]), expandable_segments=True)
+    made = snapshot(ledger(jobs["full"]), Allocator(expandable_segments=True))
     assert {segment["is_expandable"] for segment in made["segments"]} == {True}
     assert len(made["segments"]) == replay(ledger(jobs["full"]), Allocator(expandable_segments=True)).num_segments
+
+
+def test_the_segments_at_any_event_hold_the_blocks_that_live_then(jobs: dict[str, TrainingJob]) -> None:
+    """As the viewer goes back from the end: what a segment was given later is taken off its end."""
+    made = snapshot(ledger(jobs["full"]), Allocator(expandable_segments=True))
+    (trace,) = made["device_traces"]
+    final = {segment["address"]: segment["total_size"] for segment in made["segments"]}
+    grown = dict.fromkeys(final, 0)
+    for event in trace:
+        home = max(address for address in final if address <= event["addr"])
+        if event["action"] == "segment_map":
+            assert event["addr"] == home + grown[home]
+            grown[home] += event["size"]
+        elif event["action"] == "alloc":
+            assert event["addr"] + event["size"] <= home + grown[home]
+    assert grown == final
+
+
+def test_the_door_writes_it_under_the_jobs_own_allocator(tmp_path: Path) -> None:
+    job = {"architecture": "distilgpt2", "sequence_length": 512, "allocator": {"expandable_segments": True}}
+    explain(job, snapshot=tmp_path / "step.pickle")
+    read = pickle.loads((tmp_path / "step.pickle").read_bytes())
+    assert {segment["is_expandable"] for segment in read["segments"]} == {True}
