@@ -85,10 +85,6 @@ def _huggingface_reason(job: TrainingJob) -> str:
             layout.zero_stage > 0 and layout.data_parallel_size > 1,
             f"zero_stage={layout.zero_stage} is read from DeepSpeed's source and compared with few traces so far.",
         ),
-        (
-            layout.sharding == "fsdp1" and layout.data_parallel_size > 1 and job.finetuning.method != "full",
-            "adapters under FSDP1 agree with the trace, but published runs need more and the reason is not known.",
-        ),
         (job.compile, "compile=true is not modelled: the compiler decides what is kept."),
         (
             (job.offload.parameters or job.offload.optimizer) and not _offloads_with_fsdp2(job),
