@@ -119,7 +119,7 @@ def _measurement(record: Mapping[str, str]) -> Measurement:
         versions=VERSIONS,
     )
     options = dict(translation.job.framework_options)
-    if setup == "baseline-peft-bnb":
+    if setup == "baseline-peft-bnb" and num_gpus == 1:  # trl 0.13 casts no sharded model (`is_sharded_qlora`)
         options["norms_in_float32"] = True
         facts.append("Norms are in fp32, cast by trl: allocated-after-step is larger than accelerated-peft-bnb's by them.")
     if "foak" in setup:

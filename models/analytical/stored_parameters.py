@@ -18,7 +18,7 @@ from peakcast.models.analytical.parameters import (
     head_parameters,
     layer_parameters,
 )
-from peakcast.models.analytical.quantization import quantized_linear_bytes
+from peakcast.models.analytical.quantization import PARAMETERS, quantized_linear_bytes
 from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES
 
@@ -68,7 +68,8 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
             (out_features, in_features), job.finetuning, int(conventions(job).get("gptq_group_size", 128))
         )
         return [
-            StoredTensor(f"{tensor.name}.{name}", module, (num_bytes,), 1, 1, trains=False) for name, num_bytes in parts
+            StoredTensor(f"{tensor.name}.{name}", module, (num_bytes,), 1, 1, trains=False, sharded=name in PARAMETERS)
+            for name, num_bytes in parts
         ] * math.prod(stacked)
     if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
         size = used = FP32

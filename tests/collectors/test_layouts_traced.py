@@ -13,6 +13,14 @@ CELLS = {
         "parallelism": {"data_parallel_size": 8, "sharding": "fsdp1"},
         "finetuning": {"method": "lora", "rank": 16},
     },
+    "fsdp1_lora_keeping_inputs": {
+        "parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"},
+        "finetuning": {"method": "lora", "rank": 16},
+        "activation_checkpointing": {"mode": "full", "use_reentrant": True},
+        "framework_options": {"checkpoints_around_units": True},
+        "architecture": {**CUT, "num_hidden_layers": 4, "vocab_size": 512},
+        "sequence_length": 2048,
+    },
     "fsdp1_trainer_accumulating": {
         **MIXED,
         "framework_options": {"autocast": True},

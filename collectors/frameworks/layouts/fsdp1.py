@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.utils.checkpoint import checkpoint
 
 from peakcast.collectors import gang
 from peakcast.collectors.frameworks.layouts import Alone
@@ -48,9 +49,26 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
         use_orig_params=bool(chosen["fsdp1_use_orig_params"]),
         device_id=torch.device(f"cuda:{gang.local_rank()}"),
     )
+    if chosen.get("checkpoints_around_units"):
+        _checkpoint_around_units(wrapped, decoder_layer_classes(model), job)
     layout = FullySharded(wrapped)
     layout.synchronizes = not chosen["accumulates_without_sync"]
     return layout
+
+
+def _checkpoint_around_units(wrapped: Any, layers: set[type], job: TrainingJob) -> None:
+    """As transformers did it before 4.53: the model checkpoints the call of its layer, which is the FSDP unit by then."""
+    for unit in wrapped.modules():
+        layer: Any = getattr(unit, "module", None)
+        if isinstance(unit, FullyShardedDataParallel) and type(layer) in layers and layer.gradient_checkpointing:
+            layer.gradient_checkpointing = False
+            unit.forward = functools.partial(
+                _checkpointed, unit.forward, job.activation_checkpointing.use_reentrant
+            )
+
+
+def _checkpointed(forward: Any, use_reentrant: bool, *arguments: Any, **keywords: Any) -> Any:
+    return checkpoint(functools.partial(forward, **keywords), *arguments, use_reentrant=use_reentrant)
 
 
 def _policy(model: Any, job: TrainingJob) -> Any:

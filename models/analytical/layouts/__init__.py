@@ -29,6 +29,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
     waits = bool(chosen["accumulates_without_sync"])
     if parallelism.zero_stage:
         return _zero(job, tensors, chosen)
+    sharded = [tensor for tensor in tensors if tensor.sharded]
     if parallelism.sharding in ("fsdp2", "hsdp"):
         shards = ranks
         if parallelism.sharding == "hsdp":  # of one sequence, or of as many as the ranks of a group have
@@ -36,7 +37,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
                 parallelism.data_parallel_size, int(chosen["shard_group_size"])
             )
         units = units_by_layer(
-            tensors, ends_apart=chosen["fsdp2_units"] == "ends", first_layer_without_gradient=no_gradient_enters
+            sharded, ends_apart=chosen["fsdp2_units"] == "ends", first_layer_without_gradient=no_gradient_enters
         )
         return FSDP2(
             tensors,
@@ -48,16 +49,18 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
             offloads=job.offload.parameters,
         )
     if parallelism.sharding == "fsdp1":
+        reentrant = job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant
         return FSDP1(
             tensors,
             # peft's fsdp_auto_wrap_policy
-            units_by_layer(tensors, adapters_apart=True, first_layer_without_gradient=no_gradient_enters),
+            units_by_layer(sharded, adapters_apart=True, first_layer_without_gradient=no_gradient_enters),
             shards=ranks,
             reduce_bytes=reduced_bytes(job),
             waits=waits,
             prefetches=bool(chosen["fsdp1_backward_prefetch"]),
             original=bool(chosen["fsdp1_use_orig_params"]),
-            reentrant=job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant,
+            reentrant=reentrant,
+            keeps_inputs=reentrant and bool(chosen.get("checkpoints_around_units")),
         )
     # the Trainer looks for unused parameters unless it checkpoints (transformers trainer.py `_build_accelerator_args`)
     finds_unused = bool(chosen.get("trainer")) and job.activation_checkpointing.mode == "none"

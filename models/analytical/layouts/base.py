@@ -29,6 +29,8 @@ class StoredTensor:
     decays: bool = True
     gradient_parts: int = 1
     """How many times as large its gradient is until it is reduced: that of a split table is whole on every rank."""
+    sharded: bool = True
+    """Whether FSDP shards it: what is a parameter, and not what hangs on one (the constants of quantised weights)."""
 
     @property
     def numel(self) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from peakcast.models.analytical.layouts.base import ShardedLayout, StoredTensor, Unit
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
-from peakcast.models.analytical.step import Step
+from peakcast.models.analytical.step import Run, Step
+from peakcast.models.analytical.tape import HANDED_IN
 from peakcast.timeline import Category, Phase
 from peakcast.units import round_up
 
@@ -42,6 +43,7 @@ class FSDP1(ShardedLayout):
         prefetches: bool = False,
         original: bool = False,
         reentrant: bool = False,
+        keeps_inputs: bool = False,
     ) -> None:
         super().__init__(tensors, units, prefetches=prefetches, waits=waits)
         self.shards = shards
@@ -50,6 +52,12 @@ class FSDP1(ShardedLayout):
         self.reentrant = reentrant
         """Checkpointed with `use_reentrant`: a frozen layer is resharded only when the next one has been gathered."""
         self._resharded_late: list[int] = []
+        self.keeps_inputs = keeps_inputs
+        """Checkpointed with `use_reentrant` around the units, not inside them: the input of a frozen layer, which the
+        recomputation has made a leaf, and its gradient live until backward ends. The hook that will reshard the layer
+        refers to the leaf's node (`_register_post_backward_reshard_only_hook`), the leaf to the hook, and nobody removes
+        it before `_finalize_params`."""
+        self._inputs: list[int] = []
 
     # -- sizes ------------------------------------------------------------------------------------------------------------
 
@@ -77,6 +85,8 @@ class FSDP1(ShardedLayout):
     # -- what stands ------------------------------------------------------------------------------------------------------
 
     def hold_resident(self, step: Step) -> None:
+        whole = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.sharded)
+        step.hold_all(whole, Category.PARAMETERS)
         for unit in self.units:
             size = self._part_bytes(unit, gathered=False)
             step.hold("flat_param", Category.PARAMETERS, size, 0, module=unit.name)
@@ -139,9 +149,24 @@ class FSDP1(ShardedLayout):
             unit.gathered.clear()
         super().finish(step, unit)
 
+    def after_backward(self, step: Step, run: Run) -> None:
+        super().after_backward(step, run)
+        units = self._of_module.get(run.module, [])
+        if self.keeps_inputs and any(not (unit.trained or unit.stays_after_forward) for unit in units):
+            self._keep_input(step, run)
+
+    def _keep_input(self, step: Step, run: Run) -> None:
+        if self._inputs:  # the gradient that has come in is that of the next layer's input: kept when this one has used it
+            handed_in = run.template.names.index(HANDED_IN)
+            used = (run.backward_start or 0) + int(run.template.dies[handed_in])
+            size = run.template.handed_in_bytes
+            self._inputs += step.allocate("checkpoint.grad", Category.TEMPORARIES, [size], run.module, born=used)
+        self._inputs += step.allocate("checkpoint", Category.ACTIVATIONS, [run.template.input_bytes], run.module)
+
     def end_backward(self, step: Step) -> None:
         super().end_backward(step)
         step.free(self._resharded_late)
+        step.free(self._inputs)
 
     def keep_full(self, step: Step, unit: Unit) -> None:
         """`no_sync`: the flat gradient stays as it is."""

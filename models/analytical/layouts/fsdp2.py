@@ -52,7 +52,9 @@ class FSDP2(ShardedLayout):
     # -- sizes ------------------------------------------------------------------------------------------------------------
 
     def part(self, tensor: StoredTensor) -> tuple[int, ...]:
-        """Shape of one rank's padded part."""
+        """Shape of one rank's padded part; the whole of what is not sharded."""
+        if not tensor.sharded:
+            return tensor.shape
         rows, *rest = tensor.shape or (1,)
         return (-(-rows // self.shards), *rest)
 

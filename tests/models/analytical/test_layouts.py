@@ -17,7 +17,7 @@ from peakcast.models.analytical.layouts.fsdp2 import FSDP2
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.models.analytical.step import Step
-from peakcast.spec import Finetuning, Offload, Optimizer, Parallelism, Precision, TrainingJob
+from peakcast.spec import ActivationCheckpointing, Finetuning, Offload, Optimizer, Parallelism, Precision, TrainingJob
 from peakcast.timeline import Category, Phase
 from peakcast.units import MIB
 
@@ -242,7 +242,7 @@ def test_every_tensor_has_a_life_and_a_second_micro_batch_leaves_nothing_behind(
 def test_scope_names_what_is_left_out():
     assert out_of_scope(job("ddp")) == out_of_scope(job("fsdp1")) == out_of_scope(job("hsdp", ranks=16)) == ""
     assert "zero_stage=2" in out_of_scope(job("zero2"))
-    assert "FSDP1" in out_of_scope(job("fsdp1", finetuning=Finetuning(method="lora", rank=8)))
+    assert out_of_scope(job("fsdp1", finetuning=Finetuning(method="lora", rank=8))) == ""
     assert "offload" in out_of_scope(job("fsdp1", offload=Offload(parameters=True, optimizer=True)))
 
 
@@ -278,3 +278,31 @@ def test_communication_streams_have_pools_of_their_own(layout, apart):
         least += int(np.cumsum(change)[:-1].max())
     assert least > timeline.peak().num_bytes
     assert replay(timeline).peak_reserved_bytes >= least
+
+
+def kept_in_backward(version, reentrant=True):
+    """Inputs of checkpointed layers, and gradients of them, that are still there when backward ends."""
+    steps = ledger(
+        job(
+            "fsdp1_trainer",
+            finetuning=Finetuning(method="lora", rank=8),
+            activation_checkpointing=ActivationCheckpointing(mode="full", use_reentrant=reentrant),
+            versions=FrozenMapping({"transformers": version}),
+        )
+    )
+    end = steps.labels.index("backward ends")
+    alive = [name for name, born, dies in zip(steps.names, steps.born, steps.dies, strict=True) if born <= end < dies]
+    return alive.count("checkpoint"), alive.count("checkpoint.grad")
+
+
+def test_a_hook_on_a_frozen_unit_keeps_what_was_checkpointed_around_it():
+    """Of two layers both inputs, and the gradient of the second's: the first's goes to the embedding."""
+    assert kept_in_backward("4.48.1") == (2, 1)
+    assert kept_in_backward("4.48.1", reentrant=False) == kept_in_backward("5.17.0") == (0, 0)
+
+
+@pytest.mark.parametrize("layout", ["fsdp1_trainer", "fsdp2_trainer"])
+def test_constants_of_quantised_weights_are_whole_on_every_rank(layout):
+    steps = ledger(job(layout, finetuning=Finetuning(method="qlora", rank=8, quantization="nf4")))
+    held = [size for name, size in zip(steps.names, steps.num_bytes, strict=True) if name.endswith("q_proj.weight.absmax")]
+    assert held == [256 * 256 // 64 * FP32] * 2
