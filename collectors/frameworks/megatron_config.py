@@ -54,16 +54,16 @@ _REFUSED: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob],
     "architecture": (
         lambda j: _foreign(j.architecture) != "",
         lambda j: _foreign(j.architecture),
-        "a pre-norm decoder with learned, rotary or no positions",
+        "a pre-norm GPT, BERT or T5 with learned, rotary or no positions",
     ),
 }
 """parameter -> (whether the job asks for what is not done, the value to show, what is done)."""
 
 
 def _foreign(architecture: Architecture) -> str:
-    """What of `architecture` GPTModel has not, "" for nothing."""
+    """What of `architecture` Megatron-LM's networks have not, "" for nothing."""
     features = {
-        "kind": architecture.kind != "decoder",
+        "kind": architecture.kind not in ("decoder", "encoder", "encoder_decoder"),
         "parallel_block": architecture.parallel_block,
         "norm_placement": architecture.norm_placement != "pre",
         "embedding_norm": architecture.embedding_norm,

@@ -105,7 +105,10 @@ class MegatronTraining:
         }
 
     def _forward_step(self, _: Iterator[Any] | None, chunk: Any) -> tuple[Any, Any]:
-        """As `pretrain_gpt.py` has it."""
+        """As `pretrain_gpt.py` has it, or the script of another kind of network."""
+        kind = self.job.architecture.kind
+        if kind != "decoder":
+            return self._forward_of_encoder(chunk, kind)
         batch = self._batch(chunk)
         loss_mask = batch.pop("loss_mask", None)
         model = unwrapped(chunk)
@@ -124,6 +127,22 @@ class MegatronTraining:
         finally:
             model.compute_language_model_loss = losses
         return output, lambda losses: _loss(losses, loss_mask)
+
+    def _forward_of_encoder(self, chunk: Any, kind: str) -> tuple[Any, Any]:
+        from peakcast.collectors.frameworks.megatron_encoders import FORWARDS
+
+        model = unwrapped(chunk)
+        losses = model.compute_language_model_loss
+
+        def announced(*arguments: Any) -> Any:
+            self._begin(Phase.LOSS)
+            return losses(*arguments)
+
+        model.compute_language_model_loss = announced
+        try:
+            return FORWARDS[kind](chunk, self.job, self.device)
+        finally:
+            model.compute_language_model_loss = losses
 
     def _batch(self, chunk: Any) -> dict[str, Any]:
         """What the chunk reads of a micro-batch, as Megatron-LM sends it to a rank (`get_batch_on_this_tp_rank`)."""
@@ -238,28 +257,31 @@ def _network(job: TrainingJob, config: Any, virtual_stage: int | None, device: s
             "pip install 'transformer_engine[pytorch]', or use transformer_impl: local.",
             parameter="framework_options.transformer_impl",
         )
+    common: dict[str, Any] = {
+        "vocab_size": architecture.vocab_size,
+        "max_sequence_length": architecture.max_position_embeddings or job.sequence_length,
+        "pre_process": first,
+        "post_process": last,
+        "fp16_lm_cross_entropy": bool(convention["fp16_lm_cross_entropy"]),
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": architecture.tie_word_embeddings,
+        "position_embedding_type": {"learned": "learned_absolute"}.get(
+            architecture.position_embedding, architecture.position_embedding
+        ),
+        "rotary_percent": float(convention["rotary_percent"]),
+        "vp_stage": virtual_stage,
+    }
+    if architecture.kind != "decoder":
+        from peakcast.collectors.frameworks.megatron_encoders import NETWORKS
+
+        with torch.device(device):
+            return NETWORKS[architecture.kind](job, config, common)
     spec = _layers(architecture, config, engine, virtual_stage)
     ahead = None
     if architecture.num_nextn_predict_layers:
         ahead = specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=virtual_stage)
     with torch.device(device):
-        return GPTModel(
-            config,
-            spec,
-            vocab_size=architecture.vocab_size,
-            max_sequence_length=architecture.max_position_embeddings or job.sequence_length,
-            pre_process=first,
-            post_process=last,
-            fp16_lm_cross_entropy=bool(convention["fp16_lm_cross_entropy"]),
-            parallel_output=True,
-            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
-            position_embedding_type={"learned": "learned_absolute"}.get(
-                architecture.position_embedding, architecture.position_embedding
-            ),
-            rotary_percent=float(convention["rotary_percent"]),
-            mtp_block_spec=ahead,
-            vp_stage=virtual_stage,
-        )
+        return GPTModel(config, spec, mtp_block_spec=ahead, **common)
 
 
 def _layers(architecture: Architecture, config: Any, engine: bool, virtual_stage: int | None) -> Any:

@@ -26,6 +26,8 @@ from peakcast.units import round_up
 ALLOCATION_UNIT_BYTES = 512
 OUTER = (DTensor, AsyncCollectiveTensor)
 """Tensors that stand for others: a shard's whole, the result of a collective that has not been waited for."""
+LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
+"""Operators whose kernel makes its last result first (ATen `native/cuda/Dropout.cu`: the mask, then the result)."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc]
@@ -117,9 +119,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self._phases.append(int(self.phase))
             self._labels.append(str(func).removeprefix("aten."))
         instant = self.now - 1
-        for leaf in tree_iter(result):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf, instant)
+        leaves = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
+        for leaf in reversed(leaves) if str(func) in LAST_RESULT_FIRST else leaves:
+            self._see(leaf, instant)
         return result
 
     def _see(self, tensor: torch.Tensor, instant: int) -> None:

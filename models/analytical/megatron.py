@@ -13,8 +13,8 @@ from peakcast.models.analytical.blocks.megatron_dispatch import held_by_dispatch
 from peakcast.models.analytical.blocks.megatron_ends import embedding
 from peakcast.models.analytical.blocks.megatron_head import encoder_end, head
 from peakcast.models.analytical.blocks.megatron_layer import ENCODER_STATES, decoder_layer
+from peakcast.models.analytical.megatron_inputs import hold_inputs
 from peakcast.models.analytical.megatron_persistent import (
-    FP32,
     RankShare,
     activations_share,
     hold_workspaces,
@@ -33,9 +33,6 @@ from peakcast.timeline import Category, Phase, Timeline
 
 __all__ = ["megatron_ledger", "megatron_out_of_scope"]
 
-INT64 = 8
-
-
 @lru_cache(maxsize=1024)
 def layer_template(context: MegatronContext, input_held: bool) -> Template:
     """The template of a layer that owns its input, or of one whose input somebody else holds."""
@@ -52,7 +49,7 @@ def megatron_ledger(
     weights, turns = weights_share(share), _turned(activations_share(share))
     done = turns.step.fork(parameters_held(weights))
     turns.hold_deferred(done)
-    hold_workspaces(done, share, turns.first_product if first else 0)
+    hold_workspaces(done, share, *((turns.first_product, turns.first_backward) if first else (0, {})))
     done.run_again(optimizer_stepped(weights, first))
     turns.hold_received(done)
     turns.hold_dispatchers(done)
@@ -95,6 +92,8 @@ class _Turns:
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
         self.spans: list[Span] = []
         self.first_product = self.deferred = 0
+        self.first_backward: dict[str, int] = {}
+        """The instants at which the operations of the first backward run for the first time, by label."""
         self.deferred_tensors: list[tuple[str, Category, int, int]] = []
 
         for turn in self._turns():
@@ -185,7 +184,8 @@ class _Turns:
 
     def _backward(self, turn: Turn) -> None:
         state, step = self.alive.pop((turn.micro_batch, turn.chunk)), self.step
-        chunk, context, started = self.share.chunks[turn.chunk], self.share.context, self.step.now
+        share = self.share
+        chunk, context, started = share.chunks[turn.chunk], share.context, step.now
         if not self.first_product:  # the loss itself multiplies no matrices: the output layer is the first that does
             self.first_product = started + (self._head().backward_labels.index("output_layer") if chunk.is_last else 0)
         if not chunk.is_last:
@@ -198,18 +198,25 @@ class _Turns:
                 self._recompute(run, keeps_gradient=not received)
                 summed = summed or step.now
             else:
-                step.run_backward(run)
+                self._run_backward(run)
                 summed = summed or self._summed(run)
         if self.share.target is not None:
             self._hold_encoder_states([run for run in state.runs if isinstance(run, Run)])
         if chunk.is_first and chunk.is_last and self.share.job.architecture.tie_word_embeddings:
             self._hold_tied_gradient(started)
         self.spans.append(Span(turn, started, step.now, summed))
-        self._hold_inputs(chunk, state)
+        hold_inputs(step, share, chunk, state.start, state.end)
         if chunk.is_last and self.share.convention.get("defer_embedding_wgrad_compute"):
             self._defer_output_layer(started)
         if not chunk.is_first:
             step.moment("send_backward", Phase.BACKWARD)
+
+    def _run_backward(self, run: Run) -> None:
+        start = self.step.now
+        self.step.run_backward(run)
+        if all(span.turn.forward for span in self.spans):
+            for number, label in enumerate(run.template.backward_labels):
+                self.first_backward.setdefault(label, start + number)
 
     @staticmethod
     def _summed(run: Run) -> int:
@@ -266,7 +273,7 @@ class _Turns:
             runs.append(step.run_forward(template, f"layers.{i}", Phase.BACKWARD, keeps_gradients=False))
         recomputed = step.now
         for run in reversed(runs):
-            step.run_backward(run)
+            self._run_backward(run)
         if keeps_gradient:
             step.hold("gradient", Category.TEMPORARIES, size, self._summed(runs[-1]), step.now, "checkpoint")
         held = size
@@ -308,29 +315,3 @@ class _Turns:
                     hold("dispatcher.probabilities", Category.OTHER, always, 0, module=module)
                     hold("dispatcher.routing", Category.OTHER, between, 0, first, module)
                     hold("dispatcher.routing", Category.OTHER, between, done, module=module)
-
-    def _hold_inputs(self, chunk: Chunk, state: _MicroBatch) -> None:
-        """The micro-batch on the GPU: ids and labels until its backward is done, the attention mask until its forward is
-        (checkpoints, and the graph of megatron-core's unfused softmax, keep it until their backward). Stages between the
-        ends read none of them."""
-        share, context, hold, now = self.share, self.share.context, self.step.hold, self.step.now
-        start = state.start
-        tokens = context.batch * context.sequence
-        reads = chunk.is_first or (chunk.is_last and share.job.architecture.num_nextn_predict_layers > 0)
-        names = ["tokens", "position_ids"] if reads else []
-        targets = share.target.batch * share.target.sequence if share.target is not None else tokens
-        if context.masked_tokens and (chunk.is_first or chunk.is_last):  # broadcast to both ends, and no [s, s] mask
-            names = ["tokens", "types", "is_random", "padding_mask"]
-        for name in names:
-            hold(name, Category.INPUTS, tokens * INT64, start, now)
-        if chunk.is_last:
-            hold("labels", Category.INPUTS, targets * INT64, start, now)
-            hold("loss_mask", Category.INPUTS, targets * FP32, start, now)
-        if share.target is not None:
-            hold("decoder_tokens", Category.INPUTS, targets * INT64, start, now)
-        builds = share.convention.get("create_attention_mask_in_dataloader", True) and not context.masked_tokens
-        if builds and (chunk.is_first or chunk.is_last):
-            masked = context.attention == "local" and not context.fused_softmax
-            kept = masked or context.recompute_attention or share.job.activation_checkpointing.mode == "full"
-            dies = now if kept else state.end
-            hold("attention_mask", Category.INPUTS, tokens * share.job.sequence_length, start, dies)

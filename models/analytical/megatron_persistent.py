@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -232,9 +232,10 @@ def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
 # -- library workspaces and buffers that are made at first use and never freed ------------------------------------------
 
 
-def hold_workspaces(step: Step, share: RankShare, first_backward: int) -> None:
-    """The global memory buffer, placeholder gradients, and the workspaces of both threads. `first_backward`: the instant of
-    the backward thread's first matrix product, 0 in a steady step."""
+def hold_workspaces(step: Step, share: RankShare, first_product: int, first_backward: Mapping[str, int]) -> None:
+    """The global memory buffer, placeholder gradients, and the workspaces of both threads. `first_product`: the instant of
+    the backward thread's first matrix product; `first_backward`: of each operation's first backward, by label. 0 and empty
+    in a steady step."""
     context, device = share.context, share.device
     for number, chunk in enumerate(share.chunks):  # every RotaryEmbedding caches its answer: a model's, a latent layer's
         for _ in chunk.layers if context.latent is not None else (chunk,):
@@ -242,9 +243,10 @@ def hold_workspaces(step: Step, share: RankShare, first_backward: int) -> None:
             step.hold("rotary_table", Category.OTHER, context.sequence * width * FP32, 0, module=f"chunk.{number}")
     _hold_fp8_weights(step, share)
     step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")
-    for rows, columns in sorted(placeholder_shapes(share)):
+    for (rows, columns), labels in sorted(placeholder_shapes(share).items()):
         size = rows * columns * context.element_bytes
-        step.hold("placeholder_weight_gradient", Category.OTHER, size, first_backward, module="transformer_engine")
+        born = min((first_backward[label] for label in labels if label in first_backward), default=first_product)
+        step.hold("placeholder_weight_gradient", Category.OTHER, size, born, module="transformer_engine")
     if device is None:
         return
     size, experts = transformer_engine_workspace_bytes(device), context.experts
@@ -259,7 +261,7 @@ def hold_workspaces(step: Step, share: RankShare, first_backward: int) -> None:
         config = str(share.convention.get("cublas_workspace_config") or "") or None
         size = cublas_workspace_bytes(device, share.job.versions, config)
         step.hold("cublas_workspace", Category.WORKSPACES, size, 0, module="forward thread")
-        step.hold("cublas_workspace", Category.WORKSPACES, size, first_backward, module="autograd thread")
+        step.hold("cublas_workspace", Category.WORKSPACES, size, first_product, module="autograd thread")
 
 
 def _hold_fp8_weights(step: Step, share: RankShare) -> None:
@@ -306,11 +308,12 @@ def memory_buffer_bytes(share: RankShare) -> int:
     return max(context.gathered_bytes if gathers else 0, scores, dispatched)
 
 
-def placeholder_shapes(share: RankShare) -> set[tuple[int, int]]:
+def placeholder_shapes(share: RankShare) -> dict[tuple[int, int], set[str]]:
     """Shapes of the placeholder gradients that Transformer Engine caches (`get_dummy_wgrad`, which megatron-core's own
-    projections call too) under gradient-accumulation fusion: one per shape of a projection on this rank."""
+    projections call too) under gradient-accumulation fusion: one per shape of a projection on this rank. With the labels of
+    the projections that have it: whichever runs backward first makes it."""
     context = share.context
-    shapes: set[tuple[int, int]] = set()
+    shapes: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
     if not context.gradient_accumulation_fusion:
         return shapes
     cached = context.cached_placeholders if context.transformer_engine else context.cached_output_placeholder
@@ -318,13 +321,15 @@ def placeholder_shapes(share: RankShare) -> set[tuple[int, int]]:
         parameters = (p for layer in share.layer_contexts for p in layer_parameters(layer))
         anew = context.experts is not None and context.experts.grouped
         anew = anew and not bool(share.convention.get("cached_grouped_placeholders", True))
-        parameters = (p for p in parameters if not (anew and "mlp.experts." in p.name))
-        matrices = (p for p in parameters if p.name.endswith("weight") and len(p.shape) > 1)
-        shapes |= {(p.shape[-2], p.shape[-1]) for p in matrices if ".linear_" in p.name}
+        for p in parameters:
+            matrix = ".linear_" in p.name and p.name.endswith("weight") and len(p.shape) > 1
+            if matrix and not (anew and "mlp.experts." in p.name):
+                label = p.name.removesuffix(".weight").removeprefix("self_attention.").removeprefix("mlp.")
+                shapes[p.shape[-2], p.shape[-1]].add(label)
         if share.has_head and share.job.architecture.num_nextn_predict_layers:
-            shapes.add((context.hidden // context.tensor_parallel_size, 2 * context.hidden))
+            shapes[context.hidden // context.tensor_parallel_size, 2 * context.hidden].add("mtp.eh_proj")
     if context.cached_output_placeholder and share.has_head:
-        shapes.add((context.vocabulary, context.hidden))
+        shapes[context.vocabulary, context.hidden].add("output_layer")
     return shapes
 
 

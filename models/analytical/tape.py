@@ -161,21 +161,21 @@ class Tape:
         for tensor in reads:
             tensor.storage.last_read = index
             needs_grad = needs_grad or tensor.requires_grad
+        if needs_grad:
+            for tensor in saves:
+                self._keep(tensor.storage, index)
+            for size in extra_saved_bytes:
+                extra = Storage(f"{name}.saved", size, category, index, kind)
+                self._storages.append(extra)
+                self._keep(extra, index)
         if view_of is not None:
             output = Tensor(view_of.storage, output_bytes, needs_grad)
         else:
             storage = Storage(output_name or name, output_bytes, category, index, kind)
             self._storages.append(storage)
             output = Tensor(storage, output_bytes, needs_grad)
-        if needs_grad:
-            for tensor in saves:
-                self._keep(tensor.storage, index)
-            if saves_output:
-                self._keep(output.storage, index)
-            for size in extra_saved_bytes:
-                extra = Storage(f"{name}.saved", size, category, index, kind)
-                self._storages.append(extra)
-                self._keep(extra, index)
+        if needs_grad and saves_output:
+            self._keep(output.storage, index)
         if gradients is None:
             needed: list[tuple[Tensor, int | None]] = [(t, t.num_bytes) for t in reads if t.requires_grad]
         else:
@@ -238,6 +238,12 @@ class Tape:
         cached = self._cached(cached_matmuls) if cached_matmuls else set()
         savers = [index for index, operation in enumerate(self._operations) if any(operation.saved_bytes)]
         last_saver = max(savers, default=0)
+        for index, operation in enumerate(self._operations):
+            size = operation.forward_temporary_bytes
+            if size > 0:
+                last = index + 1
+                name = f"{operation.name}.temporary"
+                rows.append((name, _TEMPORARY, size, index, False, last, False, False, last, False))
         for storage in self._storages:
             if storage.num_bytes <= 0:
                 continue
@@ -252,12 +258,6 @@ class Tape:
                     *(storage.born, False, dies, in_backward, False, last, kept),
                 )
             )
-        for index, operation in enumerate(self._operations):
-            size = operation.forward_temporary_bytes
-            if size > 0:
-                last = index + 1
-                name = f"{operation.name}.temporary"
-                rows.append((name, _TEMPORARY, size, index, False, last, False, False, last, False))
         self._run_backward(backward, output, rows)
         elsewhere = {
             name: Elsewhere(ends.get(-1 if saver is None else saver), self._gradient_from.get(id(tensor)))

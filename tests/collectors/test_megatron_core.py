@@ -27,6 +27,8 @@ LLAMA = {
     "tie_word_embeddings": False, "attention_dropout": 0.0, "hidden_dropout": 0.0, "embedding_dropout": 0.0,
     "intermediate_size": 768,
 }  # fmt: skip
+BERT = {**GPT, "name": "bert", "model_type": "megatron_bert", "kind": "encoder", "type_vocab_size": 2}
+T5 = {**GPT, "name": "t5", "model_type": "megatron_t5", "kind": "encoder_decoder", "num_decoder_layers": 4}
 ALONE = {
     "transformer_impl": "local", "adam_library": "torch", "persist_layer_norm": False, "apply_rope_fusion": False,
     "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
@@ -42,10 +44,12 @@ CELLS = {
     "distributed optimizer": ({"parallelism": {"data_parallel_size": 4, "zero_stage": 1}}, 1),
     "tensor parallel": ({"parallelism": {"tensor_parallel_size": 2}}, 1),
     "pipeline's first": ({"parallelism": {"pipeline_parallel_size": 2}, "gradient_accumulation_steps": 4}, 0),
-    "pipeline's last": ({"parallelism": {"pipeline_parallel_size": 2}, "gradient_accumulation_steps": 4}, 1),
     "recomputed": ({"activation_checkpointing": {"mode": "full", "num_layers": 1}}, 0),
     "core attention recomputed": ({"activation_checkpointing": {"mode": "selective"}}, 0),
     "fp32 softmax": ({"framework_options": {**ALONE, "attention_softmax_in_fp32": True}}, 0),
+    "pipeline's last, bert": (
+        {"architecture": BERT, "parallelism": {"pipeline_parallel_size": 2}, "gradient_accumulation_steps": 4}, 1
+    ),
     "bf16 gradients": ({"gradient_accumulation_steps": 3, "precision.gradients": "bfloat16"}, 0),
 }
 
@@ -70,6 +74,10 @@ ENGINE_CELLS = {
     "fp8, delayed": ({"framework_options": FUSED, "precision.compute": "float8"}, 0),
     "fp8, middle stage": (
         {**STAGES, "framework_options": {**FUSED, "fp8_recipe": "tensorwise"}, "precision.compute": "float8"}, 1
+    ),
+    "t5, tensor parallel": (
+        {"architecture": T5, "decoder_sequence_length": 64, "framework_options": {"attention_backend": "unfused"},
+         "parallelism": {"tensor_parallel_size": 2}}, 1,
     ),
     "own modules beside the engine": ({"framework_options": {"transformer_impl": "local"}}, 0),
 }  # fmt: skip

@@ -164,8 +164,8 @@ def _softmax(tape: Tape, scores: Tensor, context: MegatronContext) -> Tensor:
     """The fused kernel keeps its result; without it the mask is filled in in place (`forward_torch_softmax`), in fp32 where
     the softmax is."""
     narrow, wide = scores.num_bytes, context.score_elements * FP32
-    if context.fused_softmax:
-        return tape.operation("softmax", [scores], narrow, saves_output=True)
+    if context.fused_softmax:  # backward works in place too (Transformer Engine `csrc/extensions/softmax.cpp`)
+        return tape.operation("softmax", [scores], narrow, saves_output=True, gradients=[(scores, None)])
     if context.wide_softmax and wide != narrow:
         scores = tape.operation("softmax.to_float32", [scores], wide)
     if context.transformer_engine:

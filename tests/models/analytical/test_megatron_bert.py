@@ -14,6 +14,7 @@ from peakcast.catalog import gpu
 from peakcast.dialects.megatron import from_megatron
 from peakcast.models.analytical.megatron import megatron_ledger, megatron_out_of_scope
 from peakcast.models.analytical.megatron_persistent import owned_parameters, rank_share
+from peakcast.models.baseline import baseline
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category
 
@@ -80,16 +81,17 @@ def test_another_shape_is_still_refused_by_name():
 @pytest.mark.parametrize(
     ("device", "tensor", "measured", "tolerance"),
     [
-        ("A100-80GB", 1, 5_631_605_760, 0.008),  # bert_mcore_tp1_pp2, dev
-        ("A100-80GB", 2, 3_055_894_528, 0.009),  # bert_mcore_tp2_pp2, dev
-        ("H100-80GB", 1, 5_707_393_024, 0.003),
-        ("H100-80GB", 2, 3_125_675_520, 0.022),  # 60 MiB are missing with two ranks, not with one
+        # bert_mcore_tp1_pp2, dev; A100's runs, with every fifth step logged, hold 27 and 12 MiB less between steps
+        ("A100-80GB", 1, 5_631_605_760, 0.01),
+        ("A100-80GB", 2, 3_055_894_528, 0.01),  # bert_mcore_tp2_pp2, dev
+        ("H100-80GB", 1, 5_707_393_024, 0.001),
+        # 48 MiB at the peak that exist with two ranks only; the traced library has none of them, and neither has its replay
+        ("H100-80GB", 2, 3_125_675_520, 0.017),
     ],
 )
 def test_published_runs(device: str, tensor: int, measured: int, tolerance: float):
     job = make(8, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=2, deterministic_mode=True)
-    peak = megatron_ledger(job, rank=7, device=gpu(device)).peak().num_bytes
-    assert abs(peak / measured - 1) < tolerance
+    assert baseline(job, gpu(device), 7).start("peak_allocated_bytes") == pytest.approx(measured, rel=tolerance)
 
 
 def test_the_ledger_adds_up():

@@ -11,10 +11,12 @@ import pytest
 
 from peakcast.catalog import gpu
 from peakcast.dialects.megatron import from_megatron
+from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.megatron import megatron_ledger, megatron_out_of_scope
 from peakcast.models.analytical.megatron_persistent import owned_parameters, rank_share
 from peakcast.models.baseline import baseline
 from peakcast.spec import TrainingJob
+from peakcast.timeline import Phase
 
 H, V = 768, 29184
 """T5-base's width; the cased vocabulary of 28996 + 2 + 100 tokens in multiples of 128."""
@@ -79,17 +81,47 @@ def test_what_is_not_modelled_is_said(flags: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("device", "tensor", "flags", "measured", "tolerance"),
+    ("implementation", "elements"),
+    [("local", 512 * 512 + 128 * 512 + 128 * 128), ("transformer_engine", 0)],  # one number a token is as good as none
+)
+def test_masks_are_of_padding_and_square_for_megatrons_own_attention(implementation: str, elements: int):
+    timeline = megatron_ledger(make(global_batch_size=4, transformer_impl=implementation))
+    named = zip(timeline.names, timeline.num_bytes, strict=True)
+    assert sum(int(size) for name, size in named if name == "attention_mask") == 4 * elements
+
+
+def test_a_placeholder_is_made_when_a_projection_of_its_shape_first_runs_backward():
+    timeline = megatron_ledger(make(global_batch_size=4), step="first")
+    named = zip(timeline.names, timeline.num_bytes, timeline.born, strict=True)
+    born = {int(size): int(at) for name, size, at in named if name == "placeholder_weight_gradient"}
+    for rows, label in ((V, "output_layer"), (3 * H, "linear_qkv")):
+        first = next(i for i, at in enumerate(timeline.labels) if at == label and timeline.phases[i] == Phase.BACKWARD)
+        assert born[2 * rows * H] == first
+
+
+OLDER = {"cached_output_layer_placeholder": False}
+"""Of the published runs those with every fifth step logged lack the output layer's placeholder, which megatron-core 0.13.1
+does not keep; those with every step logged have it."""
+
+
+@pytest.mark.parametrize(
+    ("device", "tensor", "flags", "options", "measured", "tolerance"),
     [
-        ("A100-80GB", 1, {"transformer_impl": "local"}, 6_189_654_016, 0.011),  # t5_mcore_tp1_pp1_vp1, dev
-        ("A100-80GB", 4, {"transformer_impl": "local"}, 1_820_059_648, 0.009),  # t5_mcore_tp4_pp1, dev
-        ("H100-80GB", 4, {"attention_backend": "unfused"}, 1_862_527_488, 0.011),  # t5_mcore_te_tp4_pp1, dev
+        ("A100-80GB", 1, {"transformer_impl": "local"}, {}, 6_189_654_016, 0.001),  # t5_mcore_tp1_pp1_vp1, dev
+        ("H100-80GB", 1, {"transformer_impl": "local"}, {}, 6_186_639_360, 0.001),
+        ("H100-80GB", 4, {"transformer_impl": "local"}, {}, 1_831_392_256, 0.005),  # t5_mcore_tp4_pp1, dev
+        ("A100-80GB", 4, {"transformer_impl": "local"}, OLDER, 1_820_059_648, 0.002),
+        ("H100-80GB", 4, {"attention_backend": "unfused"}, {}, 1_862_527_488, 0.003),  # t5_mcore_te_tp4_pp1, dev
+        ("A100-80GB", 4, {"attention_backend": "unfused"}, OLDER, 1_822_061_568, 0.002),
         ("H100-80GB", 4, {"hidden_size": 4096, "num_attention_heads": 64, "ffn_hidden_size": 10240,
-                          "encoder_num_layers": 24, "decoder_num_layers": 24, "global_batch_size": 8},
-         44_989_894_656, 0.002),  # t5_11b_mcore_tp4_pp1, dev
+                          "encoder_num_layers": 24, "decoder_num_layers": 24, "global_batch_size": 8}, {},
+         44_989_894_656, 0.001),  # t5_11b_mcore_tp4_pp1, dev
     ],
 )  # fmt: skip
-def test_published_runs(device: str, tensor: int, flags: dict[str, Any], measured: int, tolerance: float):
+def test_published_runs(
+    device: str, tensor: int, flags: dict[str, Any], options: dict[str, Any], measured: int, tolerance: float
+):
     job = make(8, tensor_model_parallel_size=tensor, deterministic_mode=True, **flags)
+    job = job.replace(framework_options=FrozenMapping({**job.framework_options, **options}))
     peak = baseline(job, gpu(device), 7).start("peak_allocated_bytes")
-    assert abs(peak / measured - 1) < tolerance
+    assert peak == pytest.approx(measured, rel=tolerance)

@@ -116,3 +116,13 @@ def test_without_a_graph_only_what_is_held_outlives_the_block():
     step.run_without_graph(template, "layers.0")
     step.moment("after", Phase.FORWARD)
     assert step.timeline().totals[-1] == 0
+
+
+def test_a_kernel_makes_its_temporaries_and_what_it_keeps_before_its_result():
+    """ATen's dropout: the mask, then the result; a projection that contains a norm: the normed input, then its product."""
+    tape = Tape()
+    output = tape.operation("dropout", [tape.input(4096)], 4096, extra_saved_bytes=[2048], forward_temporary_bytes=1024)
+    template = tape.finish(output)
+    made = [name for name, born, later in zip(template.names, template.born, template.born_backward, strict=True)
+            if name != "hidden_states" and born == 0 and not later]  # fmt: skip
+    assert made == ["dropout.temporary", "dropout.saved", "dropout"]
