@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from peakcast.collectors.probes import forget_allocator_settings
 from peakcast.errors import PeakcastError
 from peakcast.records import Measurement
 
@@ -44,6 +45,7 @@ def main(arguments: list[str]) -> int:
     die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGTERM, _end)
     (name,) = arguments
+    forget_allocator_settings()
     libraries = getattr(importlib.import_module(load(name).__module__), "LIBRARIES", ())
     # torch then asks NVML, not CUDA, whether there is a GPU: asking CUDA would spoil it for the forked processes
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

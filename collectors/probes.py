@@ -11,8 +11,10 @@ import os
 import platform
 import re
 import resource
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from peakcast.allocator import Allocator, moves_nothing
 from peakcast.errors import NO_GPU, CollectorError
 
 if TYPE_CHECKING:
@@ -22,7 +24,13 @@ PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "triton"),
     *("megatron_core", "transformer_engine"),
 )
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "CUDA_MODULE_LOADING")
+ALLOCATOR_VARIABLES = (
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),  # the first is read first
+    *("PYTORCH_NO_CUDA_MEMORY_CACHING", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"),
+    *("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "TORCH_CUDNN_SDPA_DEPRIORITIZED", "CUDA_MODULE_LOADING"),
+    *("TORCH_NCCL_AVOID_RECORD_STREAMS", "NCCL_BUFFSIZE", "NCCL_NVLS_ENABLE", "NCCL_MAX_P2P_NCHANNELS"),
+)
+"""Environment variables that change what is allocated (docs/where-memory-goes.md, sections A to C and G)."""
 FUSED_ATTENTION = {"Cudnn": "cudnn", "Flash": "flash", "Efficient": "efficient"}
 """Part of the name of the autograd node -> attention kernel."""
 BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -67,10 +75,19 @@ def allocator_counts() -> dict[str, int]:
     return {"num_alloc_retries": int(stats.get("num_alloc_retries", 0)), "num_ooms": int(stats.get("num_ooms", 0))}
 
 
-def allocator_setting(expandable_segments: bool, current: str) -> str:
-    """`current` (the value of PYTORCH_CUDA_ALLOC_CONF) with the job's choice in it; to be set before torch is imported."""
-    others = [item for item in current.split(",") if item and not item.strip().startswith("expandable_segments")]
-    return ",".join([*others, f"expandable_segments:{expandable_segments}"])
+def allocator_settings(allocator: Allocator, current: str = "") -> str:
+    """`current` (a value of PYTORCH_CUDA_ALLOC_CONF) with what the job says in place of what it could say."""
+    chosen = [(each.name, getattr(allocator, each.name)) for each in fields(allocator)]
+    said = [f"{name}:{value}" for name, value in chosen if value not in (None, False)]
+    return ",".join([*filter(moves_nothing, re.split(r",(?![^\[]*\])", "".join(current.split()))), *said])
+
+
+def forget_allocator_settings() -> None:
+    """Drop what this process's environment says of where tensors go: a row's job says it, and nothing else may. Torch reads
+    the variables when it is imported, so this comes before."""
+    said = [os.environ.pop(name, "") for name in ALLOCATOR_VARIABLES[:2]]
+    if kept := allocator_settings(Allocator(), ",".join(said)):
+        os.environ[ALLOCATOR_VARIABLES[0]] = kept
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -174,6 +191,12 @@ def registers_pinned() -> bool:
     default): what is pinned is pageable memory first, and counted as such."""
     settings = ",".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
     return "pinned_use_cuda_host_register:True" in settings
+
+
+def has_skipped(scaler: Any) -> bool:
+    """Whether a loss scaler (None without one) has left a step out because gradients overflowed: it halves its scale then,
+    and doubles it after 2000 steps only (torch 2.13 amp/grad_scaler.py)."""
+    return scaler is not None and scaler.is_enabled() and scaler.get_scale() < scaler._init_scale
 
 
 def managed_bytes(optimizer: Any) -> int:

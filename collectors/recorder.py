@@ -75,6 +75,7 @@ class Recorder:
         """What the CUDA context added."""
         self.growth: Growth | None = None
         self.nvml_peak: int | None = None
+        self.nvml_end: int | None = None
         self.pageable_before: int | None = None
         """`probes.pageable_bytes` once the CUDA context is there: the interpreter, its libraries and the driver."""
         self.pageable_peak: int | None = None
@@ -135,6 +136,8 @@ class Recorder:
             self.environment["attention_backend"] = probes.attention_backend(self.job)
         if not generates:
             self.managed = probes.managed_bytes(training.optimizer)
+            if probes.has_skipped(getattr(training, "scaler", None)):
+                self.spoiled.append("gradients overflowed: the loss scaler skipped a step.")
         if not generates and not any(training.optimizer.state.values()) and self.job.optimizer.name != "sgd":
             self.spoiled.append("the optimizer has no states: its step was skipped.")
 
@@ -246,6 +249,9 @@ class Recorder:
         for part, peak in (self.steps[-1] if self.steps else {}).items():
             phase = "forward" if part in GENERATION else part
             last[phase] = max(peak["allocated"], last.get(phase, 0))
+        if self.idle is not None:
+            self.readings |= {"nvml_idle_bytes": self.idle, "nvml_peak_bytes": self.nvml_peak}
+            self.readings["nvml_end_bytes"] = self.nvml_end
         used = None if self.nvml_peak is None or self.idle is None else self.nvml_peak - self.idle
         self.readings |= self.growth.readings() if self.growth is not None else {}
         self.readings |= {"num_ooms": counts["num_ooms"], "steps": self.steps, "built": self.built}

@@ -115,12 +115,9 @@ def measured(
     import torch
 
     probes.require_gpu()
-    variable = "PYTORCH_CUDA_ALLOC_CONF"  # read before the newer PYTORCH_ALLOC_CONF
-    settings = os.environ.get(variable, "")
-    if job.allocator.expandable_segments or "expandable_segments" in settings:
-        settings = probes.allocator_setting(job.allocator.expandable_segments, settings)
-    if settings:  # the variable itself was read when the parent imported torch
-        torch.cuda.memory._set_allocator_settings(settings)
+    variable = probes.ALLOCATOR_VARIABLES[0]
+    if settings := probes.allocator_settings(job.allocator, os.environ.get(variable, "")):
+        torch.cuda.memory._set_allocator_settings(settings)  # the variable was read when the parent imported torch
         os.environ[variable] = settings
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order; CUDA's own puts the fastest GPU first
     torch.cuda.set_device(gang.local_rank())
@@ -145,7 +142,7 @@ def measured(
             if not probes.is_out_of_memory(error):
                 raise
             record.out_of_memory(error)
-    record.nvml_peak, record.pageable_peak = seen.peak, seen.pageable_peak
+    record.nvml_peak, record.nvml_end, record.pageable_peak = seen.peak, nvml.used_bytes(), seen.pageable_peak
     if seen.others:
         record.spoiled.append("another process used the GPU during the run.")
     if remarks := nvml.remarks(seen.processes):

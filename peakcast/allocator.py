@@ -121,6 +121,12 @@ _READERS: dict[str, Callable[[str], Any]] = {
 }
 
 
+def moves_nothing(item: str) -> bool:
+    """Whether a setting ("pinned_num_register_threads:8") has no effect on where tensors go."""
+    name = item.partition(":")[0]
+    return name in MOVES_NOTHING or name.startswith("pinned_")
+
+
 def parse_allocator(text: str) -> Allocator:
     """The settings that an environment variable's value gives: "expandable_segments:True,max_split_size_mb:128".
 
@@ -130,7 +136,7 @@ def parse_allocator(text: str) -> Allocator:
     settings: dict[str, Any] = {}
     for item in re.split(r",(?![^\[]*\])", "".join(text.split())):
         name, _, value = item.partition(":")
-        if not item or name in MOVES_NOTHING or name.startswith("pinned_") or item == "backend:native":
+        if not item or moves_nothing(item) or item == "backend:native":
             continue
         if name == "backend":
             raise _refused(name, value, "native: the driver's own pools are not modelled")

@@ -59,6 +59,11 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         ("compile", job.compile, "what the compiler fuses and keeps is decided on a GPU"),
         ("finetuning.quantization", job.finetuning.quantization, "weights are quantised by their values"),
         ("optimizer.name", job.optimizer.name.startswith("paged") and job.optimizer.name, "managed memory needs a GPU"),
+        (
+            "optimizer.implementation",
+            job.optimizer.name in ("sgd", "adagrad") and job.optimizer.implementation == "fused" and "fused",
+            f"torch has no rule for fake tensors of a fused {job.optimizer.name}",
+        ),
     ):
         if value:
             raise CollectorError(

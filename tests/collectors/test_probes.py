@@ -1,7 +1,10 @@
 """Readings that need no GPU to be right: kernel names in a graph, messages, settings."""
 
+import os
+
 import pytest
 
+from peakcast.allocator import Allocator, parse_allocator
 from peakcast.collectors import probes
 
 torch = pytest.importorskip("torch")
@@ -26,15 +29,34 @@ def test_a_loss_without_a_graph_has_no_attention_kernel():
 
 
 @pytest.mark.parametrize(
-    ("current", "expandable", "setting"),
+    ("said", "current", "settings"),
     [
-        ("", True, "expandable_segments:True"),
-        ("expandable_segments:True", False, "expandable_segments:False"),
-        ("max_split_size_mb:64,expandable_segments:False", True, "max_split_size_mb:64,expandable_segments:True"),
+        ({}, "", ""),
+        ({"expandable_segments": True}, "", "expandable_segments:True"),
+        ({}, "expandable_segments:True,max_split_size_mb:64", ""),
+        ({"max_split_size_mb": 64}, "max_split_size_mb:128", "max_split_size_mb:64"),
+        (
+            {"roundup_power2_divisions": "[256:1,>:8]", "garbage_collection_threshold": 0.8},
+            "pinned_use_cuda_host_register:True, roundup_power2_divisions:[64:2,256:4],backend:cudaMallocAsync",
+            "pinned_use_cuda_host_register:True,roundup_power2_divisions:[256:1,>:8],garbage_collection_threshold:0.8",
+        ),
     ],
 )
-def test_the_jobs_allocator_setting_wins_and_the_others_stay(current, expandable, setting):
-    assert probes.allocator_setting(expandable, current) == setting
+def test_the_allocator_is_set_as_the_job_says_and_nothing_else_that_moves_tensors_stays(said, current, settings):
+    asked = Allocator(**said)
+    assert probes.allocator_settings(asked, current) == settings
+    assert parse_allocator(settings) == asked
+
+
+def test_what_the_environment_says_of_placement_is_forgotten(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,pinned_num_register_threads:8")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    probes.forget_allocator_settings()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "pinned_num_register_threads:8"
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    probes.forget_allocator_settings()
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -60,3 +82,16 @@ def test_the_requested_size_is_read_from_the_message(message, size):
 )
 def test_running_out_in_a_library_is_out_of_memory_and_other_errors_are_not(error, answer):
     assert probes.is_out_of_memory(error) is answer
+
+
+@pytest.mark.parametrize(("overflows", "skipped"), [(False, False), (True, True)])
+def test_a_step_that_the_loss_scaler_left_out_is_noticed(overflows, skipped):
+    scaler = torch.amp.GradScaler("cpu")
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler.scale((weight * (float("inf") if overflows else 1.0)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert probes.has_skipped(scaler) is skipped
+    assert torch.equal(weight, torch.ones(2)) is skipped
+    assert not probes.has_skipped(None)
