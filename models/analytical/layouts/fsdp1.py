@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from peakcast.models.analytical.layouts.base import ShardedLayout, StoredTensor, Unit
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
-from peakcast.models.analytical.tape import HANDED_IN
+from peakcast.models.analytical.template import HANDED_IN
 from peakcast.timeline import Category, Phase
 from peakcast.units import round_up
 
