@@ -13,6 +13,7 @@ import transformers
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from peakcast.collectors.frameworks import layouts, scope
+from peakcast.collectors.frameworks.compiled import compile_model, is_compiled_whole
 from peakcast.collectors.frameworks.huggingface_model import in_float8, model_of, with_adapters
 from peakcast.collectors.frameworks.optimizers import LEARNING_RATE, build_optimizer
 from peakcast.conventions import conventions
@@ -49,7 +50,7 @@ class HuggingFaceTraining:
             on_loss()
             return loss_function(*arguments, **keywords)
 
-        announces = not self.job.compile  # what is compiled has no moment between its layers and its loss
+        announces = not is_compiled_whole(self.job)
         if announces:
             inner.loss_function = announced
         before = self._module_before_loss(inner) if announces else None
@@ -172,8 +173,8 @@ def build(job: TrainingJob, device: str) -> Any:
         embeddings.neftune_noise_alpha = NEFTUNE_NOISE_ALPHA
         embeddings.register_forward_hook(neftune_post_forward_hook)
     training = HuggingFaceTraining(job, model, layouts.wrap(model, job), batch)
-    if job.compile:
-        training.model.compile()  # last, as accelerate's prepare_model does: what the layout has wrapped
+    if job.compile:  # last, as accelerate's prepare_model does: what the layout has wrapped
+        compile_model(training.model, causal_model(model), job)
     return training
 
 

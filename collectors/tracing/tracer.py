@@ -9,8 +9,9 @@ own storage is nominal and of full size.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from peakcast.units import round_up
 ALLOCATION_UNIT_BYTES = 512
 OUTER = (DTensor, AsyncCollectiveTensor)
 """Tensors that stand for others: a shard's whole, the result of a collective that has not been waited for."""
+
+BUFFER = "empty_strided.default"
+"""Memory that compiled code makes before the kernel that fills it."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc]
@@ -60,14 +64,30 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
         """Name the modules of `model` as they run."""
         names = {id(part): name for name, part in model.named_modules()}
-        before = hooks.register_module_forward_pre_hook(lambda part, _: self._modules.append(names.get(id(part), "")))
+        before = hooks.register_module_forward_pre_hook(lambda part, _: self._enter(names.get(id(part), "")))
         # also when it raises: checkpointing stops a recomputation early with an exception
         after = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
+        compiled = [part for part in model.modules() if part._compiled_call_impl is not None]
+        for part in compiled:  # its hooks are compiled too, and away
+            part._compiled_call_impl = self._within(names[id(part)], part._compiled_call_impl)
         try:
             yield
         finally:
             before.remove()
             after.remove()
+            for part in compiled:
+                part._compiled_call_impl = part._compiled_call_impl.__wrapped__
+
+    def _within(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def called(*arguments: Any, **keywords: Any) -> Any:
+            self._enter(name)
+            try:
+                return call(*arguments, **keywords)
+            finally:
+                self._leave()
+
+        return called
 
     @contextlib.contextmanager
     def one_operation(self, label: str) -> Iterator[None]:
@@ -86,6 +106,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 if number in self._entries and self._entries[number][3] is not None:
                     del self._entries[number]
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Off while torch.compile compiles, on while what it made runs; else Dynamo would compile nothing."""
+        return True
+
+    def launched(self, label: str, tensors: Iterable[torch.Tensor]) -> None:
+        """A kernel without an operator ran on `tensors`. Buffers that had been made for it are named after it."""
+        self._phases.append(int(self.phase))
+        self._labels.append(label)
+        self._christen(tensors, label)
+
+    def _christen(self, tensors: Iterable[torch.Tensor], label: str) -> None:
+        for tensor in tensors:
+            entry = self._entries.get(self._alive.get(tensor.untyped_storage()._cdata, -1))
+            if entry is not None and entry[0] == BUFFER:
+                entry[0] = label
+
     def __enter__(self) -> Tracer:
         """Also see storages that are emptied in place, as FSDP frees them."""
         resize = self._resize = torch.UntypedStorage.resize_
@@ -103,8 +140,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
+    def _enter(self, name: str) -> None:
+        if not torch.compiler.is_compiling():
+            self._modules.append(name)
+
     def _leave(self) -> None:
-        if self._modules:
+        if self._modules and not torch.compiler.is_compiling():
             self._modules.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,6 +161,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         for leaf in tree_iter(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf, instant)
+        if func._schema.overload_name == "out" and isinstance(result, torch.Tensor):
+            self._christen([result], self._labels[instant])
         return result
 
     def _see(self, tensor: torch.Tensor, instant: int) -> None:
