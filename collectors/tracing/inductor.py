@@ -86,6 +86,9 @@ def install(tracer: Tracer) -> None:
     async_compile.AsyncCompile.triton = (  # type: ignore[method-assign]
         lambda self, name, *arguments, **keywords: _Kernel(name, tracer)
     )
+    async_compile.AsyncCompile.cpp_pybinding = (  # type: ignore[method-assign]
+        lambda self, *arguments, **keywords: _Kernel("cpp_fused", tracer).run
+    )
     folder = joint_graph.UniformValueConstantFolder  # looks at the values of one-element tensors
     for name in ("run", "_add_peephole_patterns"):
         setattr(folder, name, _on_cpu(getattr(folder, name)))
@@ -109,12 +112,15 @@ def _answer_for_the_gpu() -> None:
     cuda._DeviceGuard = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
     # C functions that would make real tensors of the GPU's, or of a fake one's storage
-    answers._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(  # type: ignore[attr-defined]
-        size, stride, dtype=dtype, device="cuda:0"
-    )
+    answers._empty_strided_cuda = functools.partial(_empty, device="cuda:0")  # type: ignore[attr-defined]
+    answers._empty_strided_cpu = functools.partial(_empty, device="cpu")  # type: ignore[attr-defined]
     answers._reinterpret_tensor = lambda whole, size, stride, offset=0: torch.as_strided(  # type: ignore[attr-defined]
         whole, size, stride, whole.storage_offset() + offset
     )
+
+
+def _empty(size: Any, stride: Any, dtype: torch.dtype, *, device: str) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
