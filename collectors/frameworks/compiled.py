@@ -15,21 +15,18 @@ def is_compiled_whole(job: TrainingJob) -> bool:
     return job.compile and conventions(job)["compiled_regions"] == "network"
 
 
-def compile_model(model: Any, inner: Any, job: TrainingJob) -> None:
-    """Compile `model`, whose network is `inner`, as the stack does.
+def compile_layers(model: Any, job: TrainingJob) -> Any:
+    """`model` with its layers compiled, each with its checkpointing, as the stack does it.
 
-    Whole: accelerate's `prepare_model`. By layers, `huggingface`: accelerate's `compile_regions`, which also compiles each
-    other module without layers (embedding, final norm, head) by itself, here by its variant that changes modules in place.
-    By layers, `torch`: torchtitan's `apply_compile`: each layer and the loss.
+    `huggingface`: accelerate's `compile_regions`, which also compiles each other module without layers (embedding, final
+    norm, head) by itself. `torch`: torchtitan's `apply_compile`, which compiles the layers and the loss.
     """
-    if is_compiled_whole(job):
-        model.compile()
-    elif job.framework == "huggingface":
-        from accelerate.utils.other import compile_regions_fsdp2
+    if job.framework == "huggingface":
+        from accelerate.utils import compile_regions
 
-        compile_regions_fsdp2(inner)
-    else:
-        for layers in (part for part in inner.modules() if isinstance(part, torch.nn.ModuleList)):
-            for layer in layers:
-                layer.compile(fullgraph=True)
-        inner.loss_function = torch.compile(inner.loss_function)
+        return compile_regions(model)
+    for layers in [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]:
+        for number, layer in enumerate(layers):
+            layers[number] = torch.compile(layer, fullgraph=True)
+    model.loss_function = torch.compile(model.loss_function)
+    return model

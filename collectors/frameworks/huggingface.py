@@ -13,7 +13,7 @@ import transformers
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from peakcast.collectors.frameworks import layouts, scope
-from peakcast.collectors.frameworks.compiled import compile_model, is_compiled_whole
+from peakcast.collectors.frameworks.compiled import compile_layers, is_compiled_whole
 from peakcast.collectors.frameworks.huggingface_model import in_float8, model_of, with_adapters
 from peakcast.collectors.frameworks.optimizers import LEARNING_RATE, build_optimizer
 from peakcast.conventions import conventions
@@ -172,9 +172,11 @@ def build(job: TrainingJob, device: str) -> Any:
         embeddings = causal_model(model).get_input_embeddings()  # as transformers' activate_neftune does
         embeddings.neftune_noise_alpha = NEFTUNE_NOISE_ALPHA
         embeddings.register_forward_hook(neftune_post_forward_hook)
+    if job.compile and not is_compiled_whole(job):
+        model = compile_layers(model, job)
     training = HuggingFaceTraining(job, model, layouts.wrap(model, job), batch)
-    if job.compile:  # last, as accelerate's prepare_model does: what the layout has wrapped
-        compile_model(training.model, causal_model(model), job)
+    if is_compiled_whole(job):
+        training.model.compile()  # last, as accelerate's prepare_model does: what the layout has wrapped
     return training
 
 

@@ -54,6 +54,21 @@ class _OnCpu(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
 
+class _Generator(torch.Generator):
+    """The GPU's random numbers: compiled code gives a kernel that runs again the state that it had."""
+
+    device = torch.device("cuda", 0)
+
+    def clone_state(self) -> torch.Generator:
+        return _Generator()
+
+    def graphsafe_get_state(self) -> torch.Generator:
+        return self
+
+    def graphsafe_set_state(self, new_state: torch.Generator) -> torch.Generator:
+        return self
+
+
 class _Kernel:
     """A Triton kernel that is launched and does nothing."""
 
@@ -109,6 +124,7 @@ def _answer_for_the_gpu() -> None:
         setattr(cuda, name, answer)
         if hasattr(CudaInterface, name.removeprefix("_")):
             setattr(CudaInterface, name.removeprefix("_"), staticmethod(answer))
+    cuda.default_generators = (_Generator(),)
     cuda._DeviceGuard = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
     # C functions that would make real tensors of the GPU's, or of a fake one's storage

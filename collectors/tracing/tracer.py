@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._prims.rng_prims import graphsafe_run_with_rng_state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as hooks
@@ -34,6 +35,8 @@ BUFFER = "empty_strided.default"
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc]
     """Records storages on `device_type`. Set `phase` as the step goes; read the step with `timeline`."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, device_type: str = "cuda") -> None:
         super().__init__()
@@ -63,7 +66,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
         """Name the modules of `model` as they run."""
-        names = {id(part): name for name, part in model.named_modules()}
+        names = {id(part): name.replace("_orig_mod.", "") for name, part in model.named_modules()}
         before = hooks.register_module_forward_pre_hook(lambda part, _: self._enter(names.get(id(part), "")))
         # also when it raises: checkpointing stops a recomputation early with an exception
         after = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
@@ -153,6 +156,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             return NotImplemented  # it runs operations on what it stands for, each of which comes here
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as csrc/distributed/c10d/Functional.cpp does; its rule for fake tensors makes another
+        if func is graphsafe_run_with_rng_state:  # around an operator that compiled code runs again
+            func, *args = args
+            kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
         result = func(*args, **(kwargs or {}))
         if self._fused is None:
             self._phases.append(int(self.phase))
