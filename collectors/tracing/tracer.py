@@ -67,12 +67,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
         """Name the modules of `model` as they run."""
         names = {id(part): name.replace("_orig_mod.", "") for name, part in model.named_modules()}
-        before = hooks.register_module_forward_pre_hook(lambda part, _: self._enter(names.get(id(part), "")))
+        before = hooks.register_module_forward_pre_hook(lambda part, _: self._enter(part, names))
         # also when it raises: checkpointing stops a recomputation early with an exception
         after = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
         compiled = [part for part in model.modules() if part._compiled_call_impl is not None]
         for part in compiled:  # its hooks are compiled too, and away
-            part._compiled_call_impl = self._within(names[id(part)], part._compiled_call_impl)
+            part._compiled_call_impl = self._within(part, names)
         try:
             yield
         finally:
@@ -81,10 +81,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             for part in compiled:
                 part._compiled_call_impl = part._compiled_call_impl.__wrapped__
 
-    def _within(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _within(self, part: torch.nn.Module, names: dict[int, str]) -> Callable[..., Any]:
+        call = part._compiled_call_impl
+        assert call is not None
+
         @functools.wraps(call)
         def called(*arguments: Any, **keywords: Any) -> Any:
-            self._enter(name)
+            self._enter(part, names)
             try:
                 return call(*arguments, **keywords)
             finally:
@@ -143,12 +146,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
-    def _enter(self, name: str) -> None:
-        if not torch.compiler.is_compiling():
-            self._modules.append(name)
+    def _enter(self, part: torch.nn.Module, names: dict[int, str]) -> None:
+        if not torch.compiler.is_compiling():  # nor a name, which would be compiled for each layer anew
+            self._modules.append(names.get(id(part), ""))
 
     def _leave(self) -> None:
-        if self._modules and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self._modules:
             self._modules.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
