@@ -5,8 +5,8 @@ kernels run and which buffer takes the place of which are theirs, lowered for CU
 its kernels, which makes and releases every buffer, is run as it is; only the kernels do nothing. So nothing is simulated,
 and nothing seen that a kernel would allocate inside itself.
 
-What Inductor decides by timing on the GPU is not decided here: it times no padding of matrices whose sizes are not multiples
-of 8 elements (`fx_passes/pad_mm.py`), and `max_autotune` is off, as it is by default.
+What Inductor decides by timing kernels on the GPU is not decided here: matrices whose sizes are not multiples of 8 elements
+stay unpadded (`fx_passes/pad_mm.py`), and `max_autotune` is off, as it is by default.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _OnCpu(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
 
-class _Generator(torch.Generator):
+class _Generator(torch.Generator):  # type: ignore[misc]
     """The GPU's random numbers: compiled code gives a kernel that runs again the state that it had."""
 
     device = torch.device("cuda", 0)
@@ -113,14 +113,15 @@ def _answer_for_the_gpu() -> None:
     from torch._dynamo.device_interface import CudaInterface
 
     cuda, answers = torch.cuda, torch._C._dynamo.guards
-    for name, answer in {
+    replaced: dict[str, Any] = {
         "get_device_properties": lambda device=None: PROPERTIES,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
-    }.items():  # Dynamo wants each to be a function of its own
+    }
+    for name, answer in replaced.items():  # each a function of its own: Dynamo tells them apart
         setattr(cuda, name, answer)
         if hasattr(CudaInterface, name.removeprefix("_")):
             setattr(CudaInterface, name.removeprefix("_"), staticmethod(answer))
