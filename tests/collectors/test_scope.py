@@ -9,6 +9,9 @@ from peakcast.errors import CollectorError
 REFUSED = {
     "task": {"task": "inference"},
     "compile": {"compile": True, "framework": "megatron"},
+    "framework_options.compiled_regions": {
+        "compile": True, "framework_options": {"compiled_regions": "layers"}, "parallelism.data_parallel_size": 2,
+    },
     "offload": {"offload.optimizer": True},
     "activation_checkpointing.modules": {"activation_checkpointing": {"mode": "selective", "modules": ["mlp"]}},
     "activation_checkpointing.num_layers": {"activation_checkpointing": {"mode": "full", "num_layers": 2}},
