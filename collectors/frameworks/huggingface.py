@@ -13,6 +13,7 @@ import transformers
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from peakcast.collectors.frameworks import layouts, scope, spreading
+from peakcast.collectors.frameworks.compiled import compile_layers, is_compiled_whole
 from peakcast.collectors.frameworks.huggingface_model import in_float8, model_of, with_adapters
 from peakcast.collectors.frameworks.optimizers import LEARNING_RATE, build_optimizer
 from peakcast.conventions import conventions
@@ -51,7 +52,7 @@ class HuggingFaceTraining:
             on_loss()
             return loss_function(*arguments, **keywords)
 
-        announces = not self.job.compile  # what is compiled has no moment between its layers and its loss
+        announces = not is_compiled_whole(self.job)
         if announces:
             inner.loss_function = announced
         before = self._module_before_loss(inner) if announces else None
@@ -189,11 +190,13 @@ def build(job: TrainingJob, device: str) -> Any:
         embeddings = causal_model(model).get_input_embeddings()  # as transformers' activate_neftune does
         embeddings.neftune_noise_alpha = NEFTUNE_NOISE_ALPHA
         embeddings.register_forward_hook(neftune_post_forward_hook)
+    if job.compile and not is_compiled_whole(job):
+        model = compile_layers(model, job)
     layout = layouts.wrap(model, job)
     if spread:
         spreading.settle(layout.model, job, device)
     training = HuggingFaceTraining(job, model, layout, batch)
-    if job.compile:
+    if is_compiled_whole(job):
         training.model.compile()  # last, as accelerate's prepare_model does: what the layout has wrapped
     return training
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from peakcast.collectors.frameworks.compiled import is_compiled_whole
+from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.spec import Offload, Parallelism, TrainingJob
 
@@ -65,6 +67,11 @@ SINGLE_GPU: dict[str, Rule] = {
         lambda j: j.compile and (j.framework not in ("huggingface", "torch") or _is_split(j.parallelism)),
         lambda j: j.compile,
         "it with framework huggingface or torch, without tensor and pipeline parallelism",
+    ),
+    "framework_options.compiled_regions": (
+        lambda j: j.compile and not is_compiled_whole(j) and j.parallelism.world_size > 1,
+        lambda j: conventions(j)["compiled_regions"],
+        "network on several GPUs, layers on one",
     ),
     "offload": (
         lambda j: (j.offload.parameters or j.offload.optimizer) and not _offloads_with_fsdp2(j),

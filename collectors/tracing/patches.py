@@ -38,8 +38,8 @@ def scaled_dot_product_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
     bias = attn_mask
-    if bias is not None and bias.dtype == torch.bool:
-        bias = torch.zeros_like(bias, dtype=query.dtype)
+    if bias is not None and bias.dtype == torch.bool:  # as attention.cpp's convert_boolean_attn_mask does
+        bias = torch.where(bias, 0.0, torch.full((), -torch.inf, dtype=query.dtype, device=query.device))
     if not same_heads:
         return _math(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa)
     if bias is not None:
@@ -116,9 +116,11 @@ def install(*, masks_of_batch: bool = False) -> None:
         import transformers.masking_utils as masks
     except ImportError:
         return
+    compiling = torch.compiler.is_compiling  # inside what is compiled, transformers does not look at values either
     if hasattr(masks, "find_packed_sequence_indices") and not masks_of_batch:
-        masks.find_packed_sequence_indices = lambda position_ids: None  # fake tensors look packed to it: a b·s·s mask
+        find = masks.find_packed_sequence_indices  # fake tensors look packed to it: a b·s·s mask
+        masks.find_packed_sequence_indices = lambda position_ids: find(position_ids) if compiling() else None
     if hasattr(masks, "is_tracing") and hasattr(masks, "fast_all"):
         # a padding mask of ones (OPT makes one itself) is dropped for real tensors and kept, b·s·s, for fake ones
-        masks.is_tracing = lambda tensor=None: False
+        masks.is_tracing = lambda tensor=None: compiling()
         masks.fast_all = lambda tensor: not masks_of_batch

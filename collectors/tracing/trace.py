@@ -55,8 +55,9 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
 
     if job.framework in REAL_TENSORS:
         return trace_on_cpu(job)
+    beside = _beside_compile(job) if job.compile else ""
     for parameter, value, why in (
-        ("compile", job.compile, "what the compiler fuses and keeps is decided on a GPU"),
+        ("compile", bool(beside), f"not yet with {beside}"),
         ("finetuning.quantization", job.finetuning.quantization, "weights are quantised by their values"),
         ("optimizer.name", job.optimizer.name.startswith("paged") and job.optimizer.name, "managed memory needs a GPU"),
         (
@@ -83,6 +84,10 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         fake_streams.install()
     if job.parallelism.world_size > 1:
         dtensors.install()
+    if job.compile:
+        from peakcast.collectors.tracing import inductor
+
+        inductor.install(tracer)
     layouts.start_group(job, rank)
     if job.framework == "megatron":
         engine = conventions(job)["adam_library"] != "torch"
@@ -127,6 +132,20 @@ def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
                 run_step(training, tracer)
                 steps[step] = (start, tracer.now)
     return {step: tracer.timeline(*span) for step, span in steps.items()}
+
+
+def _beside_compile(job: TrainingJob) -> str:
+    """What of `job` was never traced together with torch.compile, "" when nothing."""
+    checks = (
+        (job.parallelism.world_size > 1, "several ranks"),
+        (job.task != "train", "generation"),
+        (job.attention not in ("sdpa", "eager"), f"attention={job.attention!r}, whose kernels are compiled too"),
+        (job.loss.fused_linear_cross_entropy or bool(conventions(job).get("liger_kernels")), "Liger's kernels"),
+        (job.offload.activations, "offloaded activations"),
+        (job.precision.compute == "float8", "float8"),
+        (job.architecture.moe is not None, "experts, whose shares depend on the data"),
+    )
+    return next((what for asked, what in checks if asked), "")
 
 
 def _routed_rows(job: TrainingJob) -> int:

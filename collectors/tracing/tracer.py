@@ -9,11 +9,13 @@ own storage is nominal and of full size.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._prims.rng_prims import graphsafe_run_with_rng_state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as hooks
@@ -29,9 +31,14 @@ OUTER = (DTensor, AsyncCollectiveTensor)
 LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
 """Operators whose kernel makes its last result first (ATen `native/cuda/Dropout.cu`: the mask, then the result)."""
 
+BUFFER = "empty_strided.default"
+"""Memory that compiled code makes before the kernel that fills it."""
+
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc]
     """Records storages on `device_type`. Set `phase` as the step goes; read the step with `timeline`."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, device_type: str = "cuda") -> None:
         super().__init__()
@@ -61,15 +68,34 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
         """Name the modules of `model` as they run."""
-        names = {id(part): name for name, part in model.named_modules()}
-        before = hooks.register_module_forward_pre_hook(lambda part, _: self._modules.append(names.get(id(part), "")))
+        names = {id(part): name.replace("_orig_mod.", "") for name, part in model.named_modules()}
+        before = hooks.register_module_forward_pre_hook(lambda part, _: self._enter(part, names))
         # also when it raises: checkpointing stops a recomputation early with an exception
         after = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
+        compiled = [part for part in model.modules() if part._compiled_call_impl is not None]
+        for part in compiled:  # its hooks are compiled too, and away
+            part._compiled_call_impl = self._within(part, names)
         try:
             yield
         finally:
             before.remove()
             after.remove()
+            for part in compiled:
+                part._compiled_call_impl = part._compiled_call_impl.__wrapped__
+
+    def _within(self, part: torch.nn.Module, names: dict[int, str]) -> Callable[..., Any]:
+        call = part._compiled_call_impl
+        assert call is not None
+
+        @functools.wraps(call)
+        def called(*arguments: Any, **keywords: Any) -> Any:
+            self._enter(part, names)
+            try:
+                return call(*arguments, **keywords)
+            finally:
+                self._leave()
+
+        return called
 
     @contextlib.contextmanager
     def one_operation(self, label: str) -> Iterator[None]:
@@ -88,6 +114,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 if number in self._entries and self._entries[number][3] is not None:
                     del self._entries[number]
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Off while torch.compile compiles, on while what it made runs; else Dynamo would compile nothing."""
+        return True
+
+    def launched(self, label: str, tensors: Iterable[torch.Tensor]) -> None:
+        """A kernel without an operator ran on `tensors`. Buffers that had been made for it are named after it."""
+        self._phases.append(int(self.phase))
+        self._labels.append(label)
+        self._christen(tensors, label)
+
+    def _christen(self, tensors: Iterable[torch.Tensor], label: str) -> None:
+        for tensor in tensors:
+            entry = self._entries.get(self._alive.get(tensor.untyped_storage()._cdata, -1))
+            if entry is not None and entry[0] == BUFFER:
+                entry[0] = label
+
     def __enter__(self) -> Tracer:
         """Also see storages that are emptied in place, as FSDP frees them."""
         resize = self._resize = torch.UntypedStorage.resize_
@@ -105,8 +148,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
+    def _enter(self, part: torch.nn.Module, names: dict[int, str]) -> None:
+        if not torch.compiler.is_compiling():  # nor a name, which would be compiled for each layer anew
+            self._modules.append(names.get(id(part), ""))
+
     def _leave(self) -> None:
-        if self._modules:
+        if not torch.compiler.is_compiling() and self._modules:
             self._modules.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,6 +161,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             return NotImplemented  # it runs operations on what it stands for, each of which comes here
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as csrc/distributed/c10d/Functional.cpp does; its rule for fake tensors makes another
+        if func is graphsafe_run_with_rng_state:  # around an operator that compiled code runs again
+            func, *args = args
+            kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
         result = func(*args, **(kwargs or {}))
         if self._fused is None:
             self._phases.append(int(self.phase))
@@ -122,6 +172,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         leaves = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
         for leaf in reversed(leaves) if str(func) in LAST_RESULT_FIRST else leaves:
             self._see(leaf, instant)
+        if func._schema.overload_name == "out" and isinstance(result, torch.Tensor):
+            self._christen([result], self._labels[instant])
         return result
 
     def _see(self, tensor: torch.Tensor, instant: int) -> None:

@@ -69,6 +69,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def install(*packages: str) -> None:
     """Make `import triton` (and of `packages`) give the stub in this process, and answer what code asks of a GPU before it
     launches: a current device, one multiprocessor (partial sums of which each makes a row stay negligible)."""
-    sys.meta_path.insert(0, _Finder(packages or ("triton",)))
+    find_stubs(*packages or ("triton",))
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=1)  # type: ignore[assignment]
+
+
+def find_stubs(*packages: str) -> None:
+    """Make `import` of `packages` give the stub in this process."""
+    sys.meta_path.insert(0, _Finder(packages))

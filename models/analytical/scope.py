@@ -85,7 +85,11 @@ def _huggingface_reason(job: TrainingJob) -> str:
             layout.zero_stage > 0 and layout.data_parallel_size > 1,
             f"zero_stage={layout.zero_stage} is read from DeepSpeed's source and compared with few traces so far.",
         ),
-        (job.compile, "compile=true is not modelled: the compiler decides what is kept."),
+        (
+            job.compile,
+            "compile=true is not modelled: the compiler decides what is kept; `peakcast explain --trace` compiles the step "
+            "and shows it, on a machine with torch.",
+        ),
         (
             (job.offload.parameters or job.offload.optimizer) and not _offloads_with_fsdp2(job),
             "offload of parameters or optimizer states is modelled for FSDP2's policy only.",
@@ -98,10 +102,6 @@ def _huggingface_reason(job: TrainingJob) -> str:
         (
             job.precision.compute == "float8" and not _plain_float8(job),
             "float8 compute is modelled for full training of bf16 nn.Linear layers with torchao's dynamic scales alone.",
-        ),
-        (
-            layout.sharding == "fsdp1" and layout.data_parallel_size > 1 and job.finetuning.method != "full",
-            "adapters under FSDP1 agree with the trace, but published runs need more and the reason is not known.",
         ),
     ]
     return next((sentence for fails, sentence in checks if fails), "")

@@ -10,6 +10,9 @@ CAMPAIGN = [f"campaign-{part}" for part in ("anchors", "breadth", "layouts", "va
 REFUSED = {
     "task": {"task": "inference"},
     "compile": {"compile": True, "framework": "megatron"},
+    "framework_options.compiled_regions": {
+        "compile": True, "framework_options": {"compiled_regions": "layers"}, "parallelism.data_parallel_size": 2,
+    },
     "offload": {"offload.optimizer": True},
     "activation_checkpointing.modules": {"activation_checkpointing": {"mode": "selective", "modules": ["mlp"]}},
     "activation_checkpointing.num_layers": {"activation_checkpointing": {"mode": "full", "num_layers": 2}},

@@ -1,0 +1,149 @@
+"""Lets `torch.compile` compile and run a step for a GPU on a machine without one, on fake `cuda` tensors.
+
+Dynamo, AOTAutograd's partitioner and Inductor are the real ones: what is kept for backward, what is fused, in which order
+kernels run and which buffer takes the place of which are theirs, lowered for CUDA. The Python that Inductor writes around
+its kernels, which makes and releases every buffer, is run as it is; only the kernels do nothing. So nothing is simulated,
+and nothing seen that a kernel would allocate inside itself.
+
+What Inductor decides by timing kernels on the GPU is not decided here: matrices whose sizes are not multiples of 8 elements
+stay unpadded (`fx_passes/pad_mm.py`), and `max_autotune` is off, as it is by default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import tempfile
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from peakcast.collectors.tracing.fake_cuda import COMPUTE_CAPABILITY
+from peakcast.collectors.tracing.tracer import Tracer
+from peakcast.collectors.tracing.triton_stub import find_stubs
+
+PROPERTIES = types.SimpleNamespace(
+    name="NVIDIA A100-SXM4-80GB",
+    major=COMPUTE_CAPABILITY[0],
+    minor=COMPUTE_CAPABILITY[1],
+    multi_processor_count=108,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    regs_per_multiprocessor=65536,
+    warp_size=32,
+    gcnArchName="",  # of AMD only, but asked of all
+)
+"""The GPU for which Inductor compiles: it splits long reductions by the number of multiprocessors. Source: NVIDIA A100
+architecture whitepaper, table 1; CUDA C++ programming guide, technical specifications of compute capability 8.0."""
+_keep_alive: list[Any] = []
+
+
+class _OnCpu(TorchDispatchMode):  # type: ignore[misc]
+    """Makes what is made on a GPU on the CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+class _Generator(torch.Generator):  # type: ignore[misc]
+    """The GPU's random numbers: compiled code gives a kernel that runs again the state that it had."""
+
+    device = torch.device("cuda", 0)
+
+    def clone_state(self) -> torch.Generator:
+        return _Generator()
+
+    def graphsafe_get_state(self) -> torch.Generator:
+        return self
+
+    def graphsafe_set_state(self, new_state: torch.Generator) -> torch.Generator:
+        return self
+
+
+class _Kernel:
+    """A Triton kernel that is launched and does nothing."""
+
+    def __init__(self, name: str, tracer: Tracer) -> None:
+        self.name = re.sub(r"_\d+$", "", name)  # without its number: equal ones of several layers are one name
+        self.tracer = tracer
+
+    def run(self, *arguments: Any, **_: Any) -> None:
+        self.tracer.launched(self.name, [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)])
+
+
+def install(tracer: Tracer) -> None:
+    """Compile for `PROPERTIES` in this process, and tell `tracer` of kernels. After `fake_cuda.install`."""
+    from torch._inductor import async_compile, compile_fx, config, scheduler
+    from torch._inductor.codegen import triton, wrapper
+    from torch._inductor.fx_passes import joint_graph
+    from torch.utils import _triton
+
+    del compile_fx, triton, wrapper  # loaded before Triton seems to be there: they would take apart what it has
+    if not _triton.has_triton_package():
+        find_stubs("triton")  # the code that is written imports it
+    directory = tempfile.TemporaryDirectory(prefix="peakcast-inductor-")
+    _keep_alive.append(directory)
+    config.force_disable_caches = True  # a kernel of an earlier trace, or of a real run, is not this one
+    config.compile_threads = 1
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory.name
+    _answer_for_the_gpu()
+    scheduler.has_triton = lambda: True  # type: ignore[attr-defined]
+    _triton.triton_hash_with_backend = lambda: ""  # type: ignore[assignment]
+    async_compile.AsyncCompile.triton = (  # type: ignore[method-assign]
+        lambda self, name, *arguments, **keywords: _Kernel(name, tracer)
+    )
+    async_compile.AsyncCompile.cpp_pybinding = (  # type: ignore[method-assign]
+        lambda self, *arguments, **keywords: _Kernel("cpp_fused", tracer).run
+    )
+    folder = joint_graph.UniformValueConstantFolder  # looks at the values of one-element tensors
+    for name in ("run", "_add_peephole_patterns"):
+        setattr(folder, name, _on_cpu(getattr(folder, name)))
+
+
+def _answer_for_the_gpu() -> None:
+    from torch._dynamo.device_interface import CudaInterface
+
+    cuda, answers = torch.cuda, torch._C._dynamo.guards
+    replaced: dict[str, Any] = {
+        "get_device_properties": lambda device=None: PROPERTIES,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+    }
+    for name, answer in replaced.items():  # each a function of its own: Dynamo tells them apart
+        setattr(cuda, name, answer)
+        if hasattr(CudaInterface, name.removeprefix("_")):
+            setattr(CudaInterface, name.removeprefix("_"), staticmethod(answer))
+    cuda.default_generators = (_Generator(),)
+    cuda._DeviceGuard = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
+    # C functions that would make real tensors of the GPU's, or of a fake one's storage
+    answers._empty_strided_cuda = functools.partial(_empty, device="cuda:0")  # type: ignore[attr-defined]
+    answers._empty_strided_cpu = functools.partial(_empty, device="cpu")  # type: ignore[attr-defined]
+    answers._reinterpret_tensor = lambda whole, size, stride, offset=0: torch.as_strided(  # type: ignore[attr-defined]
+        whole, size, stride, whole.storage_offset() + offset
+    )
+
+
+def _empty(size: Any, stride: Any, dtype: torch.dtype, *, device: str) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def deduced(*arguments: Any, **keywords: Any) -> Any:
+        with _OnCpu():
+            return function(*arguments, **keywords)
+
+    return deduced
