@@ -68,31 +68,6 @@ class Zero:
         return {"name": self.name}
 
 
-class HiddenBytes:
-    """A fixed amount of memory that no tensor explains (a CUDA context, its kernels, workspaces), the same for every job:
-    log(1 + amount / start). Learned: `gib_`, the median over rows of measured − start, in GiB (never
-    negative: what is hidden can only add)."""
-
-    name: ClassVar[str] = "hidden_bytes"
-    never_takes_away: ClassVar[bool] = True
-    least_architectures: ClassVar[int] = 1
-    column = list(FEATURES).index("gib_over_start")
-
-    def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> HiddenBytes:
-        """Learn the amount."""
-        self.gib_ = max(weighted_median(np.expm1(y) / x[:, self.column], weights), 0.0)
-        return self
-
-    def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
-        """The amount as a share of what each row starts from."""
-        result: Floats = np.log1p(self.gib_ * x[:, self.column])
-        return result
-
-    def to_mapping(self) -> dict[str, Any]:
-        """The amount."""
-        return {"name": self.name, "gib": self.gib_}
-
-
 class GroupMedian:
     """The median log ratio of the job's group, pulled towards the median of all rows as if `prior_weight` rows of that
     value had been seen too. Learned: `medians_` (group → value), `overall_`."""
@@ -122,6 +97,31 @@ class GroupMedian:
     def to_mapping(self) -> dict[str, Any]:
         """The medians."""
         return {"name": self.name, "overall": self.overall_, "medians": dict(self.medians_)}
+
+
+class HiddenBytes:
+    """Memory that no tensor explains (a CUDA context, its kernels, workspaces, communicators), the same amount for every
+    job of a group: log(1 + amount / start). Learned: `amounts_`, the median over a group's rows of measured − start in GiB,
+    pulled towards that of all rows (`GroupMedian`); never negative: what is hidden can only add."""
+
+    name: ClassVar[str] = "hidden_bytes"
+    never_takes_away: ClassVar[bool] = True
+    least_architectures: ClassVar[int] = 1
+    column = list(FEATURES).index("gib_over_start")
+
+    def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> HiddenBytes:
+        """Learn the amounts."""
+        self.amounts_ = GroupMedian().fit(x, np.expm1(y) / x[:, self.column], weights, groups)
+        return self
+
+    def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
+        """The group's amount as a share of what each row starts from."""
+        result: Floats = np.log1p(np.maximum(self.amounts_.predict(x, groups), 0.0) * x[:, self.column])
+        return result
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The amounts in GiB."""
+        return {**self.amounts_.to_mapping(), "name": self.name}
 
 
 class GpuMedian:
@@ -254,11 +254,7 @@ def regressor_from_mapping(mapping: Mapping[str, Any], num_features: int) -> Reg
     if name == Zero.name:
         read(mapping, {"name"}, "regressor")
         return Zero()
-    if name == HiddenBytes.name:
-        hidden = HiddenBytes()
-        hidden.gib_ = number(read(mapping, {"name", "gib"}, "regressor")["gib"], "gib", low=0)
-        return hidden
-    if name in (GroupMedian.name, GpuMedian.name):
+    if name in (GroupMedian.name, GpuMedian.name, HiddenBytes.name):
         values = read(mapping, {"name", "overall", "medians"}, "regressor")
         if not isinstance(values["medians"], Mapping):
             raise CalibrationError(f"regressor.medians must be a mapping; {WAY_OUT}.", parameter="medians")
@@ -267,6 +263,10 @@ def regressor_from_mapping(mapping: Mapping[str, Any], num_features: int) -> Reg
         median.medians_ = {str(key): number(value, f"medians[{key!r}]") for key, value in values["medians"].items()}
         if name == GroupMedian.name:
             return median
+        if name == HiddenBytes.name:
+            hidden = HiddenBytes()
+            hidden.amounts_ = median
+            return hidden
         if not median.medians_ or not all(_GPU_KEY.fullmatch(key) for key in median.medians_):
             raise CalibrationError(f"regressor.medians must be of GPU types; {WAY_OUT}.", parameter="medians")
         of_gpus = GpuMedian()
