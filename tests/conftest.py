@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+
+from peakcast.spec import TrainingJob, job_to_mapping
+from peakcast.timeline import Timeline
+from peakcast.timelines import STEPS, timeline_from_mapping, unpack
 
 MOST_AT_ONCE = 4
 """Each process has torch in its memory, and another one that its traces are forked from: some 1.5 GB."""
@@ -41,3 +49,25 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     logging.getLogger("alembic").setLevel(logging.ERROR)
     Tracker(folder)._client.search_experiments()
     return folder
+
+
+@pytest.fixture(scope="session")
+def traced() -> Iterator[Callable[..., dict[str, Timeline]]]:
+    """The timelines of a job's two steps on a rank, traced in a process of its own, which is forked from one that has
+    imported the libraries: importing them takes longer than tracing a cut-down network."""
+
+    from peakcast.collectors.engines import local
+
+    asked: list[dict[str, Any]] = []
+    answers = local.run(iter(asked.pop, None), timeout_seconds=300)
+
+    @cache
+    def trace(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
+        asked.append({"job": job_to_mapping(job), "rank": rank, "gpu": "A100-80GB", "trace": True, "history": True})
+        _, answer = next(answers)
+        assert "history" in answer, answer
+        steps = unpack(base64.b64decode(answer["history"]))
+        return {step: timeline_from_mapping(steps[step]) for step in STEPS}
+
+    yield trace
+    answers.close()

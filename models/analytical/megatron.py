@@ -15,16 +15,13 @@ from peakcast.models.analytical.blocks.megatron_head import encoder_end, head
 from peakcast.models.analytical.blocks.megatron_layer import ENCODER_STATES, decoder_layer
 from peakcast.models.analytical.megatron_inputs import hold_inputs
 from peakcast.models.analytical.megatron_persistent import (
-    RankShare,
-    activations_share,
     hold_workspaces,
     optimizer_stepped,
     parameters_held,
-    rank_share,
-    weights_share,
 )
 from peakcast.models.analytical.megatron_received import Exchange, Span, hold_received
 from peakcast.models.analytical.megatron_scope import megatron_out_of_scope
+from peakcast.models.analytical.megatron_share import RankShare, activations_share, rank_share, weights_share
 from peakcast.models.analytical.pipeline import Chunk, Turn, representative_micro_batches, schedule
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.template import Template

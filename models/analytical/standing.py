@@ -31,12 +31,12 @@ def standing_bytes(job: TrainingJob, stage: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _megatron(job: TrainingJob, stage: int) -> int:
-    from peakcast.models.analytical import megatron_persistent as persistent
+    from peakcast.models.analytical.megatron_persistent import optimizer_stepped, parameters_held
+    from peakcast.models.analytical.megatron_share import rank_share, weights_share
 
     ranks_per_stage = job.parallelism.world_size // job.parallelism.pipeline_parallel_size
-    share = persistent.weights_share(persistent.rank_share(job, None, stage * ranks_per_stage))
-    held, stepped = persistent.parameters_held(share), persistent.optimizer_stepped(share, False)
-    return _all_along(held) + _all_along(stepped)
+    share = weights_share(rank_share(job, None, stage * ranks_per_stage))
+    return _all_along(parameters_held(share)) + _all_along(optimizer_stepped(share, False))
 
 
 def _all_along(recorded: Recording) -> int:

@@ -1,20 +1,15 @@
-"""What tests of collecting share: cells that are small programs, and traces."""
+"""What tests of collecting share: cells that are small programs, and ledgers beside traces."""
 
 from __future__ import annotations
 
-import base64
 import itertools
 import textwrap
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from peakcast.collectors.engines import local
 from peakcast.models.analytical.ledger import ledger
-from peakcast.spec import job_to_mapping
 from peakcast.timeline import Phase
-from peakcast.timelines import STEPS, timeline_from_mapping, unpack
 
 ANSWER = """
 import os, pathlib, signal, subprocess, sys, time
@@ -56,26 +51,6 @@ def gone():
             return True
 
     return ended
-
-
-@pytest.fixture(scope="session")
-def traced():
-    """The timelines of a job's two steps on a rank, traced in a process of its own, which is forked from one that has
-    imported the libraries: importing them takes longer than tracing a cut-down network."""
-
-    asked = []
-    answers = local.run(iter(asked.pop, None), timeout_seconds=300)
-
-    @cache
-    def trace(job, rank=0):
-        asked.append({"job": job_to_mapping(job), "rank": rank, "gpu": "A100-80GB", "trace": True, "history": True})
-        _, answer = next(answers)
-        assert "history" in answer, answer
-        steps = unpack(base64.b64decode(answer["history"]))
-        return {step: timeline_from_mapping(steps[step]) for step in STEPS}
-
-    yield trace
-    answers.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,12 @@
 """Each replacement that traces need, shown to matter: with it the step is a GPU's, without it the trace silently differs.
 
-The traces change their process for good, so each runs in one of its own; the one without a fix undoes just that fix.
+The traces change their process for good, so each runs in one of its own, forked from one that has imported the libraries;
+the one without a fix undoes just that fix.
 """
 
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,8 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 PROGRAM = """
-import json, sys
-cells, undo = json.loads(sys.stdin.read())
+import json, os, sys
 import torch, importlib
 from peakcast.collectors.grid import expand
 from peakcast.collectors.tracing import fake_cuda, patches
@@ -29,16 +28,18 @@ def installed(**switches):
     install(**switches)
     exec(undo)
 patches.install = installed
-if undo.startswith("before:"):
-    exec(undo.removeprefix("before:"))
-    undo = ""
-found = []
-for cell in cells:
+for cell, undo in json.load(sys.stdin):
+    if os.fork():
+        os.wait()
+        continue
+    if undo.startswith("before:"):
+        exec(undo.removeprefix("before:"))
+        undo = ""
     (job,) = expand({"base": {"sequence_length": 128, "micro_batch_size": 2}, "include": [cell]})
     steady = trace_here(job)["steady"]
     peaks = {phase.name.lower(): size for phase, size in steady.phase_peaks().items()}
-    found.append({"peaks": peaks, "labels": sorted(set(steady.labels))})
-print(json.dumps(found))
+    print(json.dumps({"peaks": peaks, "labels": sorted(set(steady.labels))}))
+    break
 """
 SMALL = {"name": "llama-3.1-8b", "num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 512}
 PLAIN = {"architecture": SMALL | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}}
@@ -62,23 +63,18 @@ UNDO = {
 }
 
 
-def traced(cells, undo):
-    command = [sys.executable, "-P", "-c", PROGRAM]
-    question = json.dumps([cells, undo])
-    done = subprocess.run(command, input=question, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def found():
     if torch.cuda.is_available():
         pytest.skip("on a machine with a GPU nothing needs to be replaced")
-    with ThreadPoolExecutor(4) as pool:
-        whole = pool.submit(traced, [PLAIN, OPT, AUTOCAST], "")
-        without = {name: pool.submit(traced, [cell], undo) for name, (cell, undo) in UNDO.items()}
-        found = {name: future.result()[0] for name, future in without.items()}
-        return found | dict(zip(("none", "none, padding", "none, autocast"), whole.result(), strict=True))
+    whole = {"none": (PLAIN, ""), "none, padding": (OPT, ""), "none, autocast": (AUTOCAST, "")}
+    asked = {**UNDO, **whole}
+    command = [sys.executable, "-P", "-c", PROGRAM]
+    question = json.dumps(list(asked.values()))
+    done = subprocess.run(command, input=question, capture_output=True, text=True, check=False)
+    answers = done.stdout.splitlines()
+    assert len(answers) == len(asked), done.stderr[-2000:]
+    return dict(zip(asked, map(json.loads, answers), strict=True))
 
 
 def has(trace, start):

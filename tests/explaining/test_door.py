@@ -185,6 +185,13 @@ def test_a_trace_of_a_job_is_explained_like_the_ledger(tmp_path: Path) -> None:
     assert {row.module: row.weights for row in traced.modules if row.weights} == weights
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, traced: Callable[..., object]) -> None:
+    """Traces are forked from a process that has imported the libraries, instead of importing them each."""
+    monkeypatch.setattr("peakcast.collectors.tracing.trace.trace_job", traced)
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_network_that_the_ledger_does_not_know_is_traced(tmp_path: Path) -> None:
     """Latent attention and routed experts, which need what `collectors/tracing` replaces for them."""
     config = {
@@ -203,6 +210,7 @@ def test_a_network_that_the_ledger_does_not_know_is_traced(tmp_path: Path) -> No
     assert found.advice == ()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "config",
     [

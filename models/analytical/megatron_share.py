@@ -1,0 +1,97 @@
+"""A Megatron-LM rank's share of a job: its stage, its chunks of the model, and what their blocks depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from peakcast.allocator import Allocator
+from peakcast.catalog import Device
+from peakcast.conventions import conventions
+from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.megatron_context import layer_context, target_context
+from peakcast.models.analytical.pipeline import Chunk, pipeline_rank, stage_chunks
+from peakcast.spec import ActivationCheckpointing, TrainingJob
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankShare:
+    """One rank's share of a job: its stage, its model chunks and what their blocks depend on. There is one object for each
+    job, device and stage, so that what is derived from it can be kept."""
+
+    job: TrainingJob
+    device: Device | None
+    stage: int
+    chunks: tuple[Chunk, ...]
+    context: MegatronContext
+    dense: MegatronContext
+    """As `context`, of a layer without routed experts."""
+    target: MegatronContext | None
+    """As `context`, of an encoder-decoder's decoder."""
+    convention: Mapping[str, Any]
+
+    @property
+    def has_head(self) -> bool:
+        return any(chunk.is_last for chunk in self.chunks)
+
+    def layer_context(self, layer: int) -> MegatronContext:
+        """The context of layer `layer`: the leading layers of a mixture of experts may be dense; an encoder's layers come
+        before its decoder's."""
+        if self.target is not None and layer >= self.job.architecture.num_hidden_layers:
+            return self.target
+        return self.context if self.job.architecture.is_moe_layer(layer) else self.dense
+
+    @property
+    def layer_contexts(self) -> set[MegatronContext]:
+        """The different contexts of the layers on this rank."""
+        return {self.layer_context(layer) for chunk in self.chunks for layer in chunk.layers}
+
+
+def rank_share(job: TrainingJob, device: Device | None, rank: int) -> RankShare:
+    """The share of global `rank`. Raises: SpecError for a rank that does not exist."""
+    innermost = bool(conventions(job).get("use_tp_pp_dp_mapping"))
+    return _stage_share(job, device, pipeline_rank(job.parallelism, rank, pipeline_innermost=innermost))
+
+
+@lru_cache(maxsize=8192)
+def _stage_share(job: TrainingJob, device: Device | None, stage: int) -> RankShare:
+    layout, convention = job.parallelism, conventions(job)
+    chunks = stage_chunks(
+        job.architecture.num_layers,
+        layout.pipeline_parallel_size,
+        layout.virtual_pipeline_stages,
+        stage,
+        layout.pipeline_layers,
+    )
+    context = layer_context(job, device)
+    dense = context if context.experts is None else replace(context, experts=None)
+    target = target_context(job, context) if job.architecture.num_decoder_layers else None
+    return RankShare(job, device, stage, chunks, context, dense, target, convention)
+
+
+def weights_share(share: RankShare) -> RankShare:
+    """The share of the job with what does not change its parameters set aside: jobs alike in the rest share it."""
+    return _stage_share(_weights_job(share.job), None, share.stage)
+
+
+@lru_cache(maxsize=1024)
+def _weights_job(job: TrainingJob) -> TrainingJob:
+    layout = job.parallelism
+    return job.replace(
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        sequence_length=layout.context_parallel_size * layout.tensor_parallel_size,
+        decoder_sequence_length=None,
+        activation_checkpointing=ActivationCheckpointing(),
+        allocator=Allocator(),
+    )
+
+
+def activations_share(share: RankShare) -> RankShare:
+    """The share of a job with the same turns: one whose data parallelism is set aside, which no dense block depends on."""
+    job, layout = share.job, share.job.parallelism
+    if job.architecture.moe is None and (layout.data_parallel_size > 1 or layout.zero_stage):
+        job = job.replace(parallelism=replace(layout, data_parallel_size=1, zero_stage=0), allocator=Allocator())
+    return _stage_share(job, share.device, share.stage)
