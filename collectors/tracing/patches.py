@@ -89,14 +89,17 @@ def _math(
 
 
 def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.nn.Module:
-    """`Module._apply` (behind `.to`, `.float`) by plain assignment: torch's own swaps tensors, which fake ones refuse."""
+    """`Module._apply` (behind `.to`, `.float`) by plain assignment: torch's own swaps tensors, which fake ones refuse. What
+    a framework has noted on a parameter stays on it: Megatron's experts say that they are no part of the dense buffers."""
     for child in self.children():
         child._apply(convert)
     for name, parameter in self._parameters.items():
         if parameter is not None:
             with torch.no_grad():
                 converted = convert(parameter)
-            self._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
+            if converted is not parameter:
+                self._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
+                vars(self._parameters[name]).update(vars(parameter))
     for name, buffer in self._buffers.items():
         if buffer is not None:
             self._buffers[name] = convert(buffer)

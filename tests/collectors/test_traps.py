@@ -113,3 +113,15 @@ def test_autocast_is_on(found):
     # as many wide parameters and states in both; narrow activations only where autocast works
     assert found["none, autocast"]["peaks"]["forward"] != found["autocast"]["peaks"]["forward"]
     assert has(found["none, autocast"], "_to_copy")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_framework_notes_on_a_parameter_stays_on_it(dtype):
+    """Megatron's experts are marked `allreduce = False`: without it they would lie in the dense parameters' buffers."""
+    from peakcast.collectors.tracing.patches import _apply
+
+    layer = torch.nn.Linear(4, 4)
+    layer.weight.allreduce = False
+    _apply(layer, lambda tensor: tensor.to(dtype))
+    assert layer.weight.allreduce is False
+    assert layer.weight.dtype is dtype
