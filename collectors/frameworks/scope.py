@@ -167,6 +167,14 @@ PIPELINE: dict[str, Rule] = {
         lambda j: True,
         "false under pipeline parallelism: the last stage hands its logits to the schedule",
     ),
+    "gradient_accumulation_steps": (
+        lambda j: (
+            j.parallelism.pipeline_schedule == "1f1b"
+            and j.gradient_accumulation_steps < j.parallelism.pipeline_parallel_size
+        ),
+        lambda j: j.gradient_accumulation_steps,
+        "at least as many micro-batches as pipeline_parallel_size with 1f1b, or pipeline_schedule: gpipe",
+    ),
     "framework_options.liger_kernels": _option("liger_kernels"),
     "framework_options.autocast": _option("autocast"),
     "offload.activations": (

@@ -5,7 +5,8 @@ Source: Megatron-LM `pretrain_gpt.py`, `pretrain_bert.py`, `pretrain_t5.py`.
 
 from __future__ import annotations
 
-from peakcast.models.analytical.megatron_persistent import FP32, RankShare
+from peakcast.models.analytical.megatron_persistent import FP32
+from peakcast.models.analytical.megatron_share import RankShare
 from peakcast.models.analytical.pipeline import Chunk
 from peakcast.models.analytical.step import Step
 from peakcast.timeline import Category

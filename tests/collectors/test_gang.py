@@ -19,23 +19,27 @@ TINY = {
 }  # fmt: skip
 
 
-def cells(*layouts):
-    jobs = [{"architecture": TINY, "sequence_length": 32, "parallelism": {"data_parallel_size": 2, **x}} for x in layouts]
-    return expand({"include": jobs})
+def cells(*layouts, **changes):
+    base = {"architecture": TINY, "sequence_length": 32, **changes}
+    return expand({"base": base, "include": [{"parallelism": {"data_parallel_size": 2, **x}} for x in layouts]})
 
 
 @pytest.mark.slow
-def test_each_of_two_ranks_hands_back_a_row_and_the_cell_is_not_run_again(tmp_path):
+def test_each_rank_hands_back_a_row_and_the_cell_is_not_run_again(tmp_path):
+    """Of two that are replicas, and of four: two stages of a pipeline, each sharded over two."""
     shard = tmp_path / "two.shard.jsonl"
-    jobs = cells({}, {"sharding": "fsdp2"})
+    stages = {"sharding": "fsdp2", "pipeline_parallel_size": 2}
+    jobs = [*cells({}), *cells(stages, framework="torch", gradient_accumulation_steps=2)]
     summary = collect(jobs, shard, trace=True, ranks="real", history=True, timeout_seconds=200)
     assert (summary.finished, summary.failed) == (2, 0), summary.reasons
     rows, bad = store.read_shard(shard)
     found = [(row.job.parallelism.sharding, row.rank, row.collectives) for row in rows]
-    assert sorted(found) == [(s, rank, "gloo") for s in ("fsdp2", "none") for rank in (0, 1)]
-    assert (len({row.key for row in rows}), bad) == (4, [])
+    assert sorted(found) == [(s, rank, "gloo") for s, ranks in (("fsdp2", 4), ("none", 2)) for rank in range(ranks)]
+    assert (len({row.key for row in rows}), bad) == (6, [])
     peaks = {(row.job.parallelism.sharding, row.rank): row.peak_allocated_bytes for row in rows}
     assert peaks["fsdp2", 0] < peaks["none", 0]
+    losses = {row.rank for row in rows if row.job.parallelism.sharding == "fsdp2" and "loss" in row.phase_peaks}
+    assert losses == {2, 3}  # the second stage's
     for row in rows:  # what one rank of fake ones would say is what each real one does, but for the rounding of its shard
         steps = read_timelines(timelines_folder(shard) / f"{row.key}.json.gz")
         assert max(steps[step].peak().num_bytes for step in steps) == row.peak_allocated_bytes

@@ -296,3 +296,39 @@ def test_without_a_driver_nothing_is_said_of_growth():
     growth = Growth(lambda: None, lambda: 0, None)
     assert growth.mark("context") is None
     assert growth.readings() == {}
+
+
+STACKS = {
+    "ddp": {"parallelism": {"data_parallel_size": 4}, "gradient_accumulation_steps": 2},
+    "ddp of adapters": {"parallelism": {"data_parallel_size": 4}, "finetuning": {"method": "lora", "rank": 4}},
+    "hsdp": {"parallelism": {"data_parallel_size": 16, "sharding": "hsdp"}},
+    "transformers' tensor parallelism": {"parallelism": {"tensor_parallel_size": 2}},
+    "tied": {"architecture": TINY | {"tie_word_embeddings": True}, "parallelism": SPREAD["fsdp2"][0]},
+    "generation": {"task": "inference", "inference": {"prompt_length": 8, "new_tokens": 4}},
+    "offloaded activations": {"offload.activations": True},
+    "nf4": {"finetuning": {"method": "qlora", "rank": 4, "quantization": "nf4"}},
+    "int8": {"finetuning": {"method": "qlora", "rank": 4, "quantization": "int8"}},
+    "bitsandbytes": {"optimizer.name": "adamw_8bit"},
+    "paged": {"optimizer.name": "paged_adamw_8bit"},
+    "torchao": {"optimizer.name": "adamw_4bit"},
+    "deepspeed": {  # one only: it keeps the first process group that it saw
+        "framework": "deepspeed",
+        "precision": {"parameters": "float32", "compute": "float32", "gradients": "float32", "optimizer_states": "float32"},
+        "parallelism": {"data_parallel_size": 4, "zero_stage": 3},
+        "offload": {"optimizer": True, "parameters": True},
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+@pytest.mark.parametrize("name", STACKS)
+def test_each_stack_is_measured_whole(stand_in, name):
+    try:
+        row = measured(job(**STACKS[name]))
+    except CollectorError as error:
+        if "pip install" not in error.message:
+            raise
+        pytest.skip(error.message)
+    assert (row.outcome, row.spoiled) == ("ok", ())
+    assert row.peak_host_bytes >= 0
+    assert row.first_step_peak_allocated_bytes <= row.peak_allocated_bytes
