@@ -14,11 +14,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 PROGRAM = """
-import json, os, sys
-import torch, importlib
+import contextlib, importlib, json, os, sys
+import torch
 from peakcast.collectors.grid import expand
 from peakcast.collectors.tracing import fake_cuda, patches
 from peakcast.collectors.tracing.trace import trace_here
+from peakcast.collectors.worker import LIBRARIES
+for library in LIBRARIES:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(library)
 install = patches.install
 sdpa = torch.nn.functional.scaled_dot_product_attention
 import transformers.masking_utils as masks
