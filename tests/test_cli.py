@@ -66,7 +66,7 @@ def test_predict_says_the_same_in_json_as_in_python(run: Run) -> None:
 
 
 def test_reasons_that_only_widen_the_bars_are_one_sentence(run: Run) -> None:
-    flags = ("--framework", "torch", "--sharding", "hsdp", "--data-parallel-size", "4", "--compile")
+    flags = ("--framework", "torch", "--sharding", "hsdp", "--data-parallel-size", "4", "--set", "compile=true")
     done = run("predict", *SMALL, *GPU, *flags)
     text = " ".join(done.out.split())
     assert text.count("the bars are widened") == 1

@@ -313,7 +313,8 @@ def _checkpoint(job: TrainingJob) -> dict[str, Any]:
 
 
 def _keep_matmuls_and_attention(one_in: int) -> Any:
-    """Contexts that keep the results of attention and of one in so many matrix products (torchtitan's op policy)."""
+    """Contexts that keep the results of attention and of one in so many matrix products; with one in several, torchtitan's
+    op policy, those of reduce-scatters too."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
@@ -323,12 +324,14 @@ def _keep_matmuls_and_attention(one_in: int) -> Any:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
     )
+    collectives = (torch.ops._c10d_functional.reduce_scatter_tensor.default,) if one_in > 1 else ()
     counts = {True: 0, False: 0}
 
     def policy(context: Any, function: Any, *arguments: Any, **keywords: Any) -> Any:
         if function in matmuls:
             counts[context.is_recompute] += 1
-        kept = function in attention or (function in matmuls and (counts[context.is_recompute] - 1) % one_in == 0)
+        every_other = function in matmuls and (counts[context.is_recompute] - 1) % one_in == 0
+        kept = every_other or function in (*attention, *collectives)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

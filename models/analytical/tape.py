@@ -23,6 +23,9 @@ from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.models.analytical.template import HANDED_IN, Elsewhere, Template
 from peakcast.timeline import Category
 
+KEPT_KINDS = ("attention", "reduce_scatter")
+"""Operations that selective checkpointing never repeats: the first by every policy, the second by torchtitan's."""
+
 
 class Storage:
     """Bytes of one allocation and how long they live on this tape."""
@@ -154,7 +157,8 @@ class Tape:
         `reads`: tensors it reads. `saves`: those of them that autograd keeps; `saves_output`: its own result too;
         `extra_saved_bytes`: further tensors made and kept (softmax statistics, dropout masks). `gradients`: which inputs
         get a gradient, default each read that needs one, of its own size. `view_of`: the output shares that storage.
-        Temporaries live during the operation only. `kind` ("matmul", "attention"): what selective checkpointing goes by.
+        Temporaries live during the operation only. `kind` ("matmul" or one of `KEPT_KINDS`): what selective checkpointing
+        goes by.
         """
         index = len(self._operations)
         needs_grad = bool(weight_gradients)
@@ -228,7 +232,8 @@ class Tape:
 
     def finish(self, output: Tensor | None = None, *, cached_matmuls: int = 0) -> Template:
         """The block's entries. `output` is handed to the next block and its gradient comes from there. `cached_matmuls`:
-        selective checkpointing keeps the results of attention and of one in so many matrix products (0: nothing)."""
+        selective checkpointing keeps the results of attention and of one in so many matrix products (0: nothing); with one
+        in several, torchtitan's policy, those of reduce-scatters too."""
         num_forward = len(self._operations)
         backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
         ends = {index: instant + 1 for instant, index in enumerate(backward)}
@@ -268,10 +273,11 @@ class Tape:
 
     def _cached(self, cached_matmuls: int) -> set[int]:
         matmuls, cached = 0, set()
+        kept = KEPT_KINDS if cached_matmuls > 1 else KEPT_KINDS[:1]
         for storage in self._storages:
             if storage.kind == "matmul":
                 matmuls += 1
-            if storage.kind == "attention" or (storage.kind == "matmul" and (matmuls - 1) % cached_matmuls == 0):
+            if storage.kind in kept or (storage.kind == "matmul" and (matmuls - 1) % cached_matmuls == 0):
                 cached.add(id(storage))
         return cached
 

@@ -61,6 +61,7 @@ DIALECTS: dict[str, Dialect] = {
         (
             "num_layers|num-layers|yaml_cfg|yaml-cfg hidden_size|hidden-size|yaml_cfg|yaml-cfg "
             "seq_length|seq-length|micro_batch_size|micro-batch-size|yaml_cfg|yaml-cfg|encoder_seq_length|encoder-seq-length",
+            "num-layers|hidden-size|seq-length|micro-batch-size tensor-model-parallel-size|num-layers|hidden-size",
         ),
         "megatron_launch:from_megatron_flags",
     ),
@@ -143,7 +144,7 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
     if name is None:
         raise SpecError(
             f"{pasted.where} is no configuration that is known here (its keys: {_some(pasted.values)}). Known are "
-            f"{', '.join(dialect.title for dialect in DIALECTS.values())}; --dialect forces one.",
+            f"{', '.join(dialect.title for dialect in DIALECTS.values())}; --dialect of the command line forces one.",
             parameter="job",
         )
     if name != "job":

@@ -64,7 +64,8 @@ def parse(text: str, kind: str, where: str) -> Any:
     except RecursionError as error:
         raise SpecError(f"{where} is nested too deeply to be a configuration.") from error
     except ValueError as error:
-        raise SpecError(f"{where} is not valid {kind}: {' '.join(str(error).split())}.") from error
+        why = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+        raise SpecError(f"{where} is not valid {kind}: {why}.") from error
 
 
 def _toml(text: str) -> Any:

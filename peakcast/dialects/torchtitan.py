@@ -104,7 +104,7 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         precision=_precision(settings),
         optimizer=_optimizer(settings),
         attention="flex" if settings.switch("model.use_flex_attn") else "sdpa",
-        activation_checkpointing=_checkpointing(settings),
+        activation_checkpointing=_checkpointing(settings, routed=architecture.moe is not None),
         compile=_compiled(settings),
         parallelism=layout,
         offload=Offload(parameters=offloads, optimizer=offloads),
@@ -250,7 +250,7 @@ def _optimizer(settings: Settings) -> Optimizer:
     return Optimizer(name=OPTIMIZERS.get(name.lower(), "adamw"), implementation=implementation)
 
 
-def _checkpointing(settings: Settings) -> ActivationCheckpointing:
+def _checkpointing(settings: Settings, *, routed: bool) -> ActivationCheckpointing:
     mode = settings.one_of("activation_checkpoint.mode", "selective", ("none", "full", "selective", "memory_budget"))
     if not settings.given("activation_checkpoint.mode"):
         settings.notes.assumptions.append(
@@ -264,9 +264,16 @@ def _checkpointing(settings: Settings) -> ActivationCheckpointing:
         return ActivationCheckpointing(mode="full")
     if mode == "selective" and option.isdecimal() and len(option) < 5:
         return ActivationCheckpointing(mode="full", every_n_layers=int(option))
-    what = "Per-op selective checkpointing (every second matrix product is kept)" if mode == "selective" else f"mode={mode}"
-    settings.notes.unsupported.append(
-        f"{what} of activation_checkpoint is not modelled; recomputed attention alone is taken, which keeps more."
+    if mode == "memory_budget":
+        settings.notes.unsupported.append(
+            "The memory budget of activation_checkpoint (mode=memory_budget) is not modelled; selective is taken."
+        )
+    elif routed:
+        settings.notes.unsupported.append(
+            "Which of the experts' products selective checkpointing keeps is not modelled; every second one is taken."
+        )
+    settings.notes.assumptions.append(
+        "selective checkpointing keeps attention, reduce-scatters and every second matrix product, as torchtitan 0.2 does."
     )
     return ActivationCheckpointing(mode="selective")
 

@@ -18,6 +18,8 @@ from peakcast.prediction import Answer
 from peakcast.questions import Question, question
 from peakcast.spec import TrainingJob
 
+LONGEST_NAME = 255
+"""A file system's longest, and longer than any network's."""
 MOST_CHARACTERS = 200_000
 """A configuration longer than this is no configuration: the longest of a real project has 20,000."""
 MOST_LAYERS = 1_000
@@ -54,6 +56,11 @@ def answered(asked: Asked) -> Answered:
 
     read = _question(asked)
     job = _changed(read.job, asked.knobs)
+    changes = tuple(
+        f"{name}={value} is set on this page, in the place of what the configuration says."
+        for name, value in asked.knobs.items()
+        if value not in (None, "") and job != read.job
+    )
     if job.architecture.num_hidden_layers > MOST_LAYERS:
         raise SpecError(
             f"num_hidden_layers={job.architecture.num_hidden_layers:,} is more than this page answers "
@@ -61,7 +68,8 @@ def answered(asked: Asked) -> Answered:
             parameter="num_hidden_layers",
             value=job.architecture.num_hidden_layers,
         )
-    asked_about = replace(read, translation=replace(read.translation, job=job))
+    translation = replace(read.translation, job=job, assumptions=(*read.translation.assumptions, *changes))
+    asked_about = replace(read, translation=translation)
     prediction = full_answer(asked_about)
     explanation = api.explain(job, read.device, prediction.rank)
     return Answered(asked=asked, job=job, prediction=prediction, explanation=explanation)
@@ -83,8 +91,14 @@ def _job(text: str) -> str:
     """A line without structure is the name of a network, everything else a configuration's text; neither is a path here."""
     if "\n" in text or any(mark in text for mark in "{:=") or text.startswith("-"):
         return f"{text}\n"
-    if text.startswith((".", "/", "~", "\\")) or Path(text).exists():
+    if text.startswith((".", "/", "~", "\\")) or (len(text) <= LONGEST_NAME and Path(text).exists()):
         raise SpecError(f"{text!r} is a path, and this page reads no files; paste what the file holds.", parameter="text")
+    if len(text) > LONGEST_NAME:
+        raise SpecError(
+            f"the text is one word of {len(text):,} characters, which names no network; paste a configuration, or a "
+            "catalog name such as llama-3.1-8b.",
+            parameter="text",
+        )
     return text
 
 

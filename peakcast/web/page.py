@@ -12,8 +12,11 @@ from peakcast.web import panels
 from peakcast.web.asking import Asked, answered
 from peakcast.web.links import from_query, to_query
 
-FIRST = Asked(text="llama-3.1-8b", gpu="H100-80GB", knobs={"checkpointing": "full", "optimizer_implementation": "fused"})
-"""What the page shows before anything is asked."""
+FIRST = Asked(
+    text="architecture: llama-3.1-8b\nactivation_checkpointing: {mode: full}\noptimizer: {implementation: fused}\n",
+    gpu="H100-80GB",
+)
+"""What the page shows before anything is asked. No knob is set: they would go on holding for what is pasted next."""
 STEP: dict[str, tuple[str, list[str] | None]] = {
     "micro_batch_size": ("Micro-batch size", None),
     "sequence_length": ("Sequence length", None),
@@ -106,7 +109,7 @@ def page(*, reports: bool) -> gr.Blocks:
                 with gr.Accordion("Assumptions, warnings, and what is not modelled", open=False):
                     notes = gr.HTML(elem_classes="page")
                 with gr.Accordion("The job as a file for the command line", open=False):
-                    job = gr.Code(language="yaml", label="job.yaml", interactive=False)
+                    job = gr.Code(language="yaml", label="job.yaml", interactive=False, max_lines=24)
                 link = gr.HTML(elem_id="link", elem_classes="page")
         inputs = [text, gpu, *knobs]
         outputs = [answer, timeline, layers, notes, job, link]

@@ -91,7 +91,8 @@ def link_html(query: str) -> str:
 
 def fault_html(message: str) -> str:
     """Why there is no answer, as the page shows it."""
-    return _render("fault.html.j2", message=message)
+    first = message.partition(" ")[0]
+    return _render("fault.html.j2", message=message[:1].upper() + message[1:] if first.isalpha() else message)
 
 
 @cache

@@ -115,7 +115,7 @@ EXAMPLES: dict[str, Expected] = {
             "parallelism.sharding": "fsdp2", "compile": False, "attention": "sdpa", "optimizer.implementation": "fused",
             "activation_checkpointing.mode": "selective", **pieces("float32", "bfloat16", "float32", "float32"),
         },
-        ("Per-op selective checkpointing", "mixed_precision_param is not given"),
+        ("every second matrix product, as torchtitan 0.2", "mixed_precision_param is not given"),
         beside=Beside(num_gpus=64),
     ),
     "torchtitan/llama3_405b.toml": Expected(
@@ -143,7 +143,7 @@ EXAMPLES: dict[str, Expected] = {
             "architecture.name": "deepseek-v3", "micro_batch_size": 4, "parallelism.data_parallel_size": 256,
             "parallelism.sharding": "fsdp2", "compile": False,  # the loss alone is compiled
         },
-        ("A compiled loss (compile.components=loss)", "Per-op selective checkpointing"),
+        ("A compiled loss (compile.components=loss)", "the experts' products selective checkpointing keeps"),
         beside=Beside(num_gpus=256),
     ),
     "axolotl/llama3_8b_lora.yml": Expected(

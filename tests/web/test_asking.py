@@ -29,6 +29,8 @@ def test_knobs_change_what_the_configuration_says():
     changed = answered(Asked(text=config, knobs={"micro_batch_size": 3, "checkpointing": "full", "sequence_length": None}))
     assert (changed.job.micro_batch_size, changed.job.sequence_length) == (3, 512)
     assert changed.job.activation_checkpointing.mode == "full"
+    said = "checkpointing=full is set on this page, in the place of what the configuration says."
+    assert (said in changed.prediction.assumptions, said in plain.prediction.assumptions) == (True, False)
     assert changed.prediction.peak_allocated_bytes.point < plain.prediction.peak_allocated_bytes.point
 
 
@@ -39,6 +41,8 @@ def test_knobs_change_what_the_configuration_says():
         (Asked(text="llama-3.1-8"), CatalogError, "did you mean"),
         (Asked(text="gpt2", gpu="H1000"), CatalogError, "H100-80GB"),
         (Asked(text="x" * (MOST_CHARACTERS + 1)), SpecError, "at most 200,000 are read"),
+        (Asked(text="x" * 2_000), SpecError, "names no network"),
+        (Asked(text="--num-layers 2 --hidden-size 64"), SpecError, "num-attention-heads is required"),
         (Asked(text="gpt2", knobs={"micro_batch_size": 0}), SpecError, "micro_batch_size=0"),
         (Asked(text="gpt2", knobs={"shoe_size": 43}), SpecError, "not a knob"),
         (Asked(text=DEEP), SpecError, "layer"),

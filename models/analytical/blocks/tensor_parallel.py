@@ -106,6 +106,7 @@ def leave_rows(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> Tenso
         gradients=[(x, x.num_bytes)],
         forward_temporary_bytes=x.num_bytes,
         backward_temporary_bytes=x.num_bytes,
+        kind="reduce_scatter",
     )
 
 
