@@ -305,10 +305,13 @@ class _Turns:
             return
         always, between = held_by_dispatcher(self.share.context, self.share.context.experts)
         first, done, hold = self.spans[0].start, self.spans[-1].end, step.hold
-        for chunk in self.share.chunks:
-            for layer in chunk.layers:
-                if self.share.layer_context(layer).experts is not None:
-                    module = f"layers.{layer}"
-                    hold("dispatcher.probabilities", Category.OTHER, always, 0, module=module)
-                    hold("dispatcher.routing", Category.OTHER, between, 0, first, module)
-                    hold("dispatcher.routing", Category.OTHER, between, done, module=module)
+        modules = [f"layers.{i}" for chunk in self.share.chunks for i in chunk.layers if self._routed(i)]
+        if self.share.has_head and self._routed(self.share.job.architecture.num_hidden_layers - 1):
+            modules += [f"mtp.{i}" for i in range(self.share.job.architecture.num_nextn_predict_layers)]
+        for module in modules:
+            hold("dispatcher.probabilities", Category.OTHER, always, 0, module=module)
+            hold("dispatcher.routing", Category.OTHER, between, 0, first, module)
+            hold("dispatcher.routing", Category.OTHER, between, done, module=module)
+
+    def _routed(self, layer: int) -> bool:
+        return self.share.layer_context(layer).experts is not None

@@ -232,8 +232,7 @@ def placeholder_shapes(share: RankShare) -> dict[tuple[int, int], set[str]]:
     cached = context.cached_placeholders if context.transformer_engine else context.cached_output_placeholder
     if cached and any(chunk.layers for chunk in share.chunks):
         parameters = (p for layer in share.layer_contexts for p in layer_parameters(layer))
-        anew = context.experts is not None and context.experts.grouped
-        anew = anew and not bool(share.convention.get("cached_grouped_placeholders", True))
+        anew = context.experts is not None and context.experts.placeholders_anew
         for p in parameters:
             matrix = ".linear_" in p.name and p.name.endswith("weight") and len(p.shape) > 1
             if matrix and not (anew and "mlp.experts." in p.name):

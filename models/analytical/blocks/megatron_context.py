@@ -26,6 +26,8 @@ class ExpertContext:
     dispatcher: Literal["allgather", "alltoall", "flex"]
     grouped: bool
     """One grouped product over all local experts instead of a loop over them."""
+    placeholders_anew: bool
+    """Whether that product's fused weight gradients hand new placeholders to autograd, one for each expert."""
     permute_fusion: bool
     keeps_expert_output: bool
     """Whether bringing rows back to their tokens keeps them (`index_add_`, under deterministic algorithms)."""

@@ -130,21 +130,17 @@ class Dispatch:
     # -- what both are made of ---------------------------------------------------------------------------------------------
 
     def _permute(self, x: Tensor, mask: Tensor | None, tokens: int, rows: int, map_elements: int) -> Tensor:
-        """Rows in the order of their experts. Unfused: index_select keeps the int64 indices, and its backward adds into a
-        new tensor of all tokens; fused: the map of rows, int32 [tokens, 2·experts + 1]."""
-        if self.experts.permute_fusion:
-            kept = [(2 * map_elements + tokens) * INT32]
-            temporary = 0
-        else:
-            kept = [rows * INT64]
-            temporary = map_elements * BOOL + tokens * INT64 + 2 * rows * INT64  # transposed map, arange, nonzero
+        """Rows in the order of their experts. Unfused, backward adds into a new tensor of all tokens."""
+        temporary = 0
+        if not self.experts.permute_fusion:  # transposed map, arange, nonzero
+            temporary = map_elements * BOOL + tokens * INT64 + 2 * rows * INT64
         reads = [x] if mask is None else [x, mask]
         return self.tape.operation(
             "dispatch.permute",
             reads,
             rows * self.width,
             gradients=[(x, tokens * self.width)],
-            extra_saved_bytes=kept,
+            extra_saved_bytes=[_permutation_bytes(self.experts, tokens, rows, map_elements)],
             forward_temporary_bytes=temporary,
         )
 
@@ -176,6 +172,11 @@ class Dispatch:
         return self.tape.operation(name, [x], x.num_bytes, extra_saved_bytes=kept)
 
 
+def _permutation_bytes(experts: ExpertContext, tokens: int, rows: int, map_elements: int) -> int:
+    """Bytes of what says where `rows` copies of `tokens` tokens came from: int64 indices, which index_select keeps; fused,
+    the map of rows, int32 [tokens, 2·experts + 1]."""
+    return (2 * map_elements + tokens) * INT32 if experts.permute_fusion else rows * INT64
+
 
 def held_by_dispatcher(context: MegatronContext, experts: ExpertContext) -> tuple[int, int]:
     """Bytes that a layer's dispatcher keeps as attributes until its next forward: of tensors that no graph keeps, and of
@@ -183,6 +184,8 @@ def held_by_dispatcher(context: MegatronContext, experts: ExpertContext) -> tupl
     tokens, element = context.stream_rows, experts.router_bytes
     if experts.dispatcher == "allgather":
         rows, every = experts.received_rows(tokens), tokens * experts.group_size
-        return 0, every * experts.local_experts * BOOL + rows * (INT64 + element)
+        local = every * experts.local_experts
+        return 0, local * BOOL + rows * element + _permutation_bytes(experts, every, rows, local)
     elements = tokens * experts.num_experts
-    return elements * element, elements * BOOL + experts.sent_rows(tokens) * INT64
+    kept = _permutation_bytes(experts, tokens, experts.sent_rows(tokens), elements)
+    return elements * element, elements * BOOL + kept

@@ -98,12 +98,15 @@ def _expert_linear(
 ) -> Tensor:
     """x·Wᵀ for `count` experts on their share of `rows`, without communication. Keeps its input, or (`again_bytes`) has it
     made again in backward."""
+    gradients = weight_gradients(context, name, in_features * out_features, 0)
+    if context.experts is not None and context.experts.placeholders_anew and not gradients:
+        gradients = [WeightGradient(f"{name}.placeholder", in_features * out_features * context.element_bytes)]
     return tape.operation(
         name,
         [x],
         rows * out_features * context.element_bytes,
         saves=[x] if again_bytes is None else [],
-        weight_gradients=weight_gradients(context, name, in_features * out_features, 0) * count,
+        weight_gradients=gradients * count,
         backward_temporary_bytes=0 if again_bytes is None else x.num_bytes + again_bytes,
     )
 

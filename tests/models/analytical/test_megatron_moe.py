@@ -392,7 +392,9 @@ PUBLISHED: list[tuple[str, dict[str, Any], int, tuple[int, int, int], tuple[floa
     ("A100-80GB", RINGS, 8, (598360064, 842904576, 1073532416), (1e-2, 1e-3, 3e-3)),
     ("H100-80GB", RINGS, 8, (628506624, 879522304, 1114966528), (1e-2, 1e-2, 1.5e-2)),
     ("GB200", GATHERED, 4, (1059425280, 3362376192, 3675800064), (3e-3, 1e-2, 2e-2)),
-    ("H100-80GB", DEEPSEEK_LIKE, 8, (6637274624, 55056003072, 57961472000), (1e-2, 3e-3, 1e-2)),
+    # between steps and in forward its tensors are the traced library's; the fused loss, one operation to a trace, is read
+    # from its source. In the first step 115 MiB are too many: no tensor is known, the ledger's router is balanced
+    ("H100-80GB", DEEPSEEK_LIKE, 8, (6637274624, 55056003072, 57961472000), (3e-3, 3e-3, 6e-3)),
     ("H100-80GB", MIXTRAL_8X22B, 128, (23002929152, 23002945536, 28533706752), (5e-4, 5e-4, 2e-2)),
 ]  # fmt: skip
 
@@ -411,3 +413,16 @@ def test_published_runs(name, flags, gpus, published, tolerances):
     for found, expected, tolerance in zip(ledger, published, tolerances, strict=True):
         assert found == pytest.approx(expected, rel=tolerance)
 
+
+def test_dispatchers_keep_the_fused_map_of_rows_between_steps_predicted_layers_too():
+    arguments = {key: value for key, value in {**BASE, **DEEPSEEK_LIKE}.items() if value is not None}
+    steady = last(make(8, DETERMINISTIC, **arguments), "steady", "H100-80GB")
+    standing = [
+        (module, int(size))
+        for name, module, size, dies in zip(steady.names, steady.modules, steady.num_bytes, steady.dies, strict=True)
+        if name == "dispatcher.routing" and dies >= len(steady.phases)
+    ]
+    tokens, experts = 4 * 4096 // 2, 32
+    assert {size for _, size in standing} == {tokens * (2 * experts + 1) * 4 + tokens * experts}
+    assert len(standing) == 8 + 1
+    assert "mtp.0" in dict(standing)
