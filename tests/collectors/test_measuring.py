@@ -160,7 +160,7 @@ def test_sequences_that_are_joined_do_not_see_each_other():
 
 
 def test_more_sequences_than_tokens_are_refused():
-    from peakcast.collectors.frameworks.huggingface import sequence_lengths
+    from peakcast.collectors.frameworks.batches import sequence_lengths
 
     with pytest.raises(CollectorError, match=r"batch.num_tokens=2 is fewer than the 3 sequences"):
         sequence_lengths(job(micro_batch_size=3, batch={"form": "masked", "num_tokens": 2}))
