@@ -157,6 +157,7 @@ def build(job: TrainingJob, device: str) -> Any:
         model = model_of(job)
     if spread:
         model.tie_weights()
+        spreading.unmade(model, job)
     with torch.device(device):
         batch = batch_of(job)
     if job.finetuning.quantization:
@@ -192,6 +193,8 @@ def _in_stages(job: TrainingJob, device: str) -> Any:
     def new_network() -> Any:
         with spreading.untouched() if spread else torch.device(device):
             network = model_of(job)
+        if spread:
+            spreading.unmade(network, job)
         network.train()
         if job.activation_checkpointing.mode != "none":
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint(job), **_every_n_layers(job))
