@@ -76,12 +76,13 @@ def collect(
     engine_options: Mapping[str, Any] | None = None,
     history: bool = False,
     ranks: str = "auto",
+    repeats: int = 1,
     progress: Progress | None = None,
     on_row: Callable[[Measurement], None] | None = None,
     work: str = WORK,
 ) -> Summary:
     """Measure (or `trace`) the jobs of `grid` that `shard` does not have; rows are appended to `shard` as they come. A job
-    that is there twice is measured again, as a repeat (`case: repeat 2`).
+    that is there twice, or all `repeats` times over, is measured again as a repeat (`case: repeat 2`).
 
     `budget_minutes` stops between cells; `timeout_seconds` is for one cell; `gpu` names the GPU type (default: what CUDA
     reports; a trace must be told which one it stands for, default A100-80GB). `processes` cells run at a time (default:
@@ -95,7 +96,7 @@ def collect(
     Raises: CollectorError for bad options; a failing cell never raises.
     """
     bounds = (("budget_minutes", budget_minutes), ("timeout_seconds", timeout_seconds), ("processes", processes))
-    for name, value in bounds:
+    for name, value in (*bounds, ("repeats", repeats)):
         if value is not None and not value > 0:
             raise CollectorError(f"{name}={value} must be above 0.", parameter=name, value=value)
     _numbers(ranks)
@@ -110,7 +111,7 @@ def collect(
     done, unreadable = _hashes_in(shard, trace, gpu)
     seen = Counter[TrainingJob]()
     cells = []
-    for job in jobs:
+    for job in [*jobs] * repeats:
         seen[job] += 1
         case = f"repeat {seen[job]}" if seen[job] > 1 else ""
         cells += [(job, rank, case) for rank in ranks_to_run(job, ranks, trace)]

@@ -33,6 +33,7 @@ def collect(
     engine_options: Mapping[str, Any] | None = None,
     history: bool = False,
     ranks: str = "auto",
+    repeats: int = 1,
     plot: Path | None = None,
     progress: Progress | None = None,
 ) -> Summary:
@@ -40,8 +41,9 @@ def collect(
 
     `trace` needs no GPU. `select`: "grid" takes cells in the grid's order, "informative" first those that tell most about
     the others, given what the tables in `datasets/` and `shard` have. `history` keeps each run's timelines beside the
-    shard. `ranks`: "auto" runs a job of several ranks with all of them where there are GPUs enough. `plot`: a picture (.png
-    or .svg) of measured against predicted, drawn again as rows come. See `peakcast.collectors.runner.collect`.
+    shard. `ranks`: "auto" runs a job of several ranks with all of them where there are GPUs enough. `repeats`: each cell
+    so many times, for the noise. `plot`: a picture (.png or .svg) of measured against predicted, drawn again as rows come.
+    See `peakcast.collectors.runner.collect`.
     """
     from peakcast.collected import Collected, telling_time
     from peakcast.collectors.runner import collect as run
@@ -59,6 +61,7 @@ def collect(
         engine_options=engine_options,
         history=history,
         ranks=ranks,
+        repeats=repeats,
         progress=telling_time(progress) if progress else None,
         on_row=collected.add,
     )

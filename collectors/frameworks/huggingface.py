@@ -13,6 +13,7 @@ import transformers
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from peakcast.collectors.frameworks import layouts, scope, spreading
+from peakcast.collectors.frameworks.batches import batch_of, random_tokens
 from peakcast.collectors.frameworks.compiled import compile_layers, is_compiled_whole
 from peakcast.collectors.frameworks.huggingface_model import in_float8, model_of, with_adapters
 from peakcast.collectors.frameworks.optimizers import LEARNING_RATE, build_optimizer
@@ -172,8 +173,9 @@ def build(job: TrainingJob, device: str) -> Any:
         model = model_of(job)
     if spread:
         model.tie_weights()
+        spreading.unmade(model, job)
     with torch.device(device):
-        batch = _batch(job)
+        batch = batch_of(job)
     if job.finetuning.quantization:
         from peakcast.collectors.frameworks.quantized import quantize
 
@@ -209,6 +211,8 @@ def _in_stages(job: TrainingJob, device: str) -> Any:
     def new_network() -> Any:
         with spreading.untouched() if spread else torch.device(device):
             network = model_of(job)
+        if spread:
+            spreading.unmade(network, job)
         network.train()
         if job.activation_checkpointing.mode != "none":
             network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint(job), **_every_n_layers(job))
@@ -223,52 +227,6 @@ def _in_stages(job: TrainingJob, device: str) -> Any:
 def causal_model(model: Any) -> Any:
     """The network itself, out of peft's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _batch(job: TrainingJob) -> dict[str, torch.Tensor]:
-    """What the model is called with: random tokens, which a decoder also predicts; an encoder-decoder has its targets."""
-    if job.batch.form == "padding_free":
-        return _joined(job)
-    ids = random_tokens(job, job.sequence_length)
-    if job.batch.form == "masked":
-        return {"input_ids": ids, "labels": ids, "attention_mask": _padding(job, ids)}
-    if job.architecture.kind != "encoder_decoder":
-        return {"input_ids": ids, "labels": ids}
-    return {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
-
-
-def _joined(job: TrainingJob) -> dict[str, torch.Tensor]:
-    """All sequences in one row, each with positions from 0, as `DataCollatorWithFlattening` joins them."""
-    ids = torch.randint(job.architecture.vocab_size, (1, job.num_tokens))
-    positions = torch.cat([torch.arange(length) for length in sequence_lengths(job)])
-    return {"input_ids": ids, "labels": ids, "position_ids": positions[None]}
-
-
-def _padding(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:
-    """A mask of as many ones as there are tokens: the rest of each row is padding."""
-    lengths = torch.tensor(sequence_lengths(job), device=ids.device)
-    return (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
-
-
-def sequence_lengths(job: TrainingJob) -> list[int]:
-    """Tokens of each sequence of a micro-batch that are no padding: the first is as long as may be (rows are padded to the
-    longest one), the others share the rest."""
-    others = job.micro_batch_size - 1
-    longest = min(job.sequence_length, job.num_tokens - others)
-    if longest < 1:
-        raise CollectorError(
-            f"batch.num_tokens={job.num_tokens} is fewer than the {job.micro_batch_size} sequences of a micro-batch, which "
-            "have one each at least; raise it.",
-            parameter="batch.num_tokens",
-            value=job.num_tokens,
-        )
-    rest = job.num_tokens - longest
-    return [longest, *(rest // others + (index < rest % others) for index in range(others))]
-
-
-def random_tokens(job: TrainingJob, length: int) -> torch.Tensor:
-    """[micro_batch_size, length] tokens, many distinct: the embedding's backward and a router allocate by their spread."""
-    return torch.randint(job.architecture.vocab_size, (job.micro_batch_size, length))
 
 
 def _with_liger_kernels(model: Any, job: TrainingJob) -> None:

@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from peakcast.collectors.frameworks import scope
-from peakcast.collectors.frameworks.huggingface import causal_model, random_tokens
+from peakcast.collectors.frameworks.batches import random_tokens
+from peakcast.collectors.frameworks.huggingface import causal_model
 from peakcast.collectors.frameworks.huggingface_model import model_of
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob

@@ -37,9 +37,25 @@ def untouched() -> Iterator[None]:
         yield
 
 
+def unmade(model: Any, job: TrainingJob) -> Any:
+    """`model` with weights on no device where FSDP2 can shard them there (torchtitan does): else all of a large network
+    would be copied through the GPU. Tied weights would part; adapters and offloaded shards go accelerate's way."""
+    plain = job.finetuning.method == "full" and not job.offload.parameters and not job.architecture.tie_word_embeddings
+    if plain and job.parallelism.data_parallel_size > 1 and job.parallelism.sharding in ("fsdp2", "hsdp"):
+        for module in model.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad))
+    return model
+
+
 def settle(model: Any, job: TrainingJob, device: str) -> None:
     """Bring what wrapping has left in host memory to `device`, and give every weight a value, in place."""
-    if not job.offload.parameters:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.to_empty(device=device)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(kept[name])
+    elif not job.offload.parameters:
         model.to(device)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -35,6 +35,7 @@ def collect(
     ranks: Annotated[
         str, typer.Option(help="Of a job of several: auto (all where there are GPUs enough, else one), real, one, or 0,3.")
     ] = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="Each cell so many times, for the noise between runs.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw measured against predicted to this .png or .svg.")] = None,
     json: Json = False,
 ) -> None:
@@ -55,6 +56,7 @@ def collect(
             engine_options=_options(engine_options or []),
             history=history,
             ranks=ranks,
+            repeats=repeats,
             plot=plot,
             progress=progress,
         )

@@ -68,11 +68,16 @@ def test_a_rank_makes_no_weight_that_it_does_not_keep(stand_in, monkeypatch, nam
     """The network is made without a value, split, and only the rank's own part is filled."""
     from peakcast.collectors.frameworks import spreading
 
+    torch = pytest.importorskip("torch")
     filled = []
     settle = spreading.settle
 
     def settled(model, *rest):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         settle(model, *rest)
+        assert before  # the rotary embedding's, which are computed once
+        assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+        assert not any(parameter.is_meta for parameter in model.parameters())
         parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
         filled.append((sum(part.numel() for part in parts), all(part.std() > 0 for part in parts if part.numel() > 1)))
 
@@ -160,7 +165,7 @@ def test_sequences_that_are_joined_do_not_see_each_other():
 
 
 def test_more_sequences_than_tokens_are_refused():
-    from peakcast.collectors.frameworks.huggingface import sequence_lengths
+    from peakcast.collectors.frameworks.batches import sequence_lengths
 
     with pytest.raises(CollectorError, match=r"batch.num_tokens=2 is fewer than the 3 sequences"):
         sequence_lengths(job(micro_batch_size=3, batch={"form": "masked", "num_tokens": 2}))

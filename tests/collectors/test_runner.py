@@ -27,6 +27,16 @@ def test_each_row_is_on_disk_before_the_next_cell_and_a_second_run_skips_them(tm
     assert (again.skipped, again.finished) == (3, 0)
 
 
+def test_repeats_come_after_all_first_runs_and_are_rows_of_their_own(tmp_path, cell):
+    shard = tmp_path / "cells.jsonl"
+    collect(JOBS[:2], shard, trace=True, work=cell(GOOD), processes=1)
+    again = collect(JOBS[:2], shard, trace=True, work=cell(GOOD), processes=1, repeats=3)
+    assert (again.total, again.skipped, again.finished) == (6, 2, 4)
+    rows, _ = store.read_shard(shard)
+    assert [row.case for row in rows] == ["", "", "repeat 2", "repeat 2", "repeat 3", "repeat 3"]
+    assert len({row.key for row in rows}) == 6  # a table keeps each
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -1,0 +1,54 @@
+"""What a network of transformers is called with: full rows of random tokens, padded ones, or sequences joined in one."""
+
+from __future__ import annotations
+
+import torch
+
+from peakcast.errors import CollectorError
+from peakcast.spec import TrainingJob
+
+
+def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
+    """What the model is called with: random tokens, which a decoder also predicts; an encoder-decoder has its targets."""
+    if job.batch.form == "padding_free":
+        return _joined(job)
+    ids = random_tokens(job, job.sequence_length)
+    if job.batch.form == "masked":
+        return {"input_ids": ids, "labels": ids, "attention_mask": _padding(job, ids)}
+    if job.architecture.kind != "encoder_decoder":
+        return {"input_ids": ids, "labels": ids}
+    return {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
+
+
+def _joined(job: TrainingJob) -> dict[str, torch.Tensor]:
+    """All sequences in one row, each with positions from 0, as `DataCollatorWithFlattening` joins them."""
+    ids = torch.randint(job.architecture.vocab_size, (1, job.num_tokens))
+    positions = torch.cat([torch.arange(length) for length in sequence_lengths(job)])
+    return {"input_ids": ids, "labels": ids, "position_ids": positions[None]}
+
+
+def _padding(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:
+    """A mask of as many ones as there are tokens: the rest of each row is padding."""
+    lengths = torch.tensor(sequence_lengths(job), device=ids.device)
+    return (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
+
+
+def sequence_lengths(job: TrainingJob) -> list[int]:
+    """Tokens of each sequence of a micro-batch that are no padding: the first is as long as may be (rows are padded to the
+    longest one), the others share the rest."""
+    others = job.micro_batch_size - 1
+    longest = min(job.sequence_length, job.num_tokens - others)
+    if longest < 1:
+        raise CollectorError(
+            f"batch.num_tokens={job.num_tokens} is fewer than the {job.micro_batch_size} sequences of a micro-batch, which "
+            "have one each at least; raise it.",
+            parameter="batch.num_tokens",
+            value=job.num_tokens,
+        )
+    rest = job.num_tokens - longest
+    return [longest, *(rest // others + (index < rest % others) for index in range(others))]
+
+
+def random_tokens(job: TrainingJob, length: int) -> torch.Tensor:
+    """[micro_batch_size, length] tokens, many distinct: the embedding's backward and a router allocate by their spread."""
+    return torch.randint(job.architecture.vocab_size, (job.micro_batch_size, length))
