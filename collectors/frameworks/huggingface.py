@@ -81,7 +81,7 @@ class HuggingFaceTraining:
 
         self.batch = {}
         with torch.device("cuda"):
-            self.batch = context.inputs(_batch(self.job))
+            self.batch = context.inputs(batch_of(self.job))
         self._around.enter_context(context.sharing(self.batch, self.job))
 
     def _positions(self) -> dict[str, Any]:
