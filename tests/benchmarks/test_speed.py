@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -247,3 +250,20 @@ def test_a_batch_beside_the_same_without_the_compiled_replay(benchmark, monkeypa
     seconds = fastest(lambda: slow.append(list(predict_batch(lines))), 1)
     benchmark.extra_info["times_faster_than_call_by_call"] = round(seconds / benchmark.stats.stats.min, 2)
     assert slow[0] == answers
+
+
+def test_a_cold_predict_beside_importing_what_it_stands_on(benchmark, tmp_path):
+    """A process that answers one question, beside one that only imports numpy and typer. Compiled files are kept, as an
+    installed package has them."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {**kept, "PYTHONPYCACHEPREFIX": str(tmp_path), "OPENBLAS_NUM_THREADS": "1"}
+
+    def process(code: str) -> None:
+        subprocess.run([sys.executable, "-P", "-c", code], env=environment, stdout=subprocess.DEVNULL, check=True)
+
+    question = "from peakcast import cli; cli._run(['predict', '--model', 'llama-3.1-8b', '--gpu', 'H100-80GB'])"
+    process(question)
+    benchmark.pedantic(lambda: process(question), rounds=5)
+    imports = fastest(lambda: process("import numpy, typer.main"), 5)
+    benchmark.extra_info["times_its_imports"] = round(benchmark.stats.stats.min / imports, 2)
+    assert benchmark.stats.stats.min < 4 * imports
