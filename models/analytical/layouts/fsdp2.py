@@ -100,9 +100,7 @@ class FSDP2(ShardedLayout):
 
     def _send(self, step: Step, unit: Unit, born: int) -> None:
         size = sum(self._part_numel(t) * t.gathered_bytes for t in unit.tensors) * self.shards
-        unit.sent = step.allocate(
-            "all_gather.output", BUFFERS, [size], unit.name, born=born, stream=ALL_GATHER_COPY_IN
-        )
+        unit.sent = step.allocate("all_gather.output", BUFFERS, [size], unit.name, born=born, stream=ALL_GATHER_COPY_IN)
 
     def prefetch(self, step: Step, unit: Unit, *, born: int | None = None, phase: Phase = Phase.BACKWARD) -> None:
         if not unit.gathered and not unit.sent:
@@ -131,8 +129,13 @@ class FSDP2(ShardedLayout):
         width = self.reduce_bytes or used
         source = step.allocate("reduce_scatter.input", BUFFERS, [numel * self.shards * width], unit.name)
         step.moment("reduce_scatter.copy_in", Phase.BACKWARD)
+        last = unit.trained[-1]
+        taken = last.numel * last.gradient_parts * (width if unit.accumulated else used)
         self.take_gradients(step, unit)
         step.free(unit.accumulated)
+        # `foreach_reduce` walks over the gradients first (torch 2.6 and later), and its variable `unsharded_grad` names the
+        # last one until it returns: of a large vocabulary on few ranks, that is the step's peak
+        named = step.allocate("gradient.last", Category.GRADIENTS, [taken], unit.name)
         self._reduced_from = source
         result = step.allocate("gradient", Category.GRADIENTS, [numel * width], unit.name, stream=REDUCE_SCATTER)
         step.moment("reduce_scatter", Phase.BACKWARD)
@@ -145,6 +148,7 @@ class FSDP2(ShardedLayout):
                 self._all_reduced += narrow
             else:
                 step.free(narrow)
+        step.free(named)
         if (unit.gradient or self.offloads) and self.replicas > 1 and width == stored:
             self._all_reduced += result
         elif unit.gradient or self.offloads:  # added to the part that is there, or copied to the host
@@ -155,9 +159,7 @@ class FSDP2(ShardedLayout):
     def take_parts(self, step: Step, unit: Unit) -> None:
         if any(t.gradient_parts > 1 for t in unit.trained):
             width = self.reduce_bytes or unit.trained[0].gathered_bytes
-            parts = step.allocate(
-                "gradient.part", Category.GRADIENTS, (t.numel * width for t in unit.trained), unit.name
-            )
+            parts = step.allocate("gradient.part", Category.GRADIENTS, (t.numel * width for t in unit.trained), unit.name)
             step.moment("gradient.redistribute", Phase.BACKWARD)
             self.take_gradients(step, unit)
             step.free(unit.accumulated)

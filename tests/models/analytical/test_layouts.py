@@ -306,3 +306,15 @@ def test_constants_of_quantised_weights_are_whole_on_every_rank(layout):
     steps = ledger(job(layout, finetuning=Finetuning(method="qlora", rank=8, quantization="nf4")))
     held = [size for name, size in zip(steps.names, steps.num_bytes, strict=True) if name.endswith("q_proj.weight.absmax")]
     assert held == [256 * 256 // 64 * FP32] * 2
+
+
+def test_the_last_gradient_of_a_unit_stays_until_it_is_reduced():
+    """`foreach_reduce`'s loop variable: of the root, the whole lm_head beside the reduced gradient, on few ranks and many."""
+    for ranks in (2, 8):
+        steps = ledger(job("fsdp2", ranks=ranks, precision=MIXED))
+        lives = zip(steps.names, steps.modules, steps.num_bytes.tolist(), steps.born, steps.dies, strict=True)
+        (last,) = [
+            (size, born, dies) for name, unit, size, born, dies in lives if (name, unit) == ("gradient.last", "root")
+        ]
+        assert last[0] == 1024 * 256 * BF16
+        assert "reduce_scatter" in steps.labels[last[1] : last[2]]
