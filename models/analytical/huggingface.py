@@ -190,7 +190,8 @@ def _micro_batch(
     hold_embeddings(timeline, blocks.contexts, embedded, in_checkpoint, model_ends(loss))
     timeline.run_backward(loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
-    hold_masks(timeline, blocks.contexts, start, timeline.now if checkpointed else model_ends(loss))
+    masks_kept = checkpointed or "mask" in context.compiled
+    hold_masks(timeline, blocks.contexts, start, timeline.now if masks_kept else model_ends(loss))
     hold_rotary_tables(timeline, job, context, start)
     timeline.run_backward(embedded)
     timeline.end_backward()
