@@ -42,17 +42,21 @@ def embedding(context: HFContext) -> Template:
     elif trains and group.table_reduced:
         rows_taken = WeightGradient("embed_tokens.weight.grad", part)
         tape.operation("embed_tokens.rows", [], 0, weight_gradients=[rows_taken], backward_temporary_bytes=weight)
-    summing = weight // size * FP32 if "ends" in context.compiled and trains and size != FP32 else 0
     later = tied or (trains and group.table_reduced)
-    hidden = tape.operation(
-        "embed_tokens",
-        [],
-        rows * width * size,
-        weight_gradients=[WeightGradient("embed_tokens.weight.grad", weight)] if trains and not later else [],
-        backward_temporary_bytes=(weight if later else 0)
-        + summing  # compiled, the rows' gradients are added up in fp32 (torch/_decomp embedding_dense_backward)
-        + (embedding_backward_bytes(rows, width, architecture.vocab_size) if trains and context.kernel_temporaries else 0),
-    )
+    taken = [WeightGradient("embed_tokens.weight.grad", weight)] if trains and not later else []
+    passing = weight if later else 0
+    if trains and context.kernel_temporaries:
+        passing += embedding_backward_bytes(rows, width, architecture.vocab_size)
+    if "ends" in context.compiled and trains and size != FP32:
+        # compiled, the rows' gradients are added up in fp32 (torch `_decomp` embedding_dense_backward), then converted
+        narrow = tape.operation("embed_tokens.table", [], 0, weight_gradients=taken, backward_temporary_bytes=passing)
+        narrow.requires_grad = True
+        wide = weight // size * FP32
+        hidden = tape.operation("embed_tokens", [narrow], rows * width * size, gradients=[(narrow, wide)])
+    else:
+        hidden = tape.operation(
+            "embed_tokens", [], rows * width * size, weight_gradients=taken, backward_temporary_bytes=passing
+        )
     hidden.requires_grad = trains
     if group.table:
         hidden = leave_rows(tape, hidden, group, "embed_tokens")
