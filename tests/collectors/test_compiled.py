@@ -148,7 +148,7 @@ def test_layers_compiled_one_by_one_are_one_graph_and_keep_what_is_counted_by_ha
 @pytest.mark.slow
 def test_the_ledger_of_a_network_compiled_whole_is_its_trace():
     """Two sequences: transformers builds a mask for each, since it cannot look at values inside what is compiled."""
-    llama = {"name": "llama-3.2-1b", "num_hidden_layers": 2}
+    llama = {"name": "llama-3.1-8b", "num_hidden_layers": 2}
     cell = job(architecture=llama, sequence_length=512, micro_batch_size=2, compile=True)
     assert out_of_scope(cell) == ""
     steady = trace_job(cell)["steady"]

@@ -7,12 +7,13 @@ from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.timeline import Phase
 
+UNTIED = {"architecture": "llama-2-7b"}
 LAYERS = {"framework_options": {"compiled_regions": "layers"}}
 COVERED = {
-    "whole": {},
+    "whole": UNTIED,
     "layers": LAYERS,
     "torchtitan": {"framework": "torch", "versions": {"torchtitan": "0.2"}},
-    "accumulated": {"gradient_accumulation_steps": 4},
+    "accumulated": {**LAYERS, "gradient_accumulation_steps": 4},
 }
 NAMED = {
     "several ranks": {"parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"}},
@@ -23,8 +24,9 @@ NAMED = {
     "other than for full training": {"finetuning": {"method": "lora", "rank": 8}},
     "attention='eager'": {"attention": "eager"},
     "sliding window": {"architecture": "mistral-7b", "sequence_length": 8192},
-    "keeps the model's outputs": {"framework": "torch"},
-    "so small a vocabulary": {"architecture": {"name": "llama-3.2-1b", "vocab_size": 1024}},
+    "keeps the model's outputs": {**UNTIED, "framework": "torch"},
+    "the head's too": {},
+    "so small a vocabulary": {"architecture": {"name": "llama-2-7b", "vocab_size": 1024}},
 }
 
 
