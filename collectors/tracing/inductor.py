@@ -17,7 +17,7 @@ import os
 import re
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,7 +41,6 @@ PROPERTIES = types.SimpleNamespace(
 )
 """The GPU for which Inductor compiles: it splits long reductions by the number of multiprocessors. Source: NVIDIA A100
 architecture whitepaper, table 1; CUDA C++ programming guide, technical specifications of compute capability 8.0."""
-_keep_alive: list[Any] = []
 
 
 class _OnCpu(TorchDispatchMode):  # type: ignore[misc]
@@ -80,8 +79,17 @@ class _Kernel:
         self.tracer.launched(self.name, [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)])
 
 
-def install(tracer: Tracer) -> None:
-    """Compile for `PROPERTIES` in this process, and tell `tracer` of kernels. After `fake_cuda.install`."""
+@contextlib.contextmanager
+def compiling(tracer: Tracer) -> Iterator[None]:
+    """Compile for `PROPERTIES` from now on in this process, and tell `tracer` of kernels; what is compiled lies in files
+    until the context ends. After `fake_cuda.install`."""
+    with tempfile.TemporaryDirectory(prefix="peakcast-inductor-") as directory:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
+        _install(tracer)
+        yield
+
+
+def _install(tracer: Tracer) -> None:
     from torch._inductor import async_compile, compile_fx, config, scheduler
     from torch._inductor.codegen import triton, wrapper
     from torch._inductor.fx_passes import joint_graph
@@ -90,11 +98,8 @@ def install(tracer: Tracer) -> None:
     del compile_fx, triton, wrapper  # loaded before Triton seems to be there: they would take apart what it has
     if not _triton.has_triton_package():
         find_stubs("triton")  # the code that is written imports it
-    directory = tempfile.TemporaryDirectory(prefix="peakcast-inductor-")
-    _keep_alive.append(directory)
     config.force_disable_caches = True  # a kernel of an earlier trace, or of a real run, is not this one
     config.compile_threads = 1
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory.name
     _answer_for_the_gpu()
     scheduler.has_triton = lambda: True  # type: ignore[attr-defined]
     _triton.triton_hash_with_backend = lambda: ""  # type: ignore[assignment]
@@ -118,6 +123,7 @@ def _answer_for_the_gpu() -> None:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
+        "is_bf16_supported": lambda including_emulation=True: True,
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
     }

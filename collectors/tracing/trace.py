@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -84,10 +85,6 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         fake_streams.install()
     if job.parallelism.world_size > 1:
         dtensors.install()
-    if job.compile:
-        from peakcast.collectors.tracing import inductor
-
-        inductor.install(tracer)
     layouts.start_group(job, rank)
     if job.framework == "megatron":
         engine = conventions(job)["adam_library"] != "torch"
@@ -97,7 +94,12 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
             span = _generate(job, tracer)
         return {step: tracer.timeline(*span) for step in ("first", "steady")}
     # one thread: autograd's own would not know that tensors made in backward are fake too
-    with fake_mode(), torch.autograd.set_multithreading_enabled(False):
+    compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if job.compile:
+        from peakcast.collectors.tracing import inductor
+
+        compiling = inductor.compiling(tracer)
+    with compiling, fake_mode(), torch.autograd.set_multithreading_enabled(False):
         return _train(job, "cuda:0", tracer)
 
 

@@ -23,6 +23,14 @@ from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
+COMPILED: dict[tuple[str, str], frozenset[str]] = {
+    ("network", "huggingface"): frozenset({"layers", "ends", "loss", "mask"}),
+    ("network", "torch"): frozenset({"layers", "ends", "loss", "mask"}),
+    ("layers", "huggingface"): frozenset({"layers", "ends"}),
+    ("layers", "torch"): frozenset({"layers", "loss"}),
+}
+"""(regions, stack) -> what is compiled: layers; embedding and final norm; the loss; the making of the mask
+(`collectors/frameworks/compiled.py`)."""
 
 
 class Blocks:
@@ -91,6 +99,7 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
     """What every block of `job` depends on, on global `rank`; `device` adds what kernels allocate inside
     themselves there."""
     convention = conventions(job)
+    compiled = COMPILED[convention["compiled_regions"], job.framework] if job.compile else frozenset()
     weight = int(DTYPE_BYTES[gathered_dtype(job)])
     autocast = bool(convention.get("autocast"))
     adapter = job.finetuning.adapter_dtype or convention.get("adapter_dtype", job.precision.parameters)
@@ -116,7 +125,8 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
         adapter_bytes=int(DTYPE_BYTES[adapter]),
         logits_upcast=str(convention.get("logits_upcast", "loss")),
         grouped_experts=convention.get("experts_implementation", "grouped_mm") == "grouped_mm",
-        liger=bool(convention.get("liger_kernels")),
+        liger=bool(convention.get("liger_kernels")) or "ends" in compiled,
+        compiled=compiled,
         fused_loss=job.loss.fused_linear_cross_entropy,
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
@@ -155,7 +165,9 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         input_requires_grad=index > 0 or not adapters_alone,
         routed=context.architecture.is_moe_layer(index),
         parts=context.architecture.layer_types[index] if context.architecture.layer_types else "",
+        liger=context.liger or "layers" in context.compiled,
         masked=context.mask_of_batch
+        or "mask" in context.compiled
         or traits(context.architecture).always_masked
         or slides(context.architecture, index, context.sequence),
         # accelerate 1.15 utils/ao.py filter_first_and_last_linear_layers: q_proj (or the fused one) of layer 0, and lm_head

@@ -89,6 +89,8 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, dies: in
     kinds = 2 if one.architecture.sliding_window is not None and traits(one.architecture).full_attention_every else 1
     if one.architecture.kind == "encoder":
         sizes = []  # nothing is masked without padding
+    elif "mask" in one.compiled:
+        sizes = [one.batch * scores * one.compute_bytes]
     elif one.attention == "eager":
         sizes = [one.batch * scores * one.compute_bytes] * kinds
     elif one.attention == "flex":
@@ -115,7 +117,7 @@ def hold_attention_weights(timeline: Step, layer: HFContext, first_runs: Mapping
 
 def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, start: int) -> None:
     """cos and sin of every position, shared by all layers until the first layer's backward is done."""
-    if job.architecture.position_embedding == "rope":
+    if job.architecture.position_embedding == "rope" and "mask" not in context.compiled:  # computed anew in each kernel
         mla = job.architecture.mla
         width = mla.qk_rope_head_dim if mla else int(job.architecture.head_dim * traits(job.architecture).rotary_fraction)
         wide = traits(job.architecture).rotary == "promoted"

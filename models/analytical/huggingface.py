@@ -197,7 +197,8 @@ def _micro_batch(
     hold_embeddings(timeline, blocks.contexts, embedded, in_checkpoint, model_ends(loss))
     timeline.run_backward(loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
-    hold_masks(timeline, blocks.contexts, start, timeline.now if checkpointed else model_ends(loss))
+    masks_kept = checkpointed or "mask" in context.compiled
+    hold_masks(timeline, blocks.contexts, start, timeline.now if masks_kept else model_ends(loss))
     hold_rotary_tables(timeline, job, context, start)
     timeline.run_backward(embedded)
     timeline.end_backward()
@@ -217,6 +218,8 @@ def _hold_logits(timeline: Step, job: TrainingJob, context: HFContext, loss: Run
         size = _kept_logits(job, context)
         dies = timeline.now if conventions(job).get("trainer") or not last else FOREVER
         born = loss.forward_start + loss.template.num_forward
+        if "loss" in context.compiled and loss.backward_start is not None:  # kept as they are until the loss's backward
+            born = loss.backward_start + 1
         timeline.hold("outputs.logits", Category.LOGITS, size, born, dies, "head")
         for name, num_bytes in _leaf_kept_by_outputs(job, context):
             timeline.hold(name, Category.ACTIVATIONS, num_bytes, timeline.now, dies, "embedding")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
+from peakcast.models.analytical.compile_scope import compile_reason
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.spec import Offload, TrainingJob
 
@@ -85,11 +86,7 @@ def _huggingface_reason(job: TrainingJob) -> str:
             layout.zero_stage > 0 and layout.data_parallel_size > 1,
             f"zero_stage={layout.zero_stage} is read from DeepSpeed's source and compared with few traces so far.",
         ),
-        (
-            job.compile,
-            "compile=true is not modelled: the compiler decides what is kept; `peakcast explain --trace` compiles the step "
-            "and shows it, on a machine with torch.",
-        ),
+        (bool(compiled := compile_reason(job)), compiled),
         (
             (job.offload.parameters or job.offload.optimizer) and not _offloads_with_fsdp2(job),
             "offload of parameters or optimizer states is modelled for FSDP2's policy only.",

@@ -11,6 +11,9 @@ import pytest
 from peakcast.collectors.grid import expand
 from peakcast.collectors.tracing.trace import trace_job
 from peakcast.errors import CollectorError
+from peakcast.models.agreement import ONE_GPU_TOLERANCE
+from peakcast.models.analytical.ledger import ledger
+from peakcast.models.analytical.scope import out_of_scope
 from peakcast.spec import job_to_mapping
 from peakcast.timeline import Category, Phase
 
@@ -84,8 +87,7 @@ from peakcast.collectors.tracing.trace import _train, fake_mode
 from peakcast.dialects.job_file import job_from_mapping
 tracer.ALLOCATION_UNIT_BYTES = 1  # the CPU's allocator counts every byte
 traced = tracer.Tracer("cpu")
-inductor.install(traced)
-with fake_mode(), torch.autograd.set_multithreading_enabled(False):
+with inductor.compiling(traced), fake_mode(), torch.autograd.set_multithreading_enabled(False):
     step = _train(job_from_mapping({**json.loads(sys.argv[1]), "compile": True}), "cpu", traced)["steady"]
 print("FOUND", json.dumps({"peaks": {phase.name: size for phase, size in step.phase_peaks().items()}}))
 """
@@ -126,7 +128,8 @@ def test_layers_compiled_one_by_one_are_one_graph_and_keep_what_is_counted_by_ha
         "model_type": "llama", "hidden_size": hidden, "intermediate_size": f, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "vocab_size": 1024, "num_hidden_layers": layers,
     }  # fmt: skip
-    steady = trace_job(job(architecture=network, sequence_length=tokens, compile=True, **LAYERS))["steady"]
+    cell = job(architecture=network, sequence_length=tokens, compile=True, **LAYERS)
+    steady = trace_job(cell)["steady"]
     before_loss = list(steady.phases).index(Phase.LOSS)
     kept = np.flatnonzero(steady.alive_at(before_loss) & (steady.categories == Category.ACTIVATIONS))
     of_layer = [0] * layers
@@ -139,6 +142,23 @@ def test_layers_compiled_one_by_one_are_one_graph_and_keep_what_is_counted_by_ha
     bf16 += 3 * f  # gate, up, their product
     fp32 = heads + 2  # attention's statistics, both norms' factors
     assert of_layer == [tokens * (2 * bf16 + 4 * fp32) + 2 * 512] * layers  # and attention's seed and offset
+    agree(ledger(cell, step="steady"), steady)
+
+
+@pytest.mark.slow
+def test_the_ledger_of_a_network_compiled_whole_is_its_trace():
+    """Two sequences: transformers builds a mask for each, since it cannot look at values inside what is compiled."""
+    llama = {"name": "llama-3.1-8b", "num_hidden_layers": 2}
+    cell = job(architecture=llama, sequence_length=512, micro_batch_size=2, compile=True)
+    assert out_of_scope(cell) == ""
+    steady = trace_job(cell)["steady"]
+    assert any(label.startswith("_scaled_dot_product_efficient_attention") for label in steady.labels)
+    agree(ledger(cell, step="steady"), steady)
+
+
+def agree(found, traced):
+    wanted = traced.phase_peaks()
+    assert found.phase_peaks() == {phase: pytest.approx(size, rel=ONE_GPU_TOLERANCE) for phase, size in wanted.items()}
 
 
 @pytest.mark.slow

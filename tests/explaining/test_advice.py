@@ -105,7 +105,7 @@ def test_what_saves_is_advised(values: dict[str, Any], wanted: str) -> None:
 
 
 def test_a_job_that_the_ledger_does_not_cover_gets_no_advice() -> None:
-    assert advice(job(compile=True), A100, 0) == ()
+    assert advice(job(compile=True, attention="eager"), A100, 0) == ()
 
 
 def test_expandable_segments_are_replayed() -> None:

@@ -49,7 +49,7 @@ def test_one_phase_that_is_further_off_is_a_miss_that_is_named(row):
 
 def test_a_trace_that_failed_or_a_job_out_of_scope_holds_nothing_and_says_why(row):
     failed = dataclasses.replace(row, outcome="failed", environment={"reason": "no such package"})
-    compiled = dataclasses.replace(row, job=JOB.replace(compile=True))
+    compiled = dataclasses.replace(row, job=JOB.replace(compile=True, attention="eager"))
     cells = agreements([failed, compiled])
     assert [cell.holds for cell in cells] == [False, False]
     assert "no such package" in cells[0].reason

@@ -148,7 +148,7 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = _to_compute_dtype(build, q, k, v)
     k, v = repeat_key_value(build, q, k, v)
     bias = []
-    if context.masked:
+    if context.masked and "mask" not in context.compiled:  # compiled, one is made for all layers (`hold_masks`)
         size = context.batch * context.sequence**2 * context.compute_bytes
         bias.append(tape.operation("self_attn.additive_mask", [], size, gradients=[]))
     return tape.operation(

@@ -63,6 +63,9 @@ class HFContext:
     """Experts in grouped matrix products instead of a loop over them."""
     liger: bool = False
     """Liger's RMSNorm, SwiGLU and rotary kernels instead of the family's own code."""
+    compiled: frozenset[str] = frozenset()
+    """What torch.compile compiles, of COMPILED in `hf_blocks.py`. Inductor fuses a layer's norms, rotation and silu·up as
+    Liger's kernels do, and keeps the same."""
     fused_loss: bool = False
     """Liger's fused linear cross entropy."""
     fused_loss_temporary_bytes: int = 0

@@ -44,14 +44,20 @@ def embedding(context: HFContext) -> Template:
         rows_taken = WeightGradient("embed_tokens.weight.grad", part)
         tape.operation("embed_tokens.rows", [], 0, weight_gradients=[rows_taken], backward_temporary_bytes=weight)
     later = tied or (trains and group.table_reduced)
-    hidden = tape.operation(
-        "embed_tokens",
-        [],
-        rows * width * size,
-        weight_gradients=[WeightGradient("embed_tokens.weight.grad", weight)] if trains and not later else [],
-        backward_temporary_bytes=(weight if later else 0)
-        + (embedding_backward_bytes(rows, width, architecture.vocab_size) if trains and context.kernel_temporaries else 0),
-    )
+    taken = [WeightGradient("embed_tokens.weight.grad", weight)] if trains and not later else []
+    passing = weight if later else 0
+    if trains and context.kernel_temporaries:
+        passing += embedding_backward_bytes(rows, width, architecture.vocab_size)
+    if "ends" in context.compiled and trains and size != FP32:
+        # compiled, the rows' gradients are added up in fp32 (torch `_decomp` embedding_dense_backward), then converted
+        narrow = tape.operation("embed_tokens.table", [], 0, weight_gradients=taken, backward_temporary_bytes=passing)
+        narrow.requires_grad = True
+        wide = weight // size * FP32
+        hidden = tape.operation("embed_tokens", [narrow], rows * width * size, gradients=[(narrow, wide)])
+    else:
+        hidden = tape.operation(
+            "embed_tokens", [], rows * width * size, weight_gradients=taken, backward_temporary_bytes=passing
+        )
     hidden.requires_grad = trains
     if group.table:
         hidden = leave_rows(tape, hidden, group, "embed_tokens")
@@ -154,6 +160,8 @@ def head(context: HFContext) -> Template:
     if architecture.final_logit_softcapping is not None:
         logits = ops.scale(tape, logits, "softcap.divide")
         logits = ops.scale(tape, ops.unary_of_result(tape, logits, "softcap.tanh"), "softcap.multiply")
+    if "loss" in context.compiled:
+        return _compiled_loss(tape, logits, context)
     narrow = logits
     wide, shifted_rows = rows * vocabulary * FP32, context.batch * (context.sequence - 1)
     upcast = context.logits_upcast
@@ -197,6 +205,23 @@ def head(context: HFContext) -> Template:
         tape.operation("nll_loss", [log_probabilities], FP32, saves=[log_probabilities])
     for tensor in (*kept, final):  # variables of the model's and the loss's forward
         tape.hold(tensor)
+    return tape.finish()
+
+
+def _compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> Template:
+    """The compiled loss keeps the logits as they are and two fp32 numbers a token, and its backward makes their gradient at
+    once. Where the whole network is compiled the logits are a result of its graph, whose own gradient comes as zeros."""
+    whole = "ends" in context.compiled
+    if not whole:
+        tape.begin_loss()
+    tape.operation(
+        "cross_entropy",
+        [logits],
+        FP32,
+        saves=[logits],
+        extra_saved_bytes=[context.rows * FP32] * 2,
+        backward_temporary_bytes=logits.num_bytes if whole else 0,
+    )
     return tape.finish()
 
 

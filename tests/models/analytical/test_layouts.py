@@ -309,7 +309,7 @@ def test_constants_of_quantised_weights_are_whole_on_every_rank(layout):
 
 
 def test_the_last_gradient_of_a_unit_stays_until_it_is_reduced():
-    """`foreach_reduce`'s loop variable: of the root, the whole lm_head beside the reduced gradient, on few ranks and many."""
+    """`foreach_reduce`'s loop variable: of the root, the whole lm_head beside what it is reduced to."""
     for ranks in (2, 8):
         steps = ledger(job("fsdp2", ranks=ranks, precision=MIXED))
         lives = zip(steps.names, steps.modules, steps.num_bytes.tolist(), steps.born, steps.dies, strict=True)

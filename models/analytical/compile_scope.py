@@ -1,0 +1,43 @@
+"""Which compiled steps the ledger covers: those whose trace it equals (`peakcast verify agreement`, the compiled cells)."""
+
+from __future__ import annotations
+
+from peakcast.conventions import conventions
+from peakcast.models.analytical.blocks.hf_traits import slides
+from peakcast.spec import Batch, Offload, TrainingJob
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""RMSNorm, rotary positions, silu·up: what Inductor makes of them keeps what Liger's kernels keep."""
+TRACE = "; `peakcast explain --trace` compiles the step and shows it, on a machine with torch."
+
+
+def compile_reason(job: TrainingJob) -> str:
+    """Why the ledger does not cover the compiled `job`, as one sentence; "" when it does, or nothing is compiled."""
+    if not job.compile:
+        return ""
+    architecture, convention = job.architecture, conventions(job)
+    whole = convention.get("compiled_regions") == "network"
+    checks = (
+        (job.framework not in ("huggingface", "torch"), f"with framework={job.framework!r}"),
+        (job.parallelism.world_size > 1, "on several ranks"),
+        (job.task != "train" or job.finetuning.method != "full", "other than for full training"),
+        (architecture.model_type not in FAMILIES or architecture.moe is not None, f"of {architecture.name!r}"),
+        (job.activation_checkpointing.mode != "none", "with checkpointing, which is scheduled with backward,"),
+        (job.attention != "sdpa", f"with attention={job.attention!r}"),
+        (job.precision.parameters != "bfloat16" or job.precision.compute != "bfloat16", "of other weights than bfloat16"),
+        (bool(convention.get("autocast")), "under autocast"),
+        (job.batch != Batch() or job.offload != Offload(), "with padding, packing or offloading"),
+        (job.loss.fused_linear_cross_entropy or bool(convention.get("liger_kernels")), "with Liger's kernels"),
+        (bool(convention.get("neftune")), "with neftune"),
+        (slides(architecture, 0, job.sequence_length), "beyond the sliding window"),
+        (whole and job.framework == "torch", "of a whole network, in a loop that keeps the model's outputs,"),
+        (
+            whole and architecture.tie_word_embeddings,
+            "of a whole network whose table is the head's too, and gets its gradient late,",
+        ),
+        (
+            whole and architecture.vocab_size < 4 * architecture.hidden_size,
+            "of a whole network with so small a vocabulary, whose peak is among the buffers of a layer's backward,",
+        ),
+    )
+    return next((f"compile=true {how} is not modelled{TRACE}" for asked, how in checks if asked), "")

@@ -1,0 +1,58 @@
+"""Which compiled steps the ledger answers for: each other kind is named, and pointed at the trace."""
+
+import pytest
+
+from peakcast.collectors.grid import expand
+from peakcast.models.analytical.ledger import ledger
+from peakcast.models.analytical.scope import out_of_scope
+from peakcast.timeline import Phase
+
+UNTIED = {"architecture": "llama-2-7b"}
+LAYERS = {"framework_options": {"compiled_regions": "layers"}}
+COVERED = {
+    "whole": UNTIED,
+    "layers": LAYERS,
+    "torchtitan": {"framework": "torch", "versions": {"torchtitan": "0.2"}},
+    "accumulated": {**LAYERS, "gradient_accumulation_steps": 4},
+}
+NAMED = {
+    "several ranks": {"parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"}},
+    "of 'gpt2'": {"architecture": "gpt2"},
+    "checkpointing": {"activation_checkpointing": {"mode": "full"}},
+    "other weights": {"precision": {"parameters": "float32", "compute": "float32"}},
+    "autocast": {"framework_options": {"autocast": True}},
+    "other than for full training": {"finetuning": {"method": "lora", "rank": 8}},
+    "attention='eager'": {"attention": "eager"},
+    "sliding window": {"architecture": "mistral-7b", "sequence_length": 8192},
+    "keeps the model's outputs": {**UNTIED, "framework": "torch"},
+    "the head's too": {},
+    "so small a vocabulary": {"architecture": {"name": "llama-2-7b", "vocab_size": 1024}},
+}
+
+
+def job(**changes):
+    return expand({"include": [{"architecture": "llama-3.2-1b", "compile": True, **changes}]})[0]
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_what_equals_its_trace_is_covered(name):
+    assert out_of_scope(job(**COVERED[name])) == ""
+
+
+@pytest.mark.parametrize("words", NAMED)
+def test_every_other_kind_is_named_and_pointed_at_the_trace(words):
+    reason = out_of_scope(job(**NAMED[words]))
+    assert reason.startswith("compile=true")
+    assert words in reason
+    assert "peakcast explain --trace" in reason
+
+
+def test_nothing_compiled_nothing_said():
+    assert out_of_scope(job(compile=False, framework_options={"compiled_regions": "layers"})) == ""
+
+
+def test_a_network_compiled_whole_has_its_loss_inside_and_keeps_less():
+    eager, whole, layers = (ledger(job(**changes)) for changes in ({"compile": False}, {}, LAYERS))
+    assert Phase.LOSS not in whole.phase_peaks()
+    peaks = [one.peak(Phase.BACKWARD).num_bytes for one in (whole, layers, eager)]
+    assert peaks == sorted(set(peaks))
