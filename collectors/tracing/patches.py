@@ -98,8 +98,9 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
             with torch.no_grad():
                 converted = convert(parameter)
             if converted is not parameter:
-                self._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
-                vars(self._parameters[name]).update(vars(parameter))
+                made = self._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
+                for note, value in vars(parameter).items():
+                    vars(made).setdefault(note, value)  # a fake tensor's own, such as its device, are there already
     for name, buffer in self._buffers.items():
         if buffer is not None:
             self._buffers[name] = convert(buffer)
