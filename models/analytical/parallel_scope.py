@@ -8,7 +8,10 @@ from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.spec import Offload, TrainingJob
 
-PIPELINE_SCHEDULES = {("gpipe", False), ("gpipe", True), ("1f1b", False), ("interleaved_1f1b", True)}
+PIPELINE_SCHEDULES = {
+    *(("gpipe", False), ("gpipe", True), ("1f1b", False), ("interleaved_1f1b", True)),
+    *(("zero_bubble", False), ("zero_bubble", True)),
+}
 """(schedule, whether a rank has several stages) that torch has and the ledger knows."""
 
 
@@ -127,13 +130,13 @@ def _context_reason(job: TrainingJob) -> str:
 
 
 def rounds(job: TrainingJob) -> int:
-    """In how many rounds ScheduleInterleaved1F1B takes its micro-batches."""
+    """In how many rounds ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble take their micro-batches."""
     return max(1, job.gradient_accumulation_steps // job.parallelism.pipeline_parallel_size)
 
 
 def _pipeline_reason(job: TrainingJob) -> str:
     architecture, layout = job.architecture, job.parallelism
-    several = layout.virtual_pipeline_stages > 1
+    several, split = layout.virtual_pipeline_stages > 1, layout.pipeline_schedule == "zero_bubble"
     checks = [
         (
             job.framework != "torch",
@@ -156,7 +159,17 @@ def _pipeline_reason(job: TrainingJob) -> str:
         (
             (layout.pipeline_schedule, several) not in PIPELINE_SCHEDULES,
             f"pipeline_schedule={layout.pipeline_schedule!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} "
-            "is not modelled; gpipe and 1f1b with 1, gpipe and interleaved_1f1b with more are, zero_bubble can be traced.",
+            "is not modelled; gpipe, 1f1b and zero_bubble with 1, gpipe, interleaved_1f1b and zero_bubble with more are.",
+        ),
+        (
+            split and job.activation_checkpointing.mode != "none",
+            f"activation_checkpointing.mode={job.activation_checkpointing.mode!r} under zero_bubble is not modelled: every "
+            "weight's backward computes its layer anew; use mode none, or trace it.",
+        ),
+        (
+            split and layout.data_parallel_size > 1,
+            f"data_parallel_size={layout.data_parallel_size} under zero_bubble is not modelled: sharded stages whose "
+            "backward comes in two halves have not been traced; use 1, or another schedule.",
         ),
         (
             0 in layout.pipeline_layers,
@@ -171,9 +184,10 @@ def _pipeline_reason(job: TrainingJob) -> str:
             "pipeline stages whose ends are FSDP's root are not modelled; with fsdp2_units=ends, torchtitan's, they are.",
         ),
         (
-            layout.pipeline_schedule == "interleaved_1f1b" and bool(job.gradient_accumulation_steps % rounds(job)),
+            (split or layout.pipeline_schedule == "interleaved_1f1b")
+            and bool(job.gradient_accumulation_steps % rounds(job)),
             f"gradient_accumulation_steps={job.gradient_accumulation_steps} is no multiple of the {rounds(job)} rounds in "
-            "which torch's interleaved schedule takes them: it refuses that.",
+            "which torch's interleaved schedules take them: they refuse that.",
         ),
         (bool(job.framework_options.get("autocast")), "autocast in pipeline stages is not modelled."),
         (job.precision.compute == "float8", "float8 in pipeline stages is not modelled."),

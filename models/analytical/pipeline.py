@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from peakcast.errors import SpecError
 from peakcast.spec import Parallelism
@@ -25,11 +26,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One entry of a rank's schedule: run `chunk` on `micro_batch`, forward or backward."""
+    """One entry of a rank's schedule: run `chunk` on `micro_batch`, forward or backward. `half`: of a backward in two, the
+    inputs' gradients or the weights'."""
 
     forward: bool
     micro_batch: int
     chunk: int
+    half: Literal["", "inputs", "weights"] = ""
 
 
 def pipeline_rank(layout: Parallelism, rank: int, *, pipeline_innermost: bool = False) -> int:
@@ -120,7 +123,7 @@ def most_in_flight(turns: Sequence[Turn]) -> int:
     """The largest number of forward turns whose backward has not run yet."""
     most = now = 0
     for turn in turns:
-        now += 1 if turn.forward else -1
+        now += 1 if turn.forward else -(turn.half != "inputs")
         most = max(most, now)
     return most
 
@@ -134,7 +137,24 @@ def turns_of_rank(layout: Parallelism, stage: int, num_micro_batches: int) -> tu
         order = everything if virtual == 1 else everything[::-1]  # ScheduleGPipe, ScheduleLoopedBFS
         backward = [Turn(False, micro_batch, chunk) for chunk in reversed(chunks) for micro_batch in order]
         return (*forward, *backward)
-    return schedule(stages, virtual, stage, num_micro_batches, _round(layout, num_micro_batches))
+    group = _round(layout, num_micro_batches)
+    if layout.pipeline_schedule == "zero_bubble":
+        return _zero_bubble(stages, virtual, stage, num_micro_batches, group)
+    return schedule(stages, virtual, stage, num_micro_batches, group)
+
+
+def _zero_bubble(stages: int, virtual: int, stage: int, num_micro_batches: int, group: int) -> tuple[Turn, ...]:
+    """`ScheduleInterleavedZeroBubble` (`_get_1f1b_rank_ops`): weights' gradients follow `stage` backwards behind."""
+    table = _table(num_micro_batches, virtual, group)
+    warmup = min((virtual - 1) * group + stages - 1 - stage, len(table))
+    backward = [(micro_batch, virtual - 1 - chunk) for micro_batch, chunk in table]
+    turns = [Turn(True, *one) for one in table[:warmup]]
+    for done, one in enumerate(backward):
+        turns += [Turn(True, *ahead) for ahead in table[warmup + done : warmup + done + 1]]
+        turns.append(Turn(False, *one, "inputs"))
+        if done >= stage:
+            turns.append(Turn(False, *backward[done - stage], "weights"))
+    return (*turns, *(Turn(False, *one, "weights") for one in backward[max(0, len(backward) - stage) :]))
 
 
 def _round(layout: Parallelism, num_micro_batches: int) -> int:
@@ -143,8 +163,8 @@ def _round(layout: Parallelism, num_micro_batches: int) -> int:
 
 
 def simulated_micro_batches(layout: Parallelism, stage: int, num_micro_batches: int) -> int:
-    """How many micro-batches show all that more of them would: all, where each waits for the last."""
-    if layout.pipeline_schedule == "gpipe":
+    """How many micro-batches show all that more of them would: all, where each waits for the last or leaves a gradient."""
+    if layout.pipeline_schedule in ("gpipe", "zero_bubble"):
         return num_micro_batches
     stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
     group = _round(layout, num_micro_batches)

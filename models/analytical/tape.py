@@ -15,13 +15,14 @@ Autograd's rules, as in torch 2.x (torch/csrc/autograd/engine.cpp):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
-from peakcast.models.analytical.template import HANDED_IN, Elsewhere, Template
+from peakcast.models.analytical.template import HANDED_IN, INPUTS_DONE, Elsewhere, Later, Template, Waiting
 from peakcast.timeline import Category
+from peakcast.units import round_up
 
 KEPT_KINDS = ("attention", "reduce_scatter")
 """Operations that selective checkpointing never repeats: the first by every policy, the second by torchtitan's."""
@@ -102,10 +103,15 @@ class Tape:
 
     `saves_on_cpu`: what autograd keeps is copied to the host and comes back, each tensor for itself, while the operation
     that kept it runs backward (`torch.autograd.graph.save_on_cpu`, which copies parameters as well).
+    `splits_backward`: inputs' gradients first, weights' later (torch 2.13 `distributed/pipelining/_backward.py`): the first
+    half retains the graph, and a hook keeps the gradient that comes to each operation with a weight; the second takes the
+    weights in the order of `parameters()`, each as a graph of its own, whose kept tensors and gradient go when it is done.
     """
 
-    def __init__(self, *, saves_on_cpu: bool = False) -> None:
+    def __init__(self, *, saves_on_cpu: bool = False, splits_backward: bool = False) -> None:
         self._saves_on_cpu = saves_on_cpu
+        self._splits_backward = splits_backward
+        self._savers: dict[int, list[int]] = {}
         self._operations: list[Operation] = []
         self._storages: list[Storage] = []
         self._input: Tensor | None = None
@@ -224,8 +230,8 @@ class Tape:
         """The operations from here on are the loss."""
         self._loss_from = len(self._operations)
 
-    @staticmethod
-    def _keep(storage: Storage, index: int) -> None:
+    def _keep(self, storage: Storage, index: int) -> None:
+        self._savers.setdefault(id(storage), []).append(index)
         storage.last_saver = index if storage.last_saver is None else min(storage.last_saver, index)
 
     # -- finishing ----------------------------------------------------------------------------------------------------
@@ -238,6 +244,8 @@ class Tape:
         backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
         ends = {index: instant + 1 for instant, index in enumerate(backward)}
         rows: list[_Row] = []
+        waiting: list[Waiting] = []
+        turns = self._weight_turns()
         if output is not None:
             output.storage.last_read = num_forward - 1
         cached = self._cached(cached_matmuls) if cached_matmuls else set()
@@ -255,6 +263,10 @@ class Tape:
             saver = None if self._saves_on_cpu or storage.last_saver is None else ends.get(storage.last_saver)
             last, kept = storage.last_read + 1, id(storage) in cached
             dies, in_backward = (last, False) if saver is None else (saver, True)
+            if self._splits_backward and in_backward:
+                until = self._waits_until(storage, turns)
+                waiting.append(Waiting(storage.name, storage.category, storage.num_bytes, storage.born, False, until))
+                continue
             if kept and storage.born >= last_saver:
                 dies, in_backward = len(backward), True  # a recomputation stops there and never asks for it
             rows.append(
@@ -263,13 +275,53 @@ class Tape:
                     *(storage.born, False, dies, in_backward, False, last, kept),
                 )
             )
-        self._run_backward(backward, output, rows)
+        waiting += self._run_backward(backward, output, rows, turns)
         elsewhere = {
             name: Elsewhere(ends.get(-1 if saver is None else saver), self._gradient_from.get(id(tensor)))
             for name, tensor in self._elsewhere.items()
             for saver in (tensor.storage.last_saver,)
         }
-        return self._template(rows, backward, elsewhere)
+        template = self._template(rows, backward, elsewhere)
+        return replace(template, later=self._later(turns, waiting)) if self._splits_backward else template
+
+    def _weight_turns(self) -> dict[int, int]:
+        """Operations with a weight -> their turns in the weights' backward: in the order of `parameters()`, where a layer's
+        and then attention's own norms come last."""
+        if not self._splits_backward:
+            return {}
+        kinds = ("self_attn", "mlp")
+        trained = [index for index, operation in enumerate(self._operations) if operation.weight_gradients]
+
+        def place(index: int) -> tuple[int, bool]:
+            part, _, rest = self._operations[index].name.partition(".")
+            return (kinds.index(part) if part in kinds else len(kinds)), part in kinds and "norm" in rest
+
+        return {index: turn for turn, index in enumerate(sorted(trained, key=place))}
+
+    def _waits_until(self, storage: Storage, turns: dict[int, int]) -> int | None:
+        """`Waiting.until` of what autograd keeps. Nothing holds the graph above the last operation with a weight but the
+        blocks above it, which a loss has none of."""
+        savers = self._savers[id(storage)]
+        if self._loss_from is not None and min(savers) > max(turns):
+            return INPUTS_DONE
+        return max(turns[saver] for saver in savers) if set(savers) <= turns.keys() else None
+
+    def _later(self, turns: dict[int, int], waiting: list[Waiting]) -> Later:
+        rows: list[_Row] = []
+        for index, turn in turns.items():
+            operation, after = self._operations[index], turn + 1
+            dies = min(turn + 2, len(turns))  # a variable holds it until the next one is there
+            rows += [
+                (weight.name, _GRADIENT, weight.num_bytes, turn, True, dies, True, True, dies, False)
+                for weight in operation.weight_gradients
+            ]
+            if size := operation.backward_temporary_bytes:
+                name = f"{operation.name}.temporary"
+                rows.append((name, _TEMPORARY, size, turn, True, after, True, False, after, False))
+        weights = self._template(rows, list(turns), {})
+        weights = replace(weights, num_forward=0, forward_labels=[], loss_from=0, saved_bytes=[])
+        rounded = [replace(one, num_bytes=round_up(one.num_bytes, MIN_BLOCK_BYTES)) for one in waiting]
+        return Later(weights, tuple(rounded))
 
     def _cached(self, cached_matmuls: int) -> set[int]:
         matmuls, cached = 0, set()
@@ -281,7 +333,11 @@ class Tape:
                 cached.add(id(storage))
         return cached
 
-    def _run_backward(self, backward: list[int], output: Tensor | None, rows: list[_Row]) -> None:
+    def _run_backward(
+        self, backward: list[int], output: Tensor | None, rows: list[_Row], turns: dict[int, int]
+    ) -> list[Waiting]:
+        hooked: dict[_Gradient, int] = {}
+
         def live(name: str, num_bytes: int, born: int, dies: int) -> None:
             if num_bytes > 0:
                 rows.append((name, _TEMPORARY, num_bytes, born, True, dies, True, False, dies, False))
@@ -294,6 +350,10 @@ class Tape:
             after = instant + 1
             incoming = [held.pop(key) for key in map(id, operation.outputs) if key in held]
             touched = dict.fromkeys(incoming)
+            if index in turns:
+                for gradient in incoming:
+                    gradient.holders += gradient not in hooked
+                    hooked[gradient] = max(turns[index], hooked.get(gradient, 0))
             made_at = after if operation.gradients_in_place else instant
             for tensor, size in operation.gradients:
                 if size is None and incoming:
@@ -317,9 +377,9 @@ class Tape:
             rows += [
                 (weight.name, _GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False)
                 for weight in operation.weight_gradients
-                if weight.num_bytes > 0
+                if weight.num_bytes > 0 and index not in turns
             ]
-            if operation.backward_temporary_bytes:
+            if operation.backward_temporary_bytes and index not in turns:
                 live(f"{operation.name}.temporary", operation.backward_temporary_bytes, instant, after)
             if self._saves_on_cpu:
                 for size in operation.saved_bytes:
@@ -330,7 +390,9 @@ class Tape:
                 if gradient.holders <= 0:
                     live(gradient.name, gradient.num_bytes, gradient.born, after)
         for gradient in dict.fromkeys(held.values()):  # the input's gradient, handed on at the end
-            live(gradient.name, gradient.num_bytes, gradient.born, len(backward))
+            if gradient not in hooked:
+                live(gradient.name, gradient.num_bytes, gradient.born, len(backward))
+        return [Waiting(one.name, _TEMPORARY, one.num_bytes, one.born, True, until) for one, until in hooked.items()]
 
     def _template(self, rows: list[_Row], backward: list[int], elsewhere: dict[str, Elsewhere]) -> Template:
         columns = list(zip(*rows, strict=True)) if rows else [()] * 10

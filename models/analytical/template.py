@@ -25,6 +25,30 @@ class Elsewhere:
     """A gradient of it exists when this instant begins; any that exists already is added to."""
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A tensor that waits for the weights' backward. `born` counts as in `Template`; `until`: the instant of the weights'
+    backward that is the last to need it, None: all of it, of all the blocks; INPUTS_DONE: the inputs' backward of all."""
+
+    name: str
+    category: int
+    num_bytes: int
+    born: int
+    born_backward: bool
+    until: int | None
+
+
+INPUTS_DONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """The second half of a backward in two: the weights' gradients, which `weights` makes in its own backward."""
+
+    weights: Template
+    waiting: tuple[Waiting, ...]
+
+
 @dataclass(frozen=True)
 class Template:
     """The entries of a block in columns. `born`/`dies` count from the block's first forward or backward instant,
@@ -58,6 +82,8 @@ class Template:
     """Forward instants from this one on belong to the loss, not to the model's forward."""
     elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
     """By name, what becomes here of the tensors that other blocks own."""
+    later: Later | None = None
+    """Of a backward in two halves: this template has the first, the inputs' gradients."""
 
     @cached_property
     def gradient_columns(self) -> npt.NDArray[np.int64]:

@@ -5,11 +5,15 @@ a buffer for every micro-batch of the step, made once and kept; so blocks own ne
 that comes into it. A stage's output stays until its micro-batch's backward is done. Where a rank has one stage, the
 schedule's variables also keep the logits until the next forward has given others, and the gradient that was sent last until
 the next backward is done; where it has several (`_PipelineScheduleRuntime`), each turn is a function of its own.
+
+Zero bubble computes a stage's input gradients first (`stage_backward_input`) and its weights' in a later turn
+(`stage_backward_weight`); between them the graph and the gradient at every weight wait, and the gradient of what the stage
+received stays to the end of the step (`clear_runtime_states`). The first stage computes all in the later turn.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peakcast.catalog import Device
 from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs
@@ -29,10 +33,10 @@ from peakcast.models.analytical.pipeline import (
 )
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
-from peakcast.models.analytical.template import HANDED_IN
+from peakcast.models.analytical.template import HANDED_IN, INPUTS_DONE, Later
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import TrainingJob
-from peakcast.timeline import Category, Timeline
+from peakcast.timeline import Category, Phase, Timeline
 
 INT64 = 8
 
@@ -106,7 +110,9 @@ class _Turns:
         self.step = step
         self.context = block_context(job, device)
         self.blocks = Blocks(job, self.context)
-        self.several = len(chunks) > 1
+        self.splits = job.parallelism.pipeline_schedule == "zero_bubble"
+        self.split_blocks = Blocks(job, replace(self.context, splits_backward=self.splits))
+        self.several = self.splits or len(chunks) > 1
         self.alive: dict[tuple[int, int], _InFlight] = {}
         self.begun: set[int] = set()
         """Chunks whose gradients are there."""
@@ -124,7 +130,7 @@ class _Turns:
         for index, turn in enumerate(turns):
             if stages:
                 stages.before_turn(self.step, turns[index:])
-            (self._forward if turn.forward else self._backward)(turn)
+            self._run(turn)
             if stages:
                 stages.after_turn(self.step, turns[index:])
         self._release_sent(len(self.sent))
@@ -138,15 +144,26 @@ class _Turns:
             buffers = ((f"received.{name}", f"chunk.{index}", size) for name in received)
             self.step.hold_all(buffers, Category.COMMUNICATION_BUFFERS)
 
+    def _run(self, turn: Turn) -> None:
+        if turn.forward:
+            self._forward(turn)
+        elif not turn.half or (turn.half == "weights" and self.chunks[turn.chunk].is_first):
+            self._backward(turn)
+        elif turn.half == "weights":
+            self._backward_of_weights(turn)
+        elif not self.chunks[turn.chunk].is_first:
+            self._backward_of_inputs(turn)
+
     def _forward(self, turn: Turn) -> None:
-        chunk, step, blocks = self.chunks[turn.chunk], self.step, self.blocks
+        chunk, step = self.chunks[turn.chunk], self.step
+        blocks = self.blocks if chunk.is_first else self.split_blocks
         state = _InFlight(step.now, 0, {})
         if chunk.is_first:
             state.embedded = step.run_forward(blocks.embedding(), "embedding")
         state.runs = blocks.forward(step, chunk.layers, input_held=not chunk.is_first)
         body_ends = step.now
         if chunk.is_last:
-            state.loss = step.run_forward(head(self.context), "head")
+            state.loss = step.run_forward(head(blocks.context), "head")
             body_ends = model_ends(state.loss)
             self._name_logits(state, state.loss)
         if state.embedded is not None:
@@ -183,6 +200,54 @@ class _Turns:
         if not chunk.is_last:
             step.hold("output", Category.ACTIVATIONS, size, state.ended, step.now, module)
             self._hold_received_gradient(state, module)
+
+    def _backward_of_inputs(self, turn: Turn) -> None:
+        step, state = self.step, self.alive[turn.micro_batch, turn.chunk]
+        if state.loss is not None:
+            step.run_backward(state.loss)
+        self.split_blocks.backward(step, state.runs)
+        size, module = self.context.input_bytes, f"chunk.{turn.chunk}"
+        step.hold("input.grad", Category.TEMPORARIES, size, step.now, module=module)
+        step.end_backward()
+        state.unwound = step.now
+        if state.loss is not None:
+            self._hold_logits(state.ended, step.now)
+
+    def _backward_of_weights(self, turn: Turn) -> None:
+        chunk, step = self.chunks[turn.chunk], self.step
+        state, keeps = self.alive.pop((turn.micro_batch, turn.chunk)), turn.chunk not in self.begun
+        self.begun.add(turn.chunk)
+        runs = [*state.runs.values(), *([state.loss] if state.loss else [])]
+        begun = []
+        for run in runs:
+            begun.append(step.now)
+            if run.template.later:
+                step.run_backward(
+                    step.run_forward(run.template.later.weights, run.module, Phase.BACKWARD, keeps_gradients=keeps)
+                )
+        step.end_backward()
+        self.layout.end_backward(step)
+        for run, begins in zip(runs, begun, strict=True):
+            received = not chunk.is_last and run is runs[-1]
+            if run.template.later:
+                self._hold_waiting(run, run.template.later, begins, state.unwound, received=received)
+        hold_rotary_tables(step, self.job, self.context, state.start)
+        if not chunk.is_last:
+            module, size = f"chunk.{turn.chunk}", self.context.input_bytes
+            step.hold("output", Category.ACTIVATIONS, size, state.ended, step.now, module)
+            step.hold("received.output.grad", Category.COMMUNICATION_BUFFERS, size, 0, module=module)
+
+    def _hold_waiting(self, run: Run, later: Later, begins: int, inputs_done: int, *, received: bool) -> None:
+        """What waited for the weights' backward of `run`, which began at `begins`. `received`: the gradient that came into
+        it has a buffer."""
+        for one in later.waiting:
+            if received and one.name == HANDED_IN:
+                continue
+            dies = self.step.now if one.until is None else begins + one.until + 1
+            if one.until == INPUTS_DONE:
+                dies = inputs_done
+            born = one.born + ((run.backward_start or 0) if one.born_backward else run.forward_start)
+            self.step.hold(one.name, Category(one.category), one.num_bytes, born, dies, run.module)
 
     def _release_sent(self, count: int) -> None:
         """The gradients that were sent are gone: another has taken the schedule's variable."""

@@ -16,12 +16,19 @@ STAGES = {"name": "qwen3-8b", "num_hidden_layers": 5, "hidden_size": 512, "inter
 RING = {**QWEN, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 2}
 """So that the peaks lie inside the ring."""
 SHARED = {"context_parallel_size": 4, "data_parallel_size": 2, "sharding": "fsdp2"}
+SCHEDULES = {"interleaved_1f1b": "ScheduleInterleaved1F1B", "zero_bubble": "ScheduleInterleavedZeroBubble"}
 PIPELINES = {
     "gpipe": {"pipeline_parallel_size": 2, "pipeline_schedule": "gpipe", "pipeline_layers": [2, 3]},
     "1f1b_checkpointed": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 2]},
     "interleaved": {
         "pipeline_parallel_size": 2,
         "pipeline_schedule": "interleaved_1f1b",
+        "virtual_pipeline_stages": 2,
+        "pipeline_layers": [1, 2, 1, 1],
+    },
+    "zero_bubble": {
+        "pipeline_parallel_size": 2,
+        "pipeline_schedule": "zero_bubble",
         "virtual_pipeline_stages": 2,
         "pipeline_layers": [1, 2, 1, 1],
     },
@@ -73,16 +80,19 @@ def test_every_stage_of_a_pipeline_equals_its_trace_phase_by_phase(ledger_equals
 
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("micro_batches", [4, 8])
-def test_turns_are_those_of_torchs_own_schedule(rank, micro_batches):
+@pytest.mark.parametrize(("name", "kind"), SCHEDULES.items())
+def test_turns_are_those_of_torchs_own_schedule(rank, micro_batches, name, kind):
     from torch.distributed.pipelining import schedules
 
-    real = object.__new__(schedules.ScheduleInterleaved1F1B)
+    real = object.__new__(getattr(schedules, kind))
     real.pp_group_size, real.n_local_stages, real._n_microbatches = 4, 2, micro_batches
     real.number_of_rounds = max(1, micro_batches // 4)
     real.microbatches_per_round = micro_batches // real.number_of_rounds
     theirs = [action for action in real._calculate_single_rank_operations(rank) if action]
-    layout = Parallelism(pipeline_parallel_size=4, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2)
-    ours = [(turn.forward, turn.micro_batch, turn.chunk) for turn in turns_of_rank(layout, rank, micro_batches)]
+    layout = Parallelism(pipeline_parallel_size=4, pipeline_schedule=name, virtual_pipeline_stages=2)
+    ours = turns_of_rank(layout, rank, micro_batches)
     turns = [(a.computation_type.name, a.microbatch_index, a.stage_index // 4) for a in theirs]
-    names = {True: "FORWARD", False: "FULL_BACKWARD"}
-    assert [(names[forward], *rest) for forward, *rest in ours] == [turn for turn in turns if turn[0] in names.values()]
+    names = {"": "FULL_BACKWARD", "inputs": "BACKWARD_INPUT", "weights": "BACKWARD_WEIGHT"}
+    known = {"FORWARD", *names.values()}
+    mine = [("FORWARD" if one.forward else names[one.half], one.micro_batch, one.chunk) for one in ours]
+    assert mine == [turn for turn in turns if turn[0] in known]

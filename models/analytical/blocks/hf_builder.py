@@ -71,6 +71,7 @@ class HFContext:
     fused_loss_temporary_bytes: int = 0
     """Bytes per element of the lm_head that each chunk of the fused loss makes in passing."""
     saves_on_cpu: bool = False
+    splits_backward: bool = False
     """Whether everything that autograd keeps goes to the host."""
     kernel_temporaries: bool = False
     """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""

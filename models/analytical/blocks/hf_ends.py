@@ -125,7 +125,8 @@ def embedding_backward_bytes(rows: int, width: int, vocabulary: int) -> int:
 def head(context: HFContext) -> Template:
     """Final norm, lm_head and the loss over all positions; where the logits are converted decides their copies
     (where-memory-goes F2; transformers `loss/loss_utils.py`)."""
-    architecture, tape = context.architecture, Tape(saves_on_cpu=context.saves_on_cpu)
+    architecture = context.architecture
+    tape = Tape(saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
     build = BlockBuilder(tape, context)
     group, rows, width = context.group, context.rows, architecture.hidden_size
     vocabulary = group.part(architecture.vocab_size)

@@ -64,7 +64,9 @@ def test_what_is_received_has_a_buffer_for_every_micro_batch(micro_batches):
         assert int(steady.num_bytes[steady.alive_at(last) & received].sum()) == kinds * micro_batches * STREAM
 
 
-@pytest.mark.parametrize(("schedule", "expected"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])])
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8]), ("zero_bubble", [4, 4, 4, 4])]
+)
 def test_micro_batches_in_flight_by_schedule(schedule, expected):
     layout = job(pipeline_schedule=schedule).parallelism
     assert [most_in_flight(turns_of_rank(layout, rank, 8)) for rank in range(4)] == expected
@@ -82,7 +84,12 @@ def test_more_micro_batches_than_are_in_flight_cost_their_buffers_alone():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (job(pipeline_schedule="zero_bubble", virtual_pipeline_stages=2), "zero_bubble"),
+        (job(pipeline_schedule="interleaved_1f1b"), "virtual_pipeline_stages=1"),
+        (
+            job(pipeline_schedule="zero_bubble").replace(activation_checkpointing=ActivationCheckpointing(mode="full")),
+            "weight's backward",
+        ),
+        (job(pipeline_schedule="zero_bubble", data_parallel_size=2, sharding="fsdp2"), "two halves"),
         (job(data_parallel_size=2), "sharding='none'"),
         (job(9, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2), "no multiple"),
         (job().replace(architecture=replace(TINY, tie_word_embeddings=True)), "token table"),
