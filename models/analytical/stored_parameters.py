@@ -34,7 +34,8 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     everything = list(_all_parameters(job.architecture))
     group = tensor_parallel(job)
     waits = group.table and job.parallelism.num_replicas > 1 and not group.table_reduced
-    alone = group.table and job.parallelism.num_replicas == 1
+    # a table that the lm_head shares gets its gradient from there too, split: the sum is
+    alone = group.table and job.parallelism.num_replicas == 1 and not job.architecture.tie_word_embeddings
     if job.finetuning.method == "full":
         return tuple(
             StoredTensor(
