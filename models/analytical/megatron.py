@@ -13,7 +13,7 @@ from peakcast.models.analytical.blocks.megatron_dispatch import held_by_dispatch
 from peakcast.models.analytical.blocks.megatron_ends import embedding
 from peakcast.models.analytical.blocks.megatron_head import encoder_end, head
 from peakcast.models.analytical.blocks.megatron_layer import ENCODER_STATES, decoder_layer
-from peakcast.models.analytical.megatron_inputs import hold_inputs
+from peakcast.models.analytical.megatron_inputs import hold_inputs, reads_mask
 from peakcast.models.analytical.megatron_persistent import (
     hold_workspaces,
     optimizer_stepped,
@@ -31,9 +31,9 @@ from peakcast.timeline import Category, Phase, Timeline
 __all__ = ["megatron_ledger", "megatron_out_of_scope"]
 
 @lru_cache(maxsize=1024)
-def layer_template(context: MegatronContext, input_held: bool) -> Template:
+def layer_template(context: MegatronContext, input_held: bool, makes_mask: bool) -> Template:
     """The template of a layer that owns its input, or of one whose input somebody else holds."""
-    return decoder_layer(replace(context, checkpointed=True) if input_held else context)
+    return decoder_layer(replace(context, checkpointed=input_held, makes_mask=makes_mask))
 
 
 def megatron_ledger(
@@ -84,8 +84,9 @@ class _Turns:
     def __init__(self, share: RankShare) -> None:
         self.share = share
         self.step = Step()
-        self.templates: dict[tuple[int, bool], Template] = {}
-        """Layers, by their context and whether somebody else holds their input."""
+        self.templates: dict[tuple[int, bool, bool], Template] = {}
+        """Layers, by their context, whether somebody else holds their input, and whether they make a mask."""
+        self.unmasked = {layer for chunk in share.chunks if not reads_mask(share, chunk) for layer in chunk.layers}
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
         self.spans: list[Span] = []
         self.first_product = self.deferred = 0
@@ -160,9 +161,9 @@ class _Turns:
     def _layer(self, layer: int, input_held: bool) -> Template:
         """Decoder layer `layer`; `input_held`: somebody else holds its input (a checkpoint, the receiving buffer)."""
         context = self.share.layer_context(layer)
-        key = id(context), input_held
+        key = id(context), input_held, layer in self.unmasked
         if key not in self.templates:
-            self.templates[key] = layer_template(context, input_held)
+            self.templates[key] = layer_template(context, *key[1:])
         return self.templates[key]
 
     def _head(self) -> Template:

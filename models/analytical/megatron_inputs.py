@@ -32,10 +32,16 @@ def hold_inputs(step: Step, share: RankShare, chunk: Chunk, start: int, end: int
         hold("loss_mask", Category.INPUTS, targets * FP32, start, now)
     if share.target is not None:
         hold("decoder_tokens", Category.INPUTS, targets * INT64, start, now)
-    if chunk.is_first or chunk.is_last:
+    if reads_mask(share, chunk):
         masked = context.attention == "local" and not context.fused_softmax
         kept = masked or context.recompute_attention or share.job.activation_checkpointing.mode == "full"
         hold("attention_mask", Category.INPUTS, _mask_bytes(share), start, now if kept else end)
+
+
+def reads_mask(share: RankShare, chunk: Chunk) -> bool:
+    """Whether the layers of `chunk` are handed an attention mask: those between the ends are not (`get_batch`)."""
+    made = share.context.padding or bool(share.convention.get("create_attention_mask_in_dataloader", True))
+    return made and (chunk.is_first or chunk.is_last)
 
 
 def _mask_bytes(share: RankShare) -> int:
@@ -45,7 +51,7 @@ def _mask_bytes(share: RankShare) -> int:
     context = share.context
     pairs = context.batch * context.sequence * share.job.sequence_length
     if not context.padding:
-        return pairs if share.convention.get("create_attention_mask_in_dataloader", True) else 0
+        return pairs
     if context.attention != "local":
         return 0
     if share.target is None:

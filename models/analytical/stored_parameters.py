@@ -34,6 +34,8 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     everything = list(_all_parameters(job.architecture))
     group = tensor_parallel(job)
     waits = group.table and job.parallelism.num_replicas > 1 and not group.table_reduced
+    # a table that the lm_head shares gets its gradient from there too, split: the sum is
+    alone = group.table and job.parallelism.num_replicas == 1 and not job.architecture.tie_word_embeddings
     if job.finetuning.method == "full":
         return tuple(
             StoredTensor(
@@ -45,6 +47,7 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
                 trains=True,
                 decays=len(tensor.shape) > 1,
                 gradient_parts=group.ranks if waits and tensor.role == "embedding" else 1,
+                parts_in_optimizer=group.ranks if alone and tensor.role == "embedding" else 1,
             )
             for module, tensor in everything
         )

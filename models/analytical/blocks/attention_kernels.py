@@ -214,7 +214,11 @@ def _eager(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, size = _to_float32(build, q, "q"), _to_float32(build, k, "k"), FP32
     if family.joins_heads_first:
         v = _joined(build, v, "v")
-    q_used, k_used = _joined(build, q, "q"), _joined(build, k, "k")
+    # repeated key heads are laid out so, and what is concatenated of a rotated and another part
+    repeated = attention_key_heads(architecture) not in (1, architecture.num_attention_heads)
+    joined = architecture.mla is not None or family.rotary_fraction < 1
+    q_used = _joined(build, q, "q", by_head=joined)
+    k_used = _joined(build, k, "k", by_head=joined or repeated)
     scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
     named = [scores, q_used, k_used, v] if family.joins_heads_first else [k]
     if not family.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
@@ -233,7 +237,7 @@ def _eager(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = ops.cast(tape, weights, elements * narrow, "self_attn.softmax.to_narrow")
         tape.hold(scores)
     weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
-    v_used = _joined(build, v, "v")
+    v_used = v if family.joins_heads_first else _joined(build, v, "v", by_head=repeated)
     # the product, before .transpose(1, 2).contiguous()
     output = ops.matmul(tape, weights, v_used, v.num_bytes, "self_attn.weighted_sum", forward_temporary_bytes=v.num_bytes)
     for variable in named:
@@ -242,11 +246,9 @@ def _eager(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return output
 
 
-def _joined(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
-    """`matmul` joins the dimensions of sequences and heads: a copy of what is a view of something larger (a fused
-    projection) or smaller (one head expanded to all). Other tensors are copied too, and the copy kept in their place."""
-    is_view = x.num_bytes != x.storage.num_bytes
-    return ops.copy(build.tape, x, f"self_attn.joined_{name}") if is_view and build.context.batch > 1 else x
+def _joined(build: BlockBuilder, x: Tensor, name: str, *, by_head: bool = False) -> Tensor:
+    """`matmul` joins the dimensions of sequences and heads: a copy, unless the tensor is laid out head by head."""
+    return ops.copy(build.tape, x, f"self_attn.joined_{name}") if build.context.batch > 1 and not by_head else x
 
 
 def repeat_key_value(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

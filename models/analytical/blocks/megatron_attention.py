@@ -9,13 +9,16 @@ from __future__ import annotations
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
 from peakcast.models.analytical.blocks.megatron_primitives import BOOL, FP32, norm
 from peakcast.models.analytical.tape import Tape, Tensor
+from peakcast.timeline import Category
 from peakcast.units import round_up
 
 RNG_STATE_BYTES = 16
 
 
-def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> Tensor:
-    """From the fused projection [rows, query + 2·key_value] to the context layer [rows, query]."""
+def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tensor, list[Tensor]]:
+    """From the fused projection [rows, query + 2·key_value] to the context layer [rows, query]; and what `attention.py`
+    names until its own projection has returned, whose arguments query, key and value are, rotated or not (megatron-core
+    0.16.1 `qkv_output` beside `query`, `key`)."""
     size = context.rows * context.element_bytes
     # views of one storage until something copies them: split_along_dim's backward makes one gradient of all three
     query, key, value = tape.split(
@@ -31,13 +34,14 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> Tensor:
         query = norm(tape, query, context, context.rows * context.heads, context.head_dim, "q_layernorm")
         key = norm(tape, key, context, context.rows * context.key_value_heads, context.head_dim, "k_layernorm")
         copied = True
+    named = [mixed, query, key]
     if context.rotary_dim:
         query, key = _rotate(tape, query, context, "rotary_q"), _rotate(tape, key, context, "rotary_k")
         copied = True
     # get_qkv_layout: strides differ, so all three become contiguous
     if copied and context.transformer_engine and context.attention != "flash" and not context.recompute_attention:
         value = tape.operation("value_contiguous", [value], value.num_bytes)
-    return core_attention(tape, query, key, value, context)
+    return core_attention(tape, query, key, value, context), [*named, query, key]
 
 
 def core_attention(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
@@ -162,18 +166,37 @@ def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Meg
 
 def _softmax(tape: Tape, scores: Tensor, context: MegatronContext) -> Tensor:
     """The fused kernel keeps its result; without it the mask is filled in in place (`forward_torch_softmax`), in fp32 where
-    the softmax is."""
+    the softmax is. In place of a view, the scores as baddbmm shaped them, backward copies the whole gradient, clones the
+    view's part of it and fills in that (torch csrc/autograd/functions/tensor.cpp `CopySlices`)."""
     narrow, wide = scores.num_bytes, context.score_elements * FP32
     if context.fused_softmax:  # backward works in place too (Transformer Engine `csrc/extensions/softmax.cpp`)
         return tape.operation("softmax", [scores], narrow, saves_output=True, gradients=[(scores, None)])
-    if context.wide_softmax and wide != narrow:
+    widened = context.wide_softmax and wide != narrow
+    if widened:
         scores = tape.operation("softmax.to_float32", [scores], wide)
     if context.transformer_engine:
         scores = tape.operation("softmax.scale", [scores], scores.num_bytes)
     else:
-        scores = tape.operation("softmax.mask", [scores], scores.num_bytes, view_of=scores)
+        masks = [_causal_mask(tape, context)] if context.makes_mask and not context.padding else []
+        copies = 0 if widened else 2 * narrow
+        scores = tape.operation(
+            "softmax.mask",
+            [scores, *masks],
+            scores.num_bytes,
+            saves=masks,
+            view_of=scores,
+            gradients=[(scores, scores.num_bytes)],
+            backward_temporary_bytes=copies,
+        )
     scores = tape.operation("softmax", [scores], scores.num_bytes, saves_output=True)
     return scores if scores.num_bytes == narrow else tape.operation("softmax.to_narrow", [scores], narrow)
+
+
+def _causal_mask(tape: Tape, context: MegatronContext) -> Tensor:
+    """torch.triu(torch.ones(sq, sq), diagonal=1).bool() (megatron-core 0.16.1 `get_default_causal_mask`)."""
+    pairs = context.sequence**2
+    mask = tape.operation("causal_mask.triu", [], FP32 * pairs, gradients=[], forward_temporary_bytes=FP32 * pairs)
+    return tape.operation("causal_mask", [mask], BOOL * pairs, gradients=[], category=Category.INPUTS)
 
 
 def _recomputed(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:

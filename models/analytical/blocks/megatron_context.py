@@ -172,6 +172,8 @@ class MegatronContext:
     """Tokens per sample that a decoder layer's cross-attention reads from the encoder, 0 for a layer without it."""
     key_sequence: int = 0
     """Tokens per sample whose keys are attended to, 0 for as many as ask."""
+    makes_mask: bool = False
+    """Whether an unfused softmax is handed no mask, and each makes a causal one of its own."""
     padding: bool = False
     """Whether attention is told which tokens are padding, instead of being causal."""
     masked_tokens: bool = False

@@ -44,8 +44,10 @@ def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Te
         normalized = own_norm(tape, hidden, context, "input_layernorm")
         width = context.query + 2 * context.key_value
         mixed = column_linear_of_norm(tape, normalized, context, width, "linear_qkv", context.qkv_bias)
-        projected = _projected(tape, attention(tape, mixed, context), context)
-        tape.hold(mixed)  # `attention.py` names query, key and value until its projection has returned
+        attended, named = attention(tape, mixed, context)
+        projected = _projected(tape, attended, context)
+        for variable in named:
+            tape.hold(variable)
         middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
         tape.hold(normalized)  # a variable of `_forward_attention`
     if context.source_sequence:

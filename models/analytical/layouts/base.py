@@ -29,6 +29,8 @@ class StoredTensor:
     decays: bool = True
     gradient_parts: int = 1
     """How many times as large its gradient is until it is reduced: that of a split table is whole on every rank."""
+    parts_in_optimizer: int = 1
+    """The same when the optimizer takes it: nothing has reduced it."""
     sharded: bool = True
     """Whether FSDP shards it: what is a parameter, and not what hangs on one (the constants of quantised weights)."""
 
@@ -39,7 +41,7 @@ class StoredTensor:
 
     def optimized(self, shape: tuple[int, ...]) -> TrainedTensor:
         """The part of `shape` of it, as the optimizer sees it."""
-        return TrainedTensor(self.name, self.module, shape, self.element_bytes, self.decays)
+        return TrainedTensor(self.name, self.module, shape, self.element_bytes, self.decays, self.parts_in_optimizer)
 
 
 class Layout(Hooks):

@@ -11,7 +11,6 @@ from peakcast.models.analytical.optimizer_rules.rule import (
     Options,
     Sized,
     States,
-    Step,
     TrainedTensor,
     copies,
 )
@@ -27,6 +26,15 @@ def _fused_states(*names: str) -> States:
     return lambda tensor, options: [*made(tensor, options), ("step", STEP_BYTES)]
 
 
+def _take_gradients(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
+    """One operation takes the gradients of `group`. Of one that is whole where its parameter is split, DTensor copies this
+    rank's part first (torch 2.13 distributed/tensor/_dispatch.py `redistribute_local_args`); rules whose peak is at another
+    operation leave that out."""
+    if parts := [tensor.num_bytes for tensor in group if tensor.gradient_parts > 1]:
+        run.let("gradient.part", *parts)
+        run.free("gradient.part")
+
+
 def _loop_adam(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
     """_single_tensor_adam: denom = (exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(eps)."""
     for tensor in group:
@@ -36,23 +44,40 @@ def _loop_adam(run: Locals, group: Sequence[TrainedTensor], options: Options) ->
 
 
 def _momentum(tensor: TrainedTensor, options: Options) -> list[Sized]:
-    return [("momentum_buffer", tensor.num_bytes)] if options.momentum > 0 else []
+    return [("momentum_buffer", tensor.num_bytes * tensor.gradient_parts)] if options.momentum > 0 else []
 
 
-def _foreach_lists(*names: str) -> Step:
-    """A foreach step that makes lists as large as the group."""
+def _loop_sgd(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
+    """_single_tensor_sgd: tensor by tensor, at the first step with the buffer's making."""
+    for tensor in group:
+        run.make_states()
+        run.let("gradient.part", *([tensor.num_bytes] if tensor.gradient_parts > 1 else []))
+        run.free("gradient.part")
 
-    def step(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-        for name in names:
-            run.let(name, *(tensor.num_bytes for tensor in group))
 
-    return step
+def _foreach_root(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
+    """_multi_tensor_adam: exp_avg_sq_sqrt = torch._foreach_sqrt(exp_avg_sqs), a copy of the group until it returns."""
+    run.let("exp_avg_sq_sqrt", *(tensor.num_bytes for tensor in group))
+
+
+def _foreach_rmsprop(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
+    """_multi_tensor_rmsprop: avg = torch._foreach_sqrt(square_avgs), by which the gradients are divided."""
+    run.let("avg", *(tensor.num_bytes for tensor in group))
+    _take_gradients(run, group, options)
+
+
+def _foreach_adagrad(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
+    """_multi_tensor_adagrad: std, and the numerator, a multiple of the gradients."""
+    run.let("std", *(tensor.num_bytes for tensor in group))
+    run.let("numerator", *(tensor.num_bytes * tensor.gradient_parts for tensor in group))
+    _take_gradients(run, group, options)
 
 
 def _loop_root(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
     """_single_tensor_rmsprop, _single_tensor_adagrad: avg = square_avg.sqrt().add_(eps)."""
     for tensor in group:
         run.let("square_root", tensor.num_bytes)
+        _take_gradients(run, [tensor], options)
 
 
 def _factored(tensor: TrainedTensor, options: Options) -> list[Sized]:
@@ -109,13 +134,10 @@ def _muon(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None
 
 ADAM = "torch 2.13 optim/adam.py"
 SGD = "torch 2.13 optim/sgd.py: in place; the buffer is a clone of the first gradient"
-_sgd = OptimizerRule(SGD, _momentum)
+_sgd = OptimizerRule(SGD, _momentum, _take_gradients)
 _adam = {
-    "fused": OptimizerRule(f"{ADAM} _fused_adam", _fused_states("exp_avg", "exp_avg_sq")),
-    # exp_avg_sq_sqrt = torch._foreach_sqrt(exp_avg_sqs), one more copy of the group until step() ends
-    "foreach": OptimizerRule(
-        f"{ADAM} _multi_tensor_adam", copies("exp_avg", "exp_avg_sq"), _foreach_lists("exp_avg_sq_sqrt")
-    ),
+    "fused": OptimizerRule(f"{ADAM} _fused_adam", _fused_states("exp_avg", "exp_avg_sq"), _take_gradients),
+    "foreach": OptimizerRule(f"{ADAM} _multi_tensor_adam", copies("exp_avg", "exp_avg_sq"), _foreach_root),
     "loop": OptimizerRule(f"{ADAM} _single_tensor_adam", copies("exp_avg", "exp_avg_sq"), _loop_adam),
 }
 _ADAFACTOR = "torch 2.13 optim/_adafactor.py"
@@ -126,15 +148,13 @@ RULES: dict[tuple[str, str], OptimizerRule] = {
     **{(name, implementation): rule for name in ("adamw", "adam") for implementation, rule in _adam.items()},
     ("sgd", "fused"): _sgd,
     ("sgd", "foreach"): _sgd,
-    ("sgd", "loop"): _sgd,
+    ("sgd", "loop"): OptimizerRule(SGD, _momentum, _loop_sgd),
     ("adafactor", "foreach"): OptimizerRule(f"{_ADAFACTOR} _multi_tensor_adafactor", _factored, _foreach_adafactor),
     ("adafactor", "loop"): OptimizerRule(f"{_ADAFACTOR} _single_tensor_adafactor", _factored, _loop_adafactor),
     ("adagrad", "fused"): OptimizerRule(_ADAGRAD, _fused_states("sum"), built_with_optimizer=True),
-    ("adagrad", "foreach"): OptimizerRule(
-        _ADAGRAD, copies("sum"), _foreach_lists("std", "numerator"), built_with_optimizer=True
-    ),
+    ("adagrad", "foreach"): OptimizerRule(_ADAGRAD, copies("sum"), _foreach_adagrad, built_with_optimizer=True),
     ("adagrad", "loop"): OptimizerRule(_ADAGRAD, copies("sum"), _loop_root, built_with_optimizer=True),
-    ("rmsprop", "foreach"): OptimizerRule(_RMSPROP, copies("square_avg"), _foreach_lists("avg")),
+    ("rmsprop", "foreach"): OptimizerRule(_RMSPROP, copies("square_avg"), _foreach_rmsprop),
     ("rmsprop", "loop"): OptimizerRule(_RMSPROP, copies("square_avg"), _loop_root),
     ("muon", ""): OptimizerRule(
         "torch 2.13 optim/_muon.py; AdamW updates what is not a matrix, as its documentation shows",

@@ -17,13 +17,15 @@ Sized = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class TrainedTensor:
-    """One tensor that the optimizer updates. `decays`: in the weight-decay group of Hugging Face's two groups."""
+    """One tensor that the optimizer updates. `decays`: in the weight-decay group of Hugging Face's two groups.
+    `gradient_parts`: how many times as large its gradient is; each operation that takes it copies this rank's part out."""
 
     name: str
     module: str
     shape: tuple[int, ...]
     element_bytes: int
     decays: bool = True
+    gradient_parts: int = 1
 
     @property
     def numel(self) -> int:
