@@ -54,6 +54,7 @@ def huggingface_ledger(
     if job.task == "inference":
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
         return inference_ledger(job, context, weights, device)
+    layout.first_step = step == "first"
     alone = job.parallelism.world_size == 1
     if alone and job.gradient_accumulation_steps == 1:
         before, start, ended = _one_micro_batch(job, device)

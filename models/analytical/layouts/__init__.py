@@ -92,7 +92,6 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
         return Zero12(tensors, stage=stage, ranks=ranks, buckets=buckets, offloads=offloads)
     return Zero3(
         tensors,
-        units_by_layer(tensors, ends_apart=True),
         ranks=ranks,
         buckets=buckets,
         offloads=offloads,

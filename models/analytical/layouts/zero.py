@@ -8,9 +8,10 @@ forward of stage 3; `scope` still leaves all out. Sizes of buckets are in elemen
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from peakcast.models.analytical.layouts.base import Layout, ShardedLayout, StoredTensor, Unit
+from peakcast.models.analytical.layouts.base import Layout, StoredTensor
+from peakcast.models.analytical.layouts.zero3_fetching import Coordinator, Turn, turns_of
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
@@ -177,21 +178,33 @@ class Zero12(Partitions):
         step.free(self._earlier)  # added to the first micro-batch's
 
 
-class Zero3(ShardedLayout, Partitions):
-    """Stage 3: weights are partitioned too, and fetched matrix by matrix with what follows within a prefetch bucket."""
+class Zero3(Partitions):
+    """Stage 3: weights are partitioned too, and fetched module by module (`zero3_fetching`)."""
 
     def __init__(
         self,
         tensors: Sequence[StoredTensor],
-        units: Sequence[Unit],
         *,
         ranks: int,
         buckets: Buckets,
         offloads: bool = False,
         offloads_parameters: bool = False,
     ) -> None:
-        super().__init__(tensors, units, prefetches=False, waits=False, ranks=ranks, buckets=buckets, offloads=offloads)
+        super().__init__(tensors, ranks=ranks, buckets=buckets, offloads=offloads)
         self.offloads_parameters = offloads_parameters
+        self._of_module: dict[str, list[StoredTensor]] = {}
+        for tensor in tensors:
+            self._of_module.setdefault(tensor.module, []).append(tensor)
+        table = [t for t in self._of_module.get("embedding", []) if t.name == "embed_tokens.weight"]
+        if not any(t.name == "lm_head.weight" for t in tensors):
+            self._of_module.setdefault("head", []).extend(replace(t, name="lm_head.weight") for t in table)
+        self._coordinator: Coordinator | None = None
+        self._turns: list[Turn] = []
+        self._knows_order = False
+        self._entered = 0
+        self._turned: int | None = None
+        self._filled: list[tuple[int, int]] = []
+        """Of the gradients that wait to be reduced: elements, and the instant at which each was born."""
 
     def _persists(self, tensor: StoredTensor) -> bool:
         return tensor.numel <= self.buckets.persistence
@@ -203,8 +216,6 @@ class Zero3(ShardedLayout, Partitions):
     def hold_resident(self, step: Step) -> None:
         if not self.offloads_parameters:
             step.hold("partitions", Category.PARAMETERS, self.partition(self.tensors) * self.element_bytes, 0)
-        kept = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if self._persists(t))
-        step.hold_all(kept, Category.PARAMETERS)
         self.hold_main(step)
         sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
         step.allocate("ipg_bucket", BUFFERS, sizes)
@@ -230,41 +241,62 @@ class Zero3(ShardedLayout, Partitions):
     def _largest_gradient(self) -> int:
         return max(self.partition([t]) for t in self.trained)
 
-    def _after(self, unit: Unit) -> int:
-        """Elements that forward uses after the unit: backward returns to it after twice as many."""
-        index = self.units.index(unit)
-        return sum(t.numel for later in self.units[index + 1 :] for t in later.tensors)
+    def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
+        self._knows_order = not (first and self.first_step)
+        self._turns, self._turned = [], None
+        if self._coordinator is None:
+            sizes = self.buckets
+            self._coordinator = Coordinator(
+                step, self.ranks, sizes.prefetch, sizes.reuse, sizes.live, sizes.persistence
+            )
+            if not self.first_step:  # gathered again when the last step ended
+                self._coordinator.available = {t: 0 for t in self.tensors if self._persists(t)}
 
-    def gather(self, step: Step, unit: Unit, phase: Phase = Phase.BACKWARD) -> None:
-        sizes = [t.numel for t in unit.tensors if not self._persists(t)]
-        if not sizes:
-            return
-        elements = min(sum(sizes), self.buckets.live)
-        if 2 * self._after(unit) > self.buckets.reuse or phase == Phase.BACKWARD:
-            elements = min(elements, max(sizes) + self.buckets.prefetch)
-        unit.stays_after_forward = 2 * self._after(unit) <= self.buckets.reuse
-        width = unit.tensors[0].gathered_bytes
-        unit.gathered += step.allocate("gathered", BUFFERS, [elements * width], unit.name)
-        # a coalesced all-gather's output lives until the last tensor that was prefetched with it is used
-        index = self.units.index(unit)
-        more_to_come = index > 0 if phase == Phase.BACKWARD else index < len(self.units) - 1
-        size = min(self.buckets.prefetch, sum(t.numel for t in self.tensors)) * width if more_to_come else 0
-        unit.sent = step.allocate("all_gather.output", BUFFERS, [size], unit.name)
+    def before_forward(self, step: Step, module: str) -> None:
+        self._entered = step.now
 
     def after_forward(self, step: Step, module: str) -> None:
-        super().after_forward(step, module)
-        for unit in self.units:
-            if module in unit.modules:
-                step.free(unit.sent)
+        self._take_turns(step, module, self._entered, step.now)
 
-    def finish(self, step: Step, unit: Unit) -> None:
-        super().finish(step, unit)
-        step.free(unit.sent)
+    def before_backward(self, step: Step, module: str) -> None:
+        self._turned = step.now if self._turned is None else self._turned
 
     def after_backward(self, step: Step, run: Run) -> None:
-        super().after_backward(step, run)
-        run.keeps_gradients = False  # each gradient goes into the bucket as soon as it is there
+        begins = run.backward_start or 0
+        if self._turned is not None and run.forward_start >= self._turned:  # computed again
+            self._take_turns(step, run.module, run.forward_start, run.forward_start + run.template.num_forward)
+        self._take_turns(step, run.module, begins, step.now)
+        run.keeps_gradients = False  # each goes into the bucket as soon as it is there
+        weights = run.template.weight_gradient.nonzero()[0]
+        for index in sorted(weights.tolist(), key=lambda i: int(run.template.born[i])):
+            elements = int(run.template.num_bytes[index]) // self.element_bytes
+            now = begins + int(run.template.born[index])
+            if self._filled and sum(n for n, _ in self._filled) + elements > self.buckets.reduce:
+                self._reduce(step, now)
+            self._filled.append((elements, now))
 
-    def reduce(self, step: Step, unit: Unit) -> None:
-        """Into the partition's buffer, which is always there."""
-        unit.runs.clear()
+    def _take_turns(self, step: Step, module: str, begins: int, ends: int) -> None:
+        self._turns += turns_of(step.labels[begins:ends], begins, self._of_module.get(module, []))
+
+    def _reduce(self, step: Step, now: int) -> None:
+        """`reduce_scatter_coalesced`: several gradients are copied into one tensor, and one larger than the bucket has
+        waited outside it."""
+        size = sum(-(-elements // self.ranks) * self.ranks for elements, _ in self._filled) * self.element_bytes
+        if len(self._filled) > 1 or size != self._filled[0][0] * self.element_bytes:
+            step.hold("reduce_scatter.input", BUFFERS, size, now, now + 1)
+        for elements, born in self._filled:
+            if elements > self.buckets.reduce:
+                step.hold("gradient", Category.GRADIENTS, elements * self.element_bytes, born + 1, now + 1)
+        self._filled.clear()
+
+    def end_backward(self, step: Step) -> None:
+        if self._filled:
+            self._reduce(step, step.moment("reduce_gradients", Phase.BACKWARD))
+        if self._coordinator is not None:
+            self._coordinator.play(self._turns, knows_order=self._knows_order)
+            self._coordinator.end(step.now)
+
+    def release_gradients(self, step: Step) -> None:
+        if self._coordinator is not None:
+            for tensor, born in self._coordinator.available.items():
+                step.hold(tensor.name, Category.PARAMETERS, tensor.numel * self.element_bytes, born, module=tensor.module)
