@@ -50,7 +50,7 @@ def huggingface_ledger(
     GPU type; without it the timeline is what a trace sees."""
     context = block_context(job, device, rank or 0)
     logits = logits_bytes_kept_by_outputs(replace(target_context(context, job), autocast=False))
-    layout = layout_of(job, stored_parameters(_weights_job(job)), logits)
+    layout = layout_of(job, stored_parameters(_weights_job(job)), logits, rank)
     if job.task == "inference":
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
         return inference_ledger(job, context, weights, device)

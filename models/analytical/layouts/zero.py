@@ -112,20 +112,51 @@ class Partitions(Layout):
         step.free(self._partition_gradients)
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A gradient that waits in the bucket, or beside it when it is larger."""
+
+    tensor: StoredTensor
+    born: int
+
+
 class Zero12(Partitions):
-    """Stages 1 and 2: every rank has all weights in flat buffers, one partition of main copies and states."""
+    """Stages 1 and 2: every rank has all weights in flat buffers, one partition of main copies and states.
+
+    `rank`: which partition this one owns. Source: `reduce_independent_p_g_buckets_and_remove_grads`, `average_tensor`,
+    `copy_grads_in_partition`.
+    """
 
     def __init__(
-        self, tensors: Sequence[StoredTensor], *, stage: int, ranks: int, buckets: Buckets, offloads: bool = False
+        self,
+        tensors: Sequence[StoredTensor],
+        *,
+        stage: int,
+        ranks: int,
+        buckets: Buckets,
+        rank: int = 0,
+        offloads: bool = False,
     ) -> None:
         super().__init__(tensors, ranks=ranks, buckets=buckets, offloads=offloads)
         self.stage = stage
+        self.rank = rank
+        self._owners = self._owners_of_tensors()
         self._bucket: list[int] = []
+        self._waiting: list[Arrival] = []
         self._runs: list[Run] = []
         self._earlier: list[int] = []
-        self._filled = 0
         self._reduced = False
         self._last = True
+
+    def _owners_of_tensors(self) -> dict[StoredTensor, range]:
+        """The ranks whose partitions a tensor lies in: groups are cut without regard to tensors."""
+        owners: dict[StoredTensor, range] = {}
+        for group in self.groups:
+            size, offset = self.partition(group), 0
+            for tensor in group:
+                owners[tensor] = range(offset // size, (offset + tensor.numel - 1) // size + 1)
+                offset += tensor.numel
+        return owners
 
     def hold_resident(self, step: Step) -> None:
         frozen = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.trains)
@@ -140,42 +171,87 @@ class Zero12(Partitions):
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self._last = last
-        self._filled, self._reduced = 0, False
+        self._reduced = False
 
-    def _hold_partition(self, step: Step, born: int) -> None:
-        """`grads_in_partition`: of the rank whose part comes first in backward."""
-        sizes = [self.partition(group) * self.element_bytes for group in self.groups]
-        handles = step.allocate("grads_in_partition", Category.GRADIENTS, sizes, born=born)
-        self._earlier = self._partition_gradients
-        self._partition_gradients = handles
+    def _arrive(self, step: Step, tensor: StoredTensor, now: int) -> None:
+        """The gradient goes into the bucket, which is emptied first when it would be too full."""
+        if self._waiting and sum(one.tensor.numel for one in self._waiting) + tensor.numel > self.buckets.reduce:
+            self._reduce(step, now)
+        self._waiting.append(Arrival(tensor, now))
+
+    def _reduce(self, step: Step, now: int) -> None:
+        """The bucket is reduced: in a copy where it holds parts of several ranks in turn. What lies in this rank's partition
+        is then copied into `grads_in_partition`, which has room for all of every tensor that lies in it in part."""
+        parts = [owner for one in self._waiting for owner in self._owners[one.tensor]]
+        elements = sum(one.tensor.numel for one in self._waiting)
+        copies = any(part != parts[0] for part in parts)
+        placed = now + copies  # the copy is gone when gradients are put in their place
+        if copies:
+            step.hold("all_reduce.input", BUFFERS, elements * self.element_bytes, now, now + 1)
+        for one in self._waiting:
+            if one.tensor.numel > self.buckets.reduce:
+                size = one.tensor.numel * self.element_bytes
+                step.hold("gradient", Category.GRADIENTS, size, min(one.born + 1, now), placed + 1, one.tensor.module)
+        self._waiting.clear()
+        if self.rank in parts and not self._reduced and not self.offloads:
+            self._reduced = True
+            mine = sum(t.numel for t, owners in self._owners.items() if self.rank in owners)
+            handles = step.allocate("grads_in_partition", Category.GRADIENTS, [mine * self.element_bytes], born=placed)
+            self._earlier, self._partition_gradients = self._partition_gradients, handles
+
+    def _reduce_now(self, step: Step) -> None:
+        now = step.moment("reduce_gradients", Phase.BACKWARD)
+        step.moment("copy_grads_in_partition", Phase.BACKWARD)
+        self._reduce(step, now)
 
     def after_backward(self, step: Step, run: Run) -> None:
-        weights = run.template.weight_gradient
-        if weights.any():
-            begin = run.backward_start or 0
-            if not self._bucket:  # `setup_buckets`, at the first gradient
-                sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
-                first = begin + int(run.template.born[weights].min())
-                self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=first)
-            self._filled += int(run.template.num_bytes[weights].sum()) // self.element_bytes
-            if self.stage == 2 and not self.offloads and not self._reduced and self._filled > self.buckets.reduce:
-                self._hold_partition(step, step.now)  # the bucket was full for the first time
-                self._reduced = True
+        weights = run.template.weight_gradient.nonzero()[0].tolist()
+        begin = run.backward_start or 0
+        if weights and not self._bucket:  # `setup_buckets`, at the first gradient
+            sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
+            first = begin + int(run.template.born[weights].min())
+            self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=first)
         if self.stage == 2:  # each gradient goes into the bucket as soon as it is there
             run.keeps_gradients = False
+            left = [t for t in self.trained if t.module == run.module]
+            for index in sorted(weights, key=lambda index: int(run.template.born[index])):
+                name = run.template.names[index].removesuffix(".grad")
+                numel = int(run.template.num_bytes[index]) // self.element_bytes
+                found = [t for t in left if t.name == name] or [t for t in reversed(left) if t.numel == numel]
+                if found:
+                    left.remove(found[0])
+                    self._arrive(step, found[0], begin + int(run.template.born[index]))
         elif not any(earlier.module == run.module for earlier in self._runs):
             self._runs.append(run)
 
     def end_backward(self, step: Step) -> None:
-        if not self.offloads and not self._reduced and (self.stage == 2 or self._last):
-            self._hold_partition(step, step.now)
-        if self.stage == 1 and self._last:
-            step.moment("reduce_gradients", Phase.BACKWARD)
-            for run in self._runs:
-                run.gradients_die = step.now
-            self._runs.clear()
+        if self.stage == 1 and not self._last:
+            return  # full gradients and the bucket wait for the last micro-batch
+        if self.stage == 1:
+            self._reduce_in_order(step)
+        self._reduce_now(step)
         step.free(self._bucket)
         step.free(self._earlier)  # added to the first micro-batch's
+
+    def _reduce_in_order(self, step: Step) -> None:
+        """Stage 1 sends gradients through the bucket in the order of parameters when backward is over."""
+        begins = step.now
+        for run in self._runs:
+            run.gradients_die = begins
+        self._runs.clear()
+        copied: list[tuple[StoredTensor, int]] = []
+        filled = 0
+        for tensor in (tensor for group in self.groups for tensor in group):
+            if filled and filled + tensor.numel > self.buckets.reduce:
+                self._reduce_now(step)
+                filled = 0
+            filled += tensor.numel
+            self._waiting.append(Arrival(tensor, step.now))
+            copied.append((tensor, step.now))
+        for tensor, dies in copied:
+            size = tensor.numel * self.element_bytes
+            if dies > begins:
+                step.hold(f"{tensor.name}.grad", Category.GRADIENTS, size, begins, dies, tensor.module)
 
 
 class Zero3(Partitions):
@@ -246,9 +322,7 @@ class Zero3(Partitions):
         self._turns, self._turned = [], None
         if self._coordinator is None:
             sizes = self.buckets
-            self._coordinator = Coordinator(
-                step, self.ranks, sizes.prefetch, sizes.reuse, sizes.live, sizes.persistence
-            )
+            self._coordinator = Coordinator(step, self.ranks, sizes.prefetch, sizes.reuse, sizes.live, sizes.persistence)
             if not self.first_step:  # gathered again when the last step ended
                 self._coordinator.available = {t: 0 for t in self.tensors if self._persists(t)}
 
@@ -265,7 +339,7 @@ class Zero3(Partitions):
         begins = run.backward_start or 0
         if self._turned is not None and run.forward_start >= self._turned:  # computed again
             self._take_turns(step, run.module, run.forward_start, run.forward_start + run.template.num_forward)
-        self._take_turns(step, run.module, begins, step.now)
+        self._take_turns(step, run.module, begins, step.now, releases=run.module != "embedding")
         run.keeps_gradients = False  # each goes into the bucket as soon as it is there
         weights = run.template.weight_gradient.nonzero()[0]
         for index in sorted(weights.tolist(), key=lambda i: int(run.template.born[i])):
@@ -275,8 +349,9 @@ class Zero3(Partitions):
                 self._reduce(step, now)
             self._filled.append((elements, now))
 
-    def _take_turns(self, step: Step, module: str, begins: int, ends: int) -> None:
-        self._turns += turns_of(step.labels[begins:ends], begins, self._of_module.get(module, []))
+    def _take_turns(self, step: Step, module: str, begins: int, ends: int, *, releases: bool = True) -> None:
+        turns = turns_of(step.labels[begins:ends], begins, self._of_module.get(module, []))
+        self._turns += turns if releases else [replace(turn, releases=False) for turn in turns]
 
     def _reduce(self, step: Step, now: int) -> None:
         """`reduce_scatter_coalesced`: several gradients are copied into one tensor, and one larger than the bucket has

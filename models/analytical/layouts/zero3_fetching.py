@@ -25,6 +25,8 @@ class Turn:
     ends: int
     tensors: tuple[StoredTensor, ...] = ()
     """Its own parameters; a module that holds others has a turn of its own, without any."""
+    releases: bool = True
+    """Not where no gradient flows on: the hook that would release hangs on its input's."""
 
 
 @dataclass(slots=True)
@@ -70,10 +72,8 @@ class Coordinator:
                     next_use[tensor] = at
                     fresh.discard(tensor)
                 self._prefetch(queue, next_use, turn.begins)
-                released = self._to_release(turns, index, next_use)
-            else:
-                released = turn.tensors
-            for tensor in released:
+            released = self._to_release(turns, index, next_use) if knows_order else turn.tensors
+            for tensor in released if turn.releases else ():
                 self._release(tensor, turn.ends)
 
     def _prefetch(self, queue: deque[tuple[StoredTensor, int]], next_use: dict[StoredTensor, int], now: int) -> None:
@@ -112,12 +112,13 @@ class Coordinator:
         gather = self.gathers.pop(tensor, None)
         if gather is None:
             return
+        ends = now if gather.arrived else now + 1
         if not gather.arrived:
             gather.arrived = True
             self.available.update(dict.fromkeys(gather.tensors, now if gather.coalesced_bytes else gather.born))
         gather.tensors.remove(tensor)
         if not gather.tensors:
-            self.step.hold("all_gather.output", BUFFERS, gather.coalesced_bytes, gather.born, now + 1)
+            self.step.hold("all_gather.output", BUFFERS, gather.coalesced_bytes, gather.born, ends)
 
     def _release(self, tensor: StoredTensor, now: int) -> None:
         born = self.available.pop(tensor, None)
@@ -142,8 +143,8 @@ def turns_of(labels: Sequence[str], begins: int, tensors: Sequence[StoredTensor]
     modules: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         modules.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
-    turns, named, before = list[Turn](), set[str](), ""
-    current = ""
+    turns, named = list[Turn](), set[str]()
+    before = current = ""
     for index, label in enumerate(labels, begins):
         owner = next((name for name in modules if name and (label == name or label.startswith(f"{name}."))), "")
         outer = label.partition(".")[0]
