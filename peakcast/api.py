@@ -51,6 +51,7 @@ __all__ = [
     "web",
 ]
 
+
 def predict(
     job: object,
     gpu: str | Device,

@@ -28,5 +28,7 @@ def _places(job: TrainingJob) -> list[int]:
     layout = job.parallelism
     if job.framework == "megatron":
         return [0]
+    if layout.zero_stage == 2:  # the last partition's gradients come first in backward, and stay
+        return [layout.data_parallel_size - 1]
     positions = sorted({0, min(1, layout.context_parallel_size - 1), layout.context_parallel_size - 1})
     return [position * layout.tensor_parallel_size for position in positions]

@@ -55,7 +55,7 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     from peakcast.collectors.frameworks import REAL_TENSORS, layouts
 
     if job.framework in REAL_TENSORS:
-        return trace_on_cpu(job)
+        return trace_on_cpu(job, rank)
     beside = _beside_compile(job) if job.compile else ""
     for parameter, value, why in (
         ("compile", bool(beside), f"not yet with {beside}"),
@@ -103,7 +103,7 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         return _train(job, "cuda:0", tracer)
 
 
-def trace_on_cpu(job: TrainingJob) -> dict[str, Timeline]:
+def trace_on_cpu(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     """As `trace_here`, on real tensors of this machine's CPU: its operators allocate nearly as the GPU's do, and the job
     must fit its memory. Raises: CollectorError for offloading, which cannot be told from what stays."""
     if job.offload.parameters or job.offload.optimizer or job.offload.activations:
@@ -116,7 +116,7 @@ def trace_on_cpu(job: TrainingJob) -> dict[str, Timeline]:
     from peakcast.collectors.frameworks import layouts
     from peakcast.collectors.tracing.tracer import Tracer
 
-    layouts.start_group(job)
+    layouts.start_group(job, rank)
     return _train(job, "cpu", Tracer("cpu"))
 
 

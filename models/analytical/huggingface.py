@@ -50,10 +50,11 @@ def huggingface_ledger(
     GPU type; without it the timeline is what a trace sees."""
     context = block_context(job, device, rank or 0)
     logits = logits_bytes_kept_by_outputs(replace(target_context(context, job), autocast=False))
-    layout = layout_of(job, stored_parameters(_weights_job(job)), logits)
+    layout = layout_of(job, stored_parameters(_weights_job(job)), logits, rank)
     if job.task == "inference":
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
         return inference_ledger(job, context, weights, device)
+    layout.first_step = step == "first"
     alone = job.parallelism.world_size == 1
     if alone and job.gradient_accumulation_steps == 1:
         before, start, ended = _one_micro_batch(job, device)

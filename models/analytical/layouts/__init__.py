@@ -12,11 +12,12 @@ from peakcast.models.analytical.layouts.ddp import DDP
 from peakcast.models.analytical.layouts.fsdp1 import FSDP1
 from peakcast.models.analytical.layouts.fsdp2 import FSDP2
 from peakcast.models.analytical.layouts.zero import Buckets, Zero3, Zero12
+from peakcast.ranks import ranks_that_differ
 from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES, MIB
 
 
-def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: int = 0) -> Layout:
+def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: int = 0, rank: int | None = None) -> Layout:
     """The layout of `job` for the network's `tensors`, on rank 0: no rank holds more. `logits_bytes`: of the model's
     outputs, which DDP may copy."""
     parallelism = job.parallelism
@@ -28,7 +29,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
     no_gradient_enters = job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
     waits = bool(chosen["accumulates_without_sync"])
     if parallelism.zero_stage:
-        return _zero(job, tensors, chosen)
+        return _zero(job, tensors, chosen, rank)
     sharded = [tensor for tensor in tensors if tensor.sharded]
     if parallelism.sharding in ("fsdp2", "hsdp"):
         shards = ranks
@@ -73,7 +74,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
     )
 
 
-def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str, Any]) -> Layout:
+def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str, Any], rank: int | None) -> Layout:
     stage, ranks = job.parallelism.zero_stage, job.parallelism.data_parallel_size
     # whoever drives it, ZeRO is DeepSpeed's: what the framework at hand says nothing of is taken from there
     chosen = {**conventions(job.replace(framework="deepspeed", framework_options=FrozenMapping())), **chosen}
@@ -89,10 +90,10 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
     )
     offloads = job.offload.optimizer
     if stage < 3:
-        return Zero12(tensors, stage=stage, ranks=ranks, buckets=buckets, offloads=offloads)
+        rank = ranks_that_differ(job)[0] if rank is None else rank
+        return Zero12(tensors, stage=stage, ranks=ranks, buckets=buckets, rank=rank, offloads=offloads)
     return Zero3(
         tensors,
-        units_by_layer(tensors, ends_apart=True),
         ranks=ranks,
         buckets=buckets,
         offloads=offloads,

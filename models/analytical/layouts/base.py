@@ -49,6 +49,8 @@ class Layout(Hooks):
 
     holds_main_parameters = False
     """Whether the layout itself keeps the wide copies that its optimizer updates."""
+    first_step = False
+    """Whether this is the first step of the training: a library may not have seen the network run yet."""
 
     def __init__(self, tensors: Sequence[StoredTensor]) -> None:
         self.tensors = tensors
@@ -126,7 +128,7 @@ class Unit:
 
 
 class ShardedLayout(Layout):
-    """Units that are gathered when a block needs them: the order of events that FSDP1, FSDP2 and ZeRO-3 share.
+    """Units that are gathered when a block needs them: the order of events that FSDP1 and FSDP2 share.
 
     Subclasses say what a gather (`gather`) and a reduction (`reduce`) allocate.
     """

@@ -8,9 +8,10 @@ forward of stage 3; `scope` still leaves all out. Sizes of buckets are in elemen
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from peakcast.models.analytical.layouts.base import Layout, ShardedLayout, StoredTensor, Unit
+from peakcast.models.analytical.layouts.base import Layout, StoredTensor
+from peakcast.models.analytical.layouts.zero3_fetching import Coordinator, Turn, turns_of
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
@@ -111,20 +112,51 @@ class Partitions(Layout):
         step.free(self._partition_gradients)
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A gradient that waits in the bucket, or beside it when it is larger."""
+
+    tensor: StoredTensor
+    born: int
+
+
 class Zero12(Partitions):
-    """Stages 1 and 2: every rank has all weights in flat buffers, one partition of main copies and states."""
+    """Stages 1 and 2: every rank has all weights in flat buffers, one partition of main copies and states.
+
+    `rank`: which partition this one owns. Source: `reduce_independent_p_g_buckets_and_remove_grads`, `average_tensor`,
+    `copy_grads_in_partition`.
+    """
 
     def __init__(
-        self, tensors: Sequence[StoredTensor], *, stage: int, ranks: int, buckets: Buckets, offloads: bool = False
+        self,
+        tensors: Sequence[StoredTensor],
+        *,
+        stage: int,
+        ranks: int,
+        buckets: Buckets,
+        rank: int = 0,
+        offloads: bool = False,
     ) -> None:
         super().__init__(tensors, ranks=ranks, buckets=buckets, offloads=offloads)
         self.stage = stage
+        self.rank = rank
+        self._owners = self._owners_of_tensors()
         self._bucket: list[int] = []
+        self._waiting: list[Arrival] = []
         self._runs: list[Run] = []
         self._earlier: list[int] = []
-        self._filled = 0
         self._reduced = False
         self._last = True
+
+    def _owners_of_tensors(self) -> dict[StoredTensor, range]:
+        """The ranks whose partitions a tensor lies in: groups are cut without regard to tensors."""
+        owners: dict[StoredTensor, range] = {}
+        for group in self.groups:
+            size, offset = self.partition(group), 0
+            for tensor in group:
+                owners[tensor] = range(offset // size, (offset + tensor.numel - 1) // size + 1)
+                offset += tensor.numel
+        return owners
 
     def hold_resident(self, step: Step) -> None:
         frozen = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.trains)
@@ -139,59 +171,116 @@ class Zero12(Partitions):
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self._last = last
-        self._filled, self._reduced = 0, False
+        self._reduced = False
 
-    def _hold_partition(self, step: Step, born: int) -> None:
-        """`grads_in_partition`: of the rank whose part comes first in backward."""
-        sizes = [self.partition(group) * self.element_bytes for group in self.groups]
-        handles = step.allocate("grads_in_partition", Category.GRADIENTS, sizes, born=born)
-        self._earlier = self._partition_gradients
-        self._partition_gradients = handles
+    def _arrive(self, step: Step, tensor: StoredTensor, now: int) -> None:
+        """The gradient goes into the bucket, which is emptied first when it would be too full."""
+        if self._waiting and sum(one.tensor.numel for one in self._waiting) + tensor.numel > self.buckets.reduce:
+            self._reduce(step, now)
+        self._waiting.append(Arrival(tensor, now))
+
+    def _reduce(self, step: Step, now: int) -> None:
+        """The bucket is reduced: in a copy where it holds parts of several ranks in turn. What lies in this rank's partition
+        is then copied into `grads_in_partition`, which has room for all of every tensor that lies in it in part."""
+        parts = [owner for one in self._waiting for owner in self._owners[one.tensor]]
+        elements = sum(one.tensor.numel for one in self._waiting)
+        copies = any(part != parts[0] for part in parts)
+        placed = now + copies  # the copy is gone when gradients are put in their place
+        if copies:
+            step.hold("all_reduce.input", BUFFERS, elements * self.element_bytes, now, now + 1)
+        for one in self._waiting:
+            if one.tensor.numel > self.buckets.reduce:
+                size = one.tensor.numel * self.element_bytes
+                step.hold("gradient", Category.GRADIENTS, size, min(one.born + 1, now), placed + 1, one.tensor.module)
+        self._waiting.clear()
+        if self.rank in parts and not self._reduced and not self.offloads:
+            self._reduced = True
+            mine = sum(t.numel for t, owners in self._owners.items() if self.rank in owners)
+            handles = step.allocate("grads_in_partition", Category.GRADIENTS, [mine * self.element_bytes], born=placed)
+            self._earlier, self._partition_gradients = self._partition_gradients, handles
+
+    def _reduce_now(self, step: Step) -> None:
+        now = step.moment("reduce_gradients", Phase.BACKWARD)
+        step.moment("copy_grads_in_partition", Phase.BACKWARD)
+        self._reduce(step, now)
 
     def after_backward(self, step: Step, run: Run) -> None:
-        weights = run.template.weight_gradient
-        if weights.any():
-            begin = run.backward_start or 0
-            if not self._bucket:  # `setup_buckets`, at the first gradient
-                sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
-                first = begin + int(run.template.born[weights].min())
-                self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=first)
-            self._filled += int(run.template.num_bytes[weights].sum()) // self.element_bytes
-            if self.stage == 2 and not self.offloads and not self._reduced and self._filled > self.buckets.reduce:
-                self._hold_partition(step, step.now)  # the bucket was full for the first time
-                self._reduced = True
+        weights = run.template.weight_gradient.nonzero()[0].tolist()
+        begin = run.backward_start or 0
+        if weights and not self._bucket:  # `setup_buckets`, at the first gradient
+            sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
+            first = begin + int(run.template.born[weights].min())
+            self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=first)
         if self.stage == 2:  # each gradient goes into the bucket as soon as it is there
             run.keeps_gradients = False
+            left = [t for t in self.trained if t.module == run.module]
+            for index in sorted(weights, key=lambda index: int(run.template.born[index])):
+                name = run.template.names[index].removesuffix(".grad")
+                numel = int(run.template.num_bytes[index]) // self.element_bytes
+                found = [t for t in left if t.name == name] or [t for t in reversed(left) if t.numel == numel]
+                if found:
+                    left.remove(found[0])
+                    self._arrive(step, found[0], begin + int(run.template.born[index]))
         elif not any(earlier.module == run.module for earlier in self._runs):
             self._runs.append(run)
 
     def end_backward(self, step: Step) -> None:
-        if not self.offloads and not self._reduced and (self.stage == 2 or self._last):
-            self._hold_partition(step, step.now)
-        if self.stage == 1 and self._last:
-            step.moment("reduce_gradients", Phase.BACKWARD)
-            for run in self._runs:
-                run.gradients_die = step.now
-            self._runs.clear()
+        if self.stage == 1 and not self._last:
+            return  # full gradients and the bucket wait for the last micro-batch
+        if self.stage == 1:
+            self._reduce_in_order(step)
+        self._reduce_now(step)
         step.free(self._bucket)
         step.free(self._earlier)  # added to the first micro-batch's
 
+    def _reduce_in_order(self, step: Step) -> None:
+        """Stage 1 sends gradients through the bucket in the order of parameters when backward is over."""
+        begins = step.now
+        for run in self._runs:
+            run.gradients_die = begins
+        self._runs.clear()
+        copied: list[tuple[StoredTensor, int]] = []
+        filled = 0
+        for tensor in (tensor for group in self.groups for tensor in group):
+            if filled and filled + tensor.numel > self.buckets.reduce:
+                self._reduce_now(step)
+                filled = 0
+            filled += tensor.numel
+            self._waiting.append(Arrival(tensor, step.now))
+            copied.append((tensor, step.now))
+        for tensor, dies in copied:
+            size = tensor.numel * self.element_bytes
+            if dies > begins:
+                step.hold(f"{tensor.name}.grad", Category.GRADIENTS, size, begins, dies, tensor.module)
 
-class Zero3(ShardedLayout, Partitions):
-    """Stage 3: weights are partitioned too, and fetched matrix by matrix with what follows within a prefetch bucket."""
+
+class Zero3(Partitions):
+    """Stage 3: weights are partitioned too, and fetched module by module (`zero3_fetching`)."""
 
     def __init__(
         self,
         tensors: Sequence[StoredTensor],
-        units: Sequence[Unit],
         *,
         ranks: int,
         buckets: Buckets,
         offloads: bool = False,
         offloads_parameters: bool = False,
     ) -> None:
-        super().__init__(tensors, units, prefetches=False, waits=False, ranks=ranks, buckets=buckets, offloads=offloads)
+        super().__init__(tensors, ranks=ranks, buckets=buckets, offloads=offloads)
         self.offloads_parameters = offloads_parameters
+        self._of_module: dict[str, list[StoredTensor]] = {}
+        for tensor in tensors:
+            self._of_module.setdefault(tensor.module, []).append(tensor)
+        table = [t for t in self._of_module.get("embedding", []) if t.name == "embed_tokens.weight"]
+        if not any(t.name == "lm_head.weight" for t in tensors):
+            self._of_module.setdefault("head", []).extend(replace(t, name="lm_head.weight") for t in table)
+        self._coordinator: Coordinator | None = None
+        self._turns: list[Turn] = []
+        self._knows_order = False
+        self._entered = 0
+        self._turned: int | None = None
+        self._filled: list[tuple[int, int]] = []
+        """Of the gradients that wait to be reduced: elements, and the instant at which each was born."""
 
     def _persists(self, tensor: StoredTensor) -> bool:
         return tensor.numel <= self.buckets.persistence
@@ -203,8 +292,6 @@ class Zero3(ShardedLayout, Partitions):
     def hold_resident(self, step: Step) -> None:
         if not self.offloads_parameters:
             step.hold("partitions", Category.PARAMETERS, self.partition(self.tensors) * self.element_bytes, 0)
-        kept = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if self._persists(t))
-        step.hold_all(kept, Category.PARAMETERS)
         self.hold_main(step)
         sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
         step.allocate("ipg_bucket", BUFFERS, sizes)
@@ -230,41 +317,61 @@ class Zero3(ShardedLayout, Partitions):
     def _largest_gradient(self) -> int:
         return max(self.partition([t]) for t in self.trained)
 
-    def _after(self, unit: Unit) -> int:
-        """Elements that forward uses after the unit: backward returns to it after twice as many."""
-        index = self.units.index(unit)
-        return sum(t.numel for later in self.units[index + 1 :] for t in later.tensors)
+    def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
+        self._knows_order = not (first and self.first_step)
+        self._turns, self._turned = [], None
+        if self._coordinator is None:
+            sizes = self.buckets
+            self._coordinator = Coordinator(step, self.ranks, sizes.prefetch, sizes.reuse, sizes.live, sizes.persistence)
+            if not self.first_step:  # gathered again when the last step ended
+                self._coordinator.available = {t: 0 for t in self.tensors if self._persists(t)}
 
-    def gather(self, step: Step, unit: Unit, phase: Phase = Phase.BACKWARD) -> None:
-        sizes = [t.numel for t in unit.tensors if not self._persists(t)]
-        if not sizes:
-            return
-        elements = min(sum(sizes), self.buckets.live)
-        if 2 * self._after(unit) > self.buckets.reuse or phase == Phase.BACKWARD:
-            elements = min(elements, max(sizes) + self.buckets.prefetch)
-        unit.stays_after_forward = 2 * self._after(unit) <= self.buckets.reuse
-        width = unit.tensors[0].gathered_bytes
-        unit.gathered += step.allocate("gathered", BUFFERS, [elements * width], unit.name)
-        # a coalesced all-gather's output lives until the last tensor that was prefetched with it is used
-        index = self.units.index(unit)
-        more_to_come = index > 0 if phase == Phase.BACKWARD else index < len(self.units) - 1
-        size = min(self.buckets.prefetch, sum(t.numel for t in self.tensors)) * width if more_to_come else 0
-        unit.sent = step.allocate("all_gather.output", BUFFERS, [size], unit.name)
+    def before_forward(self, step: Step, module: str) -> None:
+        self._entered = step.now
 
     def after_forward(self, step: Step, module: str) -> None:
-        super().after_forward(step, module)
-        for unit in self.units:
-            if module in unit.modules:
-                step.free(unit.sent)
+        self._take_turns(step, module, self._entered, step.now)
 
-    def finish(self, step: Step, unit: Unit) -> None:
-        super().finish(step, unit)
-        step.free(unit.sent)
+    def before_backward(self, step: Step, module: str) -> None:
+        self._turned = step.now if self._turned is None else self._turned
 
     def after_backward(self, step: Step, run: Run) -> None:
-        super().after_backward(step, run)
-        run.keeps_gradients = False  # each gradient goes into the bucket as soon as it is there
+        begins = run.backward_start or 0
+        if self._turned is not None and run.forward_start >= self._turned:  # computed again
+            self._take_turns(step, run.module, run.forward_start, run.forward_start + run.template.num_forward)
+        self._take_turns(step, run.module, begins, step.now, releases=run.module != "embedding")
+        run.keeps_gradients = False  # each goes into the bucket as soon as it is there
+        weights = run.template.weight_gradient.nonzero()[0]
+        for index in sorted(weights.tolist(), key=lambda i: int(run.template.born[i])):
+            elements = int(run.template.num_bytes[index]) // self.element_bytes
+            now = begins + int(run.template.born[index])
+            if self._filled and sum(n for n, _ in self._filled) + elements > self.buckets.reduce:
+                self._reduce(step, now)
+            self._filled.append((elements, now))
 
-    def reduce(self, step: Step, unit: Unit) -> None:
-        """Into the partition's buffer, which is always there."""
-        unit.runs.clear()
+    def _take_turns(self, step: Step, module: str, begins: int, ends: int, *, releases: bool = True) -> None:
+        turns = turns_of(step.labels[begins:ends], begins, self._of_module.get(module, []))
+        self._turns += turns if releases else [replace(turn, releases=False) for turn in turns]
+
+    def _reduce(self, step: Step, now: int) -> None:
+        """`reduce_scatter_coalesced`: several gradients are copied into one tensor, and one larger than the bucket has
+        waited outside it."""
+        size = sum(-(-elements // self.ranks) * self.ranks for elements, _ in self._filled) * self.element_bytes
+        if len(self._filled) > 1 or size != self._filled[0][0] * self.element_bytes:
+            step.hold("reduce_scatter.input", BUFFERS, size, now, now + 1)
+        for elements, born in self._filled:
+            if elements > self.buckets.reduce:
+                step.hold("gradient", Category.GRADIENTS, elements * self.element_bytes, born + 1, now + 1)
+        self._filled.clear()
+
+    def end_backward(self, step: Step) -> None:
+        if self._filled:
+            self._reduce(step, step.moment("reduce_gradients", Phase.BACKWARD))
+        if self._coordinator is not None:
+            self._coordinator.play(self._turns, knows_order=self._knows_order)
+            self._coordinator.end(step.now)
+
+    def release_gradients(self, step: Step) -> None:
+        if self._coordinator is not None:
+            for tensor, born in self._coordinator.available.items():
+                step.hold(tensor.name, Category.PARAMETERS, tensor.numel * self.element_bytes, born, module=tensor.module)
