@@ -6,7 +6,7 @@ from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.layouts import gathered_dtype
-from peakcast.spec import Offload, TrainingJob
+from peakcast.spec import ActivationCheckpointing, Offload, TrainingJob
 
 PIPELINE_SCHEDULES = {
     *(("gpipe", False), ("gpipe", True), ("1f1b", False), ("interleaved_1f1b", True)),
@@ -162,9 +162,14 @@ def _pipeline_reason(job: TrainingJob) -> str:
             "is not modelled; gpipe, 1f1b and zero_bubble with 1, gpipe, interleaved_1f1b and zero_bubble with more are.",
         ),
         (
-            split and job.activation_checkpointing.mode != "none",
-            f"activation_checkpointing.mode={job.activation_checkpointing.mode!r} under zero_bubble is not modelled: every "
-            "weight's backward computes its layer anew; use mode none, or trace it.",
+            split and job.activation_checkpointing not in (ActivationCheckpointing(), ActivationCheckpointing(mode="full")),
+            f"{job.activation_checkpointing} under zero_bubble is not modelled: every weight's backward computes its layer "
+            "anew; use activation_checkpointing.mode=none, or full for every layer and not reentrant, or trace it.",
+        ),
+        (
+            split and job.activation_checkpointing.mode != "none" and layout.tensor_parallel_size > 1,
+            f"tensor_parallel_size={layout.tensor_parallel_size} with checkpointing under zero_bubble is not traced; use "
+            "1, or activation_checkpointing.mode=none.",
         ),
         (
             split and layout.data_parallel_size > 1,

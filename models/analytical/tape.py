@@ -264,8 +264,9 @@ class Tape:
             last, kept = storage.last_read + 1, id(storage) in cached
             dies, in_backward = (last, False) if saver is None else (saver, True)
             if self._splits_backward and in_backward:
-                until = self._waits_until(storage, turns)
-                waiting.append(Waiting(storage.name, storage.category, storage.num_bytes, storage.born, False, until))
+                until, on_top = self._waits_until(storage, turns)
+                life = (storage.born, False, until, on_top, dies)
+                waiting.append(Waiting(storage.name, storage.category, storage.num_bytes, *life))
                 continue
             if kept and storage.born >= last_saver:
                 dies, in_backward = len(backward), True  # a recomputation stops there and never asks for it
@@ -298,30 +299,32 @@ class Tape:
 
         return {index: turn for turn, index in enumerate(sorted(trained, key=place))}
 
-    def _waits_until(self, storage: Storage, turns: dict[int, int]) -> int | None:
-        """`Waiting.until` of what autograd keeps. Nothing holds the graph above the last operation with a weight but the
-        blocks above it, which a loss has none of."""
+    def _waits_until(self, storage: Storage, turns: dict[int, int]) -> tuple[int | None, int]:
+        """`Waiting.until` and `until_on_top` of what autograd keeps: an operation with a weight lets go when it has run,
+        another when no operation above it is left whose weight is still to come."""
         savers = self._savers[id(storage)]
-        if self._loss_from is not None and min(savers) > max(turns):
-            return INPUTS_DONE
-        return max(turns[saver] for saver in savers) if set(savers) <= turns.keys() else None
+        held = [
+            max((turn for one, turn in turns.items() if one > saver), default=INPUTS_DONE)
+            if saver not in turns
+            else turns[saver]
+            for saver in savers
+        ]
+        return (max(held) if set(savers) <= turns.keys() else None), max(held)
 
     def _later(self, turns: dict[int, int], waiting: list[Waiting]) -> Later:
-        rows: list[_Row] = []
-        for index, turn in turns.items():
-            operation, after = self._operations[index], turn + 1
-            dies = min(turn + 2, len(turns))  # a variable holds it until the next one is there
-            rows += [
-                (weight.name, _GRADIENT, weight.num_bytes, turn, True, dies, True, True, dies, False)
+        weights = []
+        for index in turns:
+            operation = self._operations[index]
+            rows: list[_Row] = [
+                (weight.name, _GRADIENT, weight.num_bytes, 0, True, 1, True, True, 1, False)
                 for weight in operation.weight_gradients
             ]
             if size := operation.backward_temporary_bytes:
-                name = f"{operation.name}.temporary"
-                rows.append((name, _TEMPORARY, size, turn, True, after, True, False, after, False))
-        weights = self._template(rows, list(turns), {})
-        weights = replace(weights, num_forward=0, forward_labels=[], loss_from=0, saved_bytes=[])
+                rows.append((f"{operation.name}.temporary", _TEMPORARY, size, 0, True, 1, True, False, 1, False))
+            made = self._template(rows, [index], {})
+            weights.append(replace(made, num_forward=0, forward_labels=[], loss_from=0, saved_bytes=[]))
         rounded = [replace(one, num_bytes=round_up(one.num_bytes, MIN_BLOCK_BYTES)) for one in waiting]
-        return Later(weights, tuple(rounded))
+        return Later(tuple(weights), tuple(rounded))
 
     def _cached(self, cached_matmuls: int) -> set[int]:
         matmuls, cached = 0, set()
@@ -392,7 +395,7 @@ class Tape:
         for gradient in dict.fromkeys(held.values()):  # the input's gradient, handed on at the end
             if gradient not in hooked:
                 live(gradient.name, gradient.num_bytes, gradient.born, len(backward))
-        return [Waiting(one.name, _TEMPORARY, one.num_bytes, one.born, True, until) for one, until in hooked.items()]
+        return [Waiting(one.name, _TEMPORARY, one.num_bytes, one.born, True, until, until) for one, until in hooked.items()]
 
     def _template(self, rows: list[_Row], backward: list[int], elsewhere: dict[str, Elsewhere]) -> Template:
         columns = list(zip(*rows, strict=True)) if rows else [()] * 10

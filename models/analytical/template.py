@@ -36,6 +36,10 @@ class Waiting:
     born: int
     born_backward: bool
     until: int | None
+    until_on_top: int | None = None
+    """`until` in the highest block of a stage, where only its own operations hold the graph."""
+    inputs_until: int = 0
+    """Of a layer computed anew for the inputs' backward alone, it dies when this instant of that begins."""
 
 
 INPUTS_DONE = -1
@@ -43,9 +47,9 @@ INPUTS_DONE = -1
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """The second half of a backward in two: the weights' gradients, which `weights` makes in its own backward."""
+    """The second half of a backward in two: the weights' gradients, which `weights` make, one turn each."""
 
-    weights: Template
+    weights: tuple[Template, ...]
     waiting: tuple[Waiting, ...]
 
 

@@ -9,11 +9,13 @@ the next backward is done; where it has several (`_PipelineScheduleRuntime`), ea
 Zero bubble computes a stage's input gradients first (`stage_backward_input`) and its weights' in a later turn
 (`stage_backward_weight`); between them the graph and the gradient at every weight wait, and the gradient of what the stage
 received stays to the end of the step (`clear_runtime_states`). The first stage computes all in the later turn.
+A checkpointed layer is computed anew for the inputs and then for every weight, each a graph task of its own; what a task
+does not ask for stays while the graph does (torch/utils/checkpoint.py `_checkpoint_hook`: `recomputed[gid]`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from peakcast.catalog import Device
 from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs
@@ -33,7 +35,7 @@ from peakcast.models.analytical.pipeline import (
 )
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
-from peakcast.models.analytical.template import HANDED_IN, INPUTS_DONE, Later
+from peakcast.models.analytical.template import HANDED_IN, INPUTS_DONE, Template, Waiting
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
@@ -84,6 +86,8 @@ class _InFlight:
     start: int
     ended: int
     runs: dict[int, Run]
+    again: dict[int, Run] = field(default_factory=dict)
+    """Of checkpointed layers, those computed anew for the inputs' backward."""
     embedded: Run | None = None
     loss: Run | None = None
     unwound: int = 0
@@ -96,6 +100,11 @@ class _Sent:
 
     chunk: int
     born: int
+
+
+def kept(template: Template) -> list[Waiting]:
+    """What autograd keeps of a block's forward."""
+    return [one for one in template.later.waiting if not one.born_backward] if template.later else []
 
 
 class _Turns:
@@ -156,14 +165,15 @@ class _Turns:
 
     def _forward(self, turn: Turn) -> None:
         chunk, step = self.chunks[turn.chunk], self.step
-        blocks = self.blocks if chunk.is_first else self.split_blocks
+        blocks = self.blocks if chunk.is_first or self.blocks.checkpointed[0] else self.split_blocks
+        ends = self.blocks if chunk.is_first else self.split_blocks
         state = _InFlight(step.now, 0, {})
         if chunk.is_first:
             state.embedded = step.run_forward(blocks.embedding(), "embedding")
         state.runs = blocks.forward(step, chunk.layers, input_held=not chunk.is_first)
         body_ends = step.now
         if chunk.is_last:
-            state.loss = step.run_forward(head(blocks.context), "head")
+            state.loss = step.run_forward(head(ends.context), "head")
             body_ends = model_ends(state.loss)
             self._name_logits(state, state.loss)
         if state.embedded is not None:
@@ -202,49 +212,86 @@ class _Turns:
             self._hold_received_gradient(state, module)
 
     def _backward_of_inputs(self, turn: Turn) -> None:
-        step, state = self.step, self.alive[turn.micro_batch, turn.chunk]
+        step, state, chunk = self.step, self.alive[turn.micro_batch, turn.chunk], self.chunks[turn.chunk]
         if state.loss is not None:
             step.run_backward(state.loss)
-        self.split_blocks.backward(step, state.runs)
         size, module = self.context.input_bytes, f"chunk.{turn.chunk}"
+        for index, run in reversed(state.runs.items()):
+            if not self.blocks.checkpointed[index]:
+                step.run_backward(run)
+                continue
+            begins, template = step.now, self.split_blocks.layer(index, input_held=True)
+            again = state.again[index] = step.run_forward(template, run.module, Phase.BACKWARD)
+            if chunk.is_last or index != max(state.runs):
+                step.hold("gradient", Category.TEMPORARIES, size, begins, step.now, run.module)
+            step.run_backward(again)
+            self._hold_recomputed(again, {one: (again.backward_start or 0) + one.inputs_until for one in kept(template)})
         step.hold("input.grad", Category.TEMPORARIES, size, step.now, module=module)
         step.end_backward()
         state.unwound = step.now
         if state.loss is not None:
             self._hold_logits(state.ended, step.now)
 
+    def _hold_recomputed(self, again: Run, dies: dict[Waiting, int]) -> None:
+        """What a layer computed anew keeps; it ends when all is there that autograd keeps."""
+        for one, end in dies.items():
+            if one.born < again.template.num_recomputed:
+                born = again.forward_start + one.born
+                self.step.hold(one.name, Category(one.category), one.num_bytes, born, end, again.module)
+
     def _backward_of_weights(self, turn: Turn) -> None:
         chunk, step = self.chunks[turn.chunk], self.step
         state, keeps = self.alive.pop((turn.micro_batch, turn.chunk)), turn.chunk not in self.begun
         self.begun.add(turn.chunk)
-        runs = [*state.runs.values(), *([state.loss] if state.loss else [])]
-        begun = []
-        for run in runs:
-            begun.append(step.now)
-            if run.template.later:
-                step.run_backward(
-                    step.run_forward(run.template.later.weights, run.module, Phase.BACKWARD, keeps_gradients=keeps)
-                )
+        turns: list[tuple[Run, Run, list[int], list[Run]]] = []
+        named = (0, 0)
+        for index, run in [*state.runs.items(), *([(-1, state.loss)] if state.loss else [])]:
+            inputs = state.again.get(index, run)
+            ended: list[int] = []
+            recomputed = []
+            for weights in inputs.template.later.weights if inputs.template.later else ():
+                if inputs is not run:
+                    recomputed.append(step.run_without_graph(inputs.template, run.module, Phase.BACKWARD))
+                    recomputed[-1].stops_early = True
+                step.run_backward(step.run_forward(weights, run.module, Phase.BACKWARD, keeps_gradients=keeps))
+                if not keeps:  # a variable holds the last gradients until the next ones are there
+                    step.hold("weight.grad", Category.GRADIENTS, named[0], named[1], step.now, run.module)
+                named = int(weights.num_bytes[weights.gradient_columns].sum()), step.now
+                ended.append(step.now)
+            turns.append((run, inputs, ended, recomputed))
         step.end_backward()
         self.layout.end_backward(step)
-        for run, begins in zip(runs, begun, strict=True):
-            received = not chunk.is_last and run is runs[-1]
-            if run.template.later:
-                self._hold_waiting(run, run.template.later, begins, state.unwound, received=received)
+        for run, inputs, ended, recomputed in turns:
+            received = not chunk.is_last and run is turns[-1][0]
+            top = run is turns[-1][0]
+            self._hold_waiting(inputs, ended, state.unwound, top=top, received=received, recomputed=inputs is not run)
+            for number, again in enumerate(recomputed):
+                # the graph of the recomputation itself keeps all to its end (checkpoint.py _recomputation_hook)
+                dies = dict.fromkeys(kept(again.template), again.forward_start + again.template.num_forward)
+                until = {one: one.until_on_top if run is turns[-1][0] else one.until for one in dies}
+                dies |= {one: step.now for one in dies if until[one] is None}
+                dies |= {one: ended[turn] for one, turn in until.items() if turn is not None and turn >= number}
+                self._hold_recomputed(again, dies)
+            if inputs is not run and run is not turns[0][0]:
+                size = self.context.input_bytes
+                step.hold("checkpoint", Category.ACTIVATIONS, size, run.forward_start, step.now, run.module)
         hold_rotary_tables(step, self.job, self.context, state.start)
         if not chunk.is_last:
             module, size = f"chunk.{turn.chunk}", self.context.input_bytes
             step.hold("output", Category.ACTIVATIONS, size, state.ended, step.now, module)
             step.hold("received.output.grad", Category.COMMUNICATION_BUFFERS, size, 0, module=module)
 
-    def _hold_waiting(self, run: Run, later: Later, begins: int, inputs_done: int, *, received: bool) -> None:
-        """What waited for the weights' backward of `run`, which began at `begins`. `received`: the gradient that came into
-        it has a buffer."""
-        for one in later.waiting:
-            if received and one.name == HANDED_IN:
+    def _hold_waiting(
+        self, run: Run, ended: list[int], inputs_done: int, *, top: bool, received: bool, recomputed: bool
+    ) -> None:
+        """What waited for the weights' backward of `run`, whose turns have `ended`. `received`: the gradient that came into
+        it has a buffer. `recomputed`: what autograd keeps is computed anew in each turn."""
+        for one in run.template.later.waiting if run.template.later else ():
+            if (received and one.name == HANDED_IN) or (recomputed and not one.born_backward):
                 continue
-            dies = self.step.now if one.until is None else begins + one.until + 1
-            if one.until == INPUTS_DONE:
+            until = one.until_on_top if top else one.until
+            dies = self.step.now if until is None else ended[until]
+            if until == INPUTS_DONE:
                 dies = inputs_done
             born = one.born + ((run.backward_start or 0) if one.born_backward else run.forward_start)
             self.step.hold(one.name, Category(one.category), one.num_bytes, born, dies, run.module)

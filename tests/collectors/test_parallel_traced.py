@@ -26,7 +26,8 @@ PIPELINES = {
         "virtual_pipeline_stages": 2,
         "pipeline_layers": [1, 2, 1, 1],
     },
-    "zero_bubble": {
+    "zero_bubble": {"pipeline_parallel_size": 2, "pipeline_schedule": "zero_bubble", "pipeline_layers": [3, 2]},
+    "zero_bubble_checkpointed": {
         "pipeline_parallel_size": 2,
         "pipeline_schedule": "zero_bubble",
         "virtual_pipeline_stages": 2,
