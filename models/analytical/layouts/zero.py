@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO: flat partitions with fp32 main copies, and the buckets in which gradients are reduced.
 
 Read from DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `stage3.py`, `partitioned_param_coordinator.py` and
-`config.py`. Compared with traces of one small network on real CPU tensors: within 1 % for stages 1 and 2, not yet in the
-forward of stage 3; `scope` still leaves all out. Sizes of buckets are in elements, as there.
+`config.py`. Compared with traces on real CPU tensors (`collectors/grids/agreement-deepspeed.yaml`). Sizes of buckets are in
+elements, as there.
 """
 
 from __future__ import annotations
@@ -173,30 +173,33 @@ class Zero12(Partitions):
         self._last = last
         self._reduced = False
 
-    def _arrive(self, step: Step, tensor: StoredTensor, now: int) -> None:
+    def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int) -> None:
         """The gradient goes into the bucket, which is emptied first when it would be too full."""
         if self._waiting and sum(one.tensor.numel for one in self._waiting) + tensor.numel > self.buckets.reduce:
-            self._reduce(step, now)
+            self._reduce(step, now, gone)
         self._waiting.append(Arrival(tensor, now))
 
-    def _reduce(self, step: Step, now: int) -> None:
-        """The bucket is reduced: in a copy where it holds parts of several ranks in turn. What lies in this rank's partition
-        is then copied into `grads_in_partition`, which has room for all of every tensor that lies in it in part."""
+    def _reduce(self, step: Step, now: int, gone: int = 0) -> None:
+        """The bucket is reduced, when the operation at `now` has let go of `gone` bytes: in a copy where it holds parts of several ranks in turn. What lies in this rank's
+        partition is then copied into `grads_in_partition`, which has room for all of every tensor that lies in it in part."""
         parts = [owner for one in self._waiting for owner in self._owners[one.tensor]]
         elements = sum(one.tensor.numel for one in self._waiting)
         copies = any(part != parts[0] for part in parts)
-        placed = now + copies  # the copy is gone when gradients are put in their place
+        placed = now + 1  # the copy, if any, is gone when gradients are put in their place
         if copies:
-            step.hold("all_reduce.input", BUFFERS, elements * self.element_bytes, now, now + 1)
+            step.hold("all_reduce.input", BUFFERS, elements * self.element_bytes - gone, now, now + 1)
         for one in self._waiting:
             if one.tensor.numel > self.buckets.reduce:
                 size = one.tensor.numel * self.element_bytes
-                step.hold("gradient", Category.GRADIENTS, size, min(one.born + 1, now), placed + 1, one.tensor.module)
+                step.hold("gradient", Category.GRADIENTS, size, min(one.born + 1, now), placed + copies, one.tensor.module)
         self._waiting.clear()
         if self.rank in parts and not self._reduced and not self.offloads:
             self._reduced = True
             mine = sum(t.numel for t, owners in self._owners.items() if self.rank in owners)
-            handles = step.allocate("grads_in_partition", Category.GRADIENTS, [mine * self.element_bytes], born=placed)
+            size = mine * self.element_bytes
+            if not copies:
+                step.hold("grads_in_partition", Category.GRADIENTS, size - gone, now, placed)
+            handles = step.allocate("grads_in_partition", Category.GRADIENTS, [size], born=placed)
             self._earlier, self._partition_gradients = self._partition_gradients, handles
 
     def _reduce_now(self, step: Step) -> None:
@@ -218,9 +221,11 @@ class Zero12(Partitions):
                 name = run.template.names[index].removesuffix(".grad")
                 numel = int(run.template.num_bytes[index]) // self.element_bytes
                 found = [t for t in left if t.name == name] or [t for t in reversed(left) if t.numel == numel]
+                at = int(run.template.born[index])
                 if found:
                     left.remove(found[0])
-                    self._arrive(step, found[0], begin + int(run.template.born[index]))
+                    ends = run.template.dies_backward & (run.template.dies == at + 1) & ~run.template.weight_gradient
+                    self._arrive(step, found[0], begin + at, int(run.template.num_bytes[ends].sum()))
         elif not any(earlier.module == run.module for earlier in self._runs):
             self._runs.append(run)
 
@@ -272,7 +277,8 @@ class Zero3(Partitions):
         for tensor in tensors:
             self._of_module.setdefault(tensor.module, []).append(tensor)
         table = [t for t in self._of_module.get("embedding", []) if t.name == "embed_tokens.weight"]
-        if not any(t.name == "lm_head.weight" for t in tensors):
+        self._tied = not any(t.name == "lm_head.weight" for t in tensors)
+        if self._tied:
             self._of_module.setdefault("head", []).extend(replace(t, name="lm_head.weight") for t in table)
         self._coordinator: Coordinator | None = None
         self._turns: list[Turn] = []
@@ -351,6 +357,12 @@ class Zero3(Partitions):
 
     def _take_turns(self, step: Step, module: str, begins: int, ends: int, *, releases: bool = True) -> None:
         turns = turns_of(step.labels[begins:ends], begins, self._of_module.get(module, []))
+        if self._tied:  # the lm_head's is the table itself
+            table = {t.name: t for t in self._of_module["embedding"]}["embed_tokens.weight"]
+            turns = [
+                replace(turn, tensors=tuple(table if t.name == "lm_head.weight" else t for t in turn.tensors))
+                for turn in turns
+            ]
         self._turns += turns if releases else [replace(turn, releases=False) for turn in turns]
 
     def _reduce(self, step: Step, now: int) -> None:
