@@ -92,7 +92,9 @@ def test_predict_prints_one_screen_with_every_quantity_in_gib(run: Run) -> None:
 def test_flags_change_the_values_of_a_job_file(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("architecture: llama-3.2-1b\nsequence_length: 4096\noptimizer: {name: sgd, momentum: 0.9}\n")
-    done = run("predict", str(path), "--sequence-length", "512", "--set", "optimizer.momentum=0", "--print-job", "--json")
+    done = run(
+        "predict", str(path), "--sequence-length", "512", "--set", "optimizer.momentum=0", "--print-job", "--json"
+    )
     job = json.loads(done.out)
     assert done.code == 0
     assert job["architecture"] == "llama-3.2-1b"

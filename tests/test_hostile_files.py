@@ -50,8 +50,7 @@ def hostile_contents(mark: Path) -> dict[str, bytes]:
     return {
         "pickle": pickle.dumps(Command(mark)),
         "yaml tag": f"!!python/object/apply:os.system ['touch {mark}']\n".encode(),
-        "yaml bomb": b"a: &a [x,x,x,x,x,x,x,x,x]\n"
-        + b"".join(
+        "yaml bomb": b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
             f"{chr(98 + i)}: &{chr(98 + i)} [{','.join('*' + chr(97 + i) for _ in range(9))}]\n".encode() for i in range(9)
         )
         + b"architecture: *j\n",

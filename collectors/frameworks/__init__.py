@@ -23,6 +23,7 @@ REAL_TENSORS = frozenset({"deepspeed"})
 """Stacks that read values, which fake tensors have not: they are traced on real tensors of this machine's CPU."""
 
 
+
 class Training(Protocol):
     """One training run, its phases as separate calls so that each can be measured."""
 

@@ -208,7 +208,9 @@ def test_a_search_beside_the_peak_of_every_candidate(benchmark):
         framework="megatron",
         precision=MIXED,
         sequence_length=4096,
-        parallelism=Parallelism(pipeline_parallel_size=2, virtual_pipeline_stages=3, pipeline_schedule="interleaved_1f1b"),
+        parallelism=Parallelism(
+            pipeline_parallel_size=2, virtual_pipeline_stages=3, pipeline_schedule="interleaved_1f1b"
+        ),
     )
     said: list[str] = []
     options = {"top": 20, "processes": 2, "progress": said.append}

@@ -81,7 +81,9 @@ print("FOUND", json.dumps({"states": sum(t.numel() for t in states), "dtypes": s
 )
 def test_offloaded_stages_train(stage, offload):
     pytest.importorskip("deepspeed")
-    asked = job(parallelism={"data_parallel_size": 2, "zero_stage": stage}, offload=offload, gradient_accumulation_steps=2)
+    asked = job(
+        parallelism={"data_parallel_size": 2, "zero_stage": stage}, offload=offload, gradient_accumulation_steps=2
+    )
     command = [sys.executable, "-P", "-c", RUN, json.dumps(job_to_mapping(asked))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

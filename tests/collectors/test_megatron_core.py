@@ -48,8 +48,7 @@ CELLS = {
     "core attention recomputed": ({"activation_checkpointing": {"mode": "selective"}}, 0),
     "fp32 softmax": ({"framework_options": {**ALONE, "attention_softmax_in_fp32": True}}, 0),
     "pipeline's last, bert": (
-        {"architecture": BERT, "parallelism": {"pipeline_parallel_size": 2}, "gradient_accumulation_steps": 4},
-        1,
+        {"architecture": BERT, "parallelism": {"pipeline_parallel_size": 2}, "gradient_accumulation_steps": 4}, 1
     ),
     "bf16 gradients": ({"gradient_accumulation_steps": 3, "precision.gradients": "bfloat16"}, 0),
 }

@@ -11,9 +11,7 @@ REFUSED = {
     "task": {"task": "inference"},
     "compile": {"compile": True, "framework": "megatron"},
     "framework_options.compiled_regions": {
-        "compile": True,
-        "framework_options": {"compiled_regions": "layers"},
-        "parallelism.data_parallel_size": 2,
+        "compile": True, "framework_options": {"compiled_regions": "layers"}, "parallelism.data_parallel_size": 2,
     },
     "offload": {"offload.optimizer": True},
     "activation_checkpointing.modules": {"activation_checkpointing": {"mode": "selective", "modules": ["mlp"]}},

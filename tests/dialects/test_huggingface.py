@@ -248,7 +248,6 @@ def test_optimizers_and_what_they_need_to_be_told(training, name, options):
     job = translate(**training).job
     assert (job.optimizer.name, dict(job.framework_options)) == (name, options)
 
-
 @pytest.mark.parametrize(
     ("training", "form"),
     [

@@ -179,7 +179,9 @@ def test_float8_keeps_what_bf16_keeps_and_converts_on_the_way():
 
     assert saved(wide) == saved(narrow)
     conversions = [
-        int(size) for name, size in zip(narrow.names, narrow.num_bytes, strict=True) if name == "mlp.down_proj.temporary"
+        int(size)
+        for name, size in zip(narrow.names, narrow.num_bytes, strict=True)
+        if name == "mlp.down_proj.temporary"
     ]
     assert max(conversions) >= 9 * 256 * 512
     assert not any(name.startswith("lm_head.temporary") for name in narrow.names)
