@@ -185,7 +185,9 @@ def widen(half_width: float, upper: float, severity: int, quantity: str) -> tupl
     return at_least(half_width * factor, max(upper, upper * factor), severity, quantity)
 
 
-def at_least(half_width: float, upper: float, severity: int, quantity: str, *, num_tried: int = 0) -> tuple[float, float]:
+def at_least(
+    half_width: float, upper: float, severity: int, quantity: str, *, num_tried: int = 0
+) -> tuple[float, float]:
     """A bar for a job of `severity` is at least that many sixths of the default one, which is taken for the evidence of one
     architecture beside the `num_tried` that were predicted from as far outside; and at most WIDEST. A judgement: measured
     bars say nothing about what was not measured."""

@@ -41,7 +41,9 @@ def answer(asked: Question, calibration: Calibration | str | Path | None = None)
     return _widened(prediction, severity) if severity else prediction
 
 
-def full_answer(asked: Question, calibration: Calibration | str | Path | None = None, *, all_ranks: bool = False) -> Answer:
+def full_answer(
+    asked: Question, calibration: Calibration | str | Path | None = None, *, all_ranks: bool = False
+) -> Answer:
     """`answer` with what one asks next: which GPU types would fit, what to try first, what is not modelled, every rank."""
     from dataclasses import replace
 

@@ -51,7 +51,6 @@ __all__ = [
     "web",
 ]
 
-
 def predict(
     job: object,
     gpu: str | Device,

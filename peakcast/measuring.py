@@ -19,7 +19,6 @@ SELECTIONS = ("grid", "informative")
 UNNAMED_GPU = "A100-80GB"
 """What cells are compared on when the GPU type is not named: only their order depends on it."""
 
-
 def collect(
     grid: str | Path | Iterable[TrainingJob],
     shard: Path,

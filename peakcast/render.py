@@ -18,6 +18,7 @@ from peakcast.prediction import QUANTITIES, SEEN_BY, Answer, Interval, Predictio
 from peakcast.units import GIB, format_gib
 
 if TYPE_CHECKING:
+
     from peakcast.api import Checked, Fitted
     from peakcast.collectors.runner import Summary
     from peakcast.installation import Installation
@@ -102,7 +103,9 @@ def _quantities(p: Prediction) -> str:
         bar: Interval = getattr(p, quantity)
         name = quantity.removeprefix("peak_").removesuffix("_bytes")
         span = f"{bar.lower / GIB:.2f} – {bar.upper / GIB:.2f}"
-        lines.append(f"{name:<12}{bar.point / GIB:>9.2f}{span:>20}{bar.upper_95 / GIB:>13.2f}   {SEEN_BY[quantity]}")
+        lines.append(
+            f"{name:<12}{bar.point / GIB:>9.2f}{span:>20}{bar.upper_95 / GIB:>13.2f}   {SEEN_BY[quantity]}"
+        )
     return "\n".join(lines)
 
 

@@ -148,4 +148,6 @@ class Timeline:
         np.add.at(totals, group, self.num_bytes[alive])
         counts = np.bincount(group, minlength=len(numbers))
         ordered, of_group = np.argsort(-totals, kind="stable")[:count].tolist(), list(numbers)
-        return [(of_group[i][0], Category(of_group[i][1]), int(totals[i]), int(counts[i])) for i in ordered]
+        return [
+            (of_group[i][0], Category(of_group[i][1]), int(totals[i]), int(counts[i])) for i in ordered
+        ]

@@ -47,7 +47,9 @@ def hold_parts_of_inputs(timeline: Step, job: TrainingJob, start: int) -> None:
         timeline.hold_all((("context_parallel.shard", "", size),) * (kinds + 1), Category.INPUTS, start, timeline.now)
 
 
-def hold_embeddings(timeline: Step, layers: Sequence[HFContext], embedded: Run, in_checkpoint: bool, dies: int) -> None:
+def hold_embeddings(
+    timeline: Step, layers: Sequence[HFContext], embedded: Run, in_checkpoint: bool, dies: int
+) -> None:
     """Variables of the model's forward, until its last norm is done."""
     if layers[0].architecture.embedding_norm and layers[0].architecture.kind == "decoder" and layers[0].trainable:
         return  # the norm keeps it

@@ -30,7 +30,6 @@ from peakcast.timeline import Category, Phase, Timeline
 
 __all__ = ["megatron_ledger", "megatron_out_of_scope"]
 
-
 @lru_cache(maxsize=1024)
 def layer_template(context: MegatronContext, input_held: bool, makes_mask: bool) -> Template:
     """The template of a layer that owns its input, or of one whose input somebody else holds."""

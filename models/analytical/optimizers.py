@@ -54,3 +54,4 @@ def optimizer_options(job: TrainingJob, step: str) -> Options:
         rank=int(conventions(job).get("galore_rank", Options().rank)),
         first_step=step == "first",
     )
+

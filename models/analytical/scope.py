@@ -76,16 +76,12 @@ def _outgrows_window(job: TrainingJob) -> bool:
 
 
 def _huggingface_reason(job: TrainingJob) -> str:
-    layout = job.parallelism
     checks = [
         (
             job.task == "inference" and _outgrows_window(job),
             "generation beyond the sliding window is not modelled: such layers cut their cache and mask their attention.",
         ),
-        (
-            layout.zero_stage > 0 and layout.data_parallel_size > 1,
-            f"zero_stage={layout.zero_stage} is read from DeepSpeed's source and compared with few traces so far.",
-        ),
+        (bool(zero := _zero_reason(job)), zero),
         (bool(compiled := compile_reason(job)), compiled),
         (
             (job.offload.parameters or job.offload.optimizer) and not _offloads_with_fsdp2(job),
@@ -102,6 +98,31 @@ def _huggingface_reason(job: TrainingJob) -> str:
         ),
     ]
     return next((sentence for fails, sentence in checks if fails), "")
+
+
+def _zero_reason(job: TrainingJob) -> str:
+    """What of DeepSpeed's ZeRO no trace has confirmed."""
+    layout, optimizer = job.parallelism, job.optimizer
+    if layout.zero_stage == 0 or layout.data_parallel_size == 1:
+        return ""
+    name = f"zero_stage={layout.zero_stage} is compared with DeepSpeed's trace"
+    checks = [
+        (job.offload != Offload(), "without offload only: what it leaves on the GPU is read from the source."),
+        (job.finetuning.method != "full", f"in full training only, not finetuning.method={job.finetuning.method!r}."),
+        (
+            job.precision.parameters != "bfloat16" or job.precision.compute != "bfloat16",
+            f"in bfloat16 only, not {job.precision.parameters!r} computed in {job.precision.compute!r}.",
+        ),
+        (job.architecture.kind != "decoder" or job.architecture.moe is not None, "on dense decoders only."),
+        (optimizer.name not in ("adamw", "adam"), f"with torch's AdamW only, not optimizer.name={optimizer.name!r}."),
+        (job.activation_checkpointing.mode == "selective", "without selective checkpointing only."),
+        (
+            layout.zero_stage == 2 and job.architecture.tie_word_embeddings,
+            "with an lm_head of its own: when a tied table's gradient is reduced is not modelled.",
+        ),
+        (layout.world_size > layout.data_parallel_size, "beside no other parallelism."),
+    ]
+    return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")
 
 
 def _offloads_with_fsdp2(job: TrainingJob) -> bool:

@@ -151,7 +151,9 @@ class BlockBuilder:
 
     def rows_summed(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
         """A projection that tensor parallelism splits by its inputs: each rank has a part of the sum."""
-        return leave_rows(self.tape, self.projection(x, in_features, out_features, name, bias), self.context.group, name)
+        return leave_rows(
+            self.tape, self.projection(x, in_features, out_features, name, bias), self.context.group, name
+        )
 
     def projection(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
         """A Linear of the network, with its adapter where `finetuning` gives it one (peft `lora/layer.py`, `bnb.py`)."""
@@ -209,7 +211,9 @@ class BlockBuilder:
         context = self.context
         rows, tape = self.rows, self.tape
         if self._computes_in_float8(in_features, out_features, name) and trainable:
-            return float8_linear(tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias)
+            return float8_linear(
+                tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias
+            )
         compute = context.compute_bytes if context.autocast else weight_bytes
         if x.num_bytes > rows * in_features * compute:  # autocast: each Linear makes its own narrow copy of a wide input
             x = ops.cast(tape, x, rows * in_features * compute, f"{name}.input_cast")

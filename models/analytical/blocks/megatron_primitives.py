@@ -174,7 +174,9 @@ def row_linear(tape: Tape, x: Tensor, context: MegatronContext, in_features: int
     )
 
 
-def _row_linear_in_fp8(tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str, full: int) -> Tensor:
+def _row_linear_in_fp8(
+    tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str, full: int
+) -> Tensor:
     """Keeps its input in FP8, but of the attention's projection the input itself, which attention keeps too, where the
     scale is not a delayed one (megatron-core 0.16.1 `attention.py`, `set_save_original_input`)."""
     narrow = quantized_bytes(context, context.rows * in_features)

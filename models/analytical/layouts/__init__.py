@@ -11,7 +11,9 @@ from peakcast.models.analytical.layouts.base import Layout, StoredTensor, units_
 from peakcast.models.analytical.layouts.ddp import DDP
 from peakcast.models.analytical.layouts.fsdp1 import FSDP1
 from peakcast.models.analytical.layouts.fsdp2 import FSDP2
-from peakcast.models.analytical.layouts.zero import Buckets, Zero3, Zero12
+from peakcast.models.analytical.layouts.zero import Buckets
+from peakcast.models.analytical.layouts.zero3 import Zero3
+from peakcast.models.analytical.layouts.zero12 import Zero12
 from peakcast.ranks import ranks_that_differ
 from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES, MIB

@@ -108,7 +108,7 @@ class Coordinator:
         return -(-tensor.numel // self.ranks) * self.ranks * tensor.gathered_bytes
 
     def _wait(self, tensor: StoredTensor, now: int) -> None:
-        """The tensor is there, and with it all that were gathered with it; their flat buffer goes with the last to be used."""
+        """The tensor is there, and with it all gathered with it; their flat buffer goes with the last to be used."""
         gather = self.gathers.pop(tensor, None)
         if gather is None:
             return
@@ -138,8 +138,8 @@ class Coordinator:
 
 
 def turns_of(labels: Sequence[str], begins: int, tensors: Sequence[StoredTensor]) -> list[Turn]:
-    """The turns of modules in a block's forward or backward, whose operations have these labels, the first at `begins`. What
-    no label names is used throughout."""
+    """The turns of modules in a block's forward or backward, whose operations have these labels, the first at `begins`.
+    What no label names is used throughout."""
     modules: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         modules.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)

@@ -1,0 +1,159 @@
+"""ZeRO-1 and ZeRO-2: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peakcast.models.analytical.layouts.base import StoredTensor
+from peakcast.models.analytical.layouts.zero import BUFFERS, Buckets, Partitions
+from peakcast.models.analytical.step import Run, Step
+from peakcast.timeline import Category, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A gradient that waits in the bucket, or beside it when it is larger."""
+
+    tensor: StoredTensor
+    born: int
+
+
+class Zero12(Partitions):
+    """Stages 1 and 2: every rank has all weights in flat buffers, one partition of main copies and states.
+
+    `rank`: which partition this one owns. Source: `reduce_independent_p_g_buckets_and_remove_grads`, `average_tensor`,
+    `copy_grads_in_partition`.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[StoredTensor],
+        *,
+        stage: int,
+        ranks: int,
+        buckets: Buckets,
+        rank: int = 0,
+        offloads: bool = False,
+    ) -> None:
+        super().__init__(tensors, ranks=ranks, buckets=buckets, offloads=offloads)
+        self.stage = stage
+        self.rank = rank
+        self._owners = self._owners_of_tensors()
+        self._bucket: list[int] = []
+        self._waiting: list[Arrival] = []
+        self._runs: list[Run] = []
+        self._earlier: list[int] = []
+        self._reduced = False
+        self._last = True
+
+    def _owners_of_tensors(self) -> dict[StoredTensor, range]:
+        """The ranks whose partitions a tensor lies in: groups are cut without regard to tensors."""
+        owners: dict[StoredTensor, range] = {}
+        for group in self.groups:
+            size, offset = self.partition(group), 0
+            for tensor in group:
+                owners[tensor] = range(offset // size, (offset + tensor.numel - 1) // size + 1)
+                offset += tensor.numel
+        return owners
+
+    def hold_resident(self, step: Step) -> None:
+        frozen = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.trains)
+        step.hold_all(frozen, Category.PARAMETERS)
+        for index, group in enumerate(self.groups):
+            size = self.partition(group) * self.ranks * self.element_bytes
+            step.hold(f"bit16_group_flat.{index}", Category.PARAMETERS, size, 0)
+        self.hold_main(step)
+        if self.offloads:  # temp_grad_buffer_for_gpu_offload
+            largest = max(t.numel for t in self.trained) * self.element_bytes
+            step.hold("offload_gradient_buffer", BUFFERS, largest, 0)
+
+    def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
+        self._last = last
+        self._reduced = False
+
+    def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int) -> None:
+        """The gradient goes into the bucket, which is emptied first when it would be too full."""
+        if self._waiting and sum(one.tensor.numel for one in self._waiting) + tensor.numel > self.buckets.reduce:
+            self._reduce(step, now, gone)
+        self._waiting.append(Arrival(tensor, now))
+
+    def _reduce(self, step: Step, now: int, gone: int = 0) -> None:
+        """The bucket is reduced, when the operation at `now` has let go of `gone` bytes: in a copy where it holds parts of
+        several ranks in turn. What lies in this rank's partition is then copied into `grads_in_partition`, which has room
+        for all of every tensor that lies in it in part."""
+        parts = [owner for one in self._waiting for owner in self._owners[one.tensor]]
+        elements = sum(one.tensor.numel for one in self._waiting)
+        copies = any(part != parts[0] for part in parts)
+        placed = now + 1  # the copy, if any, is gone when gradients are put in their place
+        if copies:
+            step.hold("all_reduce.input", BUFFERS, elements * self.element_bytes - gone, now, now + 1)
+        for one in self._waiting:
+            if one.tensor.numel > self.buckets.reduce:
+                size = one.tensor.numel * self.element_bytes
+                step.hold("gradient", Category.GRADIENTS, size, min(one.born + 1, now), placed + copies, one.tensor.module)
+        self._waiting.clear()
+        if self.rank in parts and not self._reduced and not self.offloads:
+            self._reduced = True
+            mine = sum(t.numel for t, owners in self._owners.items() if self.rank in owners)
+            size = mine * self.element_bytes
+            if not copies:
+                step.hold("grads_in_partition", Category.GRADIENTS, size - gone, now, placed)
+            handles = step.allocate("grads_in_partition", Category.GRADIENTS, [size], born=placed)
+            self._earlier, self._partition_gradients = self._partition_gradients, handles
+
+    def _reduce_now(self, step: Step) -> None:
+        now = step.moment("reduce_gradients", Phase.BACKWARD)
+        step.moment("copy_grads_in_partition", Phase.BACKWARD)
+        self._reduce(step, now)
+
+    def after_backward(self, step: Step, run: Run) -> None:
+        weights = run.template.weight_gradient.nonzero()[0].tolist()
+        begin = run.backward_start or 0
+        if weights and not self._bucket:  # `setup_buckets`, at the first gradient
+            sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
+            first = begin + int(run.template.born[weights].min())
+            self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=first)
+        if self.stage == 2:  # each gradient goes into the bucket as soon as it is there
+            run.keeps_gradients = False
+            left = [t for t in self.trained if t.module == run.module]
+            for index in sorted(weights, key=lambda index: int(run.template.born[index])):
+                name = run.template.names[index].removesuffix(".grad")
+                numel = int(run.template.num_bytes[index]) // self.element_bytes
+                found = [t for t in left if t.name == name] or [t for t in reversed(left) if t.numel == numel]
+                at = int(run.template.born[index])
+                if found:
+                    left.remove(found[0])
+                    ends = run.template.dies_backward & (run.template.dies == at + 1) & ~run.template.weight_gradient
+                    self._arrive(step, found[0], begin + at, int(run.template.num_bytes[ends].sum()))
+        elif not any(earlier.module == run.module for earlier in self._runs):
+            self._runs.append(run)
+
+    def end_backward(self, step: Step) -> None:
+        if self.stage == 1 and not self._last:
+            return  # full gradients and the bucket wait for the last micro-batch
+        if self.stage == 1:
+            self._reduce_in_order(step)
+        self._reduce_now(step)
+        step.free(self._bucket)
+        step.free(self._earlier)  # added to the first micro-batch's
+
+    def _reduce_in_order(self, step: Step) -> None:
+        """Stage 1 sends gradients through the bucket in the order of parameters when backward is over."""
+        begins = step.now
+        for run in self._runs:
+            run.gradients_die = begins
+        self._runs.clear()
+        copied: list[tuple[StoredTensor, int]] = []
+        filled = 0
+        for tensor in (tensor for group in self.groups for tensor in group):
+            if filled and filled + tensor.numel > self.buckets.reduce:
+                self._reduce_now(step)
+                filled = 0
+            filled += tensor.numel
+            self._waiting.append(Arrival(tensor, step.now))
+            copied.append((tensor, step.now))
+        for tensor, dies in copied:
+            size = tensor.numel * self.element_bytes
+            if dies > begins:
+                step.hold(f"{tensor.name}.grad", Category.GRADIENTS, size, begins, dies, tensor.module)
