@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
-from peakcast.models.analytical.template import HANDED_IN, INPUTS_DONE, Elsewhere, Later, Template, Waiting
+from peakcast.models.analytical.split_backward import waits_until, weight_turns
+from peakcast.models.analytical.template import HANDED_IN, Elsewhere, Later, Template, Waiting
 from peakcast.timeline import Category
 from peakcast.units import round_up
 
@@ -103,9 +104,7 @@ class Tape:
 
     `saves_on_cpu`: what autograd keeps is copied to the host and comes back, each tensor for itself, while the operation
     that kept it runs backward (`torch.autograd.graph.save_on_cpu`, which copies parameters as well).
-    `splits_backward`: inputs' gradients first, weights' later (torch 2.13 `distributed/pipelining/_backward.py`): the first
-    half retains the graph, and a hook keeps the gradient that comes to each operation with a weight; the second takes the
-    weights in the order of `parameters()`, each as a graph of its own, whose kept tensors and gradient go when it is done.
+    `splits_backward`: inputs' gradients first, weights' later (`split_backward.py`); a hook keeps what comes to each weight.
     """
 
     def __init__(self, *, saves_on_cpu: bool = False, splits_backward: bool = False) -> None:
@@ -245,7 +244,8 @@ class Tape:
         ends = {index: instant + 1 for instant, index in enumerate(backward)}
         rows: list[_Row] = []
         waiting: list[Waiting] = []
-        turns = self._weight_turns()
+        trained = {index: one.name for index, one in enumerate(self._operations) if one.weight_gradients}
+        turns = weight_turns(trained) if self._splits_backward else {}
         if output is not None:
             output.storage.last_read = num_forward - 1
         cached = self._cached(cached_matmuls) if cached_matmuls else set()
@@ -264,7 +264,7 @@ class Tape:
             last, kept = storage.last_read + 1, id(storage) in cached
             dies, in_backward = (last, False) if saver is None else (saver, True)
             if self._splits_backward and in_backward:
-                until, on_top = self._waits_until(storage, turns)
+                until, on_top = waits_until(self._savers[id(storage)], turns)
                 life = (storage.born, False, until, on_top, dies)
                 waiting.append(Waiting(storage.name, storage.category, storage.num_bytes, *life))
                 continue
@@ -284,32 +284,6 @@ class Tape:
         }
         template = self._template(rows, backward, elsewhere)
         return replace(template, later=self._later(turns, waiting)) if self._splits_backward else template
-
-    def _weight_turns(self) -> dict[int, int]:
-        """Operations with a weight -> their turns in the weights' backward: in the order of `parameters()`, where a layer's
-        and then attention's own norms come last."""
-        if not self._splits_backward:
-            return {}
-        kinds = ("self_attn", "mlp")
-        trained = [index for index, operation in enumerate(self._operations) if operation.weight_gradients]
-
-        def place(index: int) -> tuple[int, bool]:
-            part, _, rest = self._operations[index].name.partition(".")
-            return (kinds.index(part) if part in kinds else len(kinds)), part in kinds and "norm" in rest
-
-        return {index: turn for turn, index in enumerate(sorted(trained, key=place))}
-
-    def _waits_until(self, storage: Storage, turns: dict[int, int]) -> tuple[int | None, int]:
-        """`Waiting.until` and `until_on_top` of what autograd keeps: an operation with a weight lets go when it has run,
-        another when no operation above it is left whose weight is still to come."""
-        savers = self._savers[id(storage)]
-        held = [
-            max((turn for one, turn in turns.items() if one > saver), default=INPUTS_DONE)
-            if saver not in turns
-            else turns[saver]
-            for saver in savers
-        ]
-        return (max(held) if set(savers) <= turns.keys() else None), max(held)
 
     def _later(self, turns: dict[int, int], waiting: list[Waiting]) -> Later:
         weights = []
