@@ -15,7 +15,7 @@ PARTS = ("self_attn", "mlp")
 
 
 def weight_turns(names: Mapping[int, str]) -> dict[int, int]:
-    """The turns of operations with a weight, by their index in forward; `names` are theirs. A part's norms are its last."""
+    """The turns of operations with a weight, by their index in forward; `names` are theirs. A part's norms are last."""
 
     def place(index: int) -> tuple[int, bool]:
         part, _, rest = names[index].partition(".")

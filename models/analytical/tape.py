@@ -104,7 +104,7 @@ class Tape:
 
     `saves_on_cpu`: what autograd keeps is copied to the host and comes back, each tensor for itself, while the operation
     that kept it runs backward (`torch.autograd.graph.save_on_cpu`, which copies parameters as well).
-    `splits_backward`: inputs' gradients first, weights' later (`split_backward.py`); a hook keeps what comes to each weight.
+    `splits_backward`: inputs' gradients first, weights' later (`split_backward.py`); a hook keeps what comes to each.
     """
 
     def __init__(self, *, saves_on_cpu: bool = False, splits_backward: bool = False) -> None:
