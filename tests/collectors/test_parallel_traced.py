@@ -7,6 +7,7 @@ from peakcast.models.analytical.pipeline import turns_of_rank
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.ranks import ranks_to_trace
 from peakcast.spec import Parallelism
+from peakcast.timeline import Phase
 
 pytest.importorskip("transformers")
 
@@ -58,12 +59,14 @@ def test_transformers_plan_equals_its_trace_phase_by_phase(ledger_equals_trace):
 
 
 def test_a_place_in_the_ring_equals_its_trace_phase_by_phase(ledger_equals_trace):
-    """Within 0.5 %, of a rank with one before it and two behind it; the grid `agreement` has the others."""
+    """Of a rank with one before it and two behind: within 0.1 %, 0.5 % in clipping; the grid `agreement` has the others."""
     base = {"framework": "torch", "architecture": RING, "sequence_length": 2048, "activation_checkpointing.mode": "full"}
     (job,) = expand({"base": base, "include": [{"parallelism": SHARED}]})
     assert out_of_scope(job) == ""
     assert ranks_to_trace(job) == (0, 1, 3)
-    ledger_equals_trace(job, 1, rel=5e-3)
+    for closed_form, trace in ledger_equals_trace(job, 1, rel=5e-3).values():
+        for phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER_STEP):
+            assert closed_form.peak(phase).num_bytes == pytest.approx(trace.peak(phase).num_bytes, rel=1e-3), phase
 
 
 @pytest.mark.parametrize("name", PIPELINES)
