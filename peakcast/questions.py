@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from peakcast import catalog
 from peakcast.catalog import Device
 from peakcast.dialects.opening import is_text, opened
+from peakcast.dialects.pasted import documents
 from peakcast.dialects.recognise import NOTHING, Beside, companions, translated
 from peakcast.dialects.text import ENDINGS
 from peakcast.dialects.translation import Translation
@@ -51,7 +52,8 @@ def question(job: object, gpu: str | Device, rank: Rank = None) -> Question:
 def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
     """`job` read as a `TrainingJob`: one, its mapping, a mapping with one of `FORMS` as its only key, a configuration of
     another project (its file, its text or its mapping, told by what it contains), or the name of an architecture, which
-    then trains with every default. `beside`: other files that belong to it, the number of GPUs, another model.
+    then trains with every default. `beside`: other files that belong to it, the number of GPUs, another model; a text may
+    hold them itself, each after a line of `---` (see `documents`).
 
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
@@ -63,6 +65,9 @@ def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
         return Translation(job=job)
     if isinstance(job, (str, Path)) and not is_configuration(job):
         job = {"architecture": str(job)}
+    if isinstance(job, str) and is_text(job):
+        (_, job), *others = documents(job)
+        beside = replace(beside, files=(*beside.files, *others))
     pasted = opened(job, companions(beside.files)) if isinstance(job, (str, Path, Mapping)) else None
     values = pasted.values if pasted is not None else job
     if isinstance(values, Mapping) and len(values) == 1:

@@ -36,7 +36,7 @@ def config_of(hub_id: str) -> dict[str, Any]:
     """
     cached = _cached(hub_id)
     if cached is not None:
-        return _mapping(read_text(cached), hub_id)
+        return _mapping(read_text(cached, named=False), hub_id)
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise _refusal(hub_id, "HF_HUB_OFFLINE is set, so the hub is not asked")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.dialects.pasted import Pasted, merged, nested
+from peakcast.dialects.pasted import THE_TEXT, Pasted, merged, nested
 from peakcast.dialects.text import kind_of, parse, read_text
 from peakcast.errors import SpecError
 
@@ -26,7 +26,7 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
     """
     if isinstance(source, Mapping):
         return Pasted(values=source)
-    text, where, folder, ending = str(source), "the text", None, ""
+    text, where, folder, ending = str(source), THE_TEXT, None, ""
     if isinstance(source, Path) or not is_text(source):
         path = Path(source)
         text, where, folder, ending = read_text(path), path.name, path.parent, path.suffix

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peakcast.dialects.text import kind_of, parse, read_text
 from peakcast.dialects.translation import Notes
 from peakcast.errors import SpecError
+
+THE_TEXT = "the text"
+"""What messages call a configuration that came as text."""
+_BETWEEN = re.compile(r"^---[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+
+
+class Document(NamedTuple):
+    """One of several configurations in one text."""
+
+    name: str
+    """The file that it stands for, "" where the text does not say."""
+    text: str
+
+
+def documents(text: str) -> list[Document]:
+    """The parts of `text` between lines of `---`, each named by what follows the dashes above it (`--- ds_config.json`);
+    parts with nothing in them are left out, but there is always one."""
+    first, *rest = _BETWEEN.split(text)
+    parts = [Document("", first), *(Document(name, part) for name, part in zip(rest[::2], rest[1::2], strict=True))]
+    return [part for part in parts if part.text.strip()] or [Document("", text)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,21 +79,31 @@ class Pasted:
             if candidate.is_file():
                 return mapping_of_file(candidate)
         raise SpecError(
-            f"{key}={str(name)!r} in {self.where} is another file, and it is not here; give it by --with {path.name}.",
+            f"{key}={str(name)!r} in {self.where} is another file, and it is not here; give it {self.beside(path.name)}.",
             parameter=key,
             value=str(name),
         )
 
+    def beside(self, name: str = "") -> str:
+        """How another file (called `name`) is given with this one, for messages: a text has no command line."""
+        if self.where != THE_TEXT:
+            return f"by --with {name or 'FILE'}"
+        return f"below, after a line of --- {name}".rstrip()
+
 
 def mapping_of_file(path: Path) -> Mapping[str, Any]:
     """The mapping in a YAML, JSON or TOML file. Raises: SpecError."""
-    text = read_text(path)
-    kind = kind_of(text, path.suffix)
+    return mapping_of_text(read_text(path), str(path), path.suffix)
+
+
+def mapping_of_text(text: str, where: str, ending: str = "") -> Mapping[str, Any]:
+    """The mapping in the `text` of a YAML, JSON or TOML file, which messages call `where`. Raises: SpecError."""
+    kind = kind_of(text, ending)
     if kind not in ("JSON", "YAML", "TOML"):
-        raise SpecError(f"{path} is no YAML, JSON or TOML file.")
-    value = parse(text, kind, str(path))
+        raise SpecError(f"{where} is no YAML, JSON or TOML file.")
+    value = parse(text, kind, where)
     if not isinstance(value, dict):
-        raise SpecError(f"{path} must hold a mapping of keys to values, not {type(value).__name__}.")
+        raise SpecError(f"{where} must hold a mapping of keys to values, not {type(value).__name__}.")
     return value
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peakcast.allocator import Allocator
-from peakcast.dialects.pasted import Pasted, flat, mapping_of_file
+from peakcast.dialects.pasted import Document, Pasted, flat, mapping_of_file, mapping_of_text
 from peakcast.dialects.translation import Notes, Translation
 from peakcast.errors import SpecError, near_misses
 from peakcast.spec import TrainingJob
@@ -98,9 +98,10 @@ HUGGING_FACE_PARTS = ("hf_config", "peft", "deepspeed", "accelerate", "training"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What comes with a configuration: other files, the number of GPUs, another model, and its dialect, if forced."""
+    """What comes with a configuration: other files (by path, or as texts), the number of GPUs, another model, and its
+    dialect, if forced."""
 
-    files: tuple[str | Path, ...] = ()
+    files: tuple[str | Path | Document, ...] = ()
     num_gpus: int | None = None
     model: str | None = None
     dialect: str | None = None
@@ -150,10 +151,10 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
     if name != "job":
         notes.assumptions.insert(0, f"{pasted.where} is read as {DIALECTS[name].title}.")
     job = notes.include(_reader(name)(pasted))
-    for file in beside.files if name not in HUGGING_FACE_PARTS else ():
-        values = pasted.companions[Path(file).name if not Path(file).is_dir() else "config.json"]
-        if not any(pasted.companions[used] is values for used in pasted.used):
-            notes.warnings.append(f"{file} is given beside {pasted.where}, which does not use it; it is left out.")
+    used = [pasted.companions[name] for name in pasted.used]
+    for given in map(_read, beside.files if name not in HUGGING_FACE_PARTS else ()):
+        if given.values not in used:
+            notes.warnings.append(f"{given.where} is given beside {pasted.where}, which does not use it; it is left out.")
     allocator = "".join(pasted.env.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if "expandable_segments:true" in allocator.lower().replace(" ", ""):
         job = job.replace(allocator=Allocator(expandable_segments=True))
@@ -176,21 +177,39 @@ def _named(dialect: str | None) -> str | None:
     return dialect
 
 
-def companions(files: Sequence[str | Path]) -> dict[str, Mapping[str, Any]]:
+class Companion(NamedTuple):
+    """Another file of the same run."""
+
+    where: str
+    """How messages call it."""
+    name: str
+    """By what name a configuration may refer to it."""
+    values: Mapping[str, Any]
+
+
+def companions(files: Sequence[str | Path | Document]) -> dict[str, Mapping[str, Any]]:
     """Other files by what they are and by their names. Raises: SpecError where one is unknown or comes twice."""
     found: dict[str, Mapping[str, Any]] = {}
-    for file in files:
-        path = Path(file)
-        path = path / "config.json" if path.is_dir() else path
-        values = mapping_of_file(path)
+    for where, file_name, values in map(_read, files):
         name = dialect_of(values)
         if name in found and name in HUGGING_FACE_PARTS:
-            raise SpecError(f"{path} is {DIALECTS[name].title}, and another was given already; keep one.", parameter="with")
+            title = DIALECTS[name].title
+            raise SpecError(f"{where} is {title}, and another was given already; keep one.", parameter="with")
         if name is None:
-            raise SpecError(f"{path} is no configuration that is known here (its keys: {_some(values)}).", parameter="with")
+            keys = _some(values)
+            raise SpecError(f"{where} is no configuration that is known here (its keys: {keys}).", parameter="with")
         found[name] = values
-        found[path.name] = values
+        found[file_name] = values
     return found
+
+
+def _read(file: str | Path | Document) -> Companion:
+    if isinstance(file, Document):
+        where = file.name or "the text after ---"
+        return Companion(where, file.name, mapping_of_text(file.text, where, Path(file.name).suffix))
+    path = Path(file)
+    path = path / "config.json" if path.is_dir() else path
+    return Companion(str(path), path.name, mapping_of_file(path))
 
 
 def _some(values: Mapping[str, Any]) -> str:

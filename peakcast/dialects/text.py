@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,23 @@ _COMMAND = re.compile(
 _TABLE = re.compile(r"\A(?:\s*(?:#.*)?\n)*\s*(?:\[[\w.\"-]+\]|[\w.]+\s*=\s*\S)")
 
 
-def read_text(path: Path) -> str:
-    """The text of a file. Raises: SpecError when it is missing, too large or not UTF-8."""
+_FILES_ARE_READ: ContextVar[bool] = ContextVar("files_are_read", default=True)
+
+
+@contextmanager
+def no_files() -> Iterator[None]:
+    """Inside it no file that a question names is read: who asks may be somebody else than whose files they are."""
+    token = _FILES_ARE_READ.set(False)
+    try:
+        yield
+    finally:
+        _FILES_ARE_READ.reset(token)
+
+
+def read_text(path: Path, *, named: bool = True) -> str:
+    """The text of a file; `named`: the question names it. Raises: SpecError when it is missing, too large or not UTF-8."""
+    if named and not _FILES_ARE_READ.get():
+        raise SpecError(f"{str(path)!r} is a path, and no files are read here; paste what the file holds.", value=str(path))
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise SpecError(f"{path} is larger than {MAX_FILE_BYTES:,} bytes; a configuration is not that big.")

@@ -145,8 +145,9 @@ def _model(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], training: dic
     given = " and ".join(SAYS[name] for name in PARTS if name in parts)
     missing = "the training arguments and " if "training" not in parts else ""
     raise SpecError(
-        f"{pasted.where} is {given}, which does not say what is trained: {missing}the model are missing; add the model's "
-        f"config.json by --with FILE or its name by --model{', and the arguments by --with FILE' if missing else ''}.",
+        f"{pasted.where} is {given}, which does not say what is trained: {missing}the model {'are' if missing else 'is'} "
+        f"missing; add the model's config.json {pasted.beside()}, or its name by --model"
+        f"{f', and the arguments {pasted.beside()}' if missing else ''}.",
         parameter="model",
     )
 

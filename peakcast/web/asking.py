@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
+from peakcast.dialects.recognise import Beside
+from peakcast.dialects.text import no_files
 from peakcast.errors import SpecError
 from peakcast.explaining.advice import changed
 from peakcast.explanation import Explanation
 from peakcast.job_flags import FLAGS
 from peakcast.prediction import Answer
-from peakcast.questions import Question, question
+from peakcast.questions import Question, question, translation_of
 from peakcast.spec import TrainingJob
 
 LONGEST_NAME = 255
@@ -33,7 +34,11 @@ class Asked:
     """The state of the page: enough to ask the same question again."""
 
     text: str = ""
-    """A pasted configuration, or the name of a model."""
+    """A pasted configuration, with the other files of its run after lines of `---`, or the name of a model."""
+    num_gpus: int | None = None
+    """GPUs of the whole run, where the configuration leaves that to the launcher."""
+    model: str = ""
+    """The network to take in the place of the one that the configuration names."""
     gpu: str = "H100-80GB"
     knobs: Mapping[str, Any] = field(default_factory=dict)
     """Knob -> value, of those that change what the configuration says."""
@@ -54,7 +59,8 @@ def answered(asked: Asked) -> Answered:
     from peakcast import api
     from peakcast.answers import full_answer
 
-    read = _question(asked)
+    with no_files():
+        read = _question(asked)
     job = _changed(read.job, asked.knobs)
     changes = tuple(
         f"{name}={value} is set on this page, in the place of what the configuration says."
@@ -79,20 +85,20 @@ def _question(asked: Asked) -> Question:
     text = asked.text.strip()
     if not text:
         raise SpecError("nothing was asked; pick a model, or paste a configuration.", parameter="text")
-    if len(text) > MOST_CHARACTERS:
+    characters = len(text) + len(asked.model)
+    if characters > MOST_CHARACTERS:
         raise SpecError(
-            f"the text has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read. Paste one configuration.",
+            f"the text has {characters:,} characters; at most {MOST_CHARACTERS:,} are read. Paste one configuration.",
             parameter="text",
         )
-    return question(_job(text), asked.gpu)
+    beside = Beside(num_gpus=asked.num_gpus, model=asked.model.strip() or None)
+    return question(translation_of(_job(text), beside), asked.gpu)
 
 
 def _job(text: str) -> str:
-    """A line without structure is the name of a network, everything else a configuration's text; neither is a path here."""
+    """A line without structure is the name of a network, everything else a configuration's text."""
     if "\n" in text or any(mark in text for mark in "{:=") or text.startswith("-"):
         return f"{text}\n"
-    if text.startswith((".", "/", "~", "\\")) or (len(text) <= LONGEST_NAME and Path(text).exists()):
-        raise SpecError(f"{text!r} is a path, and this page reads no files; paste what the file holds.", parameter="text")
     if len(text) > LONGEST_NAME:
         raise SpecError(
             f"the text is one word of {len(text):,} characters, which names no network; paste a configuration, or a "

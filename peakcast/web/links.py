@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from dataclasses import asdict
 
 from peakcast.errors import SpecError
 from peakcast.web.asking import MOST_CHARACTERS, Asked
@@ -15,7 +16,7 @@ MOST_BYTES = 4 * MOST_CHARACTERS + 10_000
 
 def to_query(asked: Asked) -> str:
     """The value of `q`: letters, digits, - and _ only."""
-    state = {"text": asked.text, "gpu": asked.gpu, "knobs": dict(asked.knobs)}
+    state = {**asdict(asked), "knobs": dict(asked.knobs)}
     packed = zlib.compress(json.dumps(state, ensure_ascii=False, separators=(",", ":")).encode(), 9)
     return base64.urlsafe_b64encode(packed).decode().rstrip("=")
 
@@ -29,11 +30,13 @@ def from_query(query: str) -> Asked:
         if unpacker.unconsumed_tail:
             raise ValueError("it unpacks to more than a question")
         state = json.loads(data)
-        knobs = state["knobs"]
-        if not all(isinstance(state[key], str) for key in ("text", "gpu")) or not isinstance(knobs, dict):
+        asked = Asked(**state)
+        texts = (asked.text, asked.model, asked.gpu)
+        number = asked.num_gpus is None or type(asked.num_gpus) is int
+        if not (all(isinstance(text, str) for text in texts) and isinstance(asked.knobs, dict) and number):
             raise ValueError("its parts have other types")
-        return Asked(text=state["text"], gpu=state["gpu"], knobs=knobs)
-    except (ValueError, KeyError, TypeError, zlib.error) as error:
+        return asked
+    except (ValueError, TypeError, zlib.error) as error:
         raise SpecError(
             f"the link holds no question ({error}); it may have been cut. Ask anew and copy the new link.", parameter="q"
         ) from error

@@ -41,10 +41,10 @@ AS_GIVEN = ""
 NUM_OUTPUTS = 6
 
 
-def ask(text: str, gpu: str, *values: Any) -> tuple[str, ...]:
+def ask(text: str, num_gpus: int | None, model: str, gpu: str, *values: Any) -> tuple[str, ...]:
     """The panels of one question: answer, timeline, layers, notes, job file, link. A fault is shown in the first."""
     knobs = {name: value for name, value in zip(KNOBS, values, strict=True) if value not in (None, AS_GIVEN)}
-    asked = Asked(text=text or "", gpu=gpu, knobs=knobs)
+    asked = Asked(text=text or "", num_gpus=num_gpus or None, model=model or "", gpu=gpu, knobs=knobs)
     try:
         return _panels(asked)
     except PeakcastError as error:
@@ -71,10 +71,15 @@ def restored(request: gr.Request) -> tuple[Any, ...]:
     try:
         asked = from_query(query) if query else FIRST
     except PeakcastError as error:
-        inputs = (FIRST.text, FIRST.gpu, *(FIRST.knobs.get(name) for name in KNOBS))
-        return (*inputs, panels.fault_html(error.message), *[""] * (NUM_OUTPUTS - 1))
-    values = tuple(asked.knobs.get(name, AS_GIVEN if choices else None) for name, (_, choices) in KNOBS.items())
-    return (asked.text, asked.gpu, *values, *ask(asked.text, asked.gpu, *values))
+        return (*_inputs(FIRST), panels.fault_html(error.message), *[""] * (NUM_OUTPUTS - 1))
+    inputs = _inputs(asked)
+    return (*inputs, *ask(*inputs))
+
+
+def _inputs(asked: Asked) -> tuple[Any, ...]:
+    """What the inputs hold for `asked`, in the order of `ask`."""
+    values = (asked.knobs.get(name, AS_GIVEN if choices else None) for name, (_, choices) in KNOBS.items())
+    return (asked.text, asked.num_gpus, asked.model, asked.gpu, *values)
 
 
 def page(*, reports: bool) -> gr.Blocks:
@@ -90,13 +95,19 @@ def page(*, reports: bool) -> gr.Blocks:
             with gr.Column(scale=1, min_width=300):
                 text = gr.Textbox(
                     label="Model name or configuration",
-                    info="A catalog name such as llama-3.1-8b, a config.json, a job file, Megatron-LM arguments, ...",
+                    info="A catalog name such as llama-3.1-8b, a config.json, a job file, Megatron-LM arguments, ... "
+                    "Other files of the same run go below it, each after a line of --- with its name.",
                     lines=6,
                     max_lines=18,
                     elem_id="text",
                 )
                 button = gr.Button("Predict", variant="primary", elem_id="predict")
                 gpu = gr.Dropdown(catalog.gpu_names(), label="GPU type", elem_id="gpu")
+                with gr.Accordion("What the configuration leaves open", open=False):
+                    num_gpus = gr.Number(
+                        label="GPUs of the whole run", info="--num-gpus", precision=0, minimum=0, elem_id="num_gpus"
+                    )
+                    model = gr.Textbox(label="Another model", info="--model", elem_id="model", max_lines=1)
                 with gr.Accordion("Change the step"):
                     knobs = _knobs(STEP)
                 with gr.Accordion("Change the layout over GPUs", open=False):
@@ -111,9 +122,10 @@ def page(*, reports: bool) -> gr.Blocks:
                 with gr.Accordion("The job as a file for the command line", open=False):
                     job = gr.Code(language="yaml", label="job.yaml", interactive=False, max_lines=24)
                 link = gr.HTML(elem_id="link", elem_classes="page")
-        inputs = [text, gpu, *knobs]
+        inputs = [text, num_gpus, model, gpu, *knobs]
         outputs = [answer, timeline, layers, notes, job, link]
-        gr.on([button.click, text.submit, gpu.input, *(knob.input for knob in knobs)], ask, inputs, outputs, api_name="ask")
+        changed = [button.click, text.submit, model.submit, *(box.input for box in (num_gpus, gpu, *knobs))]
+        gr.on(changed, ask, inputs, outputs, api_name="ask")
         blocks.load(restored, None, [*inputs, *outputs], api_name=False)
     return blocks
 

@@ -82,7 +82,7 @@ def test_a_config_alone_trains_with_every_default_said(files):
             "ds_config",
             ["args"],
             {},
-            "the model are missing; add the model's config.json by --with FILE or its name by --model",
+            "the model is missing; add the model's config.json by --with FILE, or its name by --model",
         ),
         ("args", ["args", "config"], {}, "is given twice"),
         ("args", ["ds_config", "ds_config"], {}, "another was given already"),

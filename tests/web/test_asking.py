@@ -48,7 +48,13 @@ def test_knobs_change_what_the_configuration_says():
         (Asked(text=DEEP), SpecError, "layer"),
         (Asked(text="a: &a [x, x]\nb: &b [*a, *a]\n{"), SpecError, "not valid YAML"),
         (Asked(text="- 1\n- 2"), SpecError, "must hold a mapping"),
-        (Asked(text="/etc/passwd"), SpecError, "this page reads no files"),
+        (Asked(text="/etc/passwd"), SpecError, "no files are read here"),
+        (Asked(text="~/.netrc"), CatalogError, "not in the catalog"),
+        (Asked(text="architecture: /etc/passwd\n"), SpecError, "no files are read here"),
+        (Asked(text="gpt2", model="/etc/passwd"), SpecError, "no files are read here"),
+        (Asked(text="gpt2", num_gpus=8), SpecError, "change parallelism.data_parallel_size"),
+        (Asked(text='{"zero_optimization": {"stage": 2}}'), SpecError, "the arguments below, after a line of ---.$"),
+        (Asked(text="base_model: gpt2\nmicro_batch_size: 1\ndeepspeed: z2.json\n"), SpecError, "line of --- z2.json.$"),
     ],
 )
 def test_what_cannot_be_answered_is_a_sentence(asked, error, words):
@@ -56,12 +62,21 @@ def test_what_cannot_be_answered_is_a_sentence(asked, error, words):
         answered(asked)
 
 
+def test_other_files_of_a_run_stand_below_it():
+    """The launcher's width and the network are asked for beside them, as on the command line."""
+    training = "output_dir: x\nlearning_rate: 1e-4\nbf16: true\ndeepspeed: any/z2.json\n"
+    asked = Asked(text=f'{training}--- z2.json\n{{"zero_optimization": {{"stage": 2}}}}', num_gpus=8, model="gpt2")
+    job = answered(asked).job
+    layout = job.parallelism
+    assert (job.architecture.name, layout.data_parallel_size, layout.zero_stage) == ("gpt2", 8, 2)
+
+
 KNOBS = st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=9))
 
 
-@given(st.text(max_size=200), st.text(max_size=20), KNOBS)
-def test_a_link_asks_the_same_question_again(text, gpu, knobs):
-    asked = Asked(text=text, gpu=gpu, knobs=knobs)
+@given(st.text(max_size=200), st.none() | st.integers(), st.text(max_size=20), st.text(max_size=20), KNOBS)
+def test_a_link_asks_the_same_question_again(text, num_gpus, model, gpu, knobs):
+    asked = Asked(text=text, num_gpus=num_gpus, model=model, gpu=gpu, knobs=knobs)
     assert from_query(to_query(asked)) == asked
 
 
