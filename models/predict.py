@@ -15,6 +15,7 @@ from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, Outside, difficulty, s
 from peakcast.models.features import features, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
 from peakcast.prediction import QUANTITIES, Fits, Interval, Prediction
+from peakcast.ranks import worst_rank
 from peakcast.spec import TrainingJob
 from peakcast.units import format_gib
 
@@ -236,7 +237,7 @@ def _scope(job: TrainingJob) -> str:
 def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str]:
     sentences = []
     if rank is None and job.parallelism.world_size > 1:
-        sentences.append(f"rank {base.rank} is taken as the worst: its pipeline stage allocates most.")
+        sentences.append(worst_rank(job, base.rank))
     if base.communicator_bytes:
         sentences.append(
             f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate from 4 × A100; it depends on the "

@@ -17,6 +17,15 @@ def ranks_to_trace(job: TrainingJob) -> tuple[int, ...]:
     return _ranks(job, sorted({0, stages // 2, stages - 1}))
 
 
+def worst_rank(job: TrainingJob, rank: int) -> str:
+    """The assumption that `rank`, whose peak is the highest, is the one asked about, as a sentence."""
+    if job.parallelism.pipeline_parallel_size > 1:
+        return f"rank {rank} is taken as the worst: its pipeline stage allocates most."
+    if len(ranks_that_differ(job)) > 1:
+        return f"rank {rank} is taken as the worst: by its place in the layout it allocates most."
+    return f"rank {rank} is taken: no other rank of this layout allocates more."
+
+
 def _ranks(job: TrainingJob, stages: range | list[int]) -> tuple[int, ...]:
     per_stage = job.parallelism.world_size // job.parallelism.pipeline_parallel_size
     return tuple(stage * per_stage + place for stage in stages for place in _places(job))

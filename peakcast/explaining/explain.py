@@ -16,7 +16,7 @@ from peakcast.explaining.reason import peak_reason
 from peakcast.explanation import Advice, Explanation, ModuleRow
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
-from peakcast.ranks import ranks_that_differ
+from peakcast.ranks import ranks_that_differ, worst_rank
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
 
@@ -104,5 +104,5 @@ def _assumptions(job: TrainingJob, device: Device | None, source: str, asked: in
     elif device is None:
         sentences.append("no GPU type is given, so library workspaces and what kernels allocate inside are left out.")
     if asked is None and job.parallelism.world_size > 1:
-        sentences.append(f"rank {rank} is taken as the worst: its pipeline stage allocates most.")
+        sentences.append(worst_rank(job, rank))
     return sentences

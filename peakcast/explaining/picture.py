@@ -20,6 +20,8 @@ COLUMNS = 1200
 """As many as the picture has pixels across."""
 NARROW = 0.15
 """A stretch below this part of the width has its name in two lines."""
+LETTER = 0.0115
+"""What a letter of a phase's name takes of the width, with the room beside it."""
 DIM, RED = "#5b6570", "#b3261e"
 SHADES = {
     Phase.INIT: "#ffffff",
@@ -100,16 +102,33 @@ def _shade(axes: Any, timeline: Timeline, instants: Any) -> None:
     """The background of each phase; its name above the widest stretch of it."""
     phases = timeline.phases[instants]
     edges = [0, *(np.flatnonzero(np.diff(phases)) + 1).tolist(), len(phases)]
-    stretches = [(Phase(int(phases[a])), a, b) for a, b in itertools.pairwise(edges)]
     widest: dict[Phase, tuple[int, int]] = {}
-    for phase, start, stop in stretches:
+    for start, stop in itertools.pairwise(edges):
+        phase = Phase(int(phases[start]))
         axes.axvspan(start, stop, color=SHADES[phase], linewidth=0, zorder=0)
         if phase not in widest or stop - start > widest[phase][1] - widest[phase][0]:
             widest[phase] = (start, stop)
-    for phase, (start, stop) in widest.items():
-        name = phase_name(phase.name.lower()).removeprefix("the ")
-        name = name.replace(" ", "\n") if stop - start < NARROW * COLUMNS else name
+    stretches = sorted((start, stop, phase) for phase, (start, stop) in widest.items())
+    names = [phase_name(phase.name.lower()).removeprefix("the ") for *_, phase in stretches]
+    widths = [stop - start for start, stop, _ in stretches]
+    names = [n.replace(" ", "\n") if width < NARROW * COLUMNS else n for n, width in zip(names, widths, strict=True)]
+    rooms = [LETTER * COLUMNS * max(map(len, name.split("\n"))) for name in names]
+    places = _apart([(start + stop) / 2 for start, stop, _ in stretches], rooms)
+    for name, place in zip(names, places, strict=True):
         axes.text(
-            (start + stop) / 2, 1.01, name, transform=axes.get_xaxis_transform(), ha="center",
+            place, 1.01, name, transform=axes.get_xaxis_transform(), ha="center",
             va="bottom", fontsize=8, color=DIM, linespacing=1.0,
         )  # fmt: skip
+
+
+def _apart(centres: list[float], widths: list[float]) -> list[float]:
+    """`centres`, in order, moved as little as keeps things of these `widths` from overlapping: to the right, and from the
+    right end back."""
+    places = list(centres)
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + (widths[i - 1] + widths[i]) / 2)
+    if places:
+        places[-1] = min(places[-1], max(centres[-1], COLUMNS - widths[-1] / 2))
+    for i in reversed(range(len(places) - 1)):
+        places[i] = min(places[i], places[i + 1] - (widths[i] + widths[i + 1]) / 2)
+    return places

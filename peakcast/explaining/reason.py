@@ -218,8 +218,9 @@ def _share(facts: Facts, size: int) -> bool:
 
 def _foreach(facts: Facts) -> str:
     size, number = facts.named(*SQUARE_ROOTS)
+    tensors = "its tensor" if number == 1 else f"all {number} tensors"
     return (
-        f"AdamW's foreach step takes the square root of the second moments of all {number} tensors at once: a copy of "
+        f"AdamW's foreach step takes the square root of the second moments of {tensors} at once: a copy of "
         f"{format_gib(size)} that lives until the step ends (torch/optim/adam.py, _multi_tensor_adam); fused makes none."
     )
 

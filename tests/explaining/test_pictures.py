@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from peakcast.errors import SpecError
 from peakcast.explaining.blocks import HEIGHT, WIDTH, blocks
-from peakcast.explaining.picture import write_picture
+from peakcast.explaining.picture import draw, write_picture
 from peakcast.explaining.stack import BANDS, LEAST_SHARE, sampled, spans, stacked
 from peakcast.models.analytical.ledger import ledger
 from peakcast.spec import TrainingJob
@@ -104,3 +104,19 @@ def test_the_picture_file_is_labelled_and_the_same_again(tmp_path: Path, jobs: d
 def test_another_kind_of_file_is_refused(tmp_path: Path, jobs: dict[str, TrainingJob]) -> None:
     with pytest.raises(SpecError, match=r"must end in \.png or \.svg"):
         write_picture(ledger(jobs["full"]), tmp_path / "x.jpg", "")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_names_of_phases_do_not_run_into_one_another(
+    jobs: dict[str, TrainingJob], name: str, micro_batches: int
+) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    timeline = ledger(jobs[name].replace(gradient_accumulation_steps=micro_batches))
+    figure = draw(timeline, "a step")
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    names = [text.get_window_extent(renderer) for text in figure.axes[0].texts if text.get_fontsize() == 8]
+    assert len(names) == len({phase for phase, *_ in spans(timeline)})
+    assert not any(a.overlaps(b) for a, b in pairwise(sorted(names, key=lambda box: box.x0)))
