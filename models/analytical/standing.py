@@ -1,32 +1,33 @@
-"""What stands on a rank all through a step, whatever is computed: a bound below every peak that costs no timeline."""
+"""Bounds below every peak of a rank that cost less than its timeline: what stands on it all through a step, whatever is
+computed, and what shallower networks need."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
+from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.columns import Recording
-from peakcast.models.analytical.step import FOREVER
+from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.spec import ActivationCheckpointing, TrainingJob
+from peakcast.timeline import Phase
 
 
 def standing_bytes(job: TrainingJob, stage: int) -> int:
     """Bytes of weights, gradient buffers, main parameters and optimizer states that the first rank of pipeline stage
-    `stage` holds from the beginning to the end of a steady step. 0, no bound, for frameworks other than Megatron-LM, whose
-    gradients come and go."""
-    if job.framework != "megatron":
-        return 0
+    `stage` holds from the beginning to the end of a steady step (elsewhere than in Megatron-LM gradients come and go)."""
     layout = job.parallelism
     # context-parallel ranks are replicas to all that stands, and sequence parallelism splits activations alone
     replicas = layout.data_parallel_size * layout.context_parallel_size
     shards = replace(layout, data_parallel_size=replicas, context_parallel_size=1, sequence_parallel=False)
     alike = job.replace(
-        parallelism=shards,
+        parallelism=layout if layout.sharding == "hsdp" else shards,
         micro_batch_size=1,
         gradient_accumulation_steps=1,
         activation_checkpointing=ActivationCheckpointing(),
     )
-    return _megatron(alike, stage)
+    return _megatron(alike, stage) if job.framework == "megatron" else _torch(alike, stage)
 
 
 @lru_cache(maxsize=4096)
@@ -37,6 +38,52 @@ def _megatron(job: TrainingJob, stage: int) -> int:
     ranks_per_stage = job.parallelism.world_size // job.parallelism.pipeline_parallel_size
     share = weights_share(rank_share(job, None, stage * ranks_per_stage))
     return _all_along(parameters_held(share)) + _all_along(optimizer_stepped(share, False))
+
+
+@lru_cache(maxsize=4096)
+def _torch(job: TrainingJob, stage: int) -> int:
+    from peakcast.models.analytical.layouts import layout_of
+    from peakcast.models.analytical.optimizer_step import place_optimizer_step
+    from peakcast.models.analytical.stored_parameters import stored_parameters
+    from peakcast.models.analytical.torch_pipeline import stage_layout
+
+    staged = job.parallelism.pipeline_parallel_size > 1
+    held, step = stage_layout(job, stage) if staged else layout_of(job, stored_parameters(job)), Step()
+    held.hold_resident(step)
+    step.moment("before", Phase.BACKWARD)
+    place_optimizer_step(step, job, held, "steady")
+    return _all_along(step.record())
+
+
+SHALLOW = (4, 6)
+"""Layers of each stage in the networks that bound a deeper one: more than FSDP gathers at a time."""
+
+
+def bound_by_depth(job: TrainingJob, peak_bytes: Callable[[TrainingJob], int]) -> int:
+    """A bound below the peak of `job` by `peak_bytes` of two shallower networks; 0, no bound, where its layers differ.
+
+    At each instant of a step a rank holds an amount that is affine in the number of layers that are alike. The peak is the
+    largest of these, so it is convex in the depth, and no deeper network is below the line through two shallower ones. Two
+    things end with the network and are not affine: the layers that FSDP has gathered ahead, which `SHALLOW` allows for, and
+    DeepSpeed's buckets, which get no bound.
+    """
+    architecture, layout = job.architecture, job.parallelism
+    per_stage = architecture.num_hidden_layers // (layout.pipeline_parallel_size * layout.virtual_pipeline_stages)
+    if per_stage <= SHALLOW[1] or layout.zero_stage or not _alike(job):
+        return 0
+    low, high = (
+        peak_bytes(job.replace(architecture=replace(architecture, num_hidden_layers=layers)))
+        for layers in (architecture.num_hidden_layers // per_stage * number for number in SHALLOW)
+    )
+    return high + (high - low) * (per_stage - SHALLOW[1]) // (SHALLOW[1] - SHALLOW[0])
+
+
+def _alike(job: TrainingJob) -> bool:
+    """Whether every layer of the network is like every other."""
+    a = job.architecture
+    routed = a.moe is None or (a.moe.first_k_dense_replace == 0 and a.moe.moe_layer_freq == 1)
+    windows = a.sliding_window is None or not traits(a).full_attention_every
+    return a.kind == "decoder" and routed and windows and job.activation_checkpointing.every_n_layers == 1
 
 
 def _all_along(recorded: Recording) -> int:

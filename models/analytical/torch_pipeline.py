@@ -47,15 +47,8 @@ def pipeline_ledger(
     job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
 ) -> Timeline:
     """Every tensor of one step of `job` on global `rank` (None: the first); the rest as in `huggingface_ledger`."""
-    layout = job.parallelism
-    stage = pipeline_rank(layout, rank or 0)
-    chunks = stage_chunks(
-        job.architecture.num_hidden_layers,
-        layout.pipeline_parallel_size,
-        layout.virtual_pipeline_stages,
-        stage,
-        layout.pipeline_layers,
-    )
+    stage = pipeline_rank(job.parallelism, rank or 0)
+    chunks = _chunks(job, stage)
     held = _layout(job, chunks)
     timeline = Step(hooks=held)
     held.hold_resident(timeline)
@@ -66,6 +59,22 @@ def pipeline_ledger(
     _Turns(job, device, chunks, timeline, held).run(stage)
     place_optimizer_step(timeline, job, held, step)
     return timeline.timeline()
+
+
+def stage_layout(job: TrainingJob, stage: int) -> Layout:
+    """What a rank of pipeline stage `stage` holds of the network."""
+    return _layout(job, _chunks(job, stage))
+
+
+def _chunks(job: TrainingJob, stage: int) -> tuple[Chunk, ...]:
+    layout = job.parallelism
+    return stage_chunks(
+        job.architecture.num_hidden_layers,
+        layout.pipeline_parallel_size,
+        layout.virtual_pipeline_stages,
+        stage,
+        layout.pipeline_layers,
+    )
 
 
 def _layout(job: TrainingJob, chunks: tuple[Chunk, ...]) -> Layout:

@@ -107,7 +107,8 @@ def search(
     gpu: Gpu = None,
     num_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to spread the job over; default: those of JOB.")] = None,
     global_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences per optimizer step; default: those of JOB.")
+        int | None,
+        typer.Option(min=1, help="Sequences per optimizer step; default: those of JOB, at least a micro-batch a GPU."),
     ] = None,
     find: Annotated[
         str, typer.Option(help="plans, or what should be largest: micro_batch_size, sequence_length, model; or num_gpus.")

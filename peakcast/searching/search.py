@@ -38,14 +38,15 @@ def search(
 ) -> Found:
     """The `top` plans for `job` on `num_gpus` of `device`: those that surely fit first, then those that may; within each
     the least recomputation, then the least offloading, then the least communication. `global_batch_size` None: that of
-    `job`.
+    `job`, but at least a micro-batch for each GPU.
 
     Raises: SpecError when there is no candidate at all.
     """
     for name, value in (("num_gpus", num_gpus), ("top", top), ("gpus_per_node", gpus_per_node)):
         if value < 1:
             raise SpecError(f"{name}={value} must be at least 1.", parameter=name, value=value)
-    batch = global_batch_size or job.micro_batch_size * job.gradient_accumulation_steps * job.parallelism.data_parallel_size
+    own = job.micro_batch_size * job.gradient_accumulation_steps * job.parallelism.data_parallel_size
+    batch = global_batch_size or max(own, job.micro_batch_size * num_gpus)
     say = progress or (lambda message: None)
     say("listing candidates")
     every = list(candidates(job, num_gpus, batch, gpus_per_node))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from typing import Literal
 
+from peakcast.conventions import conventions
 from peakcast.errors import SpecError
+from peakcast.models.analytical.parallel_scope import parallel_reason
+from peakcast.models.analytical.scope import out_of_scope
 from peakcast.spec import ActivationCheckpointing, Offload, Parallelism, TrainingJob
 
 GPUS_PER_NODE = 8
@@ -14,7 +17,6 @@ MOST_MICRO_BATCH = 64
 MEGATRON_CHECKPOINTING = ("none", "selective", "full")
 CHECKPOINTING = ("none", "full")
 ZERO_STAGES = (0, 1, 2, 3)
-SHARDINGS = ("none", "fsdp2")
 OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, parameters=True))
 
 
@@ -50,24 +52,68 @@ def candidates(
 
 def layouts(job: TrainingJob, num_gpus: int, gpus_per_node: int = GPUS_PER_NODE) -> list[Parallelism]:
     """Every way to spread `job` over exactly `num_gpus` ranks that its framework has."""
-    found = _megatron(job, num_gpus, gpus_per_node) if job.framework == "megatron" else _data_parallel(job, num_gpus)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(_LAYOUTS.get(job.framework, _torch)(job, num_gpus, gpus_per_node)))
 
 
-def _data_parallel(job: TrainingJob, num_gpus: int) -> Iterator[Parallelism]:
-    """Replicas of the data stream, sharded as the framework can."""
-    plain = Parallelism(data_parallel_size=num_gpus)
-    if num_gpus == 1:
-        yield plain
-    elif job.framework == "deepspeed":
-        yield from (replace(plain, zero_stage=stage) for stage in ZERO_STAGES)
-    else:
-        yield from (replace(plain, sharding=sharding) for sharding in SHARDINGS)  # type: ignore[arg-type]
+def _deepspeed(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Parallelism]:
+    """Replicas of the data stream, sharded by stages."""
+    for stage in ZERO_STAGES if num_gpus > 1 else (0,):
+        yield Parallelism(data_parallel_size=num_gpus, zero_stage=stage)
+
+
+def _torch(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Parallelism]:
+    """PyTorch's own layouts, bare or under the Trainer: replicas, sharded or not, times tensor-, pipeline- and
+    context-parallel ranks as far as the ledger covers them (`parallel_reason`)."""
+    schedule = job.parallelism.pipeline_schedule
+    group = int(conventions(job)["shard_group_size"])
+    for tensor, pipeline, context, data in _grids(job, num_gpus, gpus_per_node):
+        virtual = job.parallelism.virtual_pipeline_stages if pipeline > 1 else 1
+        for sequence_parallel in (False, True) if tensor > 1 else (False,):
+            for sharding in _shardings(data, context, group):
+                try:
+                    layout = Parallelism(
+                        data_parallel_size=data,
+                        sharding=sharding,
+                        tensor_parallel_size=tensor,
+                        sequence_parallel=sequence_parallel,
+                        pipeline_parallel_size=pipeline,
+                        pipeline_schedule=schedule if pipeline > 1 else "1f1b",
+                        virtual_pipeline_stages=virtual,
+                        context_parallel_size=context,
+                    )
+                    asked = job.replace(parallelism=layout)
+                except SpecError:
+                    continue
+                if data == num_gpus or not parallel_reason(asked):
+                    yield layout
+
+
+def _shardings(data: int, context: int, group: int) -> Iterator[Literal["none", "fsdp2", "hsdp"]]:
+    """Ways to hold the weights of `data` × `context` ranks: hybrid sharding needs more than one `group` of ranks."""
+    yield "none"
+    if data * context > 1:
+        yield "fsdp2"
+    if data > group and data % group == 0:
+        yield "hsdp"
 
 
 def _megatron(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Parallelism]:
+    experts = job.architecture.moe.num_experts if job.architecture.moe is not None else 1
+    for tensor, pipeline, context, data in _grids(job, num_gpus, gpus_per_node):
+        for expert in _divisors(experts):
+            if (data * context) % expert == 0:
+                yield from _variants(job, tensor, pipeline, context, expert, data)
+
+
+_LAYOUTS: dict[str, Callable[[TrainingJob, int, int], Iterator[Parallelism]]] = {
+    "megatron": _megatron,
+    "deepspeed": _deepspeed,
+}
+
+
+def _grids(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[tuple[int, int, int, int]]:
+    """The tensor-, pipeline-, context- and data-parallel sizes whose product is `num_gpus` and that divide the network."""
     a = job.architecture
-    experts = a.moe.num_experts if a.moe is not None else 1
     for tensor in _divisors(num_gpus):
         if tensor > gpus_per_node or a.num_attention_heads % tensor or a.num_key_value_heads % tensor:
             continue
@@ -75,14 +121,9 @@ def _megatron(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[P
             if a.num_hidden_layers % pipeline:
                 continue
             for context in _divisors(num_gpus // tensor // pipeline):
-                # each rank has two chunks: megatron/core/utils.py, get_batch_on_this_cp_rank
-                if context > 1 and job.sequence_length % (2 * context):
-                    continue
-                data = num_gpus // (tensor * pipeline * context)
-                for expert in _divisors(experts):
-                    if (data * context) % expert:
-                        continue
-                    yield from _variants(job, tensor, pipeline, context, expert, data)
+                # each rank has two chunks: megatron/core/utils.py, get_batch_on_this_cp_rank; torch's load balancer too
+                if context == 1 or job.sequence_length % (2 * context) == 0:
+                    yield tensor, pipeline, context, num_gpus // (tensor * pipeline * context)
 
 
 def _variants(
@@ -117,10 +158,17 @@ def _fills_the_pipeline(layout: Parallelism, steps: int) -> bool:
 
 
 def _offloads(job: TrainingJob, layout: Parallelism) -> tuple[Offload, ...]:
-    """DeepSpeed offloads what it shards; elsewhere the job's own choice stands."""
-    if job.framework != "deepspeed" or layout.zero_stage == 0:
+    """DeepSpeed offloads what it shards, FSDP2 parameters and states together, PyTorch activations anywhere; elsewhere the
+    job's own choice stands."""
+    if job.framework == "deepspeed" and layout.zero_stage > 0:
+        return OFFLOADS if layout.zero_stage == 3 else OFFLOADS[:2]
+    if job.framework not in ("huggingface", "torch"):
         return (job.offload,)
-    return OFFLOADS if layout.zero_stage == 3 else OFFLOADS[:2]
+    others = (Offload(activations=True), Offload(optimizer=True, parameters=True))
+    spread = job.replace(parallelism=layout)
+    if out_of_scope(spread.replace(offload=Offload())):
+        return (job.offload,)
+    return (job.offload, *(o for o in others if o != job.offload and not out_of_scope(spread.replace(offload=o))))
 
 
 def _divisors(number: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 Candidates that differ in the micro-batch alone are a *series*: they cost the same, and each needs at least as much as the
 one before, so the first that has no room ends it. A series is passed over without a timeline where what stands on its ranks
-is already too much, and with one that many share where the same shards with sequence parallelism and without interleaving
-have no room: these take away, or add.
+is already too much, with one that many share where the same shards with sequence parallelism and without interleaving have
+no room (these take away, or add), and with two short ones where shallower networks show that a deep one has none.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from typing import Any
 from peakcast.catalog import Device
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.pipeline import representative_micro_batches
-from peakcast.models.analytical.standing import standing_bytes
+from peakcast.models.analytical.standing import bound_by_depth, standing_bytes
 from peakcast.models.analytical.sweep import fullest_stages
 from peakcast.searching import costs
 from peakcast.spec import TrainingJob
 
+ANY = 2**62
+"""Room for everything."""
 AT_ONCE = 64
 """Series that are looked at together by each process: few enough that little is in vain when the walk ends."""
 
@@ -150,6 +152,8 @@ def _peaks(question: Question, members: Series) -> list[int]:
     """The peaks of a series up to the first that has no room."""
     every, device, room = question.every, question.device, question.room_bytes
     least = least_of(every[members[0]])
+    if no_less(least, device) > room * LEAST:
+        return []
     if least != every[members[0]] and fullest(least, device, int(room * LEAST)) > room * LEAST:
         return []
     peaks: list[int] = []
@@ -161,10 +165,17 @@ def _peaks(question: Question, members: Series) -> list[int]:
     return peaks
 
 
+def no_less(job: TrainingJob, device: Device) -> int:
+    """A bound below `fullest`; 0 where none is cheaper."""
+    if job.framework == "megatron":
+        return 0
+    return bound_by_depth(job, lambda shallow: fullest(shallow, device, ANY))
+
+
 def least_of(job: TrainingJob) -> TrainingJob:
     """The job of the same shards that needs least: interleaving adds to memory, sequence parallelism only takes away."""
     layout = job.parallelism
-    shares = layout.tensor_parallel_size > 1 and job.framework == "megatron"
+    shares = layout.tensor_parallel_size > 1 and job.framework != "huggingface"  # whose plans have none
     least = replace(layout, sequence_parallel=shares, virtual_pipeline_stages=1, pipeline_schedule="1f1b")
     return job.replace(parallelism=least)
 

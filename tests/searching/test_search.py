@@ -1,18 +1,21 @@
 """The search tries everything that a job may be, and its answers are those of `predict`."""
 
+from dataclasses import replace
+
 import pytest
 
 from peakcast import api, catalog
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.errors import SpecError
 from peakcast.models.analytical.ledger import ledger
+from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.baseline import context_bytes
 from peakcast.models.predict import could_surely_fit
 from peakcast.searching import costs
 from peakcast.searching.inverse import fewest_gpus, largest
 from peakcast.searching.search import planned, search
-from peakcast.searching.space import candidates
-from peakcast.searching.walk import LEAST, fullest, least_of, series, standing
+from peakcast.searching.space import candidates, layouts
+from peakcast.searching.walk import LEAST, fullest, least_of, no_less, series, standing
 
 H100, A100 = catalog.gpu("H100-80GB"), catalog.gpu("A100-80GB")
 MEGATRON = job_from_mapping({"architecture": "llama-3.2-1b", "framework": "megatron", "sequence_length": 4096})
@@ -58,7 +61,37 @@ def test_data_parallel_frameworks_vary_what_they_shard(framework):
     stages = {layout.zero_stage for layout in layouts}
     assert stages == ({0, 1, 2, 3} if framework == "deepspeed" else {0})
     offloads = {c.offload for c in candidates(job, 4, 8)}
-    assert len(offloads) == (3 if framework == "deepspeed" else 1)
+    assert len(offloads) == 3
+
+
+def test_pytorchs_own_layouts_are_those_that_the_ledger_covers():
+    titan = {"architecture": "llama-3.2-3b", "framework": "torch", "versions": {"torchtitan": "0.2.0"}}
+    job = job_from_mapping({**titan, "sequence_length": 4096}).replace(architecture=untied("llama-3.2-3b"))
+    every = [c.parallelism for c in candidates(job, 16, 64)]
+    for size in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "data_parallel_size"):
+        assert {1, 2, 4} <= {getattr(layout, size) for layout in every}
+    assert {layout.sharding for layout in every} == {"none", "fsdp2", "hsdp"}
+    assert any(layout.pipeline_parallel_size > 1 < layout.data_parallel_size for layout in every)
+    assert all(parallel_reason(job.replace(parallelism=layout)) == "" for layout in every)
+    falcon = job_from_mapping({"architecture": "falcon-7b", "framework": "torch", "sequence_length": 2048})
+    assert {layout.data_parallel_size for layout in layouts(falcon, 16)} == {16}  # others are not modelled for it
+
+
+def untied(name):
+    """The network with an output layer of its own, which pipeline stages need."""
+    return replace(catalog.architecture(name), tie_word_embeddings=False)
+
+
+def test_shallower_networks_bound_deep_ones_from_below():
+    """The peak is convex in the number of layers, in every layout of PyTorch's own."""
+    job = job_from_mapping({"architecture": "llama-3.2-3b", "framework": "torch", "sequence_length": 2048})
+    job = job.replace(architecture=replace(untied("llama-3.2-3b"), vocab_size=32000))
+    for candidate in list(candidates(job, 8, 16))[::11]:
+        peak = fullest_of_all(candidate, H100)
+        stages = candidate.parallelism.pipeline_parallel_size
+        bound = no_less(candidate, H100)
+        assert bound <= peak
+        assert bound > 0.9 * peak or 28 // stages <= 6
 
 
 @pytest.mark.parametrize("architecture", ["llama-3.2-1b", "mixtral-8x7b"])
@@ -79,10 +112,12 @@ def test_what_lets_a_candidate_be_passed_over_is_below_its_peak(architecture):
         assert fullest_of_all(least_of(every[members[0]]), H100) <= LEAST * peaks[0]
 
 
-@pytest.mark.parametrize(("name", "num_gpus", "batch", "top"), [("megatron", 4, 16, 5), ("deepspeed", 4, 8, 40)])
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "batch", "top"), [("megatron", 4, 16, 5), ("deepspeed", 4, 8, 40), ("torch", 4, 4, 4)]
+)
 @pytest.mark.parametrize("gpu", ["A100-80GB", "RTX4090"])
 def test_a_search_finds_what_predicting_every_candidate_does(name, num_gpus, batch, top, gpu):
-    job = MEGATRON if name == "megatron" else MEGATRON.replace(framework="deepspeed")
+    job = MEGATRON.replace(framework=name)
     device = catalog.gpu(gpu)
     room = device.cuda_memory_bytes - context_bytes(device)  # more tensors than that are no plan, however wide the bars
     every = [(peak, c) for c in candidates(job, num_gpus, batch) if (peak := fullest_of_all(c, device)) <= room]
@@ -99,7 +134,7 @@ def test_a_search_finds_what_predicting_every_candidate_does(name, num_gpus, bat
 
 def alike(job):
     """The candidate of the first micro-batch size that sends as much: ties are exact."""
-    if job.parallelism.zero_stage == 3:
+    if job.parallelism.zero_stage == 3 or job.parallelism.sharding != "none":
         return job
     together = job.micro_batch_size * job.gradient_accumulation_steps
     return job.replace(micro_batch_size=together, gradient_accumulation_steps=1)
