@@ -32,7 +32,7 @@ def doctor(json: Json = False) -> None:
 
 
 def main() -> None:
-    """The `peakcast` command. A fault becomes one sentence on standard error and exit code 2."""
+    """The `peakcast` command. A fault becomes one sentence on standard error and exit code 2; nothing asked, the help."""
     sys.exit(_run(sys.argv[1:]))
 
 
@@ -40,7 +40,7 @@ def _run(arguments: list[str]) -> int:
     if arguments[:1] in QUICK:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        code = app(arguments, standalone_mode=False)
+        code = app(arguments or ["--help"], standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except PeakcastError as error:
@@ -54,7 +54,8 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         usage = getattr(error, "format_message", None)  # typer's own, from whichever click it brings along
         if usage is not None:
-            return _say(f"{usage()} See peakcast {' '.join(arguments[:1])} --help.")
+            known = [name for name in arguments[:1] if name.replace("-", "_") in __all__]
+            return _say(f"{usage()} See {' '.join(['peakcast', *known, '--help'])}.")
         if os.environ.get("PEAKCAST_DEBUG") == "1":
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())

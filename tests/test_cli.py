@@ -301,3 +301,25 @@ def test_megatron_in_the_place_of_pretrain_gpt(run: Run, monkeypatch: pytest.Mon
     job = json.loads(run("megatron", "--print-job", "--num-gpus", "4", "--json", *MEGATRON.split()).out)
     assert job["parallelism"]["data_parallel_size"] == 4
     assert "hidden-size is required" in run("megatron", "--bf16", *GPU).err
+
+
+# -- what is no question --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_asked_is_answered_with_the_help(run: Run) -> None:
+    done = run()
+    assert (done.code, done.out) == (0, run("--help").out)
+    assert done.out.count("\n") > 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["bogus"], "No such command 'bogus'. See peakcast --help."),
+        (["collect"], "Missing argument 'grid'. See peakcast collect --help."),
+        (["import-published", "--bogus"], "No such option: --bogus See peakcast import-published --help."),
+    ],
+)
+def test_a_command_that_is_not_there_points_to_one_that_is(run: Run, arguments: list[str], says: str) -> None:
+    done = run(*arguments)
+    assert (done.code, done.err) == (2, f"peakcast: {says}\n")
