@@ -163,6 +163,8 @@ def _outlook(p: Answer) -> str:
         partly = any("as far as the ledger goes" in sentence for sentence in p.warnings)
         why = NOT_COVERED if partly else "nothing that peakcast can compute lowers this peak by itself"
         lines.append(_wrapped(f"First to try: {why}."))
+    if p.fits != "yes":
+        lines.append("Over more GPUs: `peakcast search` with --num-gpus lists the layouts that fit.")
     lines.append(_wrapped(f"Not modelled: {'; '.join(p.not_modelled)}."))
     return "\n".join(lines)
 

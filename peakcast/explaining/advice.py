@@ -24,6 +24,7 @@ Changes = Mapping[str, Any]
 WORTH_SHOWING_BYTES = 16 * MIB
 WORTH_SHOWING_PART = 0.005
 """Savings below this, or this part of the peak, are not worth a change."""
+MORE_TO_FIT = 2
 ADAPTER_RANK = 16
 FREE = "nothing that is known"
 
@@ -239,14 +240,32 @@ def advice(
 
 def first_to_try(job: TrainingJob, device: Device | None, rank: int, count: int = 3) -> tuple[Advice, ...]:
     """Up to `count` changes, each on top of those before it and then the one that saves most: two peaks of nearly one
-    height only give way together. Changes that leave what is learned alone come first; bytes are those that each adds."""
+    height only give way together. Changes that leave what is learned alone come first; bytes are those that each adds.
+
+    While the step needs more than `device` has, the mildest change that brings it below comes before the one that saves
+    most, and where `count` changes are not enough, there are up to `MORE_TO_FIT` further ones if these are."""
+    room = _room(device)
     found: list[Advice] = []
+
+    def take(candidates: Sequence[Candidate], most: int) -> None:
+        nonlocal job
+        while len(found) < most and (others := advice(job, device, rank, candidates)):
+            enough = {item.name: item for item in others if item.peak_bytes <= room < item.peak_bytes + item.saved_bytes}
+            found.append(next((enough[mild.name] for mild in candidates if mild.name in enough), others[0]))
+            job = changed(job, found[-1].changes)
+
     for same_training in (True, False):
-        candidates = [candidate for candidate in CANDIDATES if candidate.same_training is same_training]
-        while len(found) < count and (best := advice(job, device, rank, candidates)):
-            found.append(best[0])
-            job = changed(job, best[0].changes)
-    return tuple(found)
+        take([candidate for candidate in CANDIDATES if candidate.same_training is same_training], count)
+    if found and found[-1].peak_bytes > room:
+        take(CANDIDATES, count + MORE_TO_FIT)
+    enough = next((number for number, item in enumerate(found, 1) if item.peak_bytes <= room), 0)
+    return tuple(found[: max(count, enough)])
+
+
+def _room(device: Device | None) -> int:
+    from peakcast.models.baseline import context_bytes
+
+    return device.cuda_memory_bytes - context_bytes(device) if device is not None else 2**62
 
 
 def expandable_segments(job: TrainingJob, device: Device, rank: int) -> tuple[Advice, ...]:

@@ -58,6 +58,14 @@ def test_two_peaks_of_one_height_give_way_together() -> None:
     assert chain[1].saved_bytes > 4 * 2**30 > 4 * alone.get("fused-optimizer", 0)
 
 
+def test_where_three_changes_are_not_enough_the_mildest_that_is_comes_next() -> None:
+    """8 billion weights and states do not fit 24 GB however little else there is; adapters on bfloat16 weights do."""
+    small = catalog.gpu("RTX4090")
+    chain = first_to_try(translation_of({"architecture": "llama-3.1-8b", "sequence_length": 4096}).job, small, 0)
+    assert [item.same_training for item in chain] == [True, True, True, False]
+    assert (chain[-1].name, chain[-2].peak_bytes > 44 * 2**30, chain[-1].peak_bytes < 23 * 2**30) == ("lora", True, True)
+
+
 def test_the_batch_stays_the_same_when_micro_batches_get_smaller() -> None:
     asked = job(micro_batch_size=6, gradient_accumulation_steps=2, finetuning={"method": "lora", "rank": 8})
     (item,) = [item for item in advice(asked, A100, 0) if item.name == "smaller-micro-batch"]
