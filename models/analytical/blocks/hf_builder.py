@@ -59,6 +59,8 @@ class HFContext:
     """Whether a layer's input is held by the checkpoint, which then owns it, instead of by the layer."""
     cached_matmuls: int = 0
     """Selective checkpointing keeps attention and one in so many matrix products of a checkpointed layer; 0: nothing."""
+    expert_ranks: int = 1
+    """Ranks that have other experts."""
     grouped_experts: bool = True
     """Experts in grouped matrix products instead of a loop over them."""
     liger: bool = False
