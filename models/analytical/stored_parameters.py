@@ -24,8 +24,10 @@ from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
-QUANTISED_ROLES = ("attention", "mlp", "expert", "shared_expert", "router")
+QUANTISED_ROLES = ("attention", "mlp", "shared_expert")
 """Every Linear inside the layers; embeddings, norms and lm_head are not quantised."""
+ROUTED_ROLES = ("expert", "router")
+"""What is quantised too where a library has Linears for it, or the checkpoint is (GPTQ)."""
 
 
 @lru_cache(maxsize=512)
@@ -76,7 +78,7 @@ def _rank_experts(tensor: ParameterTensor, ranks: int) -> ParameterTensor:
 
 def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, used: int) -> list[StoredTensor]:
     """What stands in memory for a weight that does not train: quantised when it is a Linear inside a layer."""
-    if job.finetuning.quantization and len(tensor.shape) >= 2 and tensor.role in QUANTISED_ROLES:
+    if len(tensor.shape) >= 2 and tensor.role in quantised_roles(job):
         *stacked, out_features, in_features = tensor.shape  # experts may be stacked along a first dimension
         parts = quantized_linear_bytes(
             (out_features, in_features), job.finetuning, int(conventions(job).get("gptq_group_size", 128))
@@ -89,6 +91,19 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
     if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
         size = used = FP32
     return [StoredTensor(tensor.name, module, tensor.shape, size, used, trains=False, expert_ranks=ranks)]
+
+
+def quantised_roles(job: TrainingJob) -> tuple[str, ...]:
+    """Roles of the matrices that are quantised.
+
+    Source: transformers 5.17 integrations/bitsandbytes.py replace_with_bnb_linear (`type(module) is nn.Linear`),
+    models/mixtral/modeling_mixtral.py MixtralExperts and MixtralTopKRouter (parameters of their own).
+    """
+    method = job.finetuning.quantization
+    if not method:
+        return ()
+    routed = method == "gptq" or bool(conventions(job).get("quantized_experts"))
+    return (*QUANTISED_ROLES, *(ROUTED_ROLES if routed else ()))
 
 
 def _adapted(name: str, job: TrainingJob) -> bool:

@@ -191,8 +191,9 @@ EXAMPLES: dict[str, Expected] = {
             "attention": "flash_attention_2", "parallelism.sharding": "fsdp1", "parallelism.data_parallel_size": 8,
             "offload.parameters": True, "loss.fused_linear_cross_entropy": True, "finetuning.method": "full",
             "gradient_accumulation_steps": 4, "activation_checkpointing.use_reentrant": False,
+            "framework_options.liger_kernels": True,
         },
-        ("sample_packing joins", "liger_rms_norm"),
+        ("sample_packing joins",),
         beside=Beside(num_gpus=8, model="llama-3.1-8b"),
     ),
     "llamafactory/llama3_lora_sft.yaml": Expected(
