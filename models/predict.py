@@ -251,6 +251,12 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
             if equal
             else "every token is taken to be routed to this rank's experts (framework_options.moe_routing=worst_case)."
         )
+    plain_experts = job.finetuning.quantization in ("nf4", "int8") and not conventions(job).get("quantized_experts")
+    if plain_experts and job.architecture.moe is not None:
+        sentences.append(
+            f"the experts stay in {job.precision.parameters}: bitsandbytes quantizes nn.Linear, and transformers 5 has "
+            "them as plain parameters; framework_options.quantized_experts=true counts them quantized."
+        )
     if job.optimizer.name.startswith("paged_"):
         sentences.append("paged optimizer states count as host memory; the driver moves them to the GPU as they are used.")
     if base.peak_host_bytes:

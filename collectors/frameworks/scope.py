@@ -20,6 +20,7 @@ LEFT_OUT = (
     "fused_kernels",
     "generate_logits",
     "gptq_group_size",
+    "loss_chunks",
     "logits_upcast",
     "norms_in_float32",
     "outputs_dropped",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_traits import traits
-from peakcast.models.analytical.layouts import gathered_dtype
+from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
 from peakcast.spec import ActivationCheckpointing, Offload, TrainingJob
 
 PIPELINE_SCHEDULES = {
@@ -22,6 +22,8 @@ def parallel_reason(job: TrainingJob) -> str:
         reasons.append(_tensor_reason(job))
     if layout.tensor_parallel_size * layout.pipeline_parallel_size > 1 and job.batch.form != "rows":
         reasons.append(f"batch.form={job.batch.form!r} under tensor or pipeline parallelism is not modelled.")
+    if layout.expert_parallel_size > 1:
+        reasons.append(_expert_reason(job))
     if layout.context_parallel_size > 1:
         reasons.append(_context_reason(job))
     if layout.pipeline_parallel_size > 1:
@@ -78,6 +80,13 @@ def _tensor_reason(job: TrainingJob) -> str:
         (job.offload.activations, "offloaded activations under tensor parallelism are not modelled."),
     ]
     return next((sentence for fails, sentence in checks if fails), "")
+
+
+def _expert_reason(job: TrainingJob) -> str:
+    size = f"expert_parallel_size={job.parallelism.expert_parallel_size} is modelled for framework='megatron'"
+    if expert_ranks(job) == 1:
+        return f"{size}; with ZeRO or FSDP1 every rank is taken to have all experts."
+    return f"{size}; for {job.framework!r} experts are divided, and what the exchange of tokens allocates is left out."
 
 
 def _context_reason(job: TrainingJob) -> str:

@@ -91,6 +91,10 @@ def _huggingface_reason(job: TrainingJob) -> str:
             bool(job.activation_checkpointing.modules),
             "activation_checkpointing.modules is not modelled here; without it, matrix products and attention are kept.",
         ),
+        (
+            bool(job.framework_options.get("loss_chunks")),
+            "a loss in chunks of the sequence is counted as torchtitan 0.3's source has it, which no trace has confirmed.",
+        ),
         (bool(job.framework_options.get("fused_kernels")), "fused LoRA, loss and norm kernels are not modelled."),
         (
             job.precision.compute == "float8" and not _plain_float8(job),

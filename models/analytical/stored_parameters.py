@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
-from peakcast.models.analytical.layouts import gathered_dtype
+from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.parameter_tensor import ParameterTensor
 from peakcast.models.analytical.parameters import (
@@ -23,15 +24,18 @@ from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
-QUANTISED_ROLES = ("attention", "mlp", "expert", "shared_expert", "router")
+QUANTISED_ROLES = ("attention", "mlp", "shared_expert")
 """Every Linear inside the layers; embeddings, norms and lm_head are not quantised."""
+ROUTED_ROLES = ("expert", "router")
+"""What is quantised too where a library has Linears for it, or the checkpoint is (GPTQ)."""
 
 
 @lru_cache(maxsize=512)
 def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     """Every tensor of the network as a rank stores it, before data parallelism."""
     size, used = int(DTYPE_BYTES[job.precision.parameters]), int(DTYPE_BYTES[gathered_dtype(job)])
-    everything = list(_all_parameters(job.architecture))
+    ranks = expert_ranks(job)
+    everything = [(module, _rank_experts(tensor, ranks)) for module, tensor in _all_parameters(job.architecture)]
     group = tensor_parallel(job)
     waits = group.table and job.parallelism.num_replicas > 1 and not group.table_reduced
     # a table that the lm_head shares gets its gradient from there too, split: the sum is
@@ -45,6 +49,7 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
                 size,
                 used,
                 trains=True,
+                expert_ranks=ranks if tensor.role == "expert" else 1,
                 decays=len(tensor.shape) > 1,
                 gradient_parts=group.ranks if waits and tensor.role == "embedding" else 1,
                 parts_in_optimizer=group.ranks if alone and tensor.role == "embedding" else 1,
@@ -63,9 +68,17 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     return tuple(stored)
 
 
+def _rank_experts(tensor: ParameterTensor, ranks: int) -> ParameterTensor:
+    """What a rank has of the experts, which are stacked along the first dimension."""
+    if tensor.role != "expert" or ranks == 1:
+        return tensor
+    num_experts, *rest = tensor.shape
+    return replace(tensor, shape=(num_experts // ranks, *rest))
+
+
 def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, used: int) -> list[StoredTensor]:
     """What stands in memory for a weight that does not train: quantised when it is a Linear inside a layer."""
-    if job.finetuning.quantization and len(tensor.shape) >= 2 and tensor.role in QUANTISED_ROLES:
+    if len(tensor.shape) >= 2 and tensor.role in quantised_roles(job):
         *stacked, out_features, in_features = tensor.shape  # experts may be stacked along a first dimension
         parts = quantized_linear_bytes(
             (out_features, in_features), job.finetuning, int(conventions(job).get("gptq_group_size", 128))
@@ -74,9 +87,23 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
             StoredTensor(f"{tensor.name}.{name}", module, (num_bytes,), 1, 1, trains=False, sharded=name in PARAMETERS)
             for name, num_bytes in parts
         ] * math.prod(stacked)
+    ranks = expert_ranks(job) if tensor.role == "expert" else 1
     if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
         size = used = FP32
-    return [StoredTensor(tensor.name, module, tensor.shape, size, used, trains=False)]
+    return [StoredTensor(tensor.name, module, tensor.shape, size, used, trains=False, expert_ranks=ranks)]
+
+
+def quantised_roles(job: TrainingJob) -> tuple[str, ...]:
+    """Roles of the matrices that are quantised.
+
+    Source: transformers 5.17 integrations/bitsandbytes.py replace_with_bnb_linear (`type(module) is nn.Linear`),
+    models/mixtral/modeling_mixtral.py MixtralExperts and MixtralTopKRouter (parameters of their own).
+    """
+    method = job.finetuning.quantization
+    if not method:
+        return ()
+    routed = method == "gptq" or bool(conventions(job).get("quantized_experts"))
+    return (*QUANTISED_ROLES, *(ROUTED_ROLES if routed else ()))
 
 
 def _adapted(name: str, job: TrainingJob) -> bool:

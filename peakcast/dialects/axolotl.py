@@ -5,6 +5,7 @@ Source: axolotl 0.4-0.13 src/axolotl/utils/schemas/config.py, core/builders/base
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from peakcast.dialects.accelerate import launcher_beside, refuse_twice
@@ -13,6 +14,7 @@ from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import with_method
 from peakcast.dialects.translation import Notes, Settings, Translation, note_unsupported, renamed, speller, words
 from peakcast.errors import SpecError
+from peakcast.fields import FrozenMapping
 
 TRAINING = {
     "micro_batch_size": "per_device_train_batch_size",
@@ -24,6 +26,8 @@ TRAINING = {
     "torch_compile": "torch_compile",
     "activation_offloading": "activation_offloading",
     "auto_find_batch_size": "auto_find_batch_size",
+    "neftune_noise_alpha": "neftune_noise_alpha",
+    "noisy_embedding_alpha": "neftune_noise_alpha",
     "torch_empty_cache_steps": "torch_empty_cache_steps",
 }
 ADAPTER = {
@@ -49,7 +53,7 @@ SHORT = {"flash": "flash_attention_2", "flex": "flex_attention"}
 KERNELS = {
     "lora_mlp_kernel": "fused LoRA kernels", "lora_qkv_kernel": "fused LoRA kernels", "lora_o_kernel": "fused LoRA kernels",
     "liger_rope": "Liger's rotary embedding", "liger_rms_norm": "Liger's RMSNorm",
-    "liger_layer_norm": "Liger's LayerNorm", "liger_glu_activation": "Liger's SwiGLU", "liger_swiglu": "Liger's SwiGLU",
+    "liger_glu_activation": "Liger's SwiGLU", "liger_swiglu": "Liger's SwiGLU",
     "liger_cross_entropy": "Liger's cross entropy", "flash_attn_cross_entropy": "FlashAttention's cross entropy",
     "flash_attn_rms_norm": "FlashAttention's RMSNorm", "flash_attn_fuse_mlp": "FlashAttention's MLP",
     "unsloth_lora_mlp": "Unsloth's kernels", "unsloth_lora_qkv": "Unsloth's kernels", "unsloth_lora_o": "Unsloth's kernels",
@@ -64,9 +68,16 @@ KERNELS = {
     "expert_parallel_size": "expert parallelism", "reward_model": "reward modelling",
     "process_reward_model": "process reward modelling", "resize_token_embeddings_to_32x": "a padded vocabulary",
     "gradient_checkpointing_offload": "activation offloading",
-    "shrink_embeddings": "a shrunk vocabulary", "unsloth_rope": "Unsloth's kernels",
+    "shrink_embeddings": "a shrunk vocabulary", "unsloth_rope": "Unsloth's kernels", "use_kernels": "kernels of the hub",
+    "fused_attn_kernel": "the fused attention kernel", "diffusion": "diffusion training", "use_eaft": "EAFT's loss",
+    "model_quantization_config": "a checkpoint that is loaded quantized",
+    "quantize_moe_experts": "what experts quantized at load take in passing, their dequantized copies,",
 }  # fmt: skip
 """What a job cannot say, and its name."""
+LIGER = ("liger_rope", "liger_rms_norm", "liger_glu_activation")
+"""What `use_liger_kernel` of transformers patches together in a decoder."""
+OVERRIDES = words("output_router_logits rope_theta rope_scaling rope_parameters use_cache max_position_embeddings")
+"""Keys of a network's configuration that may be overridden without another shape."""
 IGNORED = words("""
     is_llama_derived_model
     accelerator_config adam_beta1 adam_beta2 adam_beta3 adam_epsilon adam_epsilon2 added_tokens_overrides
@@ -88,8 +99,8 @@ IGNORED = words("""
     lora_model_dir loraplus_lr_embedding loss_watchdog_patience loss_watchdog_threshold low_cpu_mem_usage lr_groups
     lr_quadratic_warmup lr_scheduler lr_scheduler_kwargs max_grad_norm max_memory max_packed_sequence_len
     max_prompt_len max_steps mean_resizing_embeddings metric_for_best_model min_sample_len mlflow_experiment_name
-    mlflow_tracking_uri model_type multipack_real_batches neftune_noise_alpha noisy_embedding_alpha num_epochs
-    num_labels optim_args orpo_alpha output_dir overrides_of_model_config pad_to_sequence_len plugins
+    mlflow_tracking_uri model_type multipack_real_batches num_epochs
+    num_labels optim_args orpo_alpha output_dir pad_to_sequence_len plugins
     pose_max_context_len pose_num_chunks pose_split_on_token_ids preprocess_iterable pretrain_multipack_attn
     pretrain_multipack_buffer_size pretraining_dataset pretraining_sample_concatenation profiler_steps
     push_dataset_to_hub quantization remove_unused_columns resume_from_checkpoint revision_of_model ring_attn_func
@@ -101,6 +112,13 @@ IGNORED = words("""
     total_num_tokens total_supervised_tokens train_on_inputs trl.beta trust_remote_code trust_remote_code_revision
     type_of_model use_mlflow use_pose use_tensorboard use_wandb val_set_size vllm wandb_entity wandb_log_model
     wandb_mode wandb_name wandb_project wandb_run_id wandb_watch warmup_ratio warmup_steps weight_decay world_size
+    adam_eps cls_model_config eaft_alpha eaft_k eta_min experimental_skip_move_to_device gptq_disable_exllama
+    jagged_restart_anneal_steps jagged_restart_steps jagged_restart_warmup_steps liger_layer_norm lisa_layers_attribute
+    lisa_step_interval model_quantization_config_kwargs otel_metrics_host otel_metrics_port reinit_weights
+    relora_cpu_offload relora_prune_ratio streaming_multipack_buffer_size swanlab_completion_log_interval
+    swanlab_completion_max_buffer swanlab_completion_max_buffer_size swanlab_description
+    swanlab_experiment_name swanlab_log_completions swanlab_log_model swanlab_mode swanlab_project
+    swanlab_workspace use_otel_metrics use_swanlab
 """)
 
 
@@ -139,8 +157,11 @@ def from_axolotl(pasted: Pasted) -> Translation:
     translation = from_huggingface(
         model, training, adapter, deepspeed, fsdp or launcher.fsdp, num_gpus, spell=speller(TRAINING, ADAPTER)
     )
+    job = notes.include(translation)
+    if settings.switch("quantize_moe_experts") and job.finetuning.quantization and job.architecture.moe is not None:
+        job = job.replace(framework_options=FrozenMapping({**job.framework_options, "quantized_experts": True}))
     job = with_method(
-        notes.include(translation),
+        job,
         settings.text("rl", "sft"),
         "rl",
         notes,
@@ -205,6 +226,8 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
             f"optimizer={optimizer} is not modelled; {OPTIMIZERS[optimizer]} is taken in its place."
         )
     training["optim"] = OPTIMIZERS.get(optimizer, optimizer)
+    if all(settings.switch(key) for key in LIGER):
+        training["liger_kernels"] = True
     if settings.switch("liger_fused_linear_cross_entropy"):
         training["fused_linear_cross_entropy"] = True
     if settings.switch("cut_cross_entropy"):
@@ -242,7 +265,15 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
 
 
 def _rest(settings: Settings) -> None:
-    note_unsupported(settings, KERNELS)
+    together = all(settings.switch(key) for key in LIGER)
+    note_unsupported(settings, {key: what for key, what in KERNELS.items() if not (together and key in LIGER)})
+    for name in ("overrides_of_model_config", "model_config"):
+        given = settings.raw(name)
+        others = sorted(set(given) - OVERRIDES) if isinstance(given, Mapping) else []
+        if others:
+            settings.notes.unsupported.append(
+                f"Another shape of the network ({name}: {', '.join(map(str, others))}) is not read; give it by --model."
+            )
     for key in ("batch_size", "rl", "trl", "dp_shard_size", "revision_of_model", "bnb_config_kwargs"):
         settings.given(key)
     for key in settings.left():

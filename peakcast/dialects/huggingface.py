@@ -278,7 +278,9 @@ def _checkpointing(training: Settings, shards: Settings | None, modern: bool) ->
 
 
 def _liger(training: Settings, options: dict[str, Any]) -> bool:
-    if training.switch("fused_linear_cross_entropy"):  # other projects' configurations ask for the loss alone
+    if training.switch("liger_kernels"):  # other projects' configurations ask for the kernels or the loss alone
+        options["liger_kernels"] = True
+    if training.switch("fused_linear_cross_entropy"):
         return True
     if not (training.switch("use_liger_kernel") or training.switch("use_liger")):
         return False

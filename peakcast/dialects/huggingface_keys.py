@@ -139,7 +139,7 @@ UNSUPPORTED_DEEPSPEED: dict[str, str] = {
 }
 IGNORED_FSDP = _words("""
     backward_prefetch compute_environment cpu_ram_efficient_loading debug distributed_type downcast_bf16
-    enable_cpu_affinity forward_prefetch fsdp_auto_wrap_policy fsdp_backward_prefetch fsdp_backward_prefetch_policy
+    enable_cpu_affinity forward_prefetch fsdp_backward_prefetch fsdp_backward_prefetch_policy
     fsdp_cpu_ram_efficient_loading fsdp_forward_prefetch fsdp_limit_all_gathers fsdp_min_num_params
     fsdp_state_dict_type fsdp_sync_module_states fsdp_transformer_layer_cls_to_wrap fsdp_use_orig_params
     limit_all_gathers machine_rank main_process_ip main_process_port main_training_function min_num_params

@@ -77,6 +77,9 @@ def layout_and_offload(
         sharding = "fsdp2"
     if sharding == "fsdp1":
         _fsdp1_options(shards, options)
+    policy = shards.text("fsdp_auto_wrap_policy") or shards.text("auto_wrap_policy")
+    if policy.upper() not in ("", "TRANSFORMER_BASED_WRAP"):
+        notes.unsupported.append(f"Units by another rule than layers (auto_wrap_policy={policy}) are not modelled.")
     offloads = shards.switch("fsdp_offload_params") or shards.switch("offload_params") or shards.switch("cpu_offload")
     if num_gpus == 1:
         notes.warnings.append("FSDP on one GPU shards nothing; it is taken as not used.")

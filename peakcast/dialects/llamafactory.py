@@ -25,6 +25,7 @@ TRAINING = {
     "fsdp_config": "fsdp_config",
     "auto_find_batch_size": "auto_find_batch_size",
     "torch_empty_cache_steps": "torch_empty_cache_steps",
+    "neftune_noise_alpha": "neftune_noise_alpha",
 }
 ADAPTER = {
     "lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "additional_target": "modules_to_save",
@@ -66,7 +67,7 @@ IGNORED = words("""
     interleave_probs kto_chosen_weight kto_rejected_weight ld_alpha learning_rate load_best_model_at_end logging_dir
     logging_steps logging_strategy loraplus_lr_embedding low_cpu_mem_usage lr_scheduler_kwargs lr_scheduler_type
     mask_history max_grad_norm max_samples max_steps media_dir metric_for_best_model mix_strategy model_revision
-    module_dropout moe_aux_loss_coef ms_hub_token neftune_noise_alpha new_special_tokens_config
+    module_dropout moe_aux_loss_coef ms_hub_token new_special_tokens_config
     num_train_epochs offload_folder oft_block_size oft_rank oft_target om_hub_token output_dir overwrite_cache
     overwrite_output_dir per_device_eval_batch_size pissa_convert pissa_iter placement_strategy plot_loss
     ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards predict_with_generate pref_bco_weight

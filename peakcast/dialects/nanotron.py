@@ -7,17 +7,16 @@ vocabulary), optim/gradient_accumulator.py (FP32GradientAccumulator: float32 cop
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from peakcast.dialects.job_file import resolve_architecture
+from peakcast.dialects.nanotron_architecture import PREFIX, nanotron_architecture
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.translation import Notes, Settings, Translation
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.spec import ActivationCheckpointing, Dtype, Optimizer, OptimizerName, Parallelism, Precision, TrainingJob
-from peakcast.units import round_up
 
-FAMILIES = {"is_llama_config": "llama", "is_qwen2_config": "qwen2", "is_starcoder_config": "starcoder2"}
 ATTENTION: dict[str, Literal["sdpa", "flash_attention_2", "flex"]] = {
     "flash_attention_2": "flash_attention_2", "sdpa": "sdpa", "flex_attention": "flex",
     "ring_flash_triton": "flash_attention_2",
@@ -26,7 +25,7 @@ ATTENTION: dict[str, Literal["sdpa", "flash_attention_2", "flex"]] = {
 OPTIMIZERS: dict[str, OptimizerName] = {"adamw": "adamw", "sgd": "sgd"}
 IGNORED = re.compile(
     r"(checkpoints|data_stages|data|general|lighteval|logging|profiler|tokenizer|s3_upload|metrics_logging|tokens_)(\..*|$)"
-    r"|model\.(init_method\..*|ddp_bucket_cap_mb|model_config\..*)"
+    r"|model\.(init_method\..*|ddp_bucket_cap_mb)"
     r"|optimizer\.(clip_grad|weight_decay.*|learning_rate_scheduler\..*"
     r"|optimizer_factory\.(adam_.*|lr|weight_decay))"
     r"|parallelism\.(tp_linear_async_communication|tp_recompute_allgather)"
@@ -39,13 +38,19 @@ def from_nanotron(pasted: Pasted) -> Translation:
     notes = Notes()
     settings = Settings(flat(pasted.values), notes, "nanotron")
     layout = _layout(settings, pasted)
-    architecture = resolve_architecture(pasted.model or _config(settings, layout.tensor_parallel_size))
+    if pasted.model is None:
+        architecture = nanotron_architecture(settings, layout.tensor_parallel_size)
+    else:
+        architecture = resolve_architecture(pasted.model)
+        notes.ignored += [key for key in settings.left() if key.startswith(PREFIX) and settings.given(key)]
     attention = ATTENTION[settings.one_of("model.model_config._attn_implementation", "flash_attention_2", ATTENTION)]
     if not settings.given("model.model_config._attn_implementation"):
         notes.assumptions.append("nanotron's attention is FlashAttention 2 where its configuration names no other.")
     recompute = settings.switch("parallelism.recompute_layer")
     if settings.switch("parallelism.moe_layer_recompute"):
-        notes.unsupported.append("Recomputed experts (parallelism.moe_layer_recompute) are not modelled.")
+        notes.unsupported.append(
+            "Recomputing experts alone (parallelism.moe_layer_recompute) is not modelled: what they keep is counted."
+        )
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
@@ -63,40 +68,15 @@ def from_nanotron(pasted: Pasted) -> Translation:
     return notes.finish(job)
 
 
-def _config(settings: Settings, tensor: int) -> dict[str, Any]:
-    """`model.model_config` as a Hugging Face config.json, its vocabulary padded as nanotron pads it."""
-    prefix = "model.model_config."
-    config = {key.removeprefix(prefix): settings.raw(key) for key in settings.left() if key.startswith(prefix)}
-    if any(key.startswith("moe_config.") for key in config):
-        settings.notes.unsupported.append(
-            "The experts of model.model_config.moe_config are not read; a dense network is taken."
-        )
-    config = {key: value for key, value in config.items() if "." not in key and key != "_attn_implementation"}
-    family = next((name for key, name in FAMILIES.items() if config.pop(key, False)), None)
-    if family is None:
-        raise SpecError(
-            f"model.model_config must be of a known family ({', '.join(FAMILIES)}: true); give the network by --model.",
-            parameter="model.model_config",
-        )
-    size = config.get("vocab_size")
-    multiple = settings.size("model.make_vocab_size_divisible_by", 1) * tensor
-    if isinstance(size, int) and size > 0:
-        config["vocab_size"] = round_up(size, multiple)
-        if size % multiple:
-            settings.notes.assumptions.append(
-                f"vocab_size {size:,} is padded to {config['vocab_size']:,}, as nanotron does."
-            )
-    name = f"nanotron-{config.get('num_hidden_layers')}-layers-{config.get('hidden_size')}"
-    return {"name": name, "model_type": family, **config}
-
-
 def _layout(settings: Settings, pasted: Pasted) -> Parallelism:
     data, pipeline, tensor = (settings.size(f"parallelism.{name}") for name in ("dp", "pp", "tp"))
     context = settings.size("parallelism.context_parallel_size", 1)
-    world = data * pipeline * tensor * context
+    experts = settings.size("parallelism.expert_parallel_size", 1)
+    world = data * pipeline * tensor * context * experts
     if pasted.num_gpus is not None and pasted.num_gpus != world:
         raise SpecError(
-            f"num_gpus={pasted.num_gpus} is not dp × pp × tp × context_parallel_size = {world}; correct either.",
+            f"num_gpus={pasted.num_gpus} is not dp × pp × tp × context_parallel_size × expert_parallel_size = {world}; "
+            "correct either.",
             parameter="num_gpus",
             value=pasted.num_gpus,
         )
@@ -109,17 +89,22 @@ def _layout(settings: Settings, pasted: Pasted) -> Parallelism:
             "nanotron balances pipeline stages by cost; an even split of the layers is taken."
         )
     schedule: Literal["1f1b", "gpipe"] = "1f1b" if engine == "1f1b" else "gpipe"
+    if experts > 1:
+        settings.notes.assumptions.append(
+            f"nanotron's expert_parallel_size={experts} multiplies its ranks (parallel/context.py): {data} × {experts} "
+            "replicas."
+        )
     stage = settings.integer("optimizer.zero_stage", 0, least=0) or 0
     if stage > 1:
         raise settings.refuse("optimizer.zero_stage", "must be 0 or 1")
     return Parallelism(
-        data_parallel_size=data,
+        data_parallel_size=data * experts,
         tensor_parallel_size=tensor,
         sequence_parallel=mode.upper() == "REDUCE_SCATTER" and tensor > 1,
         pipeline_parallel_size=pipeline,
         pipeline_schedule=schedule if pipeline > 1 else "1f1b",
         context_parallel_size=context,
-        expert_parallel_size=settings.size("parallelism.expert_parallel_size", 1),
+        expert_parallel_size=experts,
         zero_stage=stage,
     )
 

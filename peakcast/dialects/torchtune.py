@@ -6,7 +6,7 @@ Source: torchtune 0.6 recipes/configs, recipes/full_finetune_distributed.py and 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from peakcast.dialects.job_file import resolve_architecture
 from peakcast.dialects.pasted import Pasted, flat
@@ -36,30 +36,28 @@ BUILDERS = {
     "gemma2_2b": "gemma-2-2b", "gemma2_9b": "gemma-2-9b", "gemma2_27b": "gemma-2-27b",
     "phi3_mini": "phi-3-mini", "phi4_14b": "phi-4",
     "qwen2_0_5b": "qwen2-0.5b", "qwen2_1_5b": "qwen2-1.5b", "qwen2_7b": "qwen2-7b",
-    "qwen2_5_0_5b": "qwen2.5-0.5b", "qwen2_5_1_5b_base": "qwen2.5-1.5b", "qwen2_5_3b": "qwen2.5-3b",
-    "qwen2_5_7b_base": "qwen2.5-7b", "qwen2_5_7b_instruct": "qwen2.5-7b", "qwen2_5_14b_base": "qwen2.5-14b",
-    "qwen2_5_32b_base": "qwen2.5-32b", "qwen2_5_72b_base": "qwen2.5-72b",
-    "qwen3_0_6b_base": "qwen3-0.6b", "qwen3_1_7b_base": "qwen3-1.7b", "qwen3_4b_base": "qwen3-4b",
-    "qwen3_8b_base": "qwen3-8b", "qwen3_14b_base": "qwen3-14b", "qwen3_32b": "qwen3-32b",
+    "qwen2_5_0_5b": "qwen2.5-0.5b", "qwen2_5_1_5b": "qwen2.5-1.5b", "qwen2_5_3b": "qwen2.5-3b",
+    "qwen2_5_7b": "qwen2.5-7b", "qwen2_5_14b": "qwen2.5-14b", "qwen2_5_32b": "qwen2.5-32b", "qwen2_5_72b": "qwen2.5-72b",
+    "qwen3_0_6b": "qwen3-0.6b", "qwen3_1_7b": "qwen3-1.7b", "qwen3_4b": "qwen3-4b",
+    "qwen3_8b": "qwen3-8b", "qwen3_14b": "qwen3-14b", "qwen3_32b": "qwen3-32b",
 }  # fmt: skip
-"""torchtune's model builders, without `lora_` and `qlora_`, to the catalog's names."""
+"""torchtune's model builders, without `lora_`, `qlora_`, `_base` and `_instruct`, to the catalog's names."""
 ATTENTION_MODULES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
 OPTIMIZERS: dict[str, OptimizerName] = {
     "torch.optim.AdamW": "adamw", "torch.optim.Adam": "adam", "torch.optim.SGD": "sgd",
     "bitsandbytes.optim.PagedAdamW": "paged_adamw_32bit", "bitsandbytes.optim.AdamW8bit": "adamw_8bit",
-    "bitsandbytes.optim.PagedAdamW8bit": "adamw_8bit", "torchao.prototype.low_bit_optim.AdamW8bit": "adamw_8bit",
+    "bitsandbytes.optim.PagedAdamW8bit": "paged_adamw_8bit", "torchao.prototype.low_bit_optim.AdamW8bit": "adamw_8bit",
     "torchao.optim.AdamW8bit": "adamw_8bit", "torchao.prototype.low_bit_optim.AdamW4bit": "adamw_4bit",
 }  # fmt: skip
-PAGED_8BIT = "bitsandbytes.optim.PagedAdamW8bit"
 DTYPES: dict[str, Dtype] = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 IGNORED = re.compile(
     r"(checkpointer|dataset|dataset_val|lr_scheduler|metric_logger|profiler)(\..*|$)"
-    r"|tokenizer\.(_component_|path|merges_file|prompt_template|special_tokens_path|vocab_path|truncation_type)"
-    r"|optimizer\.(lr|weight_decay|betas|eps)|model\.lora_alpha|loss\.(num_output_chunks|ignore_index)"
+    r"|tokenizer\.(_component_|path|merges_(file|path)|prompt_template|special_tokens_path|vocab_path|truncation_type)"
+    r"|optimizer\.(lr|weight_decay|betas|eps)|model\.lora_alpha|loss\.(num_output_chunks|ignore_index)|quantizer\..*"
     r"|(seed|shuffle|epochs|max_steps_per_epoch|resume_from_checkpoint|save_adapter_weights_only|output_dir|log_every_n_steps"
     r"|log_peak_memory_stats|log_level|device|low_cpu_ram|cudnn_deterministic_mode|use_output_dir|run_val_every_n_steps"
-    r"|batch_size_val|clip_grad_norm|enable_async_checkpointing|keep_last_n_checkpoints|fsdp_reshard_after_forward"
+    r"|batch_size_val|clip_grad_norm|enable_async_checkpointing|keep_last_n_checkpoints"
     r"|tensor_parallel_plan\..*|data_parallel_.*|dcp_.*|compile\..*)"
 )
 
@@ -71,7 +69,9 @@ def from_torchtune(pasted: Pasted) -> Translation:
     component = settings.text("model._component_")
     builder = component.rpartition(".")[2]
     method = "qlora" if builder.startswith("qlora_") else "lora" if builder.startswith("lora_") else "full"
-    name = re.sub(r"^(q?lora|dora|qdora)_", "", builder)
+    if method == "lora" and settings.switch("model.quantize_base"):
+        method = "qlora"
+    name = re.sub(r"^(q?lora|dora|qdora)_|_(base|instruct)$", "", builder)
     if pasted.model is None and name not in BUILDERS:
         raise SpecError(
             f"model._component_={component!r} has no known shape here; give the network by --model.",
@@ -83,7 +83,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
     tensor = settings.integer("tensor_parallel_dim", 1) or 1
     num_gpus = pasted.gpus(notes, tensor)
     sharded = num_gpus > 1
-    offloads = settings.switch("fsdp_cpu_offload") and sharded
+    offloads = (settings.switch("fsdp_cpu_offload") or settings.switch("fsdp.cpu_offload")) and sharded
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
@@ -94,9 +94,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
         precision=Precision(parameters=dtype, compute=dtype, gradients=dtype, optimizer_states=dtype),
         optimizer=_optimizer(settings),
         finetuning=_finetuning(settings, method, dtype),
-        activation_checkpointing=ActivationCheckpointing(
-            mode="full" if settings.switch("enable_activation_checkpointing") else "none"
-        ),
+        activation_checkpointing=_checkpointing(settings),
         loss=_loss(settings),
         compile=settings.text("compile", "false").lower() == "true",
         parallelism=Parallelism(
@@ -107,14 +105,41 @@ def from_torchtune(pasted: Pasted) -> Translation:
         offload=Offload(
             parameters=offloads, optimizer=offloads, activations=settings.switch("enable_activation_offloading")
         ),
+        framework_options=FrozenMapping(_options(settings, sharded=sharded)),
     )
     if settings.switch("optimizer_in_bwd"):
         notes.unsupported.append("The optimizer step inside backward (optimizer_in_bwd) is not modelled.")
-    for key in ("ac_mode", "ac_option", "custom_sharded_layers", "use_dora", "model.use_dora", "quantizer._component_"):
-        if settings.raw(key) and key != "custom_sharded_layers":
+    for key in ("use_dora", "model.use_dora", "quantizer._component_"):
+        if settings.raw(key):
             notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.")
+    if not settings.switch("fsdp_reshard_after_forward", True) and sharded:
+        notes.unsupported.append("Weights kept gathered after forward (fsdp_reshard_after_forward=false) are not modelled.")
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _checkpointing(settings: Settings) -> ActivationCheckpointing:
+    """Every layer, or by `ac_mode` each n-th, or operators by torchtitan's policy (torchtune training/activations.py)."""
+    mode, option = settings.text("ac_mode"), settings.text("ac_option")
+    if settings.switch("enable_activation_checkpointing") or mode == "full":
+        return ActivationCheckpointing(mode="full")
+    if mode != "selective":
+        return ActivationCheckpointing()
+    if option.isdecimal() and 0 < int(option) < 10_000:
+        return ActivationCheckpointing(mode="full", every_n_layers=int(option))
+    return ActivationCheckpointing(mode="selective")
+
+
+def _options(settings: Settings, *, sharded: bool) -> dict[str, Any]:
+    """What differs from the conventions of the torch loop: which units FSDP2 has, what selective checkpointing keeps."""
+    options: dict[str, Any] = {"selective_checkpointing_matmuls": 2} if settings.text("ac_mode") == "selective" else {}
+    layers = settings.words("custom_sharded_layers")
+    if sharded and ({"tok_embeddings", "output"} <= set(layers) or settings.switch("memory_efficient_fsdp_wrap")):
+        options["fsdp2_units"] = "ends"
+    elif layers and sharded:
+        said = f"custom_sharded_layers={' '.join(layers)} is not modelled; layers alone are FSDP's units."
+        settings.notes.unsupported.append(said)
+    return options
 
 
 def _sequence_length(settings: Settings) -> int:
@@ -160,7 +185,7 @@ def _finetuning(settings: Settings, method: Literal["full", "lora", "qlora"] | s
 
 def _optimizer(settings: Settings) -> Optimizer:
     name = settings.text("optimizer._component_", "torch.optim.AdamW")
-    if name not in OPTIMIZERS or name == PAGED_8BIT:
+    if name not in OPTIMIZERS:
         settings.notes.unsupported.append(
             f"optimizer {name} is not modelled; {OPTIMIZERS.get(name, 'adamw')} is taken in its place."
         )

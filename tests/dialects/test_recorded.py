@@ -191,8 +191,9 @@ EXAMPLES: dict[str, Expected] = {
             "attention": "flash_attention_2", "parallelism.sharding": "fsdp1", "parallelism.data_parallel_size": 8,
             "offload.parameters": True, "loss.fused_linear_cross_entropy": True, "finetuning.method": "full",
             "gradient_accumulation_steps": 4, "activation_checkpointing.use_reentrant": False,
+            "framework_options.liger_kernels": True,
         },
-        ("sample_packing joins", "liger_rms_norm"),
+        ("sample_packing joins",),
         beside=Beside(num_gpus=8, model="llama-3.1-8b"),
     ),
     "llamafactory/llama3_lora_sft.yaml": Expected(
@@ -245,6 +246,17 @@ EXAMPLES: dict[str, Expected] = {
             **MEGATRON_BF16,
         },
         ("an even split of the layers is taken",),
+    ),
+    "nanotron/config_qwen_with_moe.yaml": Expected(
+        "nanotron",
+        {
+            "architecture.model_type": "qwen2_moe", "architecture.moe.num_experts": 8,
+            "architecture.moe.num_experts_per_tok": 1, "architecture.moe.moe_intermediate_size": 768,
+            "architecture.moe.shared_expert_intermediate_size": 768, "architecture.moe.shared_expert_gate": True,
+            "architecture.attention_bias": False, "architecture.sliding_window": 20, "micro_batch_size": 3,
+            "parallelism.data_parallel_size": 2, "parallelism.sequence_parallel": False, **MEGATRON_BF16,
+        },
+        ("moe_intermediate_size is not given", "fused RMSNorm and rotary embedding keep less"),
     ),
     "accelerate/fsdp.yaml": Expected(
         "accelerate",

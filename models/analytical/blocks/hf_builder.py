@@ -59,6 +59,8 @@ class HFContext:
     """Whether a layer's input is held by the checkpoint, which then owns it, instead of by the layer."""
     cached_matmuls: int = 0
     """Selective checkpointing keeps attention and one in so many matrix products of a checkpointed layer; 0: nothing."""
+    expert_ranks: int = 1
+    """Ranks that have other experts."""
     grouped_experts: bool = True
     """Experts in grouped matrix products instead of a loop over them."""
     liger: bool = False
@@ -68,6 +70,8 @@ class HFContext:
     Liger's kernels do, and keeps the same."""
     fused_loss: bool = False
     """Liger's fused linear cross entropy."""
+    loss_chunks: int = 0
+    """Chunks of the sequence in which torchtitan's loss goes in place of Liger's; 0 without."""
     fused_loss_temporary_bytes: int = 0
     """Bytes per element of the lm_head that each chunk of the fused loss makes in passing."""
     saves_on_cpu: bool = False

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
+from peakcast.models.analytical.blocks.hf_fused_loss import fused_linear_cross_entropy, loss_in_chunks
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.tensor_parallel import (
     enter_columns,
@@ -20,7 +21,6 @@ from peakcast.models.analytical.blocks.tensor_parallel import (
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category
-from peakcast.units import power_of_two
 
 FP32 = 4
 INT64 = 8
@@ -144,7 +144,7 @@ def head(context: HFContext) -> Template:
         if architecture.scale_decoder_outputs:
             final = ops.scale(tape, final, "decoder_output_scaling")
     if context.fused_loss:
-        _fused_linear_cross_entropy(build, final)
+        (loss_in_chunks if context.loss_chunks else fused_linear_cross_entropy)(build, final)
         tape.hold(final)
         return tape.finish()
     inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
@@ -244,39 +244,6 @@ def _loss_over_parts(tape: Tape, logits: Tensor) -> None:
     tape.operation(  # (grad_input + torch.exp(x)) * grad_output
         "nll_loss", [result], FP32, saves=[result], backward_temporary_bytes=2 * logits.num_bytes
     )
-
-
-def _fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
-    """Liger's fused linear cross entropy: chunks of tokens, each to logits and at once back to the gradients of the hidden
-    states and the weight, which are all that is kept.
-
-    Source: liger_kernel 0.8.5 `ops/fused_linear_cross_entropy.py` fused_linear_cross_entropy_forward.
-    """
-    context, tape, rows = build.context, build.tape, build.context.rows
-    width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
-    chunk = fused_loss_chunk(rows, width, vocabulary)
-    weight = vocabulary * width * context.weight_bytes
-    passing = vocabulary * width * context.fused_loss_temporary_bytes
-    if context.autocast and context.compute_bytes < context.weight_bytes:
-        passing += 2 * vocabulary * width * context.compute_bytes  # casts of the weight and, never cached, its transpose
-    tape.begin_loss()
-    tape.operation("pad_labels", [], 2 * rows * INT64, gradients=[], category=Category.INPUTS)
-    tape.operation(
-        "lm_head.fused_linear_cross_entropy",
-        [hidden],
-        FP32,
-        extra_saved_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])],
-        gradients_in_place=True,
-        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
-        forward_temporary_bytes=chunk * vocabulary * context.compute_bytes + passing + rows * (FP32 + 1),
-        category=Category.LOGITS,
-    )
-
-
-def fused_loss_chunk(rows: int, width: int, vocabulary: int) -> int:
-    """Tokens in a chunk: so many that their logits are about as large as all hidden states, a power of two."""
-    factor = -(-vocabulary // width)
-    return min(rows, power_of_two(-(-rows // factor)))
 
 
 def _logits_op(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:

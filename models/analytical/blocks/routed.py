@@ -132,7 +132,7 @@ def _grouped_linear(
     build: BlockBuilder, x: Tensor, moe: MixtureOfExperts, rows: int, in_features: int, out_features: int, name: str
 ) -> Tensor:
     context = build.context
-    weight = moe.num_experts * in_features * out_features * context.weight_bytes
+    weight = moe.num_experts // context.expert_ranks * in_features * out_features * context.weight_bytes
     return build.tape.operation(
         name,
         [x],

@@ -103,6 +103,13 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
     )
 
 
+def expert_ranks(job: TrainingJob) -> int:
+    """Ranks among which the experts are divided before data parallelism; 1 where that layout cannot say who has which."""
+    layout = job.parallelism
+    divides = layout.zero_stage == 0 and layout.sharding != "fsdp1"
+    return layout.expert_parallel_size if divides else 1
+
+
 def gathered_dtype(job: TrainingJob) -> str:
     """The dtype in which blocks use the weights: FSDP's mixed precision gathers them in the compute dtype."""
     fully_sharded = job.parallelism.sharding in ("fsdp1", "fsdp2", "hsdp") and job.parallelism.num_replicas > 1

@@ -31,6 +31,8 @@ class StoredTensor:
     """How many times as large its gradient is until it is reduced: that of a split table is whole on every rank."""
     parts_in_optimizer: int = 1
     """The same when the optimizer takes it: nothing has reduced it."""
+    expert_ranks: int = 1
+    """Ranks that have other experts: data parallelism is over as many fewer."""
     sharded: bool = True
     """Whether FSDP shards it: what is a parameter, and not what hangs on one (the constants of quantised weights)."""
 

@@ -56,7 +56,14 @@ class FSDP2(ShardedLayout):
         if not tensor.sharded:
             return tensor.shape
         rows, *rest = tensor.shape or (1,)
-        return (-(-rows // self.shards), *rest)
+        shards = self._shards(tensor)
+        if tensor.expert_ranks > 1 and shards > rows:  # torchtitan 0.3 `apply_fsdp`: Shard(1) for experts
+            return (rows, -(-rest[0] // shards), *rest[1:])
+        return (-(-rows // shards), *rest)
+
+    def _shards(self, tensor: StoredTensor) -> int:
+        """Ranks that share a tensor, of those with the same experts."""
+        return max(1, self.shards // tensor.expert_ranks)
 
     def _part_numel(self, tensor: StoredTensor) -> int:
         return math.prod(self.part(tensor))
@@ -78,7 +85,7 @@ class FSDP2(ShardedLayout):
         if not unit.sent:
             self._all_gather(step, unit, phase)
         unit.gathered += step.allocate(
-            "gathered", BUFFERS, (self._part_numel(t) * self.shards * t.gathered_bytes for t in unit.tensors), unit.name
+            "gathered", BUFFERS, (self._part_numel(t) * self._shards(t) * t.gathered_bytes for t in unit.tensors), unit.name
         )
         step.moment("all_gather.copy_out", phase)
         if phase == Phase.BACKWARD:
@@ -99,7 +106,7 @@ class FSDP2(ShardedLayout):
         step.free(casts)
 
     def _send(self, step: Step, unit: Unit, born: int) -> None:
-        size = sum(self._part_numel(t) * t.gathered_bytes for t in unit.tensors) * self.shards
+        size = sum(self._part_numel(t) * self._shards(t) * t.gathered_bytes for t in unit.tensors)
         unit.sent = step.allocate("all_gather.output", BUFFERS, [size], unit.name, born=born, stream=ALL_GATHER_COPY_IN)
 
     def prefetch(self, step: Step, unit: Unit, *, born: int | None = None, phase: Phase = Phase.BACKWARD) -> None:
@@ -127,7 +134,8 @@ class FSDP2(ShardedLayout):
         numel = sum(self._part_numel(t) for t in unit.trained)
         stored, used = unit.trained[0].element_bytes, unit.trained[0].gathered_bytes
         width = self.reduce_bytes or used
-        source = step.allocate("reduce_scatter.input", BUFFERS, [numel * self.shards * width], unit.name)
+        whole = sum(self._part_numel(t) * self._shards(t) for t in unit.trained)
+        source = step.allocate("reduce_scatter.input", BUFFERS, [whole * width], unit.name)
         step.moment("reduce_scatter.copy_in", Phase.BACKWARD)
         last = unit.trained[-1]
         taken = last.numel * last.gradient_parts * (width if unit.accumulated else used)

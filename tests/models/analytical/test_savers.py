@@ -6,7 +6,7 @@ import pytest
 
 from peakcast.architecture import Architecture
 from peakcast.fields import FrozenMapping
-from peakcast.models.analytical.blocks.hf_ends import fused_loss_chunk
+from peakcast.models.analytical.blocks.hf_fused_loss import fused_loss_chunk
 from peakcast.models.analytical.huggingface import pinned_activation_bytes
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.host import host_bytes

@@ -1,0 +1,70 @@
+"""lm_head and loss in one, over chunks of tokens: whole logits are never there."""
+
+from __future__ import annotations
+
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.tape import Tensor, WeightGradient
+from peakcast.timeline import Category
+from peakcast.units import power_of_two
+
+FP32 = 4
+INT64 = 8
+
+
+def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
+    """Liger's fused linear cross entropy: chunks of tokens, each to logits and at once back to the gradients of the hidden
+    states and the weight, which are all that is kept.
+
+    Source: liger_kernel 0.8.5 `ops/fused_linear_cross_entropy.py` fused_linear_cross_entropy_forward.
+    """
+    context, tape, rows = build.context, build.tape, build.context.rows
+    width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
+    chunk = fused_loss_chunk(rows, width, vocabulary)
+    weight = vocabulary * width * context.weight_bytes
+    passing = vocabulary * width * context.fused_loss_temporary_bytes
+    if context.autocast and context.compute_bytes < context.weight_bytes:
+        passing += 2 * vocabulary * width * context.compute_bytes  # casts of the weight and, never cached, its transpose
+    tape.begin_loss()
+    tape.operation("pad_labels", [], 2 * rows * INT64, gradients=[], category=Category.INPUTS)
+    tape.operation(
+        "lm_head.fused_linear_cross_entropy",
+        [hidden],
+        FP32,
+        extra_saved_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])],
+        gradients_in_place=True,
+        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
+        forward_temporary_bytes=chunk * vocabulary * context.compute_bytes + passing + rows * (FP32 + 1),
+        category=Category.LOGITS,
+    )
+
+
+def loss_in_chunks(build: BlockBuilder, hidden: Tensor) -> None:
+    """lm_head, loss and their backward for one chunk of the sequence after the other: copies of the hidden states, the fp32
+    sum of their gradients, and of the chunk at hand the logits, their log-softmax, its gradient and that of the logits in
+    fp32; a second product of the weight's gradient is added to the first.
+
+    Source: torchtitan 0.3.0 `components/loss.py` ChunkedLossWrapper, GradAccumulator; not compared with a trace.
+    """
+    context, tape, rows = build.context, build.tape, build.context.rows
+    width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
+    weight = vocabulary * width * context.weight_bytes
+    chunk = -(-rows // context.loss_chunks)
+    tape.begin_loss()
+    tape.operation(
+        "lm_head.loss_in_chunks",
+        [hidden],
+        FP32,
+        extra_saved_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])],
+        gradients_in_place=True,
+        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
+        forward_temporary_bytes=chunk * vocabulary * (context.compute_bytes + 3 * FP32)
+        + rows * width * FP32
+        + (weight if context.trainable else 0),
+        category=Category.LOGITS,
+    )
+
+
+def fused_loss_chunk(rows: int, width: int, vocabulary: int) -> int:
+    """Tokens in a chunk: so many that their logits are about as large as all hidden states, a power of two."""
+    factor = -(-vocabulary // width)
+    return min(rows, power_of_two(-(-rows // factor)))

@@ -1,0 +1,67 @@
+"""torchtune's recipes: what of their keys reaches the job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from peakcast.dialects.pasted import Pasted
+from peakcast.dialects.recognise import Beside, translated
+from peakcast.dialects.translation import Translation
+
+
+def read(builder: str = "llama3_1.llama3_1_8b", *, num_gpus: int = 8, **values: Any) -> Translation:
+    model = {"_component_": f"torchtune.models.{builder}", **values.pop("model", {})}
+    recipe = {"model": model, "tokenizer": {"max_seq_len": 512}, "batch_size": 1, **values}
+    return translated(Pasted(values=recipe), Beside(num_gpus=num_gpus))
+
+
+@pytest.mark.parametrize("suffix", ["", "_base", "_instruct"])
+def test_a_builder_of_any_training_names_the_same_network(suffix):
+    assert read(f"qwen2_5.lora_qwen2_5_1_5b{suffix}").job.architecture.name == "qwen2.5-1.5b"
+
+
+def test_a_quantised_base_beside_dora_is_quantised():
+    found = read("llama3.lora_llama3_8b", model={"use_dora": True, "quantize_base": True}).job.finetuning
+    assert (found.method, found.quantization) == ("qlora", "nf4")
+    assert read("llama3.lora_llama3_8b").job.finetuning.method == "lora"
+
+
+@pytest.mark.parametrize("key", [{"fsdp_cpu_offload": True}, {"fsdp": {"cpu_offload": True}}])
+def test_offload_is_read_where_either_version_says_it(key):
+    assert read(**key).job.offload.parameters
+    assert not read(num_gpus=1, **key).job.offload.parameters
+
+
+@pytest.mark.parametrize(
+    ("keys", "mode", "every"),
+    [
+        ({}, "none", 1),
+        ({"enable_activation_checkpointing": True}, "full", 1),
+        ({"ac_mode": "selective", "ac_option": 2}, "full", 2),
+        ({"ac_mode": "selective", "ac_option": "op"}, "selective", 1),
+    ],
+)
+def test_selective_checkpointing_takes_layers_or_operators(keys, mode, every):
+    job = read(**keys).job
+    assert (job.activation_checkpointing.mode, job.activation_checkpointing.every_n_layers) == (mode, every)
+    assert ("selective_checkpointing_matmuls" in job.framework_options) == ("ac_mode" in keys)
+
+
+def test_the_ends_are_units_of_their_own_where_the_recipe_says_so():
+    ends = ["tok_embeddings", "output"]
+    assert read(custom_sharded_layers=ends).job.framework_options == {"fsdp2_units": "ends"}
+    assert read(memory_efficient_fsdp_wrap=True).job.framework_options == {"fsdp2_units": "ends"}
+    assert read(custom_sharded_layers=ends, num_gpus=1).job.framework_options == {}
+    one = read(custom_sharded_layers=["output"])
+    assert any("custom_sharded_layers" in sentence for sentence in one.unsupported)
+
+
+def test_weights_that_stay_gathered_are_said():
+    assert any("reshard" in sentence for sentence in read(fsdp_reshard_after_forward=False).unsupported)
+
+
+def test_paged_states_are_paged():
+    found = read(num_gpus=1, optimizer={"_component_": "bitsandbytes.optim.PagedAdamW8bit"})
+    assert (found.job.optimizer.name, found.unsupported) == ("paged_adamw_8bit", ())
