@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.attention_kernels import attention, attention_kernel
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
@@ -70,7 +72,8 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     if build.context.liger:  # in place, forward and backward, on contiguous tensors (liger_kernel 0.8 ops/rope.py)
         rotated = ops.copy if build.context.architecture.fused_qkv else ops.in_place
         return rotated(tape, q, "self_attn.rotary_q"), rotated(tape, k, "self_attn.rotary_k")
-    kind = traits(build.context.architecture).rotary if element != FP32 else "narrow"
+    family = traits(build.context.architecture)
+    kind = family.rotary if element != FP32 else "narrow"
     arguments, narrow = [q, k], [q.num_bytes, k.num_bytes]
     wide = [size // element * FP32 for size in narrow]
     if kind == "cast":
@@ -78,8 +81,13 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         k = ops.cast(tape, k, wide[1], "self_attn.rotary_k.to_float32")
         arguments += [q, k]
     promoted = wide if kind == "promoted" else [q.num_bytes, k.num_bytes]
-    q = rotate(tape, q, promoted[0], "self_attn.rotary_q")
-    k = rotate(tape, k, promoted[1], "self_attn.rotary_k")
+    if family.rotary_in_halves:
+        q = rotate_in_halves(tape, q, promoted[0], "self_attn.rotary_q")
+        k = rotate_in_halves(tape, k, promoted[1], "self_attn.rotary_k")
+    else:
+        tables = _tables_of_layer(build)
+        q = rotate(tape, q, promoted[0], "self_attn.rotary_q", tables)
+        k = rotate(tape, k, promoted[1], "self_attn.rotary_k", tables)
     arguments += [q, k]
     if kind != "narrow":
         q = ops.cast(tape, q, narrow[0], "self_attn.rotary_q.to_narrow")
@@ -89,9 +97,17 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def rotate(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
-    """x·cos + rotate_half(x)·sin, products of `num_bytes`: keeps nothing of its own (cos and sin belong to the model)."""
-    straight = tape.operation(f"{name}.cos", [x], num_bytes)
+def _tables_of_layer(build: BlockBuilder) -> list[Tensor]:
+    """cos and sin that a layer lays out anew, where its family does."""
+    architecture, family = build.context.architecture, traits(build.context.architecture)
+    width = int(architecture.head_dim * family.rotary_fraction) * family.rotary_tables_per_layer
+    size = build.context.sequence * width * build.context.weight_bytes
+    return [build.tape.operation("self_attn.rotary_tables", [], size, gradients=[])] if size else []
+
+
+def rotate(tape: Tape, x: Tensor, num_bytes: int, name: str, tables: Sequence[Tensor] = ()) -> Tensor:
+    """x·cos + rotate_half(x)·sin, products of `num_bytes`: keeps nothing but `tables` (else cos and sin are the model's)."""
+    straight = tape.operation(f"{name}.cos", [x], num_bytes, saves=tables)
     rotated = tape.operation(
         f"{name}.rotate_half",
         [x],
@@ -101,3 +117,14 @@ def rotate(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
     )
     rotated = tape.operation(f"{name}.sin", [rotated], num_bytes)
     return ops.add(tape, straight, rotated, f"{name}.add")
+
+
+def rotate_in_halves(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
+    """(a·cos - b·sin, b·cos + a·sin) of the halves a and b of x, joined: keeps nothing of its own."""
+    half = num_bytes // 2
+    first, second = tape.split(x, [x.num_bytes // 2] * 2, f"{name}.chunk")
+    straight, turned = (tape.operation(f"{name}.{part}", [of], half) for part, of in (("cos", first), ("sin", second)))
+    left = tape.operation(f"{name}.subtract", [straight, turned], half, gradients=[(straight, None), (turned, half)])
+    straight, turned = (tape.operation(f"{name}.{part}", [of], half) for part, of in (("cos", second), ("sin", first)))
+    right = ops.add(tape, straight, turned, f"{name}.add")
+    return tape.operation(f"{name}.join", [left, right], num_bytes, gradients=[(left, None), (right, None)])
