@@ -11,7 +11,7 @@ from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.attention_kernels import flex_block_mask_bytes
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding_variables
-from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers, traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.step import Run, Step
 from peakcast.spec import TrainingJob
@@ -81,10 +81,10 @@ def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
             timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, dies, "head")
 
 
-def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, dies: int) -> None:
+def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: int) -> None:
     """The model's attention masks, one per kind of layer: for eager in the compute dtype, for sdpa bool and shared by all
-    sequences unless the batch asks for one each. They live as long as the model's forward, and as arguments of
-    checkpointed layers to the last of these."""
+    sequences unless the batch asks for one each. They live until the model's forward has `ended`, and as arguments of
+    checkpointed layers, if any takes them, until `dies`."""
     one = layers[0]
     scores = one.sequence**2
     family = traits(one.architecture)
@@ -94,6 +94,8 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, dies: in
         sizes = []  # nothing is masked without padding
     elif "mask" in one.compiled:
         sizes = [one.batch * scores * one.compute_bytes]
+    elif family.scores_biased_and_filled:
+        sizes = [one.batch * scores]
     elif one.attention == "eager":
         sizes = [one.batch * scores * one.compute_bytes] * kinds
     elif one.attention == "flex":
@@ -103,8 +105,9 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, dies: in
     else:
         needed = family.masks_for_both_kinds or any(layer.masked for layer in layers)
         sizes = [scores] if one.attention == "sdpa" and needed else []
-    for size in sizes:
-        timeline.hold("attention_mask", Category.INPUTS, size, start, dies)
+    taken = min(kinds, kinds_of_layers(one.architecture))
+    for number, size in enumerate(sizes):
+        timeline.hold("attention_mask", Category.INPUTS, size, start, dies if number < taken else ended)
 
 
 def hold_attention_weights(timeline: Step, layer: HFContext, first_runs: Mapping[int, Run]) -> None:
@@ -126,7 +129,7 @@ def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, sta
         width = mla.qk_rope_head_dim if mla else int(job.architecture.head_dim * family.rotary_fraction)
         width //= 1 + family.rotary_in_halves
         wide = family.rotary == "promoted"
-        kinds = 1 + (0 < family.full_attention_every <= job.architecture.num_hidden_layers)  # of layers that there are
+        kinds = kinds_of_layers(job.architecture)
         # where ranks share a sequence, each sequence of a batch has positions of its own
         tokens = context.rows if context.ring.ranks > 1 else context.sequence
         size = tokens * width * (FP32 if wide else context.weight_bytes)

@@ -39,7 +39,12 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
         scores = ops.scale(tape, scores, "self_attn.softcap.divide")
         scores = ops.scale(tape, ops.unary_of_result(tape, scores, "self_attn.softcap.tanh"), "self_attn.softcap.multiply")
     scaled = scores
-    if architecture.kind in ("decoder", "hybrid"):
+    if family.scores_biased_and_filled:
+        passed_on = None if size == FP32 else scores.num_bytes
+        biased = tape.operation("self_attn.add_bias", [scores], elements * FP32, gradients=[(scores, passed_on)])
+        scores = tape.operation("self_attn.fill_mask", [biased], biased.num_bytes)
+        named.append(scores)
+    elif architecture.kind in ("decoder", "hybrid"):
         scores = tape.operation("self_attn.add_mask", [scores], scores.num_bytes, gradients=[(scores, None)])
     softmax = _softmax_with_sinks if architecture.attention_sinks else _softmax
     weights, variables = softmax(build, scores, elements)
@@ -56,7 +61,8 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
 
 
 def _softmax(build: BlockBuilder, scores: Tensor, elements: int) -> tuple[Tensor, list[Tensor]]:
-    """In fp32 and converted back, in most families; the variable of the scores is assigned only when that has returned."""
+    """In fp32 and converted back, in most families; the variable of the scores is assigned only when that has returned.
+    Also what is named to the end of attention."""
     context, tape = build.context, build.tape
     narrow, wide = elements * context.compute_bytes, elements * FP32
     widened = scores.num_bytes < wide and (traits(context.architecture).eager_softmax == "float32" or context.autocast)
@@ -70,7 +76,7 @@ def _softmax(build: BlockBuilder, scores: Tensor, elements: int) -> tuple[Tensor
 
 
 def _softmax_with_sinks(build: BlockBuilder, scores: Tensor, elements: int) -> tuple[Tensor, list[Tensor]]:
-    """gpt-oss: one score more per row, a parameter of each head; less its largest, softmaxed, and cut off again. Also what it names to its end."""
+    """gpt-oss: one score more per row, a parameter of each head; less its largest, softmaxed, and cut off again."""
     context, tape = build.context, build.tape
     heads, rows = context.architecture.num_attention_heads, context.rows * context.architecture.num_attention_heads
     element = FP32 if context.autocast else context.compute_bytes  # concatenated to the parameters, in their dtype

@@ -33,6 +33,8 @@ class HFTraits:
     """Splits and joins q and k in the attention's own forward, whose variables then keep the parts."""
     rotary_in_halves: bool = False
     """Rotates the halves of q and k apart and joins them; its tables are half as wide (gpt-oss)."""
+    norms_after_projections: bool = False
+    """Projects all of q, k and v before it normalises any."""
     norms_together: bool = False
     """A parallel block with two norms computes both first."""
     keeps_sublayer_outputs: bool = False
@@ -70,6 +72,8 @@ class HFTraits:
     scores_in_float32: bool = False
     """Eager attention converts q and k to fp32 before it multiplies them (GPT-J and its kin)."""
     scores_scaled_in_place: bool = False
+    scores_biased_and_filled: bool = False
+    """Eager attention adds an fp32 bias of positions and fills in a bool mask, which autograd keeps (MPT)."""
     eager_softmax: Literal["float32", "native"] = "float32"
     router_in_float32: bool = False
     routing_weights: Literal["narrow", "float32"] = "narrow"
@@ -87,7 +91,7 @@ class HFTraits:
     causal_mask_buffers: bool = False
     """... for every layer (GPT-Neo)."""
     position_table_width: int = 0
-    """Of an fp32 buffer of sines and cosines [max_position_embeddings, width] in every layer: `rotary_dim` (GPT-J's kin)."""
+    """Width of an fp32 table of all positions that every layer has: `rotary_dim` (GPT-J and its kin)."""
 
 
 _GEMMA = HFTraits(norm_weight_in_float32=True, scaled_embedding=True, embedding_scales_itself=True)
@@ -97,6 +101,7 @@ _GEMMA3 = HFTraits(
     embedding_scales_itself=True,
     full_attention_every=6,
     rotary_tables=2,
+    norms_after_projections=True,
 )
 _T5 = HFTraits(norm_of_input=True, eager_softmax="native")
 _GRANITE = HFTraits(scaled_embedding=True, scaled_residual=True, scaled_logits=True)
@@ -115,7 +120,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "olmo": HFTraits(rotary="promoted"),
     "olmo2": HFTraits(norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False),
     "olmo3": HFTraits(norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False, full_attention_every=4),
-    "exaone4": HFTraits(full_attention_every=4),
+    "exaone4": HFTraits(full_attention_every=4, norms_after_projections=True),
     "gpt_oss": HFTraits(
         norm_weight_in_float32=True,
         rotary_in_halves=True,
@@ -125,7 +130,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     ),
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE, scores_of_top_experts="float32"),
-    "cohere": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True),
+    "cohere": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, norms_after_projections=True),
     "cohere2": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, full_attention_every=4),
     "gpt2": HFTraits(keeps_sublayer_outputs=True, eager_softmax="native"),
     "gpt_bigcode": HFTraits(keeps_sublayer_outputs=True, causal_mask_buffer=True),
@@ -139,7 +144,11 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "deepseek_v2": HFTraits(router_in_float32=True, routing_weights="float32"),
     "deepseek_v3": HFTraits(router_in_float32=True, routing_weights="float32", normalises_routing=True),
     "glm4_moe": HFTraits(
-        rotary_fraction=0.5, router_in_float32=True, routing_weights="float32", normalises_routing=True
+        rotary_fraction=0.5,
+        norms_after_projections=True,
+        router_in_float32=True,
+        routing_weights="float32",
+        normalises_routing=True,
     ),
     "t5": _T5,
     "mt5": _T5,
@@ -150,7 +159,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
         scores_in_float32=True, returns_attention_weights=True, keeps_sublayer_outputs=True, causal_mask_buffers=True
     ),
     "bloom": HFTraits(returns_attention_weights=True, joins_heads_first=True),
-    "mpt": HFTraits(returns_attention_weights=True),
+    "mpt": HFTraits(returns_attention_weights=True, scores_biased_and_filled=True),
     "opt": HFTraits(feed_forward_inline=True, positions_per_sequence=True),
     "glm": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2),
     "glm4": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2),
@@ -179,6 +188,11 @@ def attention_key_heads(architecture: Architecture) -> int:
     """Key heads that the attention kernel is given."""
     heads, key_heads = architecture.num_attention_heads, architecture.num_key_value_heads
     return heads if architecture.mla or (traits(architecture).expands_key_value and key_heads > 1) else key_heads
+
+
+def kinds_of_layers(architecture: Architecture) -> int:
+    """2 where layers with and without a sliding window take turns, and both kinds are there."""
+    return 1 + (0 < traits(architecture).full_attention_every <= architecture.num_hidden_layers)
 
 
 def slides(architecture: Architecture, layer: int, sequence: int) -> bool:

@@ -124,7 +124,8 @@ def _clamped_product(build: BlockBuilder, both: Tensor, elements: int) -> Tensor
     glu = ops.multiply(tape, gate, ops.unary_of_result(tape, scaled, "mlp.experts.sigmoid"), "mlp.experts.glu")
     shifted = tape.operation("mlp.experts.plus_one", [up], up.num_bytes, gradients=[(up, None)])
     product = ops.multiply(tape, shifted, glu, "mlp.experts.product")
-    tape.hold(up)
+    for variable in (both, gate, up):  # and an argument
+        tape.hold(variable)
     return product
 
 
