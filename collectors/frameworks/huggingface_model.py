@@ -36,6 +36,8 @@ def model_of(job: TrainingJob) -> Any:
     architecture = _trainable(job.architecture)
     told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
     config = transformers.AutoConfig.for_model(**told)
+    if (getattr(config, "pad_token_id", None) or 0) >= architecture.vocab_size:
+        config.pad_token_id = None  # the family's default, which a smaller vocabulary does not have
     dtype = getattr(torch, job.precision.parameters)
     if architecture.kind == "undescribed":
         return _undescribed(config, attention, dtype)

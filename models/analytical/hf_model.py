@@ -11,7 +11,7 @@ from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.attention_kernels import flex_block_mask_bytes
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding_variables
-from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers, traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.step import Run, Step
 from peakcast.spec import TrainingJob
@@ -22,13 +22,14 @@ INT64 = 8
 
 
 def hold_buffers(timeline: Step, job: TrainingJob) -> None:
-    """Buffers of size: a causal mask for the longest sequence, in old code."""
-    if traits(job.architecture).causal_mask_buffer:
-        timeline.hold("causal_mask", Category.PARAMETERS, job.architecture.max_position_embeddings**2, 0)
-    if traits(job.architecture).causal_mask_buffers:
-        for layer in range(job.architecture.num_hidden_layers):
-            size = job.architecture.max_position_embeddings**2
-            timeline.hold("attention.bias", Category.PARAMETERS, size, 0, module=f"layers.{layer}")
+    """Buffers of size: in old code a causal mask for the longest sequence, or tables of positions in every layer."""
+    family, longest = traits(job.architecture), job.architecture.max_position_embeddings
+    layers = [f"layers.{index}" for index in range(job.architecture.num_hidden_layers)]
+    buffers = [("causal_mask", "", longest**2)] * family.causal_mask_buffer
+    buffers += [("attention.bias", layer, longest**2) for layer in layers if family.causal_mask_buffers]
+    tables = longest * family.position_table_width * FP32
+    buffers += [("attention.embed_positions", layer, tables) for layer in layers if tables]
+    timeline.hold_all(buffers, Category.PARAMETERS, 0)
 
 
 def hold_shared_inputs(timeline: Step, job: TrainingJob) -> None:
@@ -80,17 +81,21 @@ def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
             timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, dies, "head")
 
 
-def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, dies: int) -> None:
+def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: int) -> None:
     """The model's attention masks, one per kind of layer: for eager in the compute dtype, for sdpa bool and shared by all
-    sequences unless the batch asks for one each. They live as long as the model's forward, and as arguments of
-    checkpointed layers to the last of these."""
+    sequences unless the batch asks for one each. They live until the model's forward has `ended`, and as arguments of
+    checkpointed layers, if any takes them, until `dies`."""
     one = layers[0]
     scores = one.sequence**2
-    kinds = 2 if one.architecture.sliding_window is not None and traits(one.architecture).full_attention_every else 1
+    family = traits(one.architecture)
+    slides = one.architecture.sliding_window is not None and bool(family.full_attention_every)
+    kinds = 1 + (slides or family.masks_for_both_kinds)
     if one.architecture.kind == "encoder":
         sizes = []  # nothing is masked without padding
     elif "mask" in one.compiled:
         sizes = [one.batch * scores * one.compute_bytes]
+    elif family.scores_biased_and_filled:
+        sizes = [one.batch * scores]
     elif one.attention == "eager":
         sizes = [one.batch * scores * one.compute_bytes] * kinds
     elif one.attention == "flex":
@@ -98,9 +103,11 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, dies: in
     elif one.attention == "sdpa" and one.mask_of_batch:
         sizes = [one.batch * scores] * kinds
     else:
-        sizes = [scores] if one.attention == "sdpa" and any(layer.masked for layer in layers) else []
-    for size in sizes:
-        timeline.hold("attention_mask", Category.INPUTS, size, start, dies)
+        needed = family.masks_for_both_kinds or any(layer.masked for layer in layers)
+        sizes = [scores] if one.attention == "sdpa" and needed else []
+    taken = min(kinds, kinds_of_layers(one.architecture))
+    for number, size in enumerate(sizes):
+        timeline.hold("attention_mask", Category.INPUTS, size, start, dies if number < taken else ended)
 
 
 def hold_attention_weights(timeline: Step, layer: HFContext, first_runs: Mapping[int, Run]) -> None:
@@ -118,11 +125,13 @@ def hold_attention_weights(timeline: Step, layer: HFContext, first_runs: Mapping
 def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, start: int) -> None:
     """cos and sin of every position, shared by all layers until the first layer's backward is done."""
     if job.architecture.position_embedding == "rope" and "mask" not in context.compiled:  # computed anew in each kernel
-        mla = job.architecture.mla
-        width = mla.qk_rope_head_dim if mla else int(job.architecture.head_dim * traits(job.architecture).rotary_fraction)
-        wide = traits(job.architecture).rotary == "promoted"
+        mla, family = job.architecture.mla, traits(job.architecture)
+        width = mla.qk_rope_head_dim if mla else int(job.architecture.head_dim * family.rotary_fraction)
+        width //= 1 + family.rotary_in_halves
+        wide = family.rotary == "promoted"
+        kinds = kinds_of_layers(job.architecture)
         # where ranks share a sequence, each sequence of a batch has positions of its own
         tokens = context.rows if context.ring.ranks > 1 else context.sequence
         size = tokens * width * (FP32 if wide else context.weight_bytes)
-        for name in ("rotary.cos", "rotary.sin") * traits(job.architecture).rotary_tables:
+        for name in ("rotary.cos", "rotary.sin") * min(family.rotary_tables, kinds):
             timeline.hold(name, Category.ACTIVATIONS, size, start, timeline.now)

@@ -11,6 +11,7 @@ from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes
 from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs
+from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.blocks.kv_cache import returned_cache_bytes
 from peakcast.models.analytical.columns import Recording
@@ -198,8 +199,9 @@ def _micro_batch(
     hold_embeddings(timeline, blocks.contexts, embedded, in_checkpoint, model_ends(loss))
     timeline.run_backward(loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
-    masks_kept = checkpointed or "mask" in context.compiled
-    hold_masks(timeline, blocks.contexts, start, timeline.now if masks_kept else model_ends(loss))
+    masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
+    ended = model_ends(loss)
+    hold_masks(timeline, blocks.contexts, start, ended, timeline.now if masks_kept else ended)
     hold_rotary_tables(timeline, job, context, start)
     timeline.run_backward(embedded)
     timeline.end_backward()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.blocks.eager_attention import eager_attention, repeat_key_value, to_float32
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
 from peakcast.models.analytical.blocks.hf_traits import attention_key_heads, traits
 from peakcast.models.analytical.blocks.ring_attention import RingTensors, backward_bytes, forward_bytes
@@ -169,7 +170,7 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context, tape, architecture = build.context, build.tape, build.context.architecture
     heads, narrow = architecture.num_attention_heads, q.num_bytes
     q, k, v = _to_compute_dtype(build, q, k, v)
-    local = [q32, k32, v32] = [_to_float32(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
+    local = [q32, k32, v32] = [to_float32(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
     query = ops.scale(tape, q32, "self_attn.math.scale_q")
     local.append(query)
     if traits(architecture).grouped_query_kernel:
@@ -203,75 +204,12 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ops.copy(tape, output, "self_attn.contiguous")
 
 
-def _eager(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`eager_attention_forward`: scores, softmax (in fp32 and converted back, in most families), times v."""
-    context, architecture, tape = build.context, build.context.architecture, build.tape
-    heads, size = architecture.num_attention_heads, context.compute_bytes
-    family = traits(architecture)
-    elements = context.batch * heads * context.sequence * (context.key_length or context.sequence)
-    k, v = repeat_key_value(build, q, k, v)
-    if family.scores_in_float32 and size != FP32:
-        q, k, size = _to_float32(build, q, "q"), _to_float32(build, k, "k"), FP32
-    if family.joins_heads_first:
-        v = _joined(build, v, "v")
-    # repeated key heads are laid out so, and what is concatenated of a rotated and another part
-    repeated = attention_key_heads(architecture) not in (1, architecture.num_attention_heads)
-    joined = architecture.mla is not None or family.rotary_fraction < 1
-    q_used = _joined(build, q, "q", by_head=joined)
-    k_used = _joined(build, k, "k", by_head=joined or repeated)
-    scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
-    named = [scores, q_used, k_used, v] if family.joins_heads_first else [k]
-    if not family.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
-        scores = ops.scale(tape, scores, "self_attn.scaling")
-    if family.attention_softcap:
-        scores = ops.scale(tape, scores, "self_attn.softcap.divide")
-        scores = ops.scale(tape, ops.unary_of_result(tape, scores, "self_attn.softcap.tanh"), "self_attn.softcap.multiply")
-    if architecture.kind in ("decoder", "hybrid"):
-        scores = tape.operation("self_attn.add_mask", [scores], scores.num_bytes, gradients=[(scores, None)])
-    narrow = context.compute_bytes
-    widened = size != FP32 and (family.eager_softmax == "float32" or context.autocast)
-    wide = ops.cast(tape, scores, elements * FP32, "self_attn.softmax.to_float32") if widened else scores
-    weights = ops.unary_of_result(tape, wide, "self_attn.softmax")
-    tape.hold(scores)  # the variable is assigned only when the softmax has returned
-    if weights.num_bytes != elements * narrow:
-        weights = ops.cast(tape, weights, elements * narrow, "self_attn.softmax.to_narrow")
-        tape.hold(scores)
-    weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
-    v_used = v if family.joins_heads_first else _joined(build, v, "v", by_head=repeated)
-    # the product, before .transpose(1, 2).contiguous()
-    output = ops.matmul(tape, weights, v_used, v.num_bytes, "self_attn.weighted_sum", forward_temporary_bytes=v.num_bytes)
-    for variable in named:
-        tape.hold(variable)
-    build.variables.append(weights)  # the attention module returns them too
-    return output
-
-
-def _joined(build: BlockBuilder, x: Tensor, name: str, *, by_head: bool = False) -> Tensor:
-    """`matmul` joins the dimensions of sequences and heads: a copy, unless the tensor is laid out head by head."""
-    return ops.copy(build.tape, x, f"self_attn.joined_{name}") if build.context.batch > 1 and not by_head else x
-
-
-def repeat_key_value(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`repeat_kv`: copies of k and v for every query head (of a width shared by q and k)."""
-    tape, key_heads = build.tape, attention_key_heads(build.context.architecture)
-    if key_heads == build.context.architecture.num_attention_heads:
-        return k, v
-    single = key_heads == 1  # one head is expanded as a view
-    repeated = tape.operation("self_attn.repeat_k", [k], q.num_bytes, view_of=k if single else None)
-    return repeated, tape.operation("self_attn.repeat_v", [v], q.num_bytes, view_of=v if single else None)
-
-
 def _broadcast_heads(build: BlockBuilder, q: Tensor, x: Tensor) -> Tensor:
     """matmul's expansion of a single key head to all query heads: a view for one sequence, else a copy."""
     if x.num_bytes == q.num_bytes:
         return x
     view = x if build.context.batch == 1 else None
     return build.tape.operation("self_attn.math.expand", [x], q.num_bytes, view_of=view)
-
-
-def _to_float32(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
-    size = build.context.compute_bytes
-    return ops.cast(build.tape, x, x.num_bytes // size * FP32, f"self_attn.math.{name}32") if size != FP32 else x
 
 
 def _to_compute_dtype(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -303,5 +241,5 @@ KERNELS: dict[str, Kernel] = {
     "ring": _ring,
     "efficient": _efficient,
     "math": _math,
-    "eager": _eager,
+    "eager": eager_attention,
 }

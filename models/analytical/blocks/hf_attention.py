@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.attention_kernels import attention, attention_kernel
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
@@ -17,31 +19,34 @@ FP32 = 4
 def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     """[micro_batch_size, sequence_length, hidden_size] in and out."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
-    rows, width = context.rows, architecture.hidden_size
+    rows, width, family = context.rows, architecture.hidden_size, traits(architecture)
     query, key_value = architecture.query_size, architecture.key_value_size
     size = context.compute_bytes
     x = gather_sequence(tape, x, context.group, "self_attn")
     bias, names = architecture.attention_bias, leaf_names(architecture)
+    fused = x
     if architecture.fused_qkv:
         fused = build.projection(x, width, query + 2 * key_value, f"self_attn.{names.qkv}", bias)
         q, k, v = tape.split(fused, [rows * query * size, rows * key_value * size, rows * key_value * size], "qkv_split")
-        if traits(architecture).expands_key_value and architecture.num_key_value_heads > 1:
+        if family.expands_key_value and architecture.num_key_value_heads > 1:
             whole = q.num_bytes
             q, k, v = (tape.operation("self_attn.expand", [part], whole) for part in (q, k, v))
+        elif family.expands_key_value:  # picked by an index, which copies
+            k, v = (tape.operation("self_attn.pick", [part], part.num_bytes) for part in (k, v))
     else:
         q = build.columns(x, width, query, f"self_attn.{names.q}", bias)
-        if architecture.qk_norm != "none":
-            q = _qk_norm(build, q, query, "self_attn.q_norm")
+        q = q if family.norms_after_projections else _qk_norm(build, q, query, "self_attn.q_norm")
         k = build.columns(x, width, key_value, f"self_attn.{names.k}", bias)
-        if architecture.qk_norm != "none":
-            k = _qk_norm(build, k, key_value, "self_attn.k_norm")
+        k = k if family.norms_after_projections else _qk_norm(build, k, key_value, "self_attn.k_norm")
         v = build.columns(x, width, key_value, f"self_attn.{names.v}", bias)
-    variables = [x, q, k] if traits(architecture).rotary_inline else [x]
+        if family.norms_after_projections:
+            q = _qk_norm(build, q, query, "self_attn.q_norm")
+            k = _qk_norm(build, k, key_value, "self_attn.k_norm")
+    variables = [x, q, k] if family.rotary_inline else [x]
+    variables += [fused] if family.expands_key_value else []
     if architecture.position_embedding == "rope":
-        q, k = _rotary(build, q, k)
-        if traits(architecture).rotary_inline:  # the rotated parts, which are joined with the others
-            rotated = int((q.num_bytes + k.num_bytes) * traits(architecture).rotary_fraction)
-            variables.append(tape.operation("self_attn.rotated", [], rotated))
+        q, k, parts = _rotary(build, q, k)
+        variables += parts if family.rotary_inline else []
     if context.cache:
         k, v = update_cache(build, k, v)
     output = attention(build, q, k, v)
@@ -55,6 +60,8 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
 
 def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
     architecture = build.context.architecture
+    if architecture.qk_norm == "none":
+        return x
     if architecture.qk_norm in ("head", "per_head"):
         rows = build.context.rows * width // architecture.head_dim
         normed = build.norm(x, architecture.head_dim, name, rows)
@@ -64,40 +71,77 @@ def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
     return normed
 
 
-def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_pos_emb`: q and k, in fp32 where the family's code says so; its arguments live until both are done."""
+def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """`apply_rotary_pos_emb`: q and k, in fp32 where the family's code says so, and the rotated parts that were joined
+    with what is not rotated. Its arguments live until both are done."""
     tape, element = build.tape, build.context.compute_bytes
+    architecture, family = build.context.architecture, traits(build.context.architecture)
     if build.context.liger:  # in place, forward and backward, on contiguous tensors (liger_kernel 0.8 ops/rope.py)
-        rotated = ops.copy if build.context.architecture.fused_qkv else ops.in_place
-        return rotated(tape, q, "self_attn.rotary_q"), rotated(tape, k, "self_attn.rotary_k")
-    kind = traits(build.context.architecture).rotary if element != FP32 else "narrow"
-    arguments, narrow = [q, k], [q.num_bytes, k.num_bytes]
+        rotated = ops.copy if architecture.fused_qkv else ops.in_place
+        return rotated(tape, q, "self_attn.rotary_q"), rotated(tape, k, "self_attn.rotary_k"), []
+    kind = family.rotary if element != FP32 else "narrow"
+    arguments, narrow, parts = [q, k], [q.num_bytes, k.num_bytes], []
     wide = [size // element * FP32 for size in narrow]
     if kind == "cast":
         q = ops.cast(tape, q, wide[0], "self_attn.rotary_q.to_float32")
         k = ops.cast(tape, k, wide[1], "self_attn.rotary_k.to_float32")
         arguments += [q, k]
     promoted = wide if kind == "promoted" else [q.num_bytes, k.num_bytes]
-    q = rotate(tape, q, promoted[0], "self_attn.rotary_q")
-    k = rotate(tape, k, promoted[1], "self_attn.rotary_k")
+    if family.rotary_in_halves:
+        q = rotate_in_halves(tape, q, promoted[0], "self_attn.rotary_q")
+        k = rotate_in_halves(tape, k, promoted[1], "self_attn.rotary_k")
+    elif architecture.rotary_in_parts or family.rotary_fraction < 1:
+        tables, turned = _tables_of_layer(build), []
+        for x, name in ((q, "q"), (k, "k")):
+            size = int(x.num_bytes * family.rotary_fraction)
+            part = tape.operation(f"self_attn.rotary_{name}.part", [x], size, view_of=x)
+            rest = tape.operation(f"self_attn.rotary_{name}.rest", [x], x.num_bytes - size, view_of=x)
+            turned.append((rotate(tape, part, size, f"self_attn.rotary_{name}", tables), rest, x.num_bytes))
+        q, k = (
+            tape.operation("self_attn.rotary.join", [part, rest], size, gradients=[(part, None), (rest, None)])
+            for part, rest, size in turned
+        )
+        parts = [part for part, _, _ in turned]
+    else:
+        q = rotate(tape, q, promoted[0], "self_attn.rotary_q")
+        k = rotate(tape, k, promoted[1], "self_attn.rotary_k")
     arguments += [q, k]
     if kind != "narrow":
         q = ops.cast(tape, q, narrow[0], "self_attn.rotary_q.to_narrow")
         k = ops.cast(tape, k, narrow[1], "self_attn.rotary_k.to_narrow")
     for variable in arguments:
         tape.hold(variable)
-    return q, k
+    return q, k, parts
 
 
-def rotate(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
-    """x·cos + rotate_half(x)·sin, products of `num_bytes`: keeps nothing of its own (cos and sin belong to the model)."""
-    straight = tape.operation(f"{name}.cos", [x], num_bytes)
+def _tables_of_layer(build: BlockBuilder) -> list[Tensor]:
+    """cos and sin that a layer lays out anew, where its family does."""
+    architecture, family = build.context.architecture, traits(build.context.architecture)
+    width = int(architecture.head_dim * family.rotary_fraction) * family.rotary_tables_per_layer
+    size = build.context.sequence * width * build.context.weight_bytes
+    return [build.tape.operation("self_attn.rotary_tables", [], size, gradients=[])] if size else []
+
+
+def rotate(tape: Tape, x: Tensor, num_bytes: int, name: str, tables: Sequence[Tensor] = ()) -> Tensor:
+    """x·cos + rotate_half(x)·sin, products of `num_bytes`: keeps `tables` alone (else the model has them)."""
+    straight = tape.operation(f"{name}.cos", [x], num_bytes, saves=tables)
     rotated = tape.operation(
         f"{name}.rotate_half",
         [x],
         x.num_bytes,
         forward_temporary_bytes=x.num_bytes // 2,
-        backward_temporary_bytes=x.num_bytes + x.num_bytes // 2,
+        backward_temporary_bytes=x.num_bytes,  # both halves' gradients, each as large as x, meet
     )
     rotated = tape.operation(f"{name}.sin", [rotated], num_bytes)
     return ops.add(tape, straight, rotated, f"{name}.add")
+
+
+def rotate_in_halves(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
+    """(a·cos - b·sin, b·cos + a·sin) of the halves a and b of x, joined: keeps nothing of its own."""
+    half = num_bytes // 2
+    first, second = tape.split(x, [x.num_bytes // 2] * 2, f"{name}.chunk")
+    straight, turned = (tape.operation(f"{name}.{part}", [of], half) for part, of in (("cos", first), ("sin", second)))
+    left = tape.operation(f"{name}.subtract", [straight, turned], half, gradients=[(straight, None), (turned, half)])
+    straight, turned = (tape.operation(f"{name}.{part}", [of], half) for part, of in (("cos", second), ("sin", first)))
+    right = ops.add(tape, straight, turned, f"{name}.add")
+    return tape.operation(f"{name}.join", [left, right], num_bytes, gradients=[(left, None), (right, None)])

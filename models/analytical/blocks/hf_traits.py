@@ -5,7 +5,7 @@ Source of every row: transformers 5.17 `models/<model_type>/modeling_<model_type
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from peakcast.architecture import Architecture
@@ -25,10 +25,16 @@ class HFTraits:
     """`cast`: q and k are converted to fp32 for it (Cohere); `promoted`: fp32 tables widen the products (OLMo)."""
     rotary_tables: int = 1
     """Sets of cosines and sines (Gemma 3: one for sliding layers, one for the others)."""
+    rotary_tables_per_layer: int = 0
+    """... and copies of them that each layer makes and keeps (GLM interleaves their elements)."""
     rotary_fraction: float = 1.0
     """Share of head_dim that is rotated, where the rest is concatenated to it."""
     rotary_inline: bool = False
     """Splits and joins q and k in the attention's own forward, whose variables then keep the parts."""
+    rotary_in_halves: bool = False
+    """Rotates the halves of q and k apart and joins them; its tables are half as wide (gpt-oss)."""
+    norms_after_projections: bool = False
+    """Projects all of q, k and v before it normalises any."""
     norms_together: bool = False
     """A parallel block with two norms computes both first."""
     keeps_sublayer_outputs: bool = False
@@ -49,6 +55,8 @@ class HFTraits:
     scaled_logits: bool = False
     full_attention_every: int = 0
     """With a sliding window: every so many layers one attends to everything (0: none does)."""
+    masks_for_both_kinds: bool = False
+    """Builds a mask for sliding layers too where there are none (Qwen2-MoE, whose window then is 0)."""
     always_masked: bool = False
     """Builds a mask even where the kernel's own causal one would do."""
     grouped_query_kernel: bool = True
@@ -63,16 +71,27 @@ class HFTraits:
     """Eager attention lays out q, k and v before it multiplies any, and names them and the unmasked scores to its end."""
     scores_in_float32: bool = False
     """Eager attention converts q and k to fp32 before it multiplies them (GPT-J and its kin)."""
+    scores_scaled_in_place: bool = False
+    scores_biased_and_filled: bool = False
+    """Eager attention adds an fp32 bias of positions and fills in a bool mask, which autograd keeps (MPT)."""
     eager_softmax: Literal["float32", "native"] = "float32"
     router_in_float32: bool = False
     routing_weights: Literal["narrow", "float32"] = "narrow"
     """Dtype of the chosen experts' weights; fp32 ones widen the weighted rows."""
+    scores_of_top_experts: Literal["", "narrow", "float32"] = ""
+    """The router's softmax is that of the chosen experts' logits only; of what dtype these are."""
+    normalises_routing: bool = False
+    """The chosen experts' weights are divided by their sum."""
+    clamped_experts: bool = False
+    """Experts bound gate and up, which lie beside each other by turns, before they multiply (gpt-oss)."""
     liger_qk_norm: bool = True
     """Whether Liger replaces norms over all heads at once (liger_kernel 0.8 `monkey_patch.py`)."""
     causal_mask_buffer: bool = False
     """A bool [max_position_embeddings, max_position_embeddings] buffer for the whole model."""
     causal_mask_buffers: bool = False
     """... for every layer (GPT-Neo)."""
+    position_table_width: int = 0
+    """Width of an fp32 table of all positions that every layer has: `rotary_dim` (GPT-J and its kin)."""
 
 
 _GEMMA = HFTraits(norm_weight_in_float32=True, scaled_embedding=True, embedding_scales_itself=True)
@@ -82,6 +101,7 @@ _GEMMA3 = HFTraits(
     embedding_scales_itself=True,
     full_attention_every=6,
     rotary_tables=2,
+    norms_after_projections=True,
 )
 _T5 = HFTraits(norm_of_input=True, eager_softmax="native")
 _GRANITE = HFTraits(scaled_embedding=True, scaled_residual=True, scaled_logits=True)
@@ -100,11 +120,17 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "olmo": HFTraits(rotary="promoted"),
     "olmo2": HFTraits(norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False),
     "olmo3": HFTraits(norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False, full_attention_every=4),
-    "exaone4": HFTraits(full_attention_every=4),
-    "gpt_oss": HFTraits(full_attention_every=2),
+    "exaone4": HFTraits(full_attention_every=4, norms_after_projections=True),
+    "gpt_oss": HFTraits(
+        norm_weight_in_float32=True,
+        rotary_in_halves=True,
+        full_attention_every=2,
+        scores_of_top_experts="narrow",
+        clamped_experts=True,
+    ),
     "granite": _GRANITE,
-    "granitemoe": _GRANITE,
-    "cohere": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True),
+    "granitemoe": replace(_GRANITE, scores_of_top_experts="float32"),
+    "cohere": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, norms_after_projections=True),
     "cohere2": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, full_attention_every=4),
     "gpt2": HFTraits(keeps_sublayer_outputs=True, eager_softmax="native"),
     "gpt_bigcode": HFTraits(keeps_sublayer_outputs=True, causal_mask_buffer=True),
@@ -112,29 +138,40 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "phi": HFTraits(rotary_fraction=0.5, rotary_inline=True),
     "stablelm": HFTraits(rotary_fraction=0.25, rotary_inline=True, keeps_sublayer_outputs=True, keeps_sublayer_inputs=True),
     "nemotron": HFTraits(rotary_fraction=0.5),
-    "mixtral": HFTraits(routing_weights="float32"),
+    "mixtral": HFTraits(routing_weights="float32", normalises_routing=True),
+    "qwen2_moe": HFTraits(masks_for_both_kinds=True),
+    "qwen3_moe": HFTraits(normalises_routing=True),
     "deepseek_v2": HFTraits(router_in_float32=True, routing_weights="float32"),
-    "deepseek_v3": HFTraits(router_in_float32=True, routing_weights="float32"),
-    "glm4_moe": HFTraits(rotary_fraction=0.5, router_in_float32=True, routing_weights="float32"),
+    "deepseek_v3": HFTraits(router_in_float32=True, routing_weights="float32", normalises_routing=True),
+    "glm4_moe": HFTraits(
+        rotary_fraction=0.5,
+        norms_after_projections=True,
+        router_in_float32=True,
+        routing_weights="float32",
+        normalises_routing=True,
+    ),
     "t5": _T5,
     "mt5": _T5,
     "bert": HFTraits(norm_after_residual=True, eager_softmax="native"),
-    "gptj": HFTraits(scores_in_float32=True, returns_attention_weights=True),
-    "codegen": HFTraits(scores_in_float32=True, returns_attention_weights=True),
+    "gptj": HFTraits(scores_in_float32=True, returns_attention_weights=True, position_table_width=64),
+    "codegen": HFTraits(scores_in_float32=True, returns_attention_weights=True, position_table_width=64),
     "gpt_neo": HFTraits(
         scores_in_float32=True, returns_attention_weights=True, keeps_sublayer_outputs=True, causal_mask_buffers=True
     ),
     "bloom": HFTraits(returns_attention_weights=True, joins_heads_first=True),
-    "mpt": HFTraits(returns_attention_weights=True),
+    "mpt": HFTraits(returns_attention_weights=True, scores_biased_and_filled=True),
     "opt": HFTraits(feed_forward_inline=True, positions_per_sequence=True),
-    "glm": HFTraits(rotary_fraction=0.5),
-    "glm4": HFTraits(rotary_fraction=0.5),
+    "glm": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2),
+    "glm4": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2),
     "falcon": HFTraits(
         always_masked=True,
         grouped_query_kernel=False,
         expands_key_value=True,
         norms_together=True,
         parallel_sum_in_place=True,
+        scores_scaled_in_place=True,
+        eager_softmax="native",
+        returns_attention_weights=True,
     ),
 }
 """`model_type` -> its traits; every other family has Llama's."""
@@ -151,6 +188,11 @@ def attention_key_heads(architecture: Architecture) -> int:
     """Key heads that the attention kernel is given."""
     heads, key_heads = architecture.num_attention_heads, architecture.num_key_value_heads
     return heads if architecture.mla or (traits(architecture).expands_key_value and key_heads > 1) else key_heads
+
+
+def kinds_of_layers(architecture: Architecture) -> int:
+    """2 where layers with and without a sliding window take turns, and both kinds are there."""
+    return 1 + (0 < traits(architecture).full_attention_every <= architecture.num_hidden_layers)
 
 
 def slides(architecture: Architecture, layer: int, sequence: int) -> bool:

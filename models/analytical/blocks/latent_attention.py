@@ -47,7 +47,7 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     )
     output = attention(build, queries, keys, values)
     output = build.projection(output, heads * value, width, "self_attn.o_proj", bias)
-    for variable in (x, q_pass, q_rot, k_rot, latent, queries, keys, values):
+    for variable in (x, q_pass, q_rot, compressed, k_rot, latent, queries, keys, values):
         tape.hold(variable)
     return ops.dropout(tape, output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
 

@@ -69,9 +69,9 @@ def matmul(tape: Tape, x: Tensor, y: Tensor, num_bytes: int, name: str, *, forwa
     return tape.operation(name, [x, y], num_bytes, saves=saves, forward_temporary_bytes=forward_temporary_bytes)
 
 
-def scale(tape: Tape, x: Tensor, name: str) -> Tensor:
+def scale(tape: Tape, x: Tensor, name: str, *, where_it_stands: bool = False) -> Tensor:
     """x times a number or a constant tensor that lives elsewhere: keeps nothing; a new gradient."""
-    return tape.operation(name, [x], x.num_bytes)
+    return tape.operation(name, [x], x.num_bytes, view_of=x if where_it_stands else None)
 
 
 def in_place(tape: Tape, x: Tensor, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The routed feed-forward of a mixture of experts in Hugging Face: router, experts, shared experts.
+"""The routed feed-forward of a mixture of experts in Hugging Face: experts, and those that all tokens share.
 
 Experts run in grouped matrix products (transformers 5, `integrations/moe.py` grouped_mm_experts_forward), whose sizes do
 not depend on the routing, or one after the other (transformers 4), each on its share of `num_experts_per_tok` rows per
@@ -16,10 +16,11 @@ from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.activations import activation
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.blocks.router import route
 from peakcast.models.analytical.tape import Tensor, WeightGradient
 
 MOST_GROUPS = 16
-FP32 = 4
+INT32 = 4
 INT64 = 8
 
 
@@ -28,7 +29,7 @@ def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     moe = build.context.architecture.moe
     assert moe is not None
     gated = _shared_expert(build, x, moe) if moe.shared_expert_gate else None
-    weights = _router(build, x, moe)
+    weights, logits = route(build, x, moe)
     experts = _grouped_experts if build.context.grouped_experts else _looped_experts
     output = experts(build, x, weights, moe)
     if gated is not None:
@@ -44,43 +45,8 @@ def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
         output = ops.add(build.tape, output, scaled, "mlp.add_shared")
     elif moe.shared_expert_intermediate_size:
         output = ops.add(build.tape, output, _shared_expert(build, x, moe), "mlp.add_shared")
+    build.tape.hold(logits)
     return output
-
-
-def _router(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
-    """The chosen experts' weights [tokens, num_experts_per_tok]: softmax (or DeepSeek's sigmoid) in fp32 and the top k."""
-    context, tape, rows = build.context, build.tape, build.context.rows
-    width, num, top_k = context.architecture.hidden_size, moe.num_experts, moe.num_experts_per_tok
-    family = traits(context.architecture)
-    scores = rows * num * FP32
-    if family.router_in_float32 and context.weight_bytes < FP32:
-        x = ops.cast(tape, x, rows * width * FP32, "mlp.router.input_to_float32")
-        weight = tape.operation(
-            "mlp.router.weight_to_float32",
-            [],
-            num * width * FP32,
-            weight_gradients=[WeightGradient("mlp.gate.weight.grad", num * width * context.weight_bytes)]
-            if context.trainable
-            else [],
-        )
-        logits = tape.operation("mlp.router.logits", [x, weight], scores, saves=[x, weight])
-    else:
-        logits = build.projection(x, width, num, "mlp.gate", False)
-        if logits.num_bytes != scores:
-            logits = ops.cast(tape, logits, scores, "mlp.router.to_float32")
-    probabilities = ops.unary_of_result(tape, logits, "mlp.router.scores")
-    weights = tape.operation(
-        "mlp.router.topk",
-        [probabilities],
-        rows * top_k * FP32,
-        extra_saved_bytes=[rows * top_k * INT64],
-        gradients=[(probabilities, probabilities.num_bytes)],
-        forward_temporary_bytes=2 * scores if family.router_in_float32 else 0,  # scores with bias, masked by group
-    )
-    weights = ops.unary(tape, weights, "mlp.router.normalise")
-    if family.routing_weights == "narrow" and context.weight_bytes < FP32:
-        weights = ops.cast(tape, weights, rows * top_k * context.weight_bytes, "mlp.router.to_narrow")
-    return weights
 
 
 def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: MixtureOfExperts) -> Tensor:
@@ -91,20 +57,27 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     size = x.num_bytes // (context.rows * width)
     weight_rows = weights.num_bytes // pairs
     # the sorted ids and their order, the order back, tokens taken, and a bool for each row
-    tape.operation("mlp.experts.sort", [], pairs * INT64, gradients=[])
+    ids = tape.operation("mlp.experts.sort", [], pairs * INT64, gradients=[])
+    counted = tape.operation("mlp.experts.ids_to_int32", [], pairs * INT32, gradients=[])
     order = tape.operation("mlp.experts.order", [], 3 * pairs * INT64 + pairs, gradients=[])
     taken = tape.operation("mlp.experts.take", [x, order], pairs * width * size, saves=[order])
     sorted_weights = tape.operation("mlp.experts.take_weights", [weights, order], weights.num_bytes, saves=[order])
     selected = _masked_in_place(build, taken)
     gated = context.architecture.gated_mlp
-    both = _grouped_linear(build, selected, moe, pairs, width, (1 + gated) * inner, "mlp.experts.gate_up_proj")
+    bias = _bias(build, ids, moe, pairs, (1 + gated) * inner, "mlp.experts.gate_up_proj_bias")
+    both = _grouped_linear(build, selected, moe, pairs, width, (1 + gated) * inner, "mlp.experts.gate_up_proj", bias)
     both = _masked(build, both, "mlp.experts.mask_gate_up")
-    if gated:
+    if traits(context.architecture).clamped_experts:
+        product = _clamped_product(build, both, pairs * inner)
+    elif gated:
         gate, up = tape.split(both, [pairs * inner * size] * 2, "mlp.experts.chunk")
         product = ops.multiply(tape, ops.unary(tape, gate, "mlp.experts.act"), up, "mlp.experts.product")
     else:
         product = activation(build, both)
-    down = _grouped_linear(build, product, moe, pairs, inner, width, "mlp.experts.down_proj")
+    down_bias = _bias(build, ids, moe, pairs, width, "mlp.experts.down_proj_bias")
+    for variable in bias:
+        tape.hold(variable)
+    down = _grouped_linear(build, product, moe, pairs, inner, width, "mlp.experts.down_proj", down_bias)
     down = _masked(build, down, "mlp.experts.mask_down")
     wide = pairs * width * max(size, weight_rows)
     weighted = tape.operation(
@@ -123,17 +96,52 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     )
     if total.num_bytes != x.num_bytes:
         total = ops.cast(tape, total, x.num_bytes, "mlp.experts.to_narrow")
-    for variable in (selected, down, restored):  # of the experts' forward
+    for variable in (ids, counted, selected, *down_bias, down, restored):  # of the experts' forward
         tape.hold(variable)
     return total
 
 
+def _bias(
+    build: BlockBuilder, ids: Tensor, moe: MixtureOfExperts, rows: int, width: int, name: str
+) -> list[Tensor]:
+    """The bias of each row's expert, where experts have one."""
+    if not moe.expert_bias:
+        return []
+    context = build.context
+    weight = WeightGradient(f"{name}.grad", moe.num_experts * width * context.weight_bytes)
+    weights = [weight] if context.trainable else []
+    size = rows * width * context.weight_bytes
+    return [build.tape.operation(name, [ids], size, saves=[ids] if weights else [], weight_gradients=weights)]
+
+
+def _clamped_product(build: BlockBuilder, both: Tensor, elements: int) -> Tensor:
+    """gpt-oss's `_apply_gate`: (up + 1) · gate · sigmoid(alpha · gate), of bounded gate and up."""
+    tape, half = build.tape, both.num_bytes // 2
+    gate, up = (tape.operation(f"mlp.experts.{part}", [both], half, view_of=both) for part in ("gate", "up"))
+    gate = ops.unary(tape, gate, "mlp.experts.clamp_gate", backward_temporary_bytes=elements)
+    up = ops.unary(tape, up, "mlp.experts.clamp_up", backward_temporary_bytes=2 * elements)
+    scaled = ops.scale(tape, gate, "mlp.experts.alpha")
+    glu = ops.multiply(tape, gate, ops.unary_of_result(tape, scaled, "mlp.experts.sigmoid"), "mlp.experts.glu")
+    shifted = tape.operation("mlp.experts.plus_one", [up], up.num_bytes, gradients=[(up, None)])
+    product = ops.multiply(tape, shifted, glu, "mlp.experts.product")
+    for variable in (both, gate, up):  # and an argument
+        tape.hold(variable)
+    return product
+
+
 def _grouped_linear(
-    build: BlockBuilder, x: Tensor, moe: MixtureOfExperts, rows: int, in_features: int, out_features: int, name: str
+    build: BlockBuilder,
+    x: Tensor,
+    moe: MixtureOfExperts,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    name: str,
+    bias: list[Tensor],
 ) -> Tensor:
     context = build.context
     weight = moe.num_experts // context.expert_ranks * in_features * out_features * context.weight_bytes
-    return build.tape.operation(
+    product = build.tape.operation(
         name,
         [x],
         rows * out_features * context.weight_bytes,
@@ -141,6 +149,12 @@ def _grouped_linear(
         weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.trainable else [],
         saved_parameter_bytes=weight,
     )
+    for rows_of_bias in bias:
+        gradients = [(product, None), (rows_of_bias, None)]
+        product = build.tape.operation(
+            f"{name}.add_bias", [product, rows_of_bias], product.num_bytes, gradients=gradients, view_of=product
+        )
+    return product
 
 
 def _masked(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
