@@ -34,6 +34,15 @@ def conventions(job: TrainingJob) -> Mapping[str, Any]:
     return _resolve(job.framework, job.architecture.model_type, job.versions, job.framework_options)
 
 
+def adapter_dtype(job: TrainingJob) -> str:
+    """The dtype of adapters: DeepSpeed's engine casts them to the network's, but for what stage 3 has partitioned
+    (DeepSpeed 0.19 runtime/engine.py `_cast_module_mixed_precision`)."""
+    if job.parallelism.zero_stage in (1, 2):
+        return job.precision.parameters
+    chosen: str = job.finetuning.adapter_dtype or conventions(job).get("adapter_dtype", "float32")
+    return chosen
+
+
 @functools.lru_cache(maxsize=4096)
 def _resolve(framework: str, model_type: str, versions: FrozenMapping, options: FrozenMapping) -> Mapping[str, Any]:
     values: dict[str, Any] = {}

@@ -19,9 +19,6 @@ STACKS = {
 }
 """framework -> module, and what to install. A plain torch loop trains the same networks, and keeps the model's outputs as
 plain loops do."""
-REAL_TENSORS = frozenset({"deepspeed"})
-"""Stacks that read values, which fake tensors have not: they are traced on real tensors of this machine's CPU."""
-
 
 
 class Training(Protocol):

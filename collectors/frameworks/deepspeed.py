@@ -7,7 +7,6 @@ keep the same states.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,7 +98,8 @@ def configuration(job: TrainingJob) -> dict[str, Any]:
 
 
 def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
-    """The run of `job` on `device`; stage 3 splits a weight as it is made. Raises: CollectorError for what is not run."""
+    """The run of `job` on `device`; stage 3 splits a weight as it is made (transformers makes networks so, peft not its
+    adapters). Raises: CollectorError for what is not run."""
     check(job)
     import deepspeed
 
@@ -112,8 +112,8 @@ def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
     )
     config = configuration(job)
     splits = job.parallelism.zero_stage == 3
-    with deepspeed.zero.Init(config_dict_or_path=config) if splits else contextlib.nullcontext():
-        inner = huggingface.build(plain, device)
+    making = deepspeed.zero.Init(config_dict_or_path=config) if splits else None
+    inner = huggingface.build(plain, device, making)
     return DeepSpeedTraining(job, inner, config)
 
 

@@ -163,13 +163,15 @@ class HuggingFaceTraining:
         }
 
 
-def build(job: TrainingJob, device: str) -> Any:
-    """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens."""
+def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManager[Any] | None = None) -> Any:
+    """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens. `making`:
+    what is around the making of the network, adapters apart."""
     scope.check(job)
     if job.parallelism.pipeline_parallel_size > 1:
         return _in_stages(job, device)
     spread = spreading.is_spread(job)
-    with spreading.untouched() if spread else torch.device("cpu" if job.finetuning.quantization else device):
+    first = "cpu" if job.finetuning.quantization else device
+    with making or contextlib.nullcontext(), spreading.untouched() if spread else torch.device(first):
         model = model_of(job)
     if spread:
         model.tie_weights()

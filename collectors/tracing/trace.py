@@ -52,10 +52,10 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     """As `trace_job`, in this process, which it changes for good (fake CUDA, patched attention)."""
     import torch
 
-    from peakcast.collectors.frameworks import REAL_TENSORS, layouts
+    from peakcast.collectors.frameworks import layouts
 
-    if job.framework in REAL_TENSORS:
-        return trace_on_cpu(job, rank)
+    if job.framework == "deepspeed" and job.finetuning.quantization:
+        return trace_on_cpu(job, rank)  # weights are quantised by their values
     beside = _beside_compile(job) if job.compile else ""
     for parameter, value, why in (
         ("compile", bool(beside), f"not yet with {beside}"),
@@ -73,15 +73,25 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
                 parameter=parameter,
                 value=value,
             )
-    from peakcast.collectors.tracing import dtensors, fake_cuda, fake_streams, megatron_fakes, patches, triton_stub
+    from peakcast.collectors.tracing import (
+        deepspeed_fakes,
+        dtensors,
+        fake_cuda,
+        fake_streams,
+        megatron_fakes,
+        patches,
+        triton_stub,
+    )
     from peakcast.collectors.tracing.tracer import Tracer
 
+    if job.framework == "deepspeed":
+        deepspeed_fakes.install()
     fake_cuda.install()
     patches.install(masks_of_batch=job.batch.form != "rows")
     if job.loss.fused_linear_cross_entropy or job.framework_options.get("liger_kernels"):
         triton_stub.install()
     tracer = Tracer()
-    if job.parallelism.world_size > 1 or job.framework == "megatron":
+    if job.parallelism.world_size > 1 or job.framework in ("megatron", "deepspeed"):
         fake_streams.install()
     if job.parallelism.world_size > 1:
         dtensors.install()

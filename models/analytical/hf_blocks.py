@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from peakcast.architecture import Architecture
 from peakcast.catalog import Device
-from peakcast.conventions import conventions
+from peakcast.conventions import adapter_dtype, conventions
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding
 from peakcast.models.analytical.blocks.hf_traits import slides, traits
@@ -102,9 +102,7 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
     compiled = COMPILED[convention["compiled_regions"], job.framework] if job.compile else frozenset()
     weight = int(DTYPE_BYTES[gathered_dtype(job)])
     autocast = bool(convention.get("autocast"))
-    adapter = job.finetuning.adapter_dtype or convention.get("adapter_dtype", job.precision.parameters)
-    if gathered_dtype(job) != job.precision.parameters:
-        adapter = gathered_dtype(job)
+    adapter = gathered_dtype(job) if gathered_dtype(job) != job.precision.parameters else adapter_dtype(job)
     group = tensor_parallel(job)
     joined = job.batch.form == "padding_free"
     return HFContext(
@@ -131,6 +129,7 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
         fused_loss=job.loss.fused_linear_cross_entropy,
         loss_chunks=int(convention.get("loss_chunks", 0)),
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
+        linears_keep_input=job.parallelism.zero_stage == 3,
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
         kernel_temporaries=device is not None,
         neftune=bool(convention.get("neftune")),

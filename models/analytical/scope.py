@@ -112,7 +112,10 @@ def _zero_reason(job: TrainingJob) -> str:
     name = f"zero_stage={layout.zero_stage} is compared with DeepSpeed's trace"
     checks = [
         (job.offload != Offload(), "without offload only: what it leaves on the GPU is read from the source."),
-        (job.finetuning.method != "full", f"in full training only, not finetuning.method={job.finetuning.method!r}."),
+        (
+            bool(job.finetuning.quantization),
+            f"with weights that are not quantised only, not finetuning.quantization={job.finetuning.quantization!r}.",
+        ),
         (
             job.precision.parameters != "bfloat16" or job.precision.compute != "bfloat16",
             f"in bfloat16 only, not {job.precision.parameters!r} computed in {job.precision.compute!r}.",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import conventions
+from peakcast.conventions import adapter_dtype, conventions
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
@@ -57,8 +57,7 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
             for module, tensor in everything
         )
     stored = [part for module, tensor in everything for part in _frozen(tensor, module, job, size, used)]
-    adapter = job.finetuning.adapter_dtype or conventions(job).get("adapter_dtype", "float32")
-    rank, width = job.finetuning.rank or 0, int(DTYPE_BYTES[adapter])
+    rank, width = job.finetuning.rank or 0, int(DTYPE_BYTES[adapter_dtype(job)])
     mixed = used if used != size else width
     for module, tensor in everything:
         name = tensor.name.removesuffix(".weight")

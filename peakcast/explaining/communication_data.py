@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from peakcast.conventions import adapter_dtype
 from peakcast.explaining.calls import Call, Share
 from peakcast.explaining.groups import DATA, EXPERT_DATA, GRADIENT
 from peakcast.explaining.inventory import parameter_rows, parameter_shards
@@ -118,8 +119,7 @@ def _trained_bytes(share: Share) -> int:
     job, rows = share.job, parameter_rows(share.job, 0)
     if job.finetuning.method == "full":
         return sum(prod(row.shape) for row in rows) * int(DTYPE_BYTES[job.precision.gradients])
-    dtype = job.finetuning.adapter_dtype or share.convention.get("adapter_dtype", job.precision.parameters)
-    return sum(prod(row.shape) for row in rows if ".lora_" in row.name) * int(DTYPE_BYTES[str(dtype)])
+    return sum(prod(row.shape) for row in rows if ".lora_" in row.name) * int(DTYPE_BYTES[adapter_dtype(job)])
 
 
 def _replicated(share: Share) -> Iterator[Call]:

@@ -74,8 +74,10 @@ class HFContext:
     """Chunks of the sequence in which torchtitan's loss goes in place of Liger's; 0 without."""
     fused_loss_temporary_bytes: int = 0
     """Bytes per element of the lm_head that each chunk of the fused loss makes in passing."""
-    saves_on_cpu: bool = False
+    linears_keep_input: bool = False
+    """Also under a frozen weight: DeepSpeed's stage 3 has a Linear of its own (0.19 `runtime/zero/linear.py`)."""
     splits_backward: bool = False
+    saves_on_cpu: bool = False
     """Whether everything that autograd keeps goes to the host."""
     kernel_temporaries: bool = False
     """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""
@@ -232,6 +234,7 @@ class BlockBuilder:
                 element_bytes=compute,
                 bias=bias,
                 trainable=trainable,
+                keeps_input=context.linears_keep_input,
                 num_matrices=self.num_matrices,
             )
         numel = in_features * out_features * self.num_matrices

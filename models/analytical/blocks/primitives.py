@@ -22,10 +22,11 @@ def linear(
     element_bytes: int,
     bias: bool = False,
     trainable: bool = True,
+    keeps_input: bool = False,
     num_matrices: int = 1,
 ) -> Tensor:
-    """x·Wᵀ (+ b). Keeps its input when the weight trains; the weight itself is a parameter anyway. `num_matrices`: so
-    many weights in a row, each on its share of the rows."""
+    """x·Wᵀ (+ b). Keeps its input when the weight trains, or always (`keeps_input`); the weight itself is a parameter
+    anyway. `num_matrices`: so many weights in a row, each on its share of the rows."""
     gradients = [WeightGradient(f"{name}.weight.grad", in_features * out_features * element_bytes)] * num_matrices
     if bias:
         gradients.append(WeightGradient(f"{name}.bias.grad", out_features * element_bytes))
@@ -33,7 +34,7 @@ def linear(
         name,
         [x],
         rows * out_features * element_bytes,
-        saves=[x] if trainable else [],
+        saves=[x] if trainable or keeps_input else [],
         gradients=[(x, rows * in_features * element_bytes)],
         weight_gradients=gradients if trainable else [],
         kind="matmul",

@@ -90,14 +90,18 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
         live=int(chosen["stage3_max_live_parameters"]),
         sub_group=int(chosen["sub_group_size"]),
     )
-    offloads = job.offload.optimizer
+    offloads, width = job.offload.optimizer, int(DTYPE_BYTES[job.precision.parameters])
     if stage < 3:
         rank = ranks_that_differ(job)[0] if rank is None else rank
-        return Zero12(tensors, stage=stage, ranks=ranks, buckets=buckets, rank=rank, offloads=offloads)
+        return Zero12(
+            tensors, stage=stage, ranks=ranks, element_bytes=width, buckets=buckets, rank=rank, offloads=offloads
+        )
     return Zero3(
         tensors,
         ranks=ranks,
+        element_bytes=width,
         buckets=buckets,
+        packs=not job.activation_checkpointing.use_reentrant,
         offloads=offloads,
         offloads_parameters=job.offload.parameters,
     )

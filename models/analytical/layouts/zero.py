@@ -47,13 +47,18 @@ class Partitions(Layout):
 
     holds_main_parameters = True
 
-    def __init__(self, tensors: Sequence[StoredTensor], *, ranks: int, buckets: Buckets, offloads: bool) -> None:
+    def __init__(
+        self, tensors: Sequence[StoredTensor], *, ranks: int, element_bytes: int, buckets: Buckets, offloads: bool
+    ) -> None:
         super().__init__(tensors)
         self.ranks = ranks
+        self.element_bytes = element_bytes
+        """Of the engine's dtype, in which gradients are sent and kept."""
         self.buckets = buckets
         self.offloads = offloads
         self.trained = [t for t in tensors if t.trains]
-        self.element_bytes = self.trained[0].element_bytes
+        self.gradient_bytes = self.trained[0].element_bytes
+        """As backward makes them: adapters may be wider than what they are sent as."""
         self.groups = [group for group in (self._group(decays=True), self._group(decays=False)) if group]
         self._partition_gradients: list[int] = []
         self._wide: list[int] = []

@@ -32,11 +32,12 @@ class Zero12(Partitions):
         *,
         stage: int,
         ranks: int,
+        element_bytes: int,
         buckets: Buckets,
         rank: int = 0,
         offloads: bool = False,
     ) -> None:
-        super().__init__(tensors, ranks=ranks, buckets=buckets, offloads=offloads)
+        super().__init__(tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads)
         self.stage = stage
         self.rank = rank
         self._owners = self._owners_of_tensors()

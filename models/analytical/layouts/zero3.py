@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero import BUFFERS, MAIN_BYTES, Buckets, Partitions
-from peakcast.models.analytical.layouts.zero3_fetching import Coordinator, Turn, turns_of
+from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
+from peakcast.models.analytical.layouts.zero3_turns import Turn, turns_of
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
@@ -21,11 +22,14 @@ class Zero3(Partitions):
         tensors: Sequence[StoredTensor],
         *,
         ranks: int,
+        element_bytes: int,
         buckets: Buckets,
+        packs: bool = True,
         offloads: bool = False,
         offloads_parameters: bool = False,
     ) -> None:
-        super().__init__(tensors, ranks=ranks, buckets=buckets, offloads=offloads)
+        super().__init__(tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads)
+        self.packs = packs
         self.offloads_parameters = offloads_parameters
         self._of_module: dict[str, list[StoredTensor]] = {}
         for tensor in tensors:
@@ -38,6 +42,8 @@ class Zero3(Partitions):
         self._turns: list[Turn] = []
         self._knows_order = False
         self._entered = 0
+        self._throughout: dict[str, tuple[StoredTensor, ...]] = {}
+        """Of each module the tensors that no operation of its forward is named after."""
         self._turned: int | None = None
         self._filled: list[tuple[int, int]] = []
         """Of the gradients that wait to be reduced: elements, and the instant at which each was born."""
@@ -51,7 +57,10 @@ class Zero3(Partitions):
 
     def hold_resident(self, step: Step) -> None:
         if not self.offloads_parameters:
-            step.hold("partitions", Category.PARAMETERS, self.partition(self.tensors) * self.element_bytes, 0)
+            flat = sum(self.partition([t]) * t.element_bytes for t in self.trained)  # defragmented, frozen ones are not
+            step.hold("partitions", Category.PARAMETERS, flat, 0)
+            frozen = ((t.name, t.module, self.partition([t]) * t.element_bytes) for t in self.tensors if not t.trains)
+            step.hold_all(frozen, Category.PARAMETERS)
         self.hold_main(step)
         sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
         step.allocate("ipg_bucket", BUFFERS, sizes)
@@ -81,8 +90,7 @@ class Zero3(Partitions):
         self._knows_order = not (first and self.first_step)
         self._turns, self._turned = [], None
         if self._coordinator is None:
-            sizes = self.buckets
-            self._coordinator = Coordinator(step, self.ranks, sizes.prefetch, sizes.reuse, sizes.live, sizes.persistence)
+            self._coordinator = Coordinator(step, self.ranks, self.buckets, self.packs)
             if not self.first_step:  # gathered again when the last step ended
                 self._coordinator.available = {t: 0 for t in self.tensors if self._persists(t)}
 
@@ -98,36 +106,55 @@ class Zero3(Partitions):
     def after_backward(self, step: Step, run: Run) -> None:
         begins = run.backward_start or 0
         if self._turned is not None and run.forward_start >= self._turned:  # computed again
-            self._take_turns(step, run.module, run.forward_start, run.forward_start + run.template.num_forward)
-        self._take_turns(step, run.module, begins, step.now, releases=run.module != "embedding")
+            ends = run.forward_start + run.template.num_forward
+            self._take_turns(step, run.module, run.forward_start, ends, again=True)
+        self._take_turns(step, run.module, begins, step.now, backward=True)
         run.keeps_gradients = False  # each goes into the bucket as soon as it is there
         weights = run.template.weight_gradient.nonzero()[0]
         for index in sorted(weights.tolist(), key=lambda i: int(run.template.born[i])):
-            elements = int(run.template.num_bytes[index]) // self.element_bytes
+            elements = int(run.template.num_bytes[index]) // self.gradient_bytes
             now = begins + int(run.template.born[index])
             if self._filled and sum(n for n, _ in self._filled) + elements > self.buckets.reduce:
                 self._reduce(step, now)
             self._filled.append((elements, now))
 
-    def _take_turns(self, step: Step, module: str, begins: int, ends: int, *, releases: bool = True) -> None:
-        turns = turns_of(step.labels[begins:ends], begins, self._of_module.get(module, []))
+    def _take_turns(
+        self, step: Step, module: str, begins: int, ends: int, *, again: bool = False, backward: bool = False
+    ) -> None:
+        around = self._around(module, backward=backward)
+        turns = turns_of(step.labels[begins:ends], begins, self._of_module.get(module, []), around=around)
+        if again:  # which stops in the last operation that keeps something, before it would release
+            turns = [replace(turn, computes_again=True) for turn in turns]
+            turns[-1] = replace(turns[-1], releases=not self.packs)
+        if backward:  # what has no operation there has no turn either: no gradient comes by
+            kept = self._throughout.get(module, ())
+            turns[0] = replace(turns[0], tensors=tuple(t for t in turns[0].tensors if t in kept))
+        else:
+            self._throughout[module] = turns[0].tensors
         if self._tied:  # the lm_head's is the table itself
             table = {t.name: t for t in self._of_module["embedding"]}["embed_tokens.weight"]
             turns = [
                 replace(turn, tensors=tuple(table if t.name == "lm_head.weight" else t for t in turn.tensors))
                 for turn in turns
             ]
+        releases = not backward or module != "embedding"
         self._turns += turns if releases else [replace(turn, releases=False) for turn in turns]
+
+    def _around(self, module: str, *, backward: bool) -> int:
+        """Modules that are entered as the block begins: its layer's; the network's, and peft's two around it."""
+        network = 2 if all(t.trains for t in self.tensors) else 4
+        return {"embedding": 0 if backward else network, "head": network if backward else 0}.get(module, 1)
 
     def _reduce(self, step: Step, now: int) -> None:
         """`reduce_scatter_coalesced`: several gradients are copied into one tensor, and one larger than the bucket has
         waited outside it."""
         size = sum(-(-elements // self.ranks) * self.ranks for elements, _ in self._filled) * self.element_bytes
-        if len(self._filled) > 1 or size != self._filled[0][0] * self.element_bytes:
+        narrower = self.gradient_bytes != self.element_bytes
+        if len(self._filled) > 1 or narrower or size != self._filled[0][0] * self.element_bytes:
             step.hold("reduce_scatter.input", BUFFERS, size, now, now + 1)
         for elements, born in self._filled:
             if elements > self.buckets.reduce:
-                step.hold("gradient", Category.GRADIENTS, elements * self.element_bytes, born + 1, now + 1)
+                step.hold("gradient", Category.GRADIENTS, elements * self.gradient_bytes, born + 1, now + 1)
         self._filled.clear()
 
     def end_backward(self, step: Step) -> None:
@@ -137,7 +164,13 @@ class Zero3(Partitions):
             self._coordinator.play(self._turns, knows_order=self._knows_order)
             self._coordinator.end(step.now)
 
-    def release_gradients(self, step: Step) -> None:
+    def clip(self, step: Step) -> None:
+        """`step` begins with `_partition_all_parameters`."""
         if self._coordinator is not None:
-            for tensor, born in self._coordinator.available.items():
-                step.hold(tensor.name, Category.PARAMETERS, tensor.numel * self.element_bytes, born, module=tensor.module)
+            self._coordinator.end(step.now, all_of_them=True)
+        super().clip(step)
+
+    def release_gradients(self, step: Step) -> None:
+        """Small tensors are gathered again when the weights are new (`_post_step`)."""
+        small = ((t.name, t.module, t.numel * t.gathered_bytes) for t in self.tensors if self._persists(t))
+        step.hold_all(small, Category.PARAMETERS, step.now)

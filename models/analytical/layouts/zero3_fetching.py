@@ -11,22 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peakcast.models.analytical.layouts.base import StoredTensor
+from peakcast.models.analytical.layouts.zero import Buckets
+from peakcast.models.analytical.layouts.zero3_turns import Turn
 from peakcast.models.analytical.step import Step
 from peakcast.timeline import Category
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A module's forward or backward, from the instant `begins` until before `ends`."""
-
-    begins: int
-    ends: int
-    tensors: tuple[StoredTensor, ...] = ()
-    """Its own parameters; a module that holds others has a turn of its own, without any."""
-    releases: bool = True
-    """Not where no gradient flows on: the hook that would release hangs on its input's."""
 
 
 @dataclass(slots=True)
@@ -35,8 +25,9 @@ class Gather:
 
     tensors: set[StoredTensor]
     born: int
-    coalesced_bytes: int
-    """Of the flat output of several tensors, which are copied out of it; 0 for one alone, gathered in place."""
+    coalesced_bytes: tuple[int, ...]
+    """Of the flat outputs of several tensors, one for each dtype, which are copied out of it; none for one tensor alone,
+    gathered in place."""
     arrived: bool = False
 
 
@@ -46,10 +37,10 @@ class Coordinator:
 
     step: Step
     ranks: int
-    prefetch: int
-    reuse: int
-    live: int
-    persistence: int
+    sizes: Buckets
+    packs: bool
+    """Whether a checkpoint keeps the weights that it has computed again with, as memory that a release does not free
+    (`torch/utils/checkpoint.py`, not with use_reentrant: `x.detach()` in `_recomputation_hook`)."""
     available: dict[StoredTensor, int] = field(default_factory=dict)
     """Tensor -> instant since which it is there."""
     gathers: dict[StoredTensor, Gather] = field(default_factory=dict)
@@ -58,9 +49,14 @@ class Coordinator:
 
     def play(self, turns: Sequence[Turn], *, knows_order: bool) -> None:
         """All turns of a micro-batch. In the first of a training DeepSpeed only records their order: nothing is fetched
-        ahead, and a module's parameters, small ones too, are released as soon as it is done."""
+        ahead, and a module's parameters, small ones too, are released as soon as it is done.
+
+        Frozen ones that are fetched to compute again belong to the module whose backward is under way
+        (`ds_recompute_parameters`): the first of the block, and with use_reentrant the whole network, which is never done.
+        """
         queue = deque((tensor, index) for index, turn in enumerate(turns) for tensor in turn.tensors)
         next_use: dict[StoredTensor, int] = {}
+        packed, lent = set[StoredTensor](), set[StoredTensor]()
         for index, turn in enumerate(turns):
             fresh = {t for t in turn.tensors if next_use.get(t, -1) < index}
             self._gather([t for t in turn.tensors if t not in self.available and t not in self.gathers], turn.begins)
@@ -72,13 +68,22 @@ class Coordinator:
                     next_use[tensor] = at
                     fresh.discard(tensor)
                 self._prefetch(queue, next_use, turn.begins)
-            released = self._to_release(turns, index, next_use) if knows_order else turn.tensors
-            for tensor in released if turn.releases else ():
-                self._release(tensor, turn.ends)
+            released = list(self._to_release(turns, index, next_use) if knows_order else turn.tensors)
+            if turn.computes_again:
+                packed.update(turn.tensors if self.packs else ())
+                lent.update(t for t in turn.tensors if not t.trains)
+            elif turn.tensors:
+                packed.difference_update(turn.tensors)
+                if self.packs:
+                    released += [t for t in lent if t.numel > self.sizes.persistence]
+                    lent.clear()
+            for tensor in [t for t in released if t not in lent] if turn.releases else ():
+                later = (after.ends for after in turns[index + 1 :] if tensor in after.tensors)
+                self._release(tensor, next(later, turn.ends) if tensor in packed else turn.ends)
 
     def _prefetch(self, queue: deque[tuple[StoredTensor, int]], next_use: dict[StoredTensor, int], now: int) -> None:
         """The next tensors in order, until they make a bucket."""
-        most, ahead = min(self.live - self.elements, self.prefetch), dict[StoredTensor, None]()
+        most, ahead = min(self.sizes.live - self.elements, self.sizes.prefetch), dict[StoredTensor, None]()
         while queue and sum(t.numel for t in ahead) < most:
             tensor, at = queue.popleft()
             next_use[tensor] = max(next_use.get(tensor, -1), at)
@@ -88,10 +93,10 @@ class Coordinator:
 
     def _to_release(self, turns: Sequence[Turn], index: int, next_use: dict[StoredTensor, int]) -> Iterable[StoredTensor]:
         """A turn's tensors, but for small ones, those that the prefetch has passed over, and those used again soon."""
-        found = [t for t in turns[index].tensors if t.numel > self.persistence and next_use.get(t, -1) <= index + 1]
+        found = [t for t in turns[index].tensors if t.numel > self.sizes.persistence and next_use.get(t, -1) <= index + 1]
         passed = 0
         for later in turns[index + 1 :]:
-            if passed >= self.reuse or not found:
+            if passed >= self.sizes.reuse or not found:
                 break
             found = [t for t in found if t not in later.tensors]
             passed += sum(t.numel for t in later.tensors)
@@ -99,8 +104,10 @@ class Coordinator:
 
     def _gather(self, tensors: Iterable[StoredTensor], now: int) -> None:
         wanted = set(tensors)
-        flat = sum(self._padded_bytes(t) for t in wanted) if len(wanted) > 1 else 0
-        gather = Gather(wanted.copy(), now, flat)
+        flat: dict[int, int] = {}
+        for tensor in wanted if len(wanted) > 1 else ():
+            flat[tensor.gathered_bytes] = flat.get(tensor.gathered_bytes, 0) + self._padded_bytes(tensor)
+        gather = Gather(wanted.copy(), now, tuple(flat.values()))
         self.gathers.update(dict.fromkeys(wanted, gather))
         self.elements += sum(t.numel for t in wanted)
 
@@ -118,44 +125,25 @@ class Coordinator:
             self.available.update(dict.fromkeys(gather.tensors, now if gather.coalesced_bytes else gather.born))
         gather.tensors.remove(tensor)
         if not gather.tensors:
-            self.step.hold("all_gather.output", BUFFERS, gather.coalesced_bytes, gather.born, ends)
+            self._hold_output(gather, ends)
+
+    def _hold_output(self, gather: Gather, ends: int) -> None:
+        for size in gather.coalesced_bytes:
+            self.step.hold("all_gather.output", BUFFERS, size, gather.born, ends)
 
     def _release(self, tensor: StoredTensor, now: int) -> None:
         born = self.available.pop(tensor, None)
         if born is not None:
             self.elements -= tensor.numel
-            self.step.hold("gathered", BUFFERS, self._padded_bytes(tensor), born, now, tensor.module)
+            category = BUFFERS if tensor.numel > self.sizes.persistence else Category.PARAMETERS
+            self.step.hold("gathered", category, self._padded_bytes(tensor), born, now, tensor.module)
 
-    def end(self, now: int) -> None:
-        """What is left, as the next forward begins (`reset_step`); small tensors stay."""
+    def end(self, now: int, *, all_of_them: bool = False) -> None:
+        """What is left, as the next forward begins (`reset_step`); small tensors stay, but for the optimizer's step."""
         for gather in {id(gather): gather for gather in self.gathers.values()}.values():
-            self.step.hold("all_gather.output", BUFFERS, gather.coalesced_bytes, gather.born, now)
+            self._hold_output(gather, now)
             self.available.update(dict.fromkeys(gather.tensors - self.available.keys(), gather.born))
         self.gathers.clear()
-        for tensor in [t for t in self.available if t.numel > self.persistence]:
+        for tensor in [t for t in self.available if all_of_them or t.numel > self.sizes.persistence]:
             self._release(tensor, now)
         self.elements = 0
-
-
-def turns_of(labels: Sequence[str], begins: int, tensors: Sequence[StoredTensor]) -> list[Turn]:
-    """The turns of modules in a block's forward or backward, whose operations have these labels, the first at `begins`.
-    What no label names is used throughout."""
-    modules: dict[str, list[StoredTensor]] = {}
-    for tensor in tensors:
-        modules.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
-    turns, named = list[Turn](), set[str]()
-    before = current = ""
-    for index, label in enumerate(labels, begins):
-        owner = next((name for name in modules if name and (label == name or label.startswith(f"{name}."))), "")
-        outer = label.partition(".")[0]
-        if outer != before and outer != label and outer not in modules:
-            turns.append(Turn(index, index + 1))  # the module around
-        before = outer
-        if owner and owner == current:
-            turns[-1] = Turn(turns[-1].begins, index + 1, turns[-1].tensors)
-        elif owner:
-            turns.append(Turn(index, index + 1, tuple(modules[owner])))
-        current = owner
-        named.add(owner)
-    rest = tuple(t for name, found in modules.items() if name not in named for t in found)
-    return [Turn(begins, begins + len(labels), rest), *turns]

@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 from peakcast.architecture import Architecture
 from peakcast.fields import FrozenMapping
 from peakcast.models.allocator import replay
+from peakcast.models.analytical.hf_blocks import block_context
 from peakcast.models.analytical.layouts.base import StoredTensor, Unit
 from peakcast.models.analytical.layouts.ddp import bucket_sizes
 from peakcast.models.analytical.layouts.fsdp1 import FSDP1
 from peakcast.models.analytical.layouts.fsdp2 import FSDP2
-from peakcast.models.analytical.layouts.zero3_fetching import Coordinator, Turn
+from peakcast.models.analytical.layouts.zero import Buckets
+from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
+from peakcast.models.analytical.layouts.zero3_turns import Turn
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.models.analytical.step import Step
+from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.spec import ActivationCheckpointing, Finetuning, Offload, Optimizer, Parallelism, Precision, TrainingJob
 from peakcast.timeline import Category, Phase
 from peakcast.units import MIB
@@ -164,7 +168,8 @@ def test_zero3_forgets_what_is_used_again_too_far_away():
     weights = [StoredTensor(f"{name}.weight", "layers.0", (100,), 2, 2, trains=True) for name in "abc"]
     turns = [Turn(i + 1, i + 2, (weights[j],)) for i, j in enumerate((0, 1, 2, 2, 1, 0))]
     step = Step()
-    coordinator = Coordinator(step, ranks=2, prefetch=100, reuse=300, live=1000, persistence=0)
+    sizes = Buckets(reduce=100, num_reduce=1, prefetch=100, persistence=0, reuse=300, live=1000, sub_group=1000)
+    coordinator = Coordinator(step, ranks=2, sizes=sizes, packs=True)
     coordinator.play(turns, knows_order=True)
     coordinator.end(7)
     for _ in range(8):
@@ -172,6 +177,35 @@ def test_zero3_forgets_what_is_used_again_too_far_away():
     # one ahead of each turn. `a` comes back after 400 elements and goes, `b` after 200 and stays; at the first `c` what
     # comes next and is not there is `a`
     assert (step.timeline().totals // 512).tolist() == [0, 2, 2, 3, 3, 2, 1, 0]
+
+
+def test_zero3_keeps_what_a_checkpoint_has_packed_and_gathers_it_again():
+    """Released after its recomputation, a weight's memory stays until its backward, for which it is gathered once more; a
+    frozen one waits for the first module of the backward."""
+    trained, frozen = (
+        StoredTensor("w.weight", "layers.0", (1024,), 2, 2, trains=trains) for trains in (True, False)
+    )
+    for tensor, packs, expected in ((trained, True, [4, 4, 8]), (trained, False, [4, 0, 4]), (frozen, True, [4, 4, 8])):
+        first = StoredTensor("v.weight", "layers.0", (1,), 2, 2, trains=True)
+        turns = [Turn(1, 2, (tensor,), computes_again=True), Turn(2, 3, (first,)), Turn(3, 4, (tensor,))]
+        step = Step()
+        sizes = Buckets(reduce=1, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)
+        coordinator = Coordinator(step, ranks=2, sizes=sizes, packs=packs)
+        coordinator.play(turns, knows_order=False)
+        coordinator.end(4)
+        for _ in range(5):
+            step.moment("", Phase.BACKWARD)
+        held = (step.timeline().totals // 512).tolist()
+        assert [held[1], held[2] - 1, held[3]] == expected  # 1: `first`, gathered while it is used
+
+
+def test_zero3_adapters_are_fp32_and_frozen_weights_keep_their_inputs_with_its_linears():
+    lora = Finetuning(method="lora", rank=4)
+    stage2, stage3 = (stored_parameters(job(name, finetuning=lora)) for name in ("zero2", "zero3"))
+    assert {t.element_bytes for t in stage2 if t.trains} == {BF16}
+    assert {t.element_bytes for t in stage3 if t.trains} == {FP32}
+    kept = [block_context(job(name, finetuning=lora), None).linears_keep_input for name in ("zero2", "zero3")]
+    assert kept == [False, True]
 
 
 def test_parts_are_padded_by_rows_in_fsdp2_and_at_the_end_in_fsdp1():
