@@ -376,6 +376,7 @@ class Tape:
         names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph, cached = columns
         instants = np.array((sizes, born, dies, without_graph), dtype=np.int64)
         flags = np.array((born_b, dies_b, weights, cached), dtype=bool)
+        asks = next((i for i, index in enumerate(backward) if any(self._operations[index].saved_bytes)), 0)
         return Template(
             names=list(names),
             categories=np.array(categories, dtype=np.int8),
@@ -394,6 +395,11 @@ class Tape:
             backward_labels=[self._operations[index].name for index in backward],
             input_bytes=self._input.num_bytes if self._input is not None else 0,
             keeps_input=self._input is not None and self._input.storage.last_saver is not None,
+            asks_late_bytes=sum(
+                size
+                for name, size, since, backwards, until in zip(names, sizes, born, born_b, dies, strict=True)
+                if backwards and since < asks < until and name != HANDED_IN
+            ),
             saved_bytes=[size for index in backward for size in self._operations[index].saved_bytes if size],
             loss_from=len(self._operations) if self._loss_from is None else self._loss_from,
             elsewhere=elsewhere,
