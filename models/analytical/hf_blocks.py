@@ -128,6 +128,7 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
         liger=bool(convention.get("liger_kernels")) or "ends" in compiled,
         compiled=compiled,
         fused_loss=job.loss.fused_linear_cross_entropy,
+        loss=job.loss.kind,
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
         kernel_temporaries=device is not None,

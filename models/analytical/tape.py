@@ -371,6 +371,12 @@ class Tape:
                 live(gradient.name, gradient.num_bytes, gradient.born, len(backward))
         return [Waiting(one.name, _TEMPORARY, one.num_bytes, one.born, True, until, until) for one, until in hooked.items()]
 
+    def _recomputed(self, backward: list[int]) -> int:
+        """Instants of a recomputation that stops when the last tensor is there that autograd keeps. A matrix product keeps
+        its inputs, before it runs (torch tools/autograd/gen_variable_type.py); others have run by then."""
+        last = max((i for i in backward if any(self._operations[i].saved_bytes)), default=-1)
+        return last if last >= 0 and self._operations[last].outputs[0].storage.kind == "matmul" else last + 1
+
     def _template(self, rows: list[_Row], backward: list[int], elsewhere: dict[str, Elsewhere]) -> Template:
         columns = list(zip(*rows, strict=True)) if rows else [()] * 10
         names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph, cached = columns
@@ -389,7 +395,7 @@ class Tape:
             dies_without_graph=instants[3],
             cached=flags[3],
             num_forward=len(self._operations),
-            num_recomputed=1 + max((i for i in backward if any(self._operations[i].saved_bytes)), default=-1),
+            num_recomputed=self._recomputed(backward),
             num_backward=len(backward),
             forward_labels=[operation.name for operation in self._operations],
             backward_labels=[self._operations[index].name for index in backward],

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peakcast.architecture import Architecture
+from peakcast.loss import LossKind
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.float8 import float8_linear
 from peakcast.models.analytical.blocks.hf_traits import traits
@@ -68,6 +69,8 @@ class HFContext:
     Liger's kernels do, and keeps the same."""
     fused_loss: bool = False
     """Liger's fused linear cross entropy."""
+    loss: LossKind = "cross_entropy"
+    """Of the others, what the head makes (`preference_heads.py`)."""
     fused_loss_temporary_bytes: int = 0
     """Bytes per element of the lm_head that each chunk of the fused loss makes in passing."""
     saves_on_cpu: bool = False
