@@ -37,7 +37,13 @@ COMMUNICATOR_BYTES = (544 * 10**6, 688 * 10**6)
 Source: 4 × A100, NVIDIA/nccl #964."""
 NUM_LARGEST = 8
 
-_HELD = (Category.PARAMETERS, Category.MAIN_PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
+_HELD = (
+    Category.PARAMETERS,
+    Category.MAIN_PARAMETERS,
+    Category.REFERENCE_PARAMETERS,
+    Category.GRADIENTS,
+    Category.OPTIMIZER_STATES,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

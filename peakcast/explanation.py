@@ -13,7 +13,7 @@ from peakcast.allocator import Allocator
 from peakcast.timeline import Category, Timeline
 
 COLUMNS: dict[str, tuple[Category, ...]] = {
-    "weights": (Category.PARAMETERS, Category.MAIN_PARAMETERS),
+    "weights": (Category.PARAMETERS, Category.MAIN_PARAMETERS, Category.REFERENCE_PARAMETERS),
     "gradients": (Category.GRADIENTS,),
     "optimizer": (Category.OPTIMIZER_STATES,),
     "activations": (Category.ACTIVATIONS, Category.LOGITS),

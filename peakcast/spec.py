@@ -16,6 +16,8 @@ from peakcast.allocator import Allocator
 from peakcast.architecture import Architecture
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping, require_not_negative, require_positive, to_mapping, unsaid
+from peakcast.loss import Loss as Loss
+from peakcast.loss import Reference
 
 Framework = Literal["huggingface", "torch", "megatron", "deepspeed"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -111,13 +113,6 @@ class ActivationCheckpointing:
 
     def __post_init__(self) -> None:
         require_positive(self, "every_n_layers", "num_layers", where="activation_checkpointing.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """How logits become a loss."""
-
-    fused_linear_cross_entropy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +226,7 @@ class TrainingJob:
     finetuning: Finetuning = Finetuning()
     attention: Literal["eager", "sdpa", "flash_attention_2", "flex"] = "sdpa"
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    loss: Loss = Loss()
+    loss: Loss = Loss()  # noqa: RUF009  # a frozen value
     compile: bool = False
     parallelism: Parallelism = Parallelism()
     offload: Offload = Offload()
@@ -245,7 +240,13 @@ class TrainingJob:
             self, "micro_batch_size", "sequence_length", "decoder_sequence_length", "gradient_accumulation_steps"
         )
         self._check_batch()
+        self.loss.reference_beside(adapters=self.finetuning.method != "full")
         self._check_layout()
+
+    @property
+    def reference(self) -> Reference:
+        """Where the loss has a reference's log-probabilities from (`loss.reference`, or what its kind needs)."""
+        return self.loss.reference_beside(adapters=self.finetuning.method != "full")
 
     @property
     def num_tokens(self) -> int:

@@ -31,6 +31,8 @@ class Category(IntEnum):
     WORKSPACES = 9
     INPUTS = 10
     OTHER = 11
+    REFERENCE_PARAMETERS = 12
+    """Of a frozen network beside the trained one, which preference losses measure it by."""
 
 
 class Phase(IntEnum):

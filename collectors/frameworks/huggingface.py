@@ -187,7 +187,7 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
     _with_liger_kernels(model, job)
     model.train()
     if job.activation_checkpointing.mode != "none":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint(job), **_every_n_layers(job))
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_arguments(job), **_every_n_layers(job))
     if job.finetuning.method != "full":
         model = with_adapters(model, job)
     if job.framework_options.get("neftune"):
@@ -199,6 +199,10 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
     layout = layouts.wrap(model, job)
     if spread:
         spreading.settle(layout.model, job, device)
+    if job.loss.kind != "cross_entropy":
+        from peakcast.collectors.frameworks import preference
+
+        return preference.training_of(job, model, layout, device)
     training = HuggingFaceTraining(job, model, layout, batch)
     if is_compiled_whole(job):
         training.model.compile()  # last, as accelerate's prepare_model does: what the layout has wrapped
@@ -217,7 +221,8 @@ def _in_stages(job: TrainingJob, device: str) -> Any:
             spreading.unmade(network, job)
         network.train()
         if job.activation_checkpointing.mode != "none":
-            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_checkpoint(job), **_every_n_layers(job))
+            arguments = checkpoint_arguments(job)
+            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **_every_n_layers(job))
         return network
 
     sequences = job.micro_batch_size * job.gradient_accumulation_steps
@@ -264,7 +269,7 @@ def _every_n_layers(job: TrainingJob) -> dict[str, Any]:
     return {**switches, "offload": True} if job.offload.activations else switches
 
 
-def _checkpoint(job: TrainingJob) -> dict[str, Any]:
+def checkpoint_arguments(job: TrainingJob) -> dict[str, Any]:
     """The arguments of `torch.utils.checkpoint.checkpoint`."""
     if job.activation_checkpointing.mode == "full":
         return {"use_reentrant": job.activation_checkpointing.use_reentrant}

@@ -39,6 +39,10 @@ def model_of(job: TrainingJob) -> Any:
     if (getattr(config, "pad_token_id", None) or 0) >= architecture.vocab_size:
         config.pad_token_id = None  # the family's default, which a smaller vocabulary does not have
     dtype = getattr(torch, job.precision.parameters)
+    if job.loss.kind == "reward":
+        config.num_labels, config.pad_token_id = 1, 0
+        auto = transformers.AutoModelForSequenceClassification
+        return auto.from_config(config, attn_implementation=attention, dtype=dtype)
     if architecture.kind == "undescribed":
         return _undescribed(config, attention, dtype)
     auto = getattr(transformers, AUTO_MODELS[architecture.kind])
@@ -98,6 +102,12 @@ def in_float8(model: Any) -> Any:
     )
 
 
+def _task_type(job: TrainingJob) -> str:
+    if job.loss.kind == "reward":
+        return "SEQ_CLS"
+    return "SEQ_2_SEQ_LM" if job.architecture.kind == "encoder_decoder" else "CAUSAL_LM"
+
+
 def with_adapters(model: Any, job: TrainingJob) -> Any:
     try:
         import peft
@@ -115,7 +125,7 @@ def with_adapters(model: Any, job: TrainingJob) -> Any:
         lora_alpha=tuning.alpha or 16,
         lora_dropout=tuning.dropout,
         target_modules=targets,
-        task_type="SEQ_2_SEQ_LM" if job.architecture.kind == "encoder_decoder" else "CAUSAL_LM",
+        task_type=_task_type(job),
     )
     if job.activation_checkpointing.mode != "none":
         model.enable_input_require_grads()

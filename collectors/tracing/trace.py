@@ -81,6 +81,7 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         megatron_fakes,
         patches,
         triton_stub,
+        trl_fakes,
     )
     from peakcast.collectors.tracing.tracer import Tracer
 
@@ -90,6 +91,8 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     patches.install(masks_of_batch=job.batch.form != "rows")
     if job.loss.fused_linear_cross_entropy or job.framework_options.get("liger_kernels"):
         triton_stub.install()
+    if job.loss.kind != "cross_entropy":
+        trl_fakes.install()
     tracer = Tracer()
     if job.parallelism.world_size > 1 or job.framework in ("megatron", "deepspeed"):
         fake_streams.install()
@@ -172,17 +175,27 @@ def _routed_rows(job: TrainingJob) -> int:
 def fake_mode() -> Any:
     """The mode in which every tensor is fake."""
     import torch
-    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+    )
 
     class Mode(FakeTensorMode):  # type: ignore[misc]
         """Answers `.item()`: 1 for a number (step counters and norms are read back, never shapes), False for a truth value
-        (OPT asks whether to drop a layer)."""
+        (OPT asks whether to drop a layer). A mask that chooses elements chooses all of them."""
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             try:
                 return super().dispatch(func, types, args, kwargs or {})
             except DataDependentOutputException:
                 return False if args and getattr(args[0], "dtype", None) is torch.bool else 1.0
+            except DynamicOutputShapeException:
+                if func is not torch.ops.aten.index.Tensor or len(args[1]) != 1:
+                    raise
+                tensor, (mask,) = args
+                with self:
+                    return tensor.new_empty((mask.numel(), *tensor.shape[mask.ndim :]))
 
     return Mode(allow_non_fake_inputs=True)
 

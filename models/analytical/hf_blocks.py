@@ -128,6 +128,7 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
         compiled=compiled,
         fused_loss=job.loss.fused_linear_cross_entropy,
         loss_chunks=int(convention.get("loss_chunks", 0)),
+        loss=job.loss.kind,
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
         linears_keep_input=job.parallelism.zero_stage == 3,
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",

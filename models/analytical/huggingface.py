@@ -33,6 +33,7 @@ from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.layouts.base import Layout, StoredTensor
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
+from peakcast.models.analytical.preference import as_trained, hold_reference, reference_forward
 from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.models.analytical.workspaces import training_workspaces
@@ -49,6 +50,7 @@ def huggingface_ledger(
     """Every tensor of one step of `job` on `rank` (None: the first). `step`: "first" (no optimizer states until its
     optimizer step) or "steady" (any later one). `device` adds what kernels and libraries allocate inside themselves on that
     GPU type; without it the timeline is what a trace sees."""
+    job = as_trained(job)
     context = block_context(job, device, rank or 0)
     logits = logits_bytes_kept_by_outputs(replace(target_context(context, job), autocast=False))
     layout = layout_of(job, stored_parameters(_weights_job(job)), logits, rank)
@@ -68,6 +70,7 @@ def huggingface_ledger(
             timeline.run_again(_resident(_weights_job(job)))
         else:
             layout.hold_resident(timeline)
+            hold_reference(timeline, job)
         _hold_before_forward(timeline, job, device)
         _micro_batches(timeline, job, context, layout, step)
     if alone and not optimizer_rule(job).updates_in_backward:
@@ -127,6 +130,7 @@ def _resident(job: TrainingJob) -> Recording:
     """What one GPU that holds everything has before the step, recorded."""
     step = Step()
     layout_of(job, stored_parameters(job), 0).hold_resident(step)
+    hold_reference(step, job)
     return step.record()
 
 
@@ -197,6 +201,8 @@ def _micro_batch(
     hold_attention_weights(timeline, blocks.contexts[0], checkpointed)
     in_checkpoint = blocks.checkpointed[0] and not job.offload.activations
     hold_embeddings(timeline, blocks.contexts, embedded, in_checkpoint, model_ends(loss))
+    if job.loss.kind != "cross_entropy":
+        reference_forward(timeline, job, context, start)
     timeline.run_backward(loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
     masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled

@@ -111,8 +111,9 @@ def layer_parameters(architecture: Architecture, layer: int) -> tuple[ParameterT
     return _layer(architecture, architecture.is_moe_layer(layer))
 
 
-def head_parameters(architecture: Architecture) -> tuple[ParameterTensor, ...]:
-    """Final norm and lm_head (its weight only where it is not the token table's); an encoder's masked-token head."""
+def head_parameters(architecture: Architecture, *, scores: bool = False) -> tuple[ParameterTensor, ...]:
+    """Final norm and lm_head (its weight only where it is not the token table's); an encoder's masked-token head.
+    `scores`: of a sequence classifier with one output, which has its own head in the place of the lm_head."""
     width = architecture.hidden_size
     tensors: list[ParameterTensor] = []
     if architecture.kind == "encoder":
@@ -120,6 +121,8 @@ def head_parameters(architecture: Architecture) -> tuple[ParameterTensor, ...]:
     if architecture.kind == "encoder_decoder":
         tensors.extend(t5_head(architecture))
     tensors.extend(norm(architecture, "norm", width))
+    if scores:
+        return (*tensors, ParameterTensor("score.weight", (1, width), "lm_head", None))
     if not architecture.tie_word_embeddings:
         tensors.append(ParameterTensor("lm_head.weight", (architecture.vocab_size, width), "lm_head", 0))
     if architecture.lm_head_bias:

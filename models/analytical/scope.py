@@ -6,6 +6,7 @@ from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.models.analytical.compile_scope import compile_reason
 from peakcast.models.analytical.parallel_scope import parallel_reason
+from peakcast.models.analytical.preference_scope import preference_reason
 from peakcast.spec import Offload, TrainingJob
 
 
@@ -13,6 +14,8 @@ def out_of_scope(job: TrainingJob) -> str:
     """Why the ledger does not cover `job`, as one sentence; "" when it does."""
     if job.batch.form != "rows" and (job.framework == "megatron" or job.architecture.kind != "decoder"):
         return f"batch.form={job.batch.form!r} is modelled for decoders of Hugging Face transformers only."
+    if preference := preference_reason(job):
+        return preference
     if job.framework == "megatron":
         from peakcast.models.analytical.megatron import megatron_out_of_scope
 

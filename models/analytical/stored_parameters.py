@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from peakcast.architecture import Architecture
 from peakcast.conventions import adapter_dtype, conventions
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
@@ -35,7 +34,7 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     """Every tensor of the network as a rank stores it, before data parallelism."""
     size, used = int(DTYPE_BYTES[job.precision.parameters]), int(DTYPE_BYTES[gathered_dtype(job)])
     ranks = expert_ranks(job)
-    everything = [(module, _rank_experts(tensor, ranks)) for module, tensor in _all_parameters(job.architecture)]
+    everything = [(module, _rank_experts(tensor, ranks)) for module, tensor in _all_parameters(job)]
     group = tensor_parallel(job)
     waits = group.table and job.parallelism.num_replicas > 1 and not group.table_reduced
     # a table that the lm_head shares gets its gradient from there too, split: the sum is
@@ -64,6 +63,8 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
         if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):
             stored.append(StoredTensor(f"{name}.lora_A", module, (rank, tensor.shape[1]), width, mixed, trains=True))
             stored.append(StoredTensor(f"{name}.lora_B", module, (tensor.shape[0], rank), width, mixed, trains=True))
+        elif name == "score":  # of a classifier peft trains a copy of the head itself (`modules_to_save`)
+            stored.append(StoredTensor(f"{name}.copy", module, tensor.shape, size, used, trains=True))
     return tuple(stored)
 
 
@@ -109,11 +110,12 @@ def _adapted(name: str, job: TrainingJob) -> bool:
     return is_adapter_target(name, job.finetuning, job.architecture)
 
 
-def _all_parameters(architecture: Architecture) -> Iterator[tuple[str, ParameterTensor]]:
+def _all_parameters(job: TrainingJob) -> Iterator[tuple[str, ParameterTensor]]:
+    architecture = job.architecture
     for tensor in embedding_parameters(architecture):
         yield "embedding", tensor
     for layer in range(architecture.num_layers):
         for tensor in layer_parameters(architecture, layer):
             yield f"layers.{layer}", tensor
-    for tensor in head_parameters(architecture):
+    for tensor in head_parameters(architecture, scores=job.loss.kind == "reward"):
         yield "head", tensor

@@ -371,11 +371,18 @@ class Tape:
                 live(gradient.name, gradient.num_bytes, gradient.born, len(backward))
         return [Waiting(one.name, _TEMPORARY, one.num_bytes, one.born, True, until, until) for one, until in hooked.items()]
 
+    def _recomputed(self, backward: list[int]) -> int:
+        """Instants of a recomputation that stops when the last tensor is there that autograd keeps. A matrix product keeps
+        its inputs, before it runs (torch tools/autograd/gen_variable_type.py); others have run by then."""
+        last = max((i for i in backward if any(self._operations[i].saved_bytes)), default=-1)
+        return last if last >= 0 and self._operations[last].outputs[0].storage.kind == "matmul" else last + 1
+
     def _template(self, rows: list[_Row], backward: list[int], elsewhere: dict[str, Elsewhere]) -> Template:
         columns = list(zip(*rows, strict=True)) if rows else [()] * 10
         names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph, cached = columns
         instants = np.array((sizes, born, dies, without_graph), dtype=np.int64)
         flags = np.array((born_b, dies_b, weights, cached), dtype=bool)
+        asks = next((i for i, index in enumerate(backward) if any(self._operations[index].saved_bytes)), 0)
         return Template(
             names=list(names),
             categories=np.array(categories, dtype=np.int8),
@@ -388,12 +395,17 @@ class Tape:
             dies_without_graph=instants[3],
             cached=flags[3],
             num_forward=len(self._operations),
-            num_recomputed=1 + max((i for i in backward if any(self._operations[i].saved_bytes)), default=-1),
+            num_recomputed=self._recomputed(backward),
             num_backward=len(backward),
             forward_labels=[operation.name for operation in self._operations],
             backward_labels=[self._operations[index].name for index in backward],
             input_bytes=self._input.num_bytes if self._input is not None else 0,
             keeps_input=self._input is not None and self._input.storage.last_saver is not None,
+            asks_late_bytes=sum(
+                size
+                for name, size, since, backwards, until in zip(names, sizes, born, born_b, dies, strict=True)
+                if backwards and since < asks < until and name != HANDED_IN
+            ),
             saved_bytes=[size for index in backward for size in self._operations[index].saved_bytes if size],
             loss_from=len(self._operations) if self._loss_from is None else self._loss_from,
             elsewhere=elsewhere,

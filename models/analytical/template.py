@@ -80,6 +80,8 @@ class Template:
     input_bytes: int
     keeps_input: bool
     """Whether autograd keeps the block's input for its backward."""
+    asks_late_bytes: int
+    """Bytes of gradients that backward has made by the time it first asks for something that was kept."""
     saved_bytes: list[int]
     """Sizes of the tensors that autograd keeps, each operation's counted for itself, parameters too."""
     loss_from: int

@@ -58,7 +58,7 @@ def _huggingface(job: TrainingJob) -> Iterator[_Named]:
     architecture, tuning = job.architecture, job.finetuning
     places = [("embedding", embedding_parameters(architecture))]
     places += [(f"layers.{i}", layer_parameters(architecture, i)) for i in range(architecture.num_layers)]
-    places += [("head", head_parameters(architecture))]
+    places += [("head", head_parameters(architecture, scores=job.loss.kind == "reward"))]
     for module, tensors in places:
         for tensor in tensors:
             yield (module, tensor.name), tensor.shape

@@ -41,6 +41,7 @@ CATEGORY_NAMES = {
     Category.WORKSPACES: "library workspaces",
     Category.INPUTS: "inputs",
     Category.OTHER: "other",
+    Category.REFERENCE_PARAMETERS: "reference weights",
 }
 
 

@@ -21,8 +21,9 @@ class Band:
     character: str
 
 
+WEIGHTS = (Category.PARAMETERS, Category.MAIN_PARAMETERS, Category.REFERENCE_PARAMETERS)
 BANDS = (
-    Band("weights", (Category.PARAMETERS, Category.MAIN_PARAMETERS), "#1d4e89", "█"),
+    Band("weights", WEIGHTS, "#1d4e89", "█"),
     Band("optimizer states", (Category.OPTIMIZER_STATES,), "#5b8db8", "▓"),
     Band("gradients", (Category.GRADIENTS,), "#7a9e3f", "▒"),
     Band("activations", (Category.ACTIVATIONS,), "#f2b134", "░"),

@@ -37,6 +37,7 @@ CELLS = {
     "autocast_in_a_plain_loop": {**AUTOCAST, "framework": "torch"},
     "autocast_gelu_new": {**AUTOCAST, "architecture": {"name": "distilgpt2", "num_hidden_layers": 2}},
     "lora_dropout": {"finetuning": {"method": "lora", "rank": 16, "dropout": 0.1}},
+    "lora_everywhere_checkpointed": {"finetuning": EVERYWHERE, "architecture": SMALL_ENDS, **CHECKPOINTED},
     "lora_in_bf16": {"finetuning": {**EVERYWHERE, "adapter_dtype": "bfloat16"}},
     "neftune": {"framework_options": {"neftune": True}},
     "neftune_lora": {"framework_options": {"neftune": True}, "finetuning": EVERYWHERE, **CHECKPOINTED},

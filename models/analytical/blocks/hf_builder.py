@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peakcast.architecture import Architecture
+from peakcast.loss import LossKind
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.float8 import float8_linear
 from peakcast.models.analytical.blocks.hf_traits import traits
@@ -72,6 +73,8 @@ class HFContext:
     """Liger's fused linear cross entropy."""
     loss_chunks: int = 0
     """Chunks of the sequence in which torchtitan's loss goes in place of Liger's; 0 without."""
+    loss: LossKind = "cross_entropy"
+    """Of the others, what the head makes (`preference_heads.py`)."""
     fused_loss_temporary_bytes: int = 0
     """Bytes per element of the lm_head that each chunk of the fused loss makes in passing."""
     linears_keep_input: bool = False

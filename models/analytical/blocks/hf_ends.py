@@ -12,6 +12,7 @@ from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
 from peakcast.models.analytical.blocks.hf_fused_loss import fused_linear_cross_entropy, loss_in_chunks
 from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.blocks.preference_heads import score, token_log_probabilities
 from peakcast.models.analytical.blocks.tensor_parallel import (
     enter_columns,
     gather_columns,
@@ -143,6 +144,14 @@ def head(context: HFContext) -> Template:
         tape.hold(normed)
         if architecture.scale_decoder_outputs:
             final = ops.scale(tape, final, "decoder_output_scaling")
+    if context.loss != "cross_entropy":
+        tape.begin_loss()
+        if context.loss == "reward":
+            score(build, final)
+        else:
+            token_log_probabilities(tape, final, context)
+        tape.hold(final)
+        return tape.finish()
     if context.fused_loss:
         (loss_in_chunks if context.loss_chunks else fused_linear_cross_entropy)(build, final)
         tape.hold(final)
@@ -258,7 +267,7 @@ def _shift(tape: Tape, x: Tensor, shifted_rows: int, rows: int) -> Tensor:
 def logits_bytes_kept_by_outputs(context: HFContext) -> int:
     """Bytes of the logits that live on in the model's outputs when the caller keeps them (a fused loss makes none); under
     autocast accelerate's `convert_outputs_to_fp32` has widened them."""
-    if context.fused_loss:
+    if context.fused_loss or context.loss != "cross_entropy":
         return 0
     element = FP32 if context.logits_upcast == "model" or context.autocast else context.compute_bytes
     size = context.architecture.vocab_size

@@ -108,7 +108,7 @@ def _bias(
     if not moe.expert_bias:
         return []
     context = build.context
-    weight = WeightGradient(f"{name}.grad", moe.num_experts * width * context.weight_bytes)
+    weight = WeightGradient(f"{name}.grad", moe.num_experts // context.expert_ranks * width * context.weight_bytes)
     weights = [weight] if context.trainable else []
     size = rows * width * context.weight_bytes
     return [build.tape.operation(name, [ids], size, saves=[ids] if weights else [], weight_gradients=weights)]

@@ -1,0 +1,121 @@
+"""What preference training adds to a step: a reference, its forward beside the policy's graph, and per-token results.
+
+Source: trl 1.16.0 `trainer/dpo_trainer.py` DPOTrainer.__init__ and _compute_loss: the policy's forward comes first, then,
+under no_grad, that of a copy of the network in the policy's dtype, or of the policy with its adapters switched off and
+without checkpointing. Under autocast the copy, whose parameters still ask for gradients, has its weights cast and cached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes
+from peakcast.models.analytical.blocks.hf_ends import embedding_variables, head
+from peakcast.models.analytical.blocks.preference_heads import FP32, INT64, scored_rows
+from peakcast.models.analytical.hf_blocks import Blocks, block_context
+from peakcast.models.analytical.hf_model import hold_masks, hold_rotary_tables, model_ends
+from peakcast.models.analytical.layouts import layout_of
+from peakcast.models.analytical.step import Run, Step
+from peakcast.models.analytical.stored_parameters import stored_parameters
+from peakcast.spec import ActivationCheckpointing, Finetuning, TrainingJob
+from peakcast.timeline import Category, Phase
+
+SWITCHED_OFF = ("none",)
+"""Targets of an adapter that is not there."""
+NAME = "reference."
+
+
+def as_trained(job: TrainingJob) -> TrainingJob:
+    """`job` with the network as its trainer has it: no dropout, and of a classifier no table that the head shares."""
+    if job.loss.kind == "cross_entropy":
+        return job
+    shared = job.architecture.tie_word_embeddings and job.loss.kind != "reward"
+    network = replace(
+        job.architecture,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        embedding_dropout=0.0,
+        tie_word_embeddings=shared,
+    )
+    return job.replace(architecture=network, finetuning=replace(job.finetuning, dropout=0.0))
+
+
+def hold_reference(timeline: Step, job: TrainingJob) -> None:
+    """The frozen copy's parameters, where there is one."""
+    if job.reference == "model":
+        kept = Step()
+        layout_of(_alone(job), stored_parameters(_alone(job))).hold_resident(kept)
+        recorded = kept.record()
+        kinds, sizes = recorded.columns[:2].tolist()
+        held = zip(recorded.names, recorded.modules, kinds, sizes, strict=True)
+        weights = [(name, NAME + module, size) for name, module, kind, size in held if kind == Category.PARAMETERS]
+        timeline.hold_all(weights, Category.REFERENCE_PARAMETERS)
+
+
+def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start: int) -> None:
+    """What comes between the policy's head and backward. `start`: of the micro-batch."""
+    if job.loss.kind == "reward":
+        return
+    born = timeline.now
+    if job.reference in ("model", "adapter_off"):
+        _run(timeline, _alone(job))
+    scored = scored_rows(policy)
+    per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32)]
+    per_token += [("mean_logits", "head", scored * FP32), ("is_top1", "head", scored)]
+    timeline.hold_all(per_token, Category.LOGITS, born, timeline.now)
+    timeline.hold("labels", Category.INPUTS, policy.rows * INT64, start, timeline.now)
+
+
+def _alone(job: TrainingJob) -> TrainingJob:
+    """The job as the reference is run."""
+    tuning = job.finetuning
+    off = Finetuning() if job.reference == "model" else replace(tuning, targets=SWITCHED_OFF)
+    return job.replace(finetuning=off, activation_checkpointing=ActivationCheckpointing())
+
+
+def _run(timeline: Step, job: TrainingJob) -> None:
+    """The reference's forward, of which nothing is kept."""
+    context = block_context(job, None)
+    blocks, start = Blocks(job, context), timeline.now
+    embedded = timeline.run_without_graph(blocks.embedding(), f"{NAME}embedding", Phase.LOSS)
+    runs = [
+        timeline.run_without_graph(blocks.layer(layer), f"{NAME}layers.{layer}", Phase.LOSS)
+        for layer in range(job.architecture.num_hidden_layers)
+    ]
+    made = head(context)
+    last = timeline.run_without_graph(made, f"{NAME}head", Phase.LOSS)
+    ends = model_ends(last)
+    is_input, sizes = embedding_variables(context)
+    after = runs[0] if is_input and runs else embedded
+    for size in sizes:
+        born = after.forward_start + after.template.num_forward
+        timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, ends, f"{NAME}embedding")
+    hold_masks(timeline, blocks.contexts, start, ends, ends)
+    hold_rotary_tables(timeline, job, context, start)
+    if job.reference == "model":
+        _hold_casts(timeline, job, context, runs)
+        _hold_gathered(timeline, job, [embedded, *runs, last])
+
+
+def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list[Run]) -> None:
+    """The narrow copies of the layers' weights, cached until the forward under autocast ends."""
+    size, tensors = autocast_copy_bytes(context), stored_parameters(job)
+    for run in runs:
+        born = run.forward_start + run.template.num_forward
+        cached = size * sum(t.numel for t in tensors if NAME + t.module == run.module and len(t.shape) > 1)
+        timeline.hold("autocast_cache", Category.TEMPORARIES, cached, born, timeline.now, run.module)
+
+
+def _hold_gathered(timeline: Step, job: TrainingJob, runs: list[Run]) -> None:
+    """What a sharded copy is gathered into, read from `prepare_fsdp` and `prepare_deepspeed` (trl 1.16.0 `models/utils.py`)
+    and compared with no trace: FSDP2's is one group, whole while it runs; FSDP1's and ZeRO-3's, block by block."""
+    layout = job.parallelism
+    if layout.num_replicas == 1 or (layout.sharding in ("none", "no_shard") and layout.zero_stage < 3):
+        return
+    whole = layout.sharding in ("fsdp2", "hsdp")
+    for run in runs:
+        size = sum(t.numel * t.gathered_bytes for t in stored_parameters(job) if NAME + t.module == run.module)
+        born, dies = run.forward_start, run.forward_start + run.template.num_forward
+        if whole:
+            born, dies = runs[0].forward_start, timeline.now
+        timeline.hold("gathered", Category.COMMUNICATION_BUFFERS, size, born, dies, run.module)

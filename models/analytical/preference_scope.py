@@ -1,0 +1,45 @@
+"""Which preference training the ledger covers: TRL's, where its trace equals it (`peakcast verify agreement-trl`)."""
+
+from __future__ import annotations
+
+from peakcast.conventions import conventions, release
+from peakcast.loss import PAIRS
+from peakcast.spec import Batch, Offload, Parallelism, TrainingJob
+
+FUSED_HEAD = (1, 15)
+"""The release of trl from which on no trainer makes whole logits (`trainer/utils.py` add_fused_lm_head)."""
+
+
+def preference_reason(job: TrainingJob) -> str:
+    """Why the ledger does not cover `job`'s loss, as one sentence; "" when it does, or when it is the plain one."""
+    kind = job.loss.kind
+    if kind == "cross_entropy":
+        return ""
+    name, asked = f"loss.kind={kind!r}", str(job.versions.get("trl", ""))
+    checks = (
+        (kind in PAIRS and job.micro_batch_size % 2 == 1, "counts both of a pair: give an even micro_batch_size."),
+        (job.task != "train", "is a training's."),
+        (job.framework != "huggingface", f"is modelled as TRL's trainers have it, not with framework={job.framework!r}."),
+        (
+            bool(asked) and release(asked) < FUSED_HEAD and kind != "reward",
+            f"is modelled as trl has it since 1.15; trl {asked} makes whole logits, which take more.",
+        ),
+        (_shards(job), "was compared with traces on one GPU and under DDP only."),
+        (job.architecture.kind != "decoder", "is modelled for decoders."),
+        (job.architecture.moe is not None, "is modelled without experts, whose balance is a loss too."),
+        (job.batch != Batch(), "is modelled for full rows: TRL pads to the longest sequence of both halves."),
+        (job.compile, "is not modelled with torch.compile."),
+        (job.offload != Offload(), "is not modelled with offload."),
+        (job.loss.fused_linear_cross_entropy, "has a head of its own: leave loss.fused_linear_cross_entropy out."),
+        (bool(job.finetuning.quantization), "over quantised weights was compared with no trace."),
+        (job.activation_checkpointing.every_n_layers > 1, "was compared with every layer checkpointed only."),
+        (job.precision.compute == "float8", "is not modelled in float8."),
+        (job.attention == "flex", "was compared with sdpa and eager, and not with attention='flex'."),
+        (bool(conventions(job).get("neftune")), "is not modelled with neftune."),
+    )
+    return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")
+
+
+def _shards(job: TrainingJob) -> bool:
+    """Whether ranks share anything but gradients."""
+    return job.parallelism != Parallelism(data_parallel_size=job.parallelism.data_parallel_size)

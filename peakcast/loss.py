@@ -1,0 +1,56 @@
+"""`Loss`: how the network's output becomes a loss, and what else has to be computed for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from peakcast.errors import SpecError
+from peakcast.fields import unsaid
+
+LossKind = Literal["cross_entropy", "dpo", "reward"]
+Reference = Literal["none", "model", "adapter_off", "precomputed"]
+PAIRS: tuple[LossKind, ...] = ("dpo", "reward")
+"""Losses of a chosen sequence beside a rejected one: both pass the network in one batch."""
+REFERRING: tuple[LossKind, ...] = ("dpo",)
+"""Losses that measure how far the network has moved away from a reference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """How the network's output becomes a loss, and what else has to be computed for it."""
+
+    fused_linear_cross_entropy: bool = False
+    kind: LossKind = unsaid("cross_entropy")  # noqa: RUF009  # a field
+    """`cross_entropy` of the next token; the others as TRL's trainers compute them. `dpo`: log-probabilities of pairs,
+    beside a reference's. `reward`: a head with one output scores pairs. Of a pair, `micro_batch_size` counts both
+    sequences."""
+    reference: Reference | None = unsaid(None)  # noqa: RUF009  # a field
+    """Where a reference's log-probabilities come from: a frozen copy of the network beside it, the network with its
+    adapters switched off, or the data set, where they were written before training. null: what `kind` needs, which is
+    `model`, or with adapters `adapter_off`."""
+
+    def __post_init__(self) -> None:
+        if self.reference not in (None, "none") and self.kind not in REFERRING:
+            raise SpecError(
+                f"loss.reference={self.reference!r} needs a loss with a reference ({', '.join(REFERRING)}), not "
+                f"loss.kind={self.kind!r}; leave it out.",
+                parameter="loss.reference",
+                value=self.reference,
+            )
+
+    def reference_beside(self, *, adapters: bool) -> Reference:
+        """Where this loss has a reference's log-probabilities from, whether adapters train or the whole network.
+
+        Raises: SpecError where adapters are to be switched off and there are none.
+        """
+        if self.reference == "adapter_off" and not adapters:
+            raise SpecError(
+                "loss.reference='adapter_off' needs an adapter to switch off (finetuning.method: lora); with full "
+                "fine-tuning use model or precomputed.",
+                parameter="loss.reference",
+                value=self.reference,
+            )
+        if self.reference is not None or self.kind not in REFERRING:
+            return self.reference or "none"
+        return "adapter_off" if adapters else "model"
