@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
 from peakcast import __version__
 from peakcast.collectors import gang, probes
 from peakcast.collectors.growth import Growth
+from peakcast.collectors.versions import with_versions
 from peakcast.errors import CollectorError
-from peakcast.fields import FrozenMapping
+from peakcast.lengths import lengths_change
+from peakcast.lengths import steps as lengths_of_steps
 from peakcast.records import Collectives, Measurement
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase
@@ -25,13 +28,6 @@ GENERATION = ("prefill", "decode")
 PART_OF_A_GPU = "measured on a MIG instance, which has less of everything than the GPU it is named after"
 
 
-DECIDING = {
-    "": ("torch", "transformers", "accelerate", "peft"),
-    "megatron": ("torch", "megatron_core", "transformer_engine"),
-}
-"""framework ("" for the others) -> packages whose versions decide whose conventions hold."""
-
-
 def collectives(job: TrainingJob) -> Collectives:
     """What moves data between ranks: nothing for one, nothing really ("fake") where one stands for many."""
     if job.parallelism.world_size == 1:
@@ -42,21 +38,6 @@ def collectives(job: TrainingJob) -> Collectives:
 
     backend: Collectives = "nccl" if dist.get_backend() == "nccl" else "gloo"
     return backend
-
-
-def with_versions(job: TrainingJob) -> TrainingJob:
-    """`job` with the versions that really ran, which decide whose conventions hold; a stack that it only follows
-    (`torchtitan: main`) stays."""
-    found = probes.versions()
-    deciding = DECIDING.get(job.framework, DECIDING[""])
-    found = {name: found[name] for name in deciding if name in found}
-    return job.replace(versions=FrozenMapping({**followed(job), **found}))
-
-
-def followed(job: TrainingJob) -> FrozenMapping:
-    """The stacks and versions that a job names and that do not depend on what is installed."""
-    deciding = DECIDING.get(job.framework, DECIDING[""])
-    return FrozenMapping({name: version for name, version in job.versions.items() if name not in deciding})
 
 
 class Recorder:
@@ -237,6 +218,17 @@ class Recorder:
         grown = max(self.pageable_peak - self.pageable_before, 0)
         return grown + self.managed + (0 if probes.registers_pinned() else pinned)
 
+    def _settled(self) -> list[dict[str, dict[str, int]]]:
+        """The steps whose phases are the row's: the last; where lengths change, all from the second on."""
+        return self.steps[1:] or self.steps if lengths_change(self.job) else self.steps[-1:]
+
+    def _lengths(self) -> dict[str, Any]:
+        """Where they change: of each micro-batch of each step, the longest sequence and how many tokens."""
+        if not lengths_change(self.job):
+            return {}
+        ran = itertools.islice(lengths_of_steps(self.job, self.rank), len(self.steps))
+        return {"lengths": [[[part.sequence_length, part.num_tokens] for part in step] for step in ran]}
+
     def row(self) -> Measurement:
         """What was read, as a row."""
         counts = probes.allocator_counts()
@@ -246,7 +238,7 @@ class Recorder:
         peaks = [peak for peak in peaks if peak]
         first = [phase["allocated"] for phase in self.steps[0].values()] if self.steps else []
         last: dict[str, int] = {}
-        for part, peak in (self.steps[-1] if self.steps else {}).items():
+        for part, peak in itertools.chain.from_iterable(step.items() for step in self._settled()):
             phase = "forward" if part in GENERATION else part
             last[phase] = max(peak["allocated"], last.get(phase, 0))
         if self.idle is not None:
@@ -254,7 +246,7 @@ class Recorder:
             self.readings["nvml_end_bytes"] = self.nvml_end
         used = None if self.nvml_peak is None or self.idle is None else self.nvml_peak - self.idle
         self.readings |= self.growth.readings() if self.growth is not None else {}
-        self.readings |= {"num_ooms": counts["num_ooms"], "steps": self.steps, "built": self.built}
+        self.readings |= {"num_ooms": counts["num_ooms"], "steps": self.steps, "built": self.built, **self._lengths()}
         self.readings |= {
             "host_resident_bytes": probes.host_peak_bytes(),
             "host_pinned_bytes": probes.pinned_peak_bytes(),

@@ -18,7 +18,7 @@ from typing import Any
 from peakcast import __version__, store
 from peakcast.collectors.engines import WORK, Answer, Question, find_engine
 from peakcast.collectors.grid import load_grid
-from peakcast.collectors.recorder import followed
+from peakcast.collectors.versions import followed
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.durable import replace_file
 from peakcast.errors import NO_GPU, CollectorError

@@ -19,9 +19,11 @@ from peakcast.collectors import gang, probes
 from peakcast.collectors.engines import WORK
 from peakcast.collectors.growth import Growth
 from peakcast.collectors.nvml import Nvml
-from peakcast.collectors.recorder import Recorder, collectives, with_versions
+from peakcast.collectors.recorder import Recorder, collectives
 from peakcast.collectors.sampling import sampling
+from peakcast.collectors.versions import with_versions
 from peakcast.errors import CollectorError
+from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.records import Measurement
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
@@ -51,7 +53,7 @@ def run(question: Mapping[str, Any]) -> list[tuple[Measurement, bytes | None]]:
         return gang.run(question, ranks, WORK)
     if question.get("trace"):
         return [traced(job, str(question["gpu"]), int(question.get("rank", 0)), history=history)]
-    steps = max(int(question.get("steps", MIN_STEPS)), MIN_STEPS)
+    steps = max(int(question.get("steps", MIN_STEPS)), NUM_STEPS if lengths_change(job) else MIN_STEPS)
     return [measured(job, question.get("gpu"), steps, int(question.get("rank", 0)), history=history)]
 
 

@@ -5,6 +5,7 @@ Nothing here is fitted to measurements. `residual.py` learns what is left.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from peakcast.lengths import NUM_STEPS, lengths_change
+from peakcast.lengths import steps as steps_of_lengths
 from peakcast.models.allocator import Replay, replay_run
 from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.host import host_bytes
@@ -108,7 +111,8 @@ def _baseline(job: TrainingJob, device: Device, rank: int | None, ledger: Ledger
     chosen, steady = candidates[worst], steadies[worst]
     first = ledger(job, device=device, rank=chosen, step="first")
     context, communicators = context_bytes(device), communicator_bytes(job)
-    run = _replay((first, steady), job, device, context + communicators)
+    steps = _drawn_steps(job, device, chosen, ledger) if lengths_change(job) else [first, steady]
+    run = _replay(steps, job, device, context + communicators)
     higher = max((steady, first), key=lambda step: step.peak().num_bytes)
     peak = higher.peak()
     return Baseline(
@@ -132,6 +136,15 @@ def _baseline(job: TrainingJob, device: Device, rank: int | None, ledger: Ledger
         ),
         composition={category.name.lower(): size for category, size in higher.composition(peak.instant).items()},
     )
+
+
+def _drawn_steps(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:
+    """The steps of a job whose lengths change, each by its largest micro-batch: blocks that shorter ones leave in the cache
+    do not fit longer ones."""
+    run = itertools.islice(steps_of_lengths(job, rank), NUM_STEPS)
+    largest = [max(step, key=lambda part: (part.num_tokens, part.sequence_length)) for step in run]
+    kinds = ["first", *["steady"] * (NUM_STEPS - 1)]
+    return [ledger(part, device=device, rank=rank, step=kind) for part, kind in zip(largest, kinds, strict=True)]
 
 
 def _replay(steps: Sequence[Timeline], job: TrainingJob, device: Device, outside_bytes: int) -> Replay:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from peakcast.conventions import release, unmodelled_versions
 from peakcast.errors import CalibrationError
+from peakcast.lengths import lengths_change
 from peakcast.models.grouping import feed_forward_of, layout_of
 from peakcast.models.strict import number, read, texts
 from peakcast.spec import TrainingJob
@@ -164,6 +165,8 @@ def traits(job: TrainingJob) -> dict[str, str]:
         "compile": str(job.compile).lower(),
         "offload": "+".join(offloads) or "none",
         "expandable_segments": str(job.allocator.expandable_segments).lower(),
+        # only where they change: calibrations made before jobs could say so have seen no other lengths than equal ones
+        **({"lengths": "changing"} if lengths_change(job) else {}),
     }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from peakcast.conventions import conventions
+from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.models.baseline import Baseline, Ledger, baseline, communicator_bytes, context_bytes
 from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
 from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, Outside, difficulty, severity
@@ -256,6 +257,12 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
         sentences.append(
             f"the experts stay in {job.precision.parameters}: bitsandbytes quantizes nn.Linear, and transformers 5 has "
             "them as plain parameters; framework_options.quantized_experts=true counts them quantized."
+        )
+    if lengths_change(job):
+        sentences.append(
+            f"tensors are those of steps whose sequences are all as long as sequence_length={job.sequence_length}; what is "
+            f"reserved is that of {NUM_STEPS} steps with lengths drawn from batch.shortest_sequence="
+            f"{job.batch.shortest_sequence} on (batch.seed={job.batch.seed}), one of them the longest."
         )
     if job.optimizer.name.startswith("paged_"):
         sentences.append("paged optimizer states count as host memory; the driver moves them to the GPU as they are used.")

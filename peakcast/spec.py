@@ -177,9 +177,14 @@ class Batch:
     padding_free)."""
     num_tokens: int | None = None
     """Tokens of a micro-batch that are no padding; null means micro_batch_size × sequence_length, the most there can be."""
+    shortest_sequence: int | None = unsaid(None)
+    """Where lengths change from step to step: tokens of the shortest sequence; `sequence_length` is the longest. null means
+    that every step has the same lengths."""
+    seed: int = unsaid(0)
+    """Which lengths are drawn (`lengths.py`)."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "num_tokens", where="batch.")
+        require_positive(self, "num_tokens", "shortest_sequence", where="batch.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +267,26 @@ class TrainingJob:
                 else "needs rows with padding, or none; set batch.form to masked or padding_free"
             )
             raise SpecError(f"batch.num_tokens={asked} {rule}.", parameter="batch.num_tokens", value=asked)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        shortest, batch = self.batch.shortest_sequence, self.batch
+        if shortest is None and batch.seed:
+            raise SpecError(
+                f"batch.seed={batch.seed} draws the lengths that batch.shortest_sequence asks for; give it or leave the "
+                "seed out.",
+                parameter="batch.seed",
+                value=batch.seed,
+            )
+        if shortest is not None and (shortest > self.sequence_length or batch.num_tokens is not None):
+            rule = (
+                f"exceeds sequence_length={self.sequence_length}, the longest; lower it"
+                if shortest > self.sequence_length
+                else f"draws how many tokens a step has, and batch.num_tokens={batch.num_tokens} fixes it; leave one out"
+            )
+            raise SpecError(
+                f"batch.shortest_sequence={shortest} {rule}.", parameter="batch.shortest_sequence", value=shortest
+            )
 
     def __hash__(self) -> int:
         return self._hash  # jobs are keys of many caches; without this each look-up walks the whole job

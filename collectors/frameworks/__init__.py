@@ -9,6 +9,7 @@ import importlib
 from typing import Any, Protocol
 
 from peakcast.errors import CollectorError
+from peakcast.lengths import at_its_longest, lengths_change
 from peakcast.spec import TrainingJob
 
 STACKS = {
@@ -19,7 +20,6 @@ STACKS = {
 }
 """framework -> module, and what to install. A plain torch loop trains the same networks, and keeps the model's outputs as
 plain loops do."""
-
 
 class Training(Protocol):
     """One training run, its phases as separate calls so that each can be measured."""
@@ -50,10 +50,28 @@ class Training(Protocol):
 INFERENCE = "peakcast.collectors.frameworks.huggingface_inference"
 
 
-def build(job: TrainingJob, device: str) -> Training:
-    """The training run of `job` on `device` with random weights. Raises: CollectorError when the stack cannot."""
-    training: Training = _made(job, STACKS.get(job.framework, ("", ""))[0], "build", device)
+def build(job: TrainingJob, device: str, *, longest: bool = False) -> Training:
+    """The training run of `job` on `device` with random weights; `longest`: where lengths change from step to step, every
+    step of the longest. Raises: CollectorError when the stack cannot."""
+    _check_lengths(job)
+    asked = at_its_longest(job) if longest else job
+    training: Training = _made(asked, STACKS.get(job.framework, ("", ""))[0], "build", device)
     return training
+
+
+def _check_lengths(job: TrainingJob) -> None:
+    """Sequences that ranks share are of one length, stages are told beforehand what they take, and torch.compile would
+    compile each length anew."""
+    layout = job.parallelism
+    shared = layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.context_parallel_size > 1
+    one_length = shared or job.compile or job.framework == "megatron" or job.architecture.kind != "decoder"
+    if lengths_change(job) and one_length:
+        raise CollectorError(
+            f"batch.shortest_sequence={job.batch.shortest_sequence} has no collector under tensor, pipeline and context "
+            "parallelism, with compile, in Megatron, nor of what is no decoder; leave it out: lengths are then the same.",
+            parameter="batch.shortest_sequence",
+            value=job.batch.shortest_sequence,
+        )
 
 
 def build_inference(job: TrainingJob, device: str) -> Any:

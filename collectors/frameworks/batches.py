@@ -28,8 +28,12 @@ def _joined(job: TrainingJob) -> dict[str, torch.Tensor]:
 
 
 def _padding(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:
-    """A mask of as many ones as there are tokens: the rest of each row is padding."""
-    lengths = torch.tensor(sequence_lengths(job), device=ids.device)
+    """A mask of as many ones as there are tokens: the rest of each row is padding. Where all of it is tokens, the last is
+    left out: to transformers a mask of ones is none (5.17 masking_utils.py `_ignore_causal_mask_sdpa`)."""
+    found = sequence_lengths(job)
+    if sum(found) == ids.numel():
+        found[-1] -= 1
+    lengths = torch.tensor(found, device=ids.device)
     return (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
 
 

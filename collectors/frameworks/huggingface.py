@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers.integrations.neftune import neftune_post_forward_hook
 
@@ -19,6 +20,7 @@ from peakcast.collectors.frameworks.huggingface_model import in_float8, model_of
 from peakcast.collectors.frameworks.optimizers import LEARNING_RATE, build_optimizer
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
+from peakcast.lengths import lengths_change, steps
 from peakcast.spec import TrainingJob
 
 MAX_GRAD_NORM = 1.0
@@ -41,6 +43,9 @@ class HuggingFaceTraining:
         self.scaler = torch.amp.GradScaler("cuda") if half else None
         """As accelerate makes one for fp16=True: gradients are fp32, the loss is scaled."""
         self._micro_batch = 0
+        self._steps = steps(job, dist.get_rank() if dist.is_initialized() else 0)
+        self._lengths: tuple[TrainingJob, ...] = ()
+        """Of the step at hand, where they change."""
         self._around = contextlib.ExitStack()
         """What a micro-batch enters before its forward and leaves after its backward."""
 
@@ -59,6 +64,7 @@ class HuggingFaceTraining:
         before = self._module_before_loss(inner) if announces else None
         announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
         self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
+        self._draw_lengths()
         self._share_sequences()
         try:
             with self._accumulation(), self._autocast(), self._saves(), self.layout.computing_loss():
@@ -72,6 +78,16 @@ class HuggingFaceTraining:
         if self.job.framework == "torch":
             self._outputs = outputs  # a plain loop keeps them until it assigns them again
         return outputs.loss
+
+    def _draw_lengths(self) -> None:
+        """Where lengths change from step to step: a batch of its own for each micro-batch."""
+        if not lengths_change(self.job):
+            return
+        if self._micro_batch == 1:
+            self._lengths = next(self._steps)
+        with self.batch["input_ids"].device:
+            self.batch = {}
+            self.batch = batch_of(self._lengths[self._micro_batch - 1])
 
     def _share_sequences(self) -> None:
         """Under context parallelism: a batch of its own for each micro-batch, of which only this rank's part stays."""

@@ -66,6 +66,7 @@ def build_inference(job: TrainingJob, device: str) -> HuggingFaceInference:
         ("compile", job.compile, (False,)),
         ("finetuning.method", job.finetuning.method, ("full",)),
         ("batch.form", job.batch.form, ("rows",)),
+        ("batch.shortest_sequence", job.batch.shortest_sequence, (None,)),
     ):
         if value not in done:
             raise CollectorError(

@@ -138,7 +138,7 @@ def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
 
     steps: dict[str, tuple[int, int]] = {}
     with tracer:
-        training = build(job, device)
+        training = build(job, device, longest=True)
         gc.collect()  # what wrapping has replaced hangs in cycles of references
         tracer.name(training.model.named_parameters(), Category.PARAMETERS)
         with tracer.watching(training.model):

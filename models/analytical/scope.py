@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
+from peakcast.lengths import lengths_change
 from peakcast.models.analytical.compile_scope import compile_reason
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.analytical.preference_scope import preference_reason
@@ -14,14 +15,27 @@ def out_of_scope(job: TrainingJob) -> str:
     """Why the ledger does not cover `job`, as one sentence; "" when it does."""
     if job.batch.form != "rows" and (job.framework == "megatron" or job.architecture.kind != "decoder"):
         return f"batch.form={job.batch.form!r} is modelled for decoders of Hugging Face transformers only."
-    if preference := preference_reason(job):
-        return preference
+    if reason := preference_reason(job) or _lengths_reason(job):
+        return reason
     if job.framework == "megatron":
         from peakcast.models.analytical.megatron import megatron_out_of_scope
 
         return megatron_out_of_scope(job)
     network = _architecture_reason(job.architecture) or _encoder_decoder_reason(job)
     return network or parallel_reason(job) or _huggingface_reason(job)
+
+
+def _lengths_reason(job: TrainingJob) -> str:
+    """Where lengths change from step to step, what is run by no collector."""
+    layout = job.parallelism
+    shared = layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.context_parallel_size > 1
+    otherwise = job.compile or job.task != "train" or job.framework == "megatron" or job.architecture.kind != "decoder"
+    if lengths_change(job) and (shared or otherwise):
+        return (
+            f"batch.shortest_sequence={job.batch.shortest_sequence}: lengths that change are modelled in training decoders "
+            "without tensor, pipeline and context parallelism, compile and Megatron."
+        )
+    return ""
 
 
 def _architecture_reason(architecture: Architecture) -> str:

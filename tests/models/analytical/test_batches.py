@@ -2,11 +2,13 @@
 
 import pytest
 
+from peakcast import catalog
 from peakcast.architecture import Architecture
 from peakcast.errors import SpecError
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
-from peakcast.spec import Batch, TrainingJob
+from peakcast.models.baseline import baseline
+from peakcast.spec import Batch, TrainingJob, job_to_mapping
 from peakcast.timeline import Phase
 
 ARCHITECTURE = Architecture(
@@ -75,3 +77,40 @@ def test_more_tokens_than_fit_are_refused():
 def test_a_framework_that_has_no_such_batch_says_so():
     assert "batch.form" in out_of_scope(job("masked", framework="megatron"))
     assert not out_of_scope(job("masked"))
+
+
+def test_lengths_that_change_are_answered_for_the_longest():
+    changing = Batch(form="masked", shortest_sequence=16)
+    asked = job("masked").replace(batch=changing)
+    assert ledger(asked).peak() == ledger(job("masked")).peak()
+    assert not out_of_scope(asked)
+    for changes in ({"compile": True}, {"framework": "megatron"}, {"task": "inference"}):
+        assert "shortest_sequence=16" in out_of_scope(job().replace(batch=Batch(shortest_sequence=16), **changes))
+
+
+def test_blocks_cached_for_shorter_sequences_are_reserved_beside_those_of_longer_ones():
+    device = catalog.gpu("A100-80GB")
+    same, changing = (
+        baseline(job("padding_free", sequence_length=2048).replace(batch=batch), device)
+        for batch in (Batch(form="padding_free"), Batch(form="padding_free", shortest_sequence=64))
+    )
+    assert changing.peak_allocated_bytes == same.peak_allocated_bytes
+    assert changing.peak_reserved_bytes > same.peak_reserved_bytes
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ({"shortest_sequence": 257}, "shortest_sequence=257 exceeds sequence_length=256"),
+        ({"shortest_sequence": 9, "form": "masked", "num_tokens": 300}, "num_tokens=300 fixes it; leave one out"),
+        ({"seed": 3}, "batch.seed=3 draws the lengths"),
+    ],
+)
+def test_lengths_that_say_two_things_are_refused(batch, says):
+    with pytest.raises(SpecError, match=says):
+        job().replace(batch=Batch(**batch))
+
+
+def test_jobs_that_say_nothing_of_lengths_are_stored_as_before():
+    assert job_to_mapping(job("masked", 300))["batch"] == {"form": "masked", "num_tokens": 300}
+    assert "batch" not in job_to_mapping(job())
