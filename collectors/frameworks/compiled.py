@@ -15,6 +15,25 @@ def is_compiled_whole(job: TrainingJob) -> bool:
     return job.compile and conventions(job)["compiled_regions"] == "network"
 
 
+def compiles_shards(job: TrainingJob) -> bool:
+    """Whether each layer is compiled by itself and then sharded, as torchtitan does it: what is gathered and reduced around
+    it is in no graph."""
+    sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.framework == "torch"
+    return job.compile and not is_compiled_whole(job) and sharded
+
+
+def outermost_layers(model: Any, classes: tuple[type, ...]) -> list[Any]:
+    """The layers of `model`, those that are compiled by themselves as what was compiled: a wrapper that runs its hooks
+    around it, as torchtitan's `fully_shard` of a compiled block does."""
+    found, inner = [], set[int]()
+    for module in model.modules():
+        within = getattr(module, "_orig_mod", module)
+        if isinstance(within, classes) and id(module) not in inner:
+            found.append(module)
+            inner.add(id(within))
+    return found
+
+
 def compile_layers(model: Any, job: TrainingJob) -> Any:
     """`model` with its layers compiled, each with its checkpointing, as the stack does it.
 

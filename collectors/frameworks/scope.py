@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from peakcast.collectors.frameworks.compiled import is_compiled_whole
+from peakcast.collectors.frameworks.compiled import compiles_shards, is_compiled_whole
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.spec import Offload, Parallelism, TrainingJob
@@ -70,9 +70,11 @@ SINGLE_GPU: dict[str, Rule] = {
         "it with framework huggingface or torch, without tensor and pipeline parallelism",
     ),
     "framework_options.compiled_regions": (
-        lambda j: j.compile and not is_compiled_whole(j) and j.parallelism.world_size > 1,
+        lambda j: (
+            j.compile and not is_compiled_whole(j) and j.parallelism.world_size > 1 and not compiles_shards(j)
+        ),
         lambda j: conventions(j)["compiled_regions"],
-        "network on several GPUs, layers on one",
+        "layers on one GPU, or with framework torch and sharding: fsdp2 or hsdp; network on several GPUs otherwise",
     ),
     "offload": (
         lambda j: (j.offload.parameters or j.offload.optimizer) and not _offloads_with_fsdp2(j),

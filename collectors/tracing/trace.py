@@ -151,8 +151,13 @@ def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
 
 def _beside_compile(job: TrainingJob) -> str:
     """What of `job` was never traced together with torch.compile, "" when nothing."""
+    from peakcast.collectors.frameworks.compiled import compiles_shards
+
     checks = (
-        (job.parallelism.world_size > 1, "several ranks"),
+        (
+            job.parallelism.world_size > 1 and not compiles_shards(job),
+            "several ranks, but for a torch loop's layers under FSDP2 or HSDP",
+        ),
         (job.task != "train", "generation"),
         (job.attention not in ("sdpa", "eager"), f"attention={job.attention!r}, whose kernels are compiled too"),
         (job.loss.fused_linear_cross_entropy or bool(conventions(job).get("liger_kernels")), "Liger's kernels"),

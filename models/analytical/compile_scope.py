@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from peakcast.conventions import conventions
+from peakcast.models.analytical.blocks.compiled_layer import FAMILIES
 from peakcast.models.analytical.blocks.hf_traits import slides
+from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.spec import Batch, Offload, TrainingJob
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""RMSNorm, rotary positions, silu·up: what Inductor makes of them keeps what Liger's kernels keep."""
 TRACE = "; `peakcast explain --trace` compiles the step and shows it, on a machine with torch."
 
 
@@ -15,16 +15,23 @@ def compile_reason(job: TrainingJob) -> str:
     """Why the ledger does not cover the compiled `job`, as one sentence; "" when it does, or nothing is compiled."""
     if not job.compile:
         return ""
-    architecture, convention = job.architecture, conventions(job)
+    architecture, convention, checkpointing = job.architecture, conventions(job), job.activation_checkpointing
     whole = convention.get("compiled_regions") == "network"
     checks = (
         (job.framework not in ("huggingface", "torch"), f"with framework={job.framework!r}"),
-        (job.parallelism.world_size > 1, "on several ranks"),
+        (job.parallelism.world_size > 1 and not _in_shards(job), "on several ranks, but for layers that FSDP2 shards,"),
         (job.task != "train" or job.finetuning.method != "full", "other than for full training"),
         (architecture.model_type not in FAMILIES or architecture.moe is not None, f"of {architecture.name!r}"),
-        (job.activation_checkpointing.mode != "none", "with checkpointing, which is scheduled with backward,"),
+        (
+            whole and checkpointing.mode != "none",
+            "of a whole network with checkpointing, which is scheduled with all of backward,",
+        ),
+        (checkpointing.mode != "none" and checkpointing.use_reentrant, "with reentrant checkpointing"),
         (job.attention != "sdpa", f"with attention={job.attention!r}"),
-        (job.precision.parameters != "bfloat16" or job.precision.compute != "bfloat16", "of other weights than bfloat16"),
+        (
+            gathered_dtype(job) != "bfloat16" or job.precision.compute != "bfloat16",
+            "of other weights than bfloat16",
+        ),
         (bool(convention.get("autocast")), "under autocast"),
         (job.batch != Batch() or job.offload != Offload(), "with padding, packing or offloading"),
         (job.loss.fused_linear_cross_entropy or bool(convention.get("liger_kernels")), "with Liger's kernels"),
@@ -41,3 +48,10 @@ def compile_reason(job: TrainingJob) -> str:
         ),
     )
     return next((f"compile=true {how} is not modelled{TRACE}" for asked, how in checks if asked), "")
+
+
+def _in_shards(job: TrainingJob) -> bool:
+    """Layers that are compiled one by one, each a unit of FSDP2 or HSDP, and nothing else is split."""
+    layout = job.parallelism
+    alone = layout.world_size == layout.data_parallel_size and layout.sharding in ("fsdp2", "hsdp")
+    return alone and job.framework == "torch" and conventions(job).get("compiled_regions") == "layers"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from peakcast.architecture import Architecture
 from peakcast.catalog import Device
 from peakcast.conventions import adapter_dtype, conventions
+from peakcast.models.analytical.blocks.compiled_layer import compiled_layer, is_compiled_alone
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding
 from peakcast.models.analytical.blocks.hf_traits import slides, traits
@@ -41,11 +42,18 @@ class Blocks:
         self.job = job
         self.context = context
         self.contexts = _layer_contexts(context, job)
-        self.checkpointed = [
+        recomputed = [
             checkpointing.mode != "none" and layer % checkpointing.every_n_layers == 0
             for layer in range(job.architecture.num_hidden_layers)
         ]
-        """Layer by layer."""
+        self.in_graph = [
+            is_compiled_alone(one) and not (again and checkpointing.use_reentrant)
+            for one, again in zip(self.contexts, recomputed, strict=True)
+        ]
+        """Which layers are graphs of their own; what these compute again is inside the graph of their backward."""
+        self.recomputed = recomputed
+        self.checkpointed = [again and not inside for again, inside in zip(recomputed, self.in_graph, strict=True)]
+        """Which layers run again before their backward."""
         self._made: dict[tuple[int, bool, bool], Template] = {}
 
     def embedding(self) -> Template:
@@ -55,11 +63,15 @@ class Blocks:
     def layer(self, index: int, *, input_held: bool = False) -> Template:
         """Layer `index`. `input_held`: somebody else than the layer holds its input."""
         one = self.contexts[index]
-        key = id(one), self.checkpointed[index], input_held
+        key = id(one), self.recomputed[index], input_held
         if key not in self._made:
-            if self.checkpointed[index]:
-                one = replace(one, checkpointed=True, cached_matmuls=_cached_matmuls(self.job))
-            self._made[key] = layer_template(replace(one, checkpointed=True) if input_held else one)
+            if self.recomputed[index]:
+                one = replace(one, cached_matmuls=_cached_matmuls(self.job))
+            if self.in_graph[index]:
+                self._made[key] = compiled_layer(one, self.recomputed[index])
+            else:
+                held = input_held or self.checkpointed[index]
+                self._made[key] = layer_template(replace(one, checkpointed=True) if held else one)
         return self._made[key]
 
     def forward(

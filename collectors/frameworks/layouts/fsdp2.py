@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from peakcast.collectors.frameworks.compiled import outermost_layers
 from peakcast.collectors.frameworks.layouts import Alone, data_mesh
 from peakcast.collectors.frameworks.layouts.fsdp1 import decoder_layer_classes, mixed_precision_dtypes
 from peakcast.conventions import conventions
@@ -46,10 +47,8 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
     # torchtitan: with pipelining each micro-batch would gather again
     reshards = bool(chosen["fsdp_reshard_after_forward"]) and job.parallelism.pipeline_parallel_size == 1
     keeps: dict[str, Any] = {"reshard_after_forward": reshards}
-    layers = tuple(decoder_layer_classes(model))
-    for module in model.modules():
-        if isinstance(module, layers):
-            fully_shard(module, **common, **keeps)
+    for layer in outermost_layers(model, tuple(decoder_layer_classes(model))):
+        fully_shard(layer, **common, **keeps)
     if chosen["fsdp2_units"] == "ends":
         _shard_ends(model, job, common, keeps)
     fully_shard(model, **common)

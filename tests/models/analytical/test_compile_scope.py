@@ -14,11 +14,20 @@ COVERED = {
     "layers": LAYERS,
     "torchtitan": {"framework": "torch", "versions": {"torchtitan": "0.2"}},
     "accumulated": {**LAYERS, "gradient_accumulation_steps": 4},
+    "checkpointed": {**LAYERS, "activation_checkpointing": {"mode": "full"}},
+    "torchtitan's layers in shards": {
+        "framework": "torch",
+        "versions": {"torchtitan": "0.2"},
+        "precision": {"parameters": "float32", "compute": "bfloat16"},
+        "parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"},
+        "activation_checkpointing": {"mode": "selective"},
+    },
 }
 NAMED = {
     "several ranks": {"parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"}},
     "of 'gpt2'": {"architecture": "gpt2"},
-    "checkpointing": {"activation_checkpointing": {"mode": "full"}},
+    "whole network with checkpointing": {"activation_checkpointing": {"mode": "full"}},
+    "reentrant": {**LAYERS, "activation_checkpointing": {"mode": "full", "use_reentrant": True}},
     "other weights": {"precision": {"parameters": "float32", "compute": "float32"}},
     "autocast": {"framework_options": {"autocast": True}},
     "other than for full training": {"finetuning": {"method": "lora", "rank": 8}},

@@ -1,0 +1,86 @@
+"""Compiled graphs: Inductor's own estimates of its orders, and small graphs counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from peakcast.collectors.grid import expand
+from peakcast.models.analytical.blocks import compiled_layer as layer
+from peakcast.models.analytical.blocks.inductor_graph import InductorGraph, Life, Op
+from peakcast.models.analytical.hf_blocks import Blocks, block_context
+
+SMALL = {
+    "name": "llama-3.1-8b", "hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+HIDDEN = 8192 * 512 * 2
+"""Bytes of the stream between layers, in which the estimates below are given."""
+
+
+def op(name, reads="", size=10, **more):
+    return Op(name=name, reads=tuple(reads.split()), writes={name: size}, **more)
+
+
+def graphs(kept, **changes):
+    """The forward and backward graphs of one layer."""
+    regions = {"compile": True, "framework": "torch", "framework_options": {"compiled_regions": "layers"}}
+    job = expand({"include": [{**regions, **changes}]})[0]
+    context = Blocks(job, block_context(job, None)).contexts[0]
+    return layer.graphs(replace(context, cached_matmuls=kept or 0), kept is not None)
+
+
+@pytest.mark.parametrize(
+    ("kept", "changes", "estimates", "chosen"),
+    [
+        # graph order, least memory first, breadth first, depth first; what torch 2.13 logs ("Baseline peak memory", ...)
+        # for the backward graph of this layer, over HIDDEN
+        (None, {"architecture": SMALL}, (25.7578, 25.7578, 25.7578, 29.0391), 0),
+        (0, {"architecture": SMALL}, (29.0391, 29.0391, 29.0391, 29.0391), 0),
+        (1, {"architecture": SMALL}, (27.0313, 27.0313, 27.0313, 27.0313), 0),
+        (2, {"architecture": SMALL}, (27.5352, 27.5352, 27.5352, 27.5352), 0),
+        (None, {"architecture": "llama-3.1-8b"}, (58.0171, 57.5020, 57.0322, 57.5020), 2),
+        (0, {"architecture": "llama-3.1-8b"}, (58.0171, 57.5020, 60.0010, 57.5020), 1),
+        (None, {"architecture": "qwen3-0.6b"}, (27.8320, 27.8320, 27.8320, 30.0820), 0),
+        (None, {"architecture": "qwen2.5-0.5b"}, (29.4453, 29.4453, 29.4453, 33.1563), 0),
+    ],
+)
+def test_the_orders_of_a_layers_backward_and_their_peaks_are_what_inductor_logs(kept, changes, estimates, chosen):
+    tokens = {"llama-3.1-8b": (1024, 1), "qwen3-0.6b": (4096, 1), "qwen2.5-0.5b": (4096, 1)}
+    name = changes["architecture"]
+    length, batch = (4096, 2) if isinstance(name, dict) else tokens[name]
+    _, backward = graphs(kept, **changes, sequence_length=length, micro_batch_size=batch)
+    peaks = [peak / HIDDEN for peak in backward.peaks()]
+    assert peaks == pytest.approx(estimates, abs=1e-4)
+    assert peaks.index(min(peaks)) == chosen
+
+
+def test_a_result_takes_the_place_of_what_only_it_still_reads():
+    graph = InductorGraph([op("a"), op("b", "a x", replaces=("a", "x")), op("c", "b", replaces=("b",))], {"x": 10}, ["c"])
+    lives, until = graph.lives()
+    assert lives == [Life("a", 10, 0, 3)]  # a, then b, then c
+    assert until == {"x": 2}
+
+
+def test_nothing_takes_the_place_of_what_is_still_read_elsewhere_or_is_of_another_size():
+    graph = InductorGraph([op("a"), op("b", "a", 20, replaces=("a",)), op("c", "a b", replaces=())], {}, ["c"])
+    assert graph.lives()[0] == [Life("a", 10, 0, 3), Life("b", 20, 1, 3), Life("c", 10, 2, 3)]
+
+
+def test_of_one_kernel_both_results_are_allocated_where_both_read_what_they_would_replace():
+    both = [op("a"), op("b", "a", replaces=("a",)), op("c", "a", replaces=("a",), fuses=("b",)), op("d", "b c")]
+    graph = InductorGraph(both, {}, ["d"])
+    assert graph.labels() == ["a", "b+c", "d"]
+    assert [life.name for life in graph.lives()[0]] == ["a", "b", "c", "d"]
+
+
+def test_operations_that_would_wait_for_each_other_are_not_one_kernel():
+    graph = InductorGraph([op("a", "x"), op("product", "a"), op("b", "product", fuses=("a",))], {"x": 10}, ["b"])
+    assert graph.labels() == ["a", "product", "b"]
+
+
+def test_the_parts_of_a_call_are_allocated_with_it_and_released_one_by_one():
+    call = Op(name="call", reads=("x",), writes={"q": 10, "k": 20}, parts=True)
+    graph = InductorGraph([call, op("of_q", "q", is_result=True), op("of_k", "k", is_result=True)], {"x": 10})
+    lives = {life.name: life for life in graph.lives()[0]}
+    assert lives["q"].born == lives["k"].born == 0
+    assert lives["q"].dies != lives["k"].dies
