@@ -19,7 +19,8 @@ from peakcast.units import GIB
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
-_CATEGORIES = tuple(category.name.lower() for category in Category)
+_CATEGORIES = tuple(category.name.lower() for category in Category if category != Category.REFERENCE_PARAMETERS)
+"""Of a reference's weights nothing was measured yet: a calibration has nothing to say of them."""
 _PHASES = tuple(phase.name.lower() for phase in Phase)
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flex")
 _FRAMEWORKS = ("huggingface", "torch", "megatron", "deepspeed")

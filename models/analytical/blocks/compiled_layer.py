@@ -283,6 +283,7 @@ def _template(context: HFContext, first: InductorGraph, second: InductorGraph) -
         backward_labels=second.labels(),
         input_bytes=hidden,
         keeps_input=True,
+        asks_late_bytes=0,
         saved_bytes=[],
         loss_from=len(first.order),
     )
