@@ -31,6 +31,11 @@ TRUST = {"measured": 1.0, "published": 0.5}
 its authors wrote. Only the ratio matters, and only where both share a fit. A judgement."""
 
 
+RETRIED = 0.1
+"""Of a row whose replay ran into the GPU's end: what the allocator then kept depends on how much room there was to the byte,
+on which nobody reports, and a fit of few rows must not hang on it. A judgement."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sample:
     """A measured row, the baseline of its rank, and the names it is grouped by."""
@@ -68,8 +73,8 @@ class Sample:
 
     @property
     def trust(self) -> float:
-        """What the row counts for beside others in a fit (`TRUST`)."""
-        return TRUST[self.row.provenance]
+        """What the row counts for beside others in a fit (`TRUST`, `RETRIED`)."""
+        return TRUST[self.row.provenance] * (RETRIED if self.baseline.num_retries else 1.0)
 
     @property
     def configuration(self) -> tuple[str, str, int, str]:
