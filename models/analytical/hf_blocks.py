@@ -17,6 +17,7 @@ from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.analytical.hf_checkpoint import recompute
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.models.analytical.parameters import leaf_names
+from peakcast.models.analytical.preference_scope import makes_whole_logits
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.template import Template
 from peakcast.spec import TrainingJob
@@ -128,7 +129,7 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
         liger=bool(convention.get("liger_kernels")) or "ends" in compiled,
         compiled=compiled,
         fused_loss=job.loss.fused_linear_cross_entropy,
-        loss=job.loss.kind,
+        loss="cross_entropy" if makes_whole_logits(job) else job.loss.kind,
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
         kernel_temporaries=device is not None,
