@@ -19,8 +19,9 @@ from peakcast.units import GIB
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
-_CATEGORIES = tuple(category.name.lower() for category in Category if category != Category.REFERENCE_PARAMETERS)
-"""Of a reference's weights nothing was measured yet: a calibration has nothing to say of them."""
+_AS_PARAMETERS = Category.REFERENCE_PARAMETERS
+"""No measured row has any; to what is learned they are parameters."""
+_CATEGORIES = tuple(category.name.lower() for category in Category if category is not _AS_PARAMETERS)
 _PHASES = tuple(phase.name.lower() for phase in Phase)
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flex")
 _FRAMEWORKS = ("huggingface", "torch", "megatron", "deepspeed")
@@ -122,6 +123,7 @@ def features(job: TrainingJob, device: Device, base: Baseline, *, published: boo
     peak = max(base.peak_allocated_bytes, 1)
     phases = sorted(base.phase_peaks_bytes.values(), reverse=True)
     shares = {name: base.composition.get(name, 0) / peak for name in _CATEGORIES}
+    shares["parameters"] += base.composition.get(_AS_PARAMETERS.name.lower(), 0) / peak
     torch = release(str(job.versions.get("torch", "0.0")))
     major, minor = device.compute_capability
     values: dict[str, float] = {

@@ -18,6 +18,7 @@ from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.analytical.hf_checkpoint import recompute
 from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
 from peakcast.models.analytical.parameters import leaf_names
+from peakcast.models.analytical.preference_scope import makes_whole_logits
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.template import Template
 from peakcast.spec import TrainingJob
@@ -140,7 +141,7 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
         compiled=compiled,
         fused_loss=job.loss.fused_linear_cross_entropy,
         loss_chunks=int(convention.get("loss_chunks", 0)),
-        loss=job.loss.kind,
+        loss="cross_entropy" if makes_whole_logits(job) else job.loss.kind,
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
         linears_keep_input=job.parallelism.zero_stage == 3 and job.parallelism.num_replicas > 1,
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",

@@ -59,7 +59,7 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
     born = timeline.now
     if job.reference in ("model", "adapter_off"):
         _run(timeline, _alone(job))
-    scored = scored_rows(policy)
+    scored = scored_rows(policy) if policy.loss != "cross_entropy" else 0
     per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32)]
     per_token += [("mean_logits", "head", scored * FP32), ("is_top1", "head", scored)]
     timeline.hold_all(per_token, Category.LOGITS, born, timeline.now)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from peakcast.conventions import conventions, release
+from peakcast.conventions import conventions
 from peakcast.loss import PAIRS
 from peakcast.spec import Batch, Offload, Parallelism, TrainingJob
 
-FUSED_HEAD = (1, 15)
-"""The release of trl from which on no trainer makes whole logits (`trainer/utils.py` add_fused_lm_head)."""
+
+def makes_whole_logits(job: TrainingJob) -> bool:
+    """Whether log-probabilities are computed of whole logits, which are then taken as the cross entropy's."""
+    return job.loss.kind == "dpo" and conventions(job).get("preference_logits") == "whole"
 
 
 def preference_reason(job: TrainingJob) -> str:
@@ -15,15 +17,12 @@ def preference_reason(job: TrainingJob) -> str:
     kind = job.loss.kind
     if kind == "cross_entropy":
         return ""
-    name, asked = f"loss.kind={kind!r}", str(job.versions.get("trl", ""))
+    name = f"loss.kind={kind!r}"
     checks = (
         (kind in PAIRS and job.micro_batch_size % 2 == 1, "counts both of a pair: give an even micro_batch_size."),
         (job.task != "train", "is a training's."),
         (job.framework != "huggingface", f"is modelled as TRL's trainers have it, not with framework={job.framework!r}."),
-        (
-            bool(asked) and release(asked) < FUSED_HEAD and kind != "reward",
-            f"is modelled as trl has it since 1.15; trl {asked} makes whole logits, which take more.",
-        ),
+        (makes_whole_logits(job), "is modelled as in trl since 1.15; whole logits are taken as the cross entropy's."),
         (_shards(job), "was compared with traces on one GPU and under DDP only."),
         (job.architecture.kind != "decoder", "is modelled for decoders."),
         (job.architecture.moe is not None, "is modelled without experts, whose balance is a loss too."),

@@ -65,7 +65,7 @@ KERNELS = {
     "use_scattermoe": "ScatterMoE", "kd_trainer": "distillation", "llama4_linearized_experts": "linearized experts",
     "tensor_parallel_size": "tensor parallelism", "context_parallel_size": "sequence parallelism over GPUs",
     "sequence_parallel_degree": "sequence parallelism over GPUs", "dp_replicate_size": "hybrid sharding",
-    "expert_parallel_size": "expert parallelism", "reward_model": "reward modelling",
+    "expert_parallel_size": "expert parallelism",
     "process_reward_model": "process reward modelling", "resize_token_embeddings_to_32x": "a padded vocabulary",
     "gradient_checkpointing_offload": "activation offloading",
     "shrink_embeddings": "a shrunk vocabulary", "unsloth_rope": "Unsloth's kernels", "use_kernels": "kernels of the hub",
@@ -162,10 +162,11 @@ def from_axolotl(pasted: Pasted) -> Translation:
         job = job.replace(framework_options=FrozenMapping({**job.framework_options, "quantized_experts": True}))
     job = with_method(
         job,
-        settings.text("rl", "sft"),
+        settings.text("rl", "reward" if settings.switch("reward_model") else "sft"),
         "rl",
         notes,
         precomputed=settings.switch("precompute_ref_log_probs"),
+        whole_logits="trl 1.9, which axolotl 0.19 requires,",
     )
     return notes.finish(job)
 

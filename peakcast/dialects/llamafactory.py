@@ -115,7 +115,12 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     translation = from_huggingface(
         model, training, adapter, deepspeed, launcher.fsdp, num_gpus, spell=speller(TRAINING, ADAPTER)
     )
-    return notes.finish(with_method(notes.include(translation), stage, "stage", notes))
+    if stage == "rm":  # train/rm/trainer.py: a value head beside the lm_head, and every layer's hidden states
+        raise settings.refuse(
+            "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
+        )
+    who = "LLaMA-Factory (train/dpo/trainer.py)"
+    return notes.finish(with_method(notes.include(translation), stage, "stage", notes, whole_logits=who))
 
 
 def _sharded(deepspeed: Any) -> bool:

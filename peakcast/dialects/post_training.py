@@ -1,15 +1,18 @@
-"""Training methods beyond plain next-token loss (DPO and its kin): what they change about a step, or why they are refused.
+"""Training methods beyond plain next-token loss (DPO and its kin): what they change about a job, or why they are refused.
 
-Sources: trl 0.13-0.24 trainer/dpo_trainer.py `concatenated_forward` (chosen and rejected sequences in one batch) and
-`create_reference_model`; orpo_trainer.py, cpo_trainer.py (the same batch, no reference).
+Sources: trl 1.16.0 trainer/dpo_trainer.py and reward_trainer.py, trl 0.13-0.24 dpo_trainer.py `concatenated_forward`
+(chosen and rejected sequences in one batch); orpo_trainer.py, cpo_trainer.py (the same batch, no reference).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from peakcast.dialects.translation import Notes
 from peakcast.errors import SpecError
+from peakcast.fields import FrozenMapping
+from peakcast.loss import LossKind
 from peakcast.spec import TrainingJob
 
 
@@ -18,28 +21,33 @@ class Method(NamedTuple):
 
     sequences: int
     """Sequences that pass the network for each sample."""
-    reference: bool
-    """A frozen copy of the network is kept beside it, unless adapters are trained (they are switched off instead)."""
+    kind: LossKind
+    """The job's; the cross entropy's stands in for losses that are not modelled."""
 
 
 METHODS: dict[str, Method] = {
-    "sft": Method(1, False),
-    "pt": Method(1, False),
-    "dpo": Method(2, True),
-    "ipo": Method(2, True),
-    "orpo": Method(2, False),
-    "cpo": Method(2, False),
-    "simpo": Method(2, False),
+    "sft": Method(1, "cross_entropy"),
+    "pt": Method(1, "cross_entropy"),
+    "dpo": Method(2, "dpo"),
+    "ipo": Method(2, "dpo"),
+    "rm": Method(2, "reward"),
+    "reward": Method(2, "reward"),
+    "orpo": Method(2, "cross_entropy"),
+    "cpo": Method(2, "cross_entropy"),
+    "simpo": Method(2, "cross_entropy"),
 }
 NOT_MODELLED = {
-    "grpo": "GRPO", "ppo": "PPO", "rm": "reward modelling", "reward": "reward modelling", "kto": "KTO",
+    "grpo": "GRPO", "ppo": "PPO", "kto": "KTO",
     "rloo": "RLOO", "gkd": "distillation", "online_dpo": "online DPO", "xpo": "XPO", "nash_md": "Nash-MD", "prm": "PRM",
     "gspo": "GSPO", "gdpo": "GDPO", "ebft": "EBFT",
 }  # fmt: skip
 
 
-def with_method(job: TrainingJob, name: str, parameter: str, notes: Notes, *, precomputed: bool = False) -> TrainingJob:
+def with_method(
+    job: TrainingJob, name: str, parameter: str, notes: Notes, *, precomputed: bool = False, whole_logits: str = ""
+) -> TrainingJob:
     """`job` as the training method `name` runs it. `precomputed`: the reference's log-probabilities are made beforehand.
+    `whole_logits`: who computes log-probabilities of whole logits, as trl did before 1.15; "": nobody.
 
     Raises: SpecError for methods that are not modelled, with what can be asked instead.
     """
@@ -47,25 +55,42 @@ def with_method(job: TrainingJob, name: str, parameter: str, notes: Notes, *, pr
     if word not in METHODS:
         raise SpecError(
             f"{parameter}={name!r} is not modelled: {NOT_MODELLED.get(word, 'this method')} holds more than one training "
-            "step's tensors. Ask about the policy's own step as supervised fine-tuning (sft), and add what else it keeps.",
+            "step's tensors. Ask about its optimisation step: in a job file loss: {kind: dpo, reference: none} (or model, "
+            "where a reference is kept) with the sequences of one forward as micro_batch_size; add what generation keeps.",
             parameter=parameter,
             value=name,
         )
     method = METHODS[word]
     if method.sequences == 1:
         return job
-    if method.reference and job.finetuning.method == "full" and not precomputed:
-        raise SpecError(
-            f"{parameter}={name!r} with full fine-tuning keeps a frozen reference model beside the trained one, which is "
-            "not modelled. It can be asked with an adapter (no second model) or with precompute_ref_log_probs: true; or "
-            f"ask about sft with micro_batch_size {method.sequences * job.micro_batch_size} and add its weights.",
-            parameter=parameter,
-            value=name,
-        )
     size = method.sequences * job.micro_batch_size
     notes.assumptions.append(
         f"{name} passes the chosen and the rejected sequence of each sample together: micro_batch_size is "
         f"{method.sequences} × {job.micro_batch_size} = {size}."
     )
-    notes.unsupported.append(f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is taken.")
-    return job.replace(micro_batch_size=size)
+    if method.kind == "cross_entropy":
+        notes.unsupported.append(
+            f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is taken."
+        )
+        return job.replace(micro_batch_size=size)
+    loss = replace(job.loss, kind=method.kind, fused_linear_cross_entropy=False)
+    options = dict(job.framework_options)
+    if method.kind == "dpo":
+        loss = replace(loss, reference="precomputed" if precomputed else None)
+        _say_whose_logits(notes, whole_logits)
+        if whole_logits:
+            options["preference_logits"] = "whole"
+    job = job.replace(micro_batch_size=size, loss=loss, framework_options=FrozenMapping(options))
+    kept = {"model": "a frozen copy of the network beside it", "adapter_off": "the network with its adapters switched off"}
+    if job.reference in kept:
+        notes.assumptions.append(f"the reference of {name} is {kept[job.reference]}.")
+    return job
+
+
+def _say_whose_logits(notes: Notes, whole_logits: str) -> None:
+    if whole_logits:
+        notes.unsupported.append(f"{whole_logits} makes whole logits; they are taken as those of the cross entropy.")
+    else:
+        notes.assumptions.append(
+            "log-probabilities are made without whole logits, as in trl since 1.15; for an older one set versions.trl."
+        )

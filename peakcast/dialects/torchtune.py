@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from peakcast.dialects.job_file import resolve_architecture
 from peakcast.dialects.pasted import Pasted, flat
+from peakcast.dialects.post_training import with_method
 from peakcast.dialects.translation import Notes, Settings, Translation
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
@@ -109,6 +110,8 @@ def from_torchtune(pasted: Pasted) -> Translation:
     )
     if settings.switch("optimizer_in_bwd"):
         notes.unsupported.append("The optimizer step inside backward (optimizer_in_bwd) is not modelled.")
+    if settings.text("loss._component_").endswith("rlhf.loss.DPOLoss"):
+        job = with_method(job, "dpo", "loss._component_", notes, whole_logits="torchtune (rlhf/loss/dpo.py)")
     for key in ("use_dora", "model.use_dora", "quantizer._component_"):
         if settings.raw(key):
             notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.")
@@ -206,6 +209,6 @@ def _loss(settings: Settings) -> Loss:
         settings.notes.unsupported.append(
             "Logits upcast chunk by chunk (CEWithChunkedOutputLoss) are not modelled; whole ones are."
         )
-    elif name and name not in ("CrossEntropyLoss",):
+    elif name and name not in ("CrossEntropyLoss", "DPOLoss"):
         settings.notes.unsupported.append(f"The loss {name} is not modelled; the cross entropy is taken.")
     return Loss()

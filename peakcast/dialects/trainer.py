@@ -55,7 +55,7 @@ _INIT = ("dtype", "torch_dtype", "attn_implementation")
 _OF_METHOD = {
     "grpo": ("num_generations", "use_vllm"),
     "kto": ("desirable_weight", "undesirable_weight"),
-    "rm": ("center_rewards_coefficient",),
+    "reward": ("center_rewards_coefficient",),
     "dpo": ("precompute_ref_log_probs", "beta", "rpo_alpha", "reference_free", "sync_ref_model"),
 }
 """Keys by which TRL's trainers other than SFTTrainer are told apart."""

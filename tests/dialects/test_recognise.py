@@ -202,7 +202,8 @@ def test_megatrons_file_of_settings_goes_with_flags(tmp_path):
         ),
         ("axolotl", {"base_model": "gpt2", "micro_batch_size": 1, "load_in_4bit": True}, "without an adapter cannot train"),
         ("axolotl", {"base_model": "gpt2", "micro_batch_size": 1, "rl": "grpo"}, "GRPO holds more than one training step"),
-        ("llamafactory", {"model_name_or_path": "gpt2", "stage": "rm"}, "reward modelling holds more than"),
+        ("llamafactory", {"model_name_or_path": "gpt2", "stage": "rm"}, "TRL's reward modelling is"),
+        ("llamafactory", {"model_name_or_path": "gpt2", "stage": "kto"}, "KTO holds more than one training step"),
         ("llamafactory", {"model_name_or_path": "gpt2", "stage": "sft", "finetuning_type": "freeze"}, "lora and full are"),
         ("torchtune", {"model": {"_component_": "torchtune.models.t5.t5_v1_1"}}, "has no known shape here"),
         ("litgpt", {"checkpoint_dir": "x/gpt2", "precision": "int4", "train": {}}, "must be one of bf16-true"),
@@ -271,7 +272,7 @@ def test_the_stages_of_torchtitan_count_the_embedding_and_the_head_as_layers():
     assert (job.micro_batch_size, job.gradient_accumulation_steps, job.parallelism.data_parallel_size) == (1, 8, 2)
 
 
-def test_dpo_in_full_can_be_asked_with_precomputed_log_probabilities():
+def test_dpo_in_full_keeps_a_reference_unless_its_log_probabilities_were_made_before():
     values = {
         "model_name_or_path": "gpt2",
         "output_dir": "o",
@@ -279,9 +280,36 @@ def test_dpo_in_full_can_be_asked_with_precomputed_log_probabilities():
         "beta": 0.1,
         "max_length": 64,
     }
-    with pytest.raises(SpecError, match="keeps a frozen reference model"):
-        translation_of(values)
-    assert translation_of({**values, "precompute_ref_log_probs": True}).job.micro_batch_size == 6
+    kept, made = translation_of(values).job, translation_of({**values, "precompute_ref_log_probs": True}).job
+    assert (kept.loss.kind, kept.reference, kept.micro_batch_size) == ("dpo", "model", 6)
+    assert (made.loss.kind, made.reference, made.micro_batch_size) == ("dpo", "precomputed", 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kind", "reference"),
+    [
+        ("training", {"center_rewards_coefficient": 0.01, "per_device_train_batch_size": 2}, "reward", "none"),
+        ("axolotl", {"micro_batch_size": 2, "rl": "ipo"}, "dpo", "model"),
+        ("axolotl", {"micro_batch_size": 2, "reward_model": True}, "reward", "none"),
+        ("llamafactory", {"stage": "dpo", "per_device_train_batch_size": 2}, "dpo", "adapter_off"),
+        (
+            "torchtune",
+            {
+                "model": {"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b", "lora_attn_modules": ["q_proj"]},
+                "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"},
+                "batch_size": 2,
+            },
+            "dpo",
+            "adapter_off",
+        ),
+    ],
+)
+def test_a_method_becomes_a_loss_of_both_sequences_of_a_pair(name, values, kind, reference):
+    model = {"axolotl": "base_model", "torchtune": None}.get(name, "model_name_or_path")
+    values = {**values, model: "gpt2"} if model else values
+    assert dialect_of(values) == name
+    job = translation_of({**values, "output_dir": "o"} if name == "training" else values).job
+    assert (job.loss.kind, job.reference, job.micro_batch_size) == (kind, reference, 4)
 
 
 @pytest.mark.parametrize(

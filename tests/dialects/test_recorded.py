@@ -181,8 +181,11 @@ EXAMPLES: dict[str, Expected] = {
     ),
     "axolotl/llama3_8b_dpo_lora.yml": Expected(
         "axolotl",
-        {"architecture.name": "llama-3-8b", "micro_batch_size": 4, "finetuning.method": "qlora", "sequence_length": 4096},
-        ("2 × 2 = 4", "The loss of dpo"),
+        {
+            "architecture.name": "llama-3-8b", "micro_batch_size": 4, "finetuning.method": "qlora", "sequence_length": 4096,
+            "loss.kind": "dpo", "framework_options.preference_logits": "whole",
+        },
+        ("2 × 2 = 4", "trl 1.9, which axolotl 0.19 requires, makes whole logits"),
     ),
     "axolotl/llama31_8b_liger_fsdp.yaml": Expected(
         "axolotl",
@@ -220,7 +223,12 @@ EXAMPLES: dict[str, Expected] = {
         {"finetuning.method": "qlora", "finetuning.quantization": "nf4", "finetuning.double_quantization": False},
     ),
     "llamafactory/llama3_lora_dpo.yaml": Expected(
-        "llamafactory", {"micro_batch_size": 2, "finetuning.method": "lora"}, ("2 × 1 = 2",)
+        "llamafactory",
+        {
+            "micro_batch_size": 2, "finetuning.method": "lora", "loss.kind": "dpo",
+            "framework_options.preference_logits": "whole",
+        },
+        ("2 × 1 = 2", "LLaMA-Factory (train/dpo/trainer.py) makes whole logits"),
     ),
     "llamafactory/llama3_qlora_fsdp.yaml": Expected(
         "llamafactory",
@@ -282,14 +290,22 @@ EXAMPLES: dict[str, Expected] = {
             "finetuning.targets": ["q_proj", "k_proj", "v_proj", "o_proj"], "finetuning.quantization": "nf4",
         },
     ),
+    "trl/zephyr_7b_dpo_full.yaml": Expected(
+        "training",
+        {
+            "architecture.name": "mistral-7b", "micro_batch_size": 16, "sequence_length": 1024, "loss.kind": "dpo",
+            "finetuning.method": "full", "gradient_accumulation_steps": 2, "activation_checkpointing.mode": "full",
+        },
+        ("2 × 8 = 16", "a frozen copy of the network beside it", "as in trl since 1.15"),
+    ),
     "trl/dpo_lora.sh": Expected(
         "training",
         {
             "architecture.name": "qwen2.5-0.5b", "framework": "deepspeed", "parallelism.zero_stage": 3,
             "parallelism.data_parallel_size": 8, "micro_batch_size": 4, "sequence_length": 1024, "finetuning.rank": 32,
-            "finetuning.dropout": 0.05, "activation_checkpointing.mode": "full",
+            "finetuning.dropout": 0.05, "activation_checkpointing.mode": "full", "loss.kind": "dpo",
         },
-        ("2 × 2 = 4", "the default of trl, 0.05"),
+        ("2 × 2 = 4", "the network with its adapters switched off", "the default of trl, 0.05"),
     ),
     "litgpt/llama31_8b_qlora.yaml": Expected(
         "litgpt",
@@ -388,7 +404,6 @@ def test_every_dialect_has_a_recorded_example_or_is_a_part_of_one():
 
 
 REFUSED = {
-    "trl/zephyr_7b_dpo_full.yaml": "keeps a frozen reference model",
     "accelerate/fsdp.yaml": "the training arguments and the model are missing",
     "llamafactory/ds_z3_config.json": "is a DeepSpeed configuration, which does not say what is trained",
 }

@@ -1,0 +1,113 @@
+"""Preference training: what a reference adds, which jobs are covered, and that other jobs mean what they did."""
+
+from dataclasses import replace
+
+import pytest
+
+from peakcast.collectors.grid import expand
+from peakcast.dialects.job_file import job_from_mapping
+from peakcast.errors import SpecError
+from peakcast.models.analytical.blocks.preference_heads import _cast
+from peakcast.models.analytical.ledger import ledger
+from peakcast.models.analytical.parameters import num_parameters
+from peakcast.models.analytical.scope import out_of_scope
+from peakcast.spec import Loss, Parallelism, TrainingJob, job_to_mapping
+from peakcast.timeline import Category, Phase
+
+BF16 = 2
+DPO, PRECOMPUTED = {"kind": "dpo"}, {"kind": "dpo", "reference": "precomputed"}
+LORA = {"method": "lora", "rank": 8}
+
+
+def job(**changes) -> TrainingJob:
+    network = {"name": "llama-3.2-1b", "num_hidden_layers": 2}
+    base = {"architecture": network, "sequence_length": 128, "micro_batch_size": 2}
+    return expand({"base": base, "include": [changes]})[0]
+
+
+def standing(of, category):
+    """Bytes of `category` between steps."""
+    timeline = ledger(of)
+    last = len(timeline.phases) - 1
+    there = (timeline.born <= last) & (timeline.dies > last) & (timeline.categories == int(category))
+    return int(timeline.num_bytes[there].sum())
+
+
+def test_a_reference_is_a_second_network_between_steps():
+    plain, dpo = job(), job(loss=DPO)
+    weights = num_parameters(plain.architecture) * BF16
+    assert standing(dpo, Category.REFERENCE_PARAMETERS) == standing(dpo, Category.PARAMETERS) == weights
+    for other in (plain, job(loss=PRECOMPUTED), job(loss=DPO, finetuning=LORA), job(loss={"kind": "reward"})):
+        assert standing(other, Category.REFERENCE_PARAMETERS) == 0
+
+
+def test_a_reference_shows_in_every_phase_as_its_weights():
+    """Its own forward hides below backward: the head's gradients are larger."""
+    kept, made = ledger(job(loss=DPO)), ledger(job(loss=PRECOMPUTED))
+    weights = standing(job(loss=DPO), Category.REFERENCE_PARAMETERS)
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP):
+        assert kept.peak(phase).num_bytes - made.peak(phase).num_bytes == weights
+
+
+def test_no_whole_logits_are_made_but_where_they_are_asked_for():
+    logits = 2 * 128 * 128_256 * BF16
+    assert ledger(job(loss=PRECOMPUTED)).peak(Phase.LOSS).num_bytes < ledger(job()).peak(Phase.LOSS).num_bytes - logits
+    old = job(loss=PRECOMPUTED, versions={"trl": "0.24.0"})
+    assert ledger(old).peak(Phase.LOSS).num_bytes > ledger(job(loss=PRECOMPUTED)).peak(Phase.LOSS).num_bytes + logits
+    assert "whole logits" in out_of_scope(old)
+
+
+def test_a_classifier_has_no_lm_head():
+    plain, reward = job(), job(loss={"kind": "reward"})
+    untied = replace(plain.architecture, tie_word_embeddings=False)
+    width, rows = plain.architecture.hidden_size, plain.architecture.vocab_size
+    assert standing(reward, Category.PARAMETERS) == (num_parameters(untied) - width * rows + width) * BF16
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "forward", "backward"),
+    [
+        (100, 32_000, 32_100, 32_100),  # one tile: all tokens and the whole head
+        (100, 65_536, 32_868, 65_636),  # the head's second chunk is there before backward lets go of the first
+        (8192, 1000, 8192, 9192),  # two chunks of tokens meet, in backward beside the head's
+    ],
+)
+def test_rows_that_autocast_narrows_at_a_time(rows, vocabulary, forward, backward):
+    assert (_cast(rows, vocabulary), _cast(rows, vocabulary, keeps_weight=True)) == (forward, backward)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"micro_batch_size": 3}, "even micro_batch_size"),
+        ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp2"}}, "under DDP only"),
+        ({"framework": "torch"}, "as TRL's trainers have it"),
+        ({"finetuning": {**LORA, "method": "qlora", "quantization": "nf4"}}, "no trace"),
+        ({"architecture": {"name": "mixtral-8x7b", "num_hidden_layers": 2}}, "without experts"),
+    ],
+)
+def test_what_was_not_traced_is_out_of_scope_and_still_answered(changes, says):
+    one = job(loss=DPO, **changes)
+    assert says in out_of_scope(one)
+    assert ledger(one).peak().num_bytes > 0
+
+
+def test_sharding_a_reference_keeps_a_part_of_it_and_gathers_it():
+    whole, parts = job(loss=DPO), job(loss=DPO, parallelism={"data_parallel_size": 4, "sharding": "fsdp2"})
+    weights = standing(whole, Category.REFERENCE_PARAMETERS)
+    assert standing(parts, Category.REFERENCE_PARAMETERS) == pytest.approx(weights / 4, rel=1e-3)
+    assert standing(parts.replace(parallelism=Parallelism(data_parallel_size=4)), Category.REFERENCE_PARAMETERS) == weights
+
+
+def test_old_jobs_say_and_hash_what_they_did_and_new_ones_come_back():
+    assert job_to_mapping(job())["loss"] == {"fused_linear_cross_entropy": False}
+    for one in (job(loss=DPO), job(loss=PRECOMPUTED), job(loss={"kind": "reward"})):
+        assert job_from_mapping(job_to_mapping(one)) == one
+        assert one.config_hash != job().config_hash
+
+
+def test_a_reference_that_cannot_be_is_refused():
+    with pytest.raises(SpecError, match=r"loss\.reference='model' needs a loss with a reference"):
+        Loss(reference="model")
+    with pytest.raises(SpecError, match="needs an adapter to switch off"):
+        job(loss={"kind": "dpo", "reference": "adapter_off"})
