@@ -125,7 +125,7 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
         adapter_bytes=int(DTYPE_BYTES[adapter]),
         logits_upcast=str(convention.get("logits_upcast", "loss")),
         expert_ranks=expert_ranks(job),
-        grouped_experts=convention.get("experts_implementation", "grouped_mm") == "grouped_mm",
+        experts=str(convention.get("experts_implementation", "grouped_mm")),
         liger=bool(convention.get("liger_kernels")) or "ends" in compiled,
         compiled=compiled,
         fused_loss=job.loss.fused_linear_cross_entropy,

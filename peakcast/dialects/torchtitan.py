@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from peakcast.conventions import conventions
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.torchtitan_layout import torchtitan_layout
 from peakcast.dialects.torchtitan_network import described_attention, torchtitan_network
@@ -91,15 +92,26 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         precision=_precision(settings),
         optimizer=_optimizer(settings),
         attention=described_attention(pasted) or ("flex" if settings.switch("model.use_flex_attn") else "sdpa"),
-        activation_checkpointing=_checkpointing(settings, pasted, routed=architecture.moe is not None),
+        activation_checkpointing=_checkpointing(settings, pasted),
         loss=Loss(fused_linear_cross_entropy=chunks > 0),
         compile=_compiled(settings),
         parallelism=layout,
         offload=Offload(parameters=offloads, optimizer=offloads),
         framework_options=FrozenMapping(_options(settings, chunks)),
     )
+    _note_experts(job, notes)
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _note_experts(job: TrainingJob, notes: Notes) -> None:
+    if job.architecture.moe is None:
+        return
+    if conventions(job)["experts_implementation"] == "torchtitan":
+        notes.assumptions.append("the experts are torchtitan 0.3's module; 0.2 weighs and adds up their results otherwise.")
+    else:
+        kind = job.architecture.model_type
+        notes.unsupported.append(f"torchtitan's experts of {kind} are not modelled; those of transformers are taken.")
 
 
 def _precision(settings: Settings) -> Precision:
@@ -179,7 +191,7 @@ def _checkpointing_mode(settings: Settings, pasted: Pasted) -> str:
     return "selective"
 
 
-def _checkpointing(settings: Settings, pasted: Pasted, *, routed: bool) -> ActivationCheckpointing:
+def _checkpointing(settings: Settings, pasted: Pasted) -> ActivationCheckpointing:
     mode = _checkpointing_mode(settings, pasted)
     option = settings.text("activation_checkpoint.selective_ac_option", "op")
     settings.raw("activation_checkpoint.memory_budget")
@@ -192,10 +204,6 @@ def _checkpointing(settings: Settings, pasted: Pasted, *, routed: bool) -> Activ
     if mode == "memory_budget":
         settings.notes.unsupported.append(
             "The memory budget of activation_checkpoint (mode=memory_budget) is not modelled; selective is taken."
-        )
-    elif routed:
-        settings.notes.unsupported.append(
-            "Which of the experts' products selective checkpointing keeps is not modelled; every second one is taken."
         )
     settings.notes.assumptions.append(
         "selective checkpointing keeps attention, reduce-scatters and every second matrix product, as torchtitan 0.2 does."

@@ -61,8 +61,8 @@ class HFContext:
     """Selective checkpointing keeps attention and one in so many matrix products of a checkpointed layer; 0: nothing."""
     expert_ranks: int = 1
     """Ranks that have other experts."""
-    grouped_experts: bool = True
-    """Experts in grouped matrix products instead of a loop over them."""
+    experts: str = "grouped_mm"
+    """How experts run: in grouped matrix products ("grouped_mm"), one after the other ("loop"), or torchtitan's module."""
     liger: bool = False
     """Liger's RMSNorm, SwiGLU and rotary kernels instead of the family's own code."""
     compiled: frozenset[str] = frozenset()
