@@ -34,7 +34,10 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "llamafactory": Dialect(
         "a LLaMA-Factory configuration",
-        ("model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target|lora_rank",),
+        (
+            "model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target|lora_rank",
+            "model_class train_dataset|peft_config|dist_config",
+        ),
         "llamafactory:from_llamafactory",
     ),
     "nanotron": Dialect("a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron:from_nanotron"),

@@ -38,13 +38,13 @@ IGNORED = re.compile(
     r"(job|profiling|profiler|metrics|lr_scheduler|lr_schedulers|checkpoint|comm|validation|validator|memory_estimation|dataloader|debug"
     r"|experimental|tokenizer|float8|mx|quantize|fault_tolerance|optimizer_config|hf_assets|dump_folder)(\..*|$)"
     r"|model\.(tokenizer_path|hf_assets_path|print_after_conversion|norm_type|max_seq_len)"
-    r"|training\.(steps|max_norm|dataset|dataset_path|gc_freq|gc_debug|seed|deterministic|debug_moe_force_load_balance|warmup_steps"
+    r"|training\.(steps|max_norm|dataset|dataset_path|gc_freq|gc_debug|seed|data\.name|deterministic|debug_moe_force_load_balance|warmup_steps"
     r"|data_parallel_degree)"
     r"|optimizer\.(lr|eps|beta1|beta2|weight_decay|moe_expert_lr_ratio|hybrid_order)"
     r"|activation_checkpoint\.(per_op_sac.*|force_recompute_mm_shapes.*|early_stop|preserve_rng_state|determinism_check|debug|visualize.*)"
     r"|parallelism\.(enable_async_tensor_parallel|context_parallel_rotate_method|context_parallel_load_balancer|enable_compiled_autograd"
     r"|expert_parallel_comm_backend|pipeline_parallel_expert_parallel_overlap|module_fqns_per_model_part"
-    r"|pipeline_parallel_schedule_csv|expert_tensor_parallel_degree)"
+    r"|pipeline_parallel_schedule_csv)"
     r"|compile\.(backend|mode|enable_async_tensor_parallel)"
     r"|loss\.(global_vocab_size|loss_fn\..*|ignore_index|mtp_scale)"
     r"|optimizer\.optimizer_factory_kwargs.*|parallelism\.(spmd_backend|context_parallel_ptrr_mask_key)"
@@ -117,7 +117,6 @@ def _note_experts(job: TrainingJob, notes: Notes) -> None:
 def _precision(settings: Settings) -> Precision:
     """float32 weights, gradients and states; the forward runs in `mixed_precision_param` (FSDP's policy, or autocast)."""
     compute = settings.one_of(MIXED, "bfloat16", ("bfloat16", "float32"))
-    settings.one_of("training.mixed_precision_reduce", "float32", ("float32", "bfloat16"))
     weights: Dtype = (
         "bfloat16" if settings.one_of("training.dtype", "float32", ("float32", "bfloat16")) == "bfloat16" else "float32"
     )
@@ -226,6 +225,8 @@ def _compiled(settings: Settings) -> bool:
 def _options(settings: Settings, chunks: int) -> dict[str, Any]:
     """What differs from the conventions of the torch loop."""
     options: dict[str, Any] = {"loss_chunks": chunks} if chunks else {}
+    if settings.one_of("training.mixed_precision_reduce", "float32", ("float32", "bfloat16")) == "bfloat16":
+        options["fsdp_reduce_dtype"] = "bfloat16"
     return {"loss_parallel": False, **options} if settings.switch("parallelism.disable_loss_parallel") else options
 
 
