@@ -53,7 +53,10 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "litgpt": Dialect(
         "a LitGPT configuration",
-        ("checkpoint_dir|model_name train.micro_batch_size|train.global_batch_size", "checkpoint_dir lora_r|precision"),
+        (
+            "checkpoint_dir|model_name|model_config.n_layer|model.n_layer train.micro_batch_size|train.global_batch_size",
+            "checkpoint_dir lora_r|precision",
+        ),
         "litgpt:from_litgpt",
     ),
     "megatron_yaml": Dialect(

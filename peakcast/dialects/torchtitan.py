@@ -81,6 +81,9 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         steps *= total // share
     _unsupported(settings)
     chunks = _loss_chunks(settings, layout)
+    precision = _precision(settings)
+    autocast = layout.sharding == "none" and (precision.parameters, precision.compute) == ("float32", "bfloat16")
+    autocast = autocast and layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
     offloads = settings.switch("training.enable_cpu_offload")
     job = TrainingJob(
         architecture=architecture,
@@ -89,7 +92,7 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         micro_batch_size=micro,
         sequence_length=settings.size("training.seq_len", 2048, assume=True),
         gradient_accumulation_steps=steps,
-        precision=_precision(settings),
+        precision=precision,
         optimizer=_optimizer(settings),
         attention=described_attention(pasted) or ("flex" if settings.switch("model.use_flex_attn") else "sdpa"),
         activation_checkpointing=_checkpointing(settings, pasted),
@@ -97,7 +100,7 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         compile=_compiled(settings),
         parallelism=layout,
         offload=Offload(parameters=offloads, optimizer=offloads),
-        framework_options=FrozenMapping(_options(settings, chunks)),
+        framework_options=FrozenMapping(_options(settings, chunks, autocast=autocast)),
     )
     _note_experts(job, notes)
     settings.note_left(IGNORED)
@@ -222,9 +225,12 @@ def _compiled(settings: Settings) -> bool:
     return enabled
 
 
-def _options(settings: Settings, chunks: int) -> dict[str, Any]:
-    """What differs from the conventions of the torch loop."""
+def _options(settings: Settings, chunks: int, *, autocast: bool) -> dict[str, Any]:
+    """What differs from the conventions of the torch loop: `mixed_precision_param` is autocast where nothing is sharded
+    (distributed/utils.py maybe_enable_amp)."""
     options: dict[str, Any] = {"loss_chunks": chunks} if chunks else {}
+    if autocast:
+        options["autocast"] = True
     if settings.one_of("training.mixed_precision_reduce", "float32", ("float32", "bfloat16")) == "bfloat16":
         options["fsdp_reduce_dtype"] = "bfloat16"
     return {"loss_parallel": False, **options} if settings.switch("parallelism.disable_loss_parallel") else options
