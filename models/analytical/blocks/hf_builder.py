@@ -70,6 +70,8 @@ class HFContext:
     Liger's kernels do, and keeps the same."""
     fused_loss: bool = False
     """Liger's fused linear cross entropy."""
+    reduced_bytes: int = 0
+    """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without."""
     loss_chunks: int = 0
     """Chunks of the sequence in which torchtitan's loss goes in place of Liger's; 0 without."""
     fused_loss_temporary_bytes: int = 0
