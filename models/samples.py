@@ -32,8 +32,8 @@ its authors wrote. Only the ratio matters, and only where both share a fit. A ju
 
 
 RETRIED = 0.1
-"""Of a row whose replay ran into the GPU's end: what the allocator then kept depends on how much room there was to the byte,
-on which nobody reports, and a fit of few rows must not hang on it. A judgement."""
+"""Of a row whose replay ran into the GPU's end: what the allocator then kept depends to the byte on how much room it had, of
+which nobody reports, and a fit of few rows must not hang on it. A judgement."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from peakcast.collectors.frameworks import layouts, scope, spreading
+from peakcast.collectors.frameworks import layouts, scope, spreading, torchtitan_experts
 from peakcast.collectors.frameworks.batches import batch_of, random_tokens
 from peakcast.collectors.frameworks.compiled import compile_layers, is_compiled_whole
 from peakcast.collectors.frameworks.huggingface_model import in_float8, model_of, with_adapters
@@ -290,12 +290,14 @@ def checkpoint_arguments(job: TrainingJob) -> dict[str, Any]:
     if job.activation_checkpointing.mode == "full":
         return {"use_reentrant": job.activation_checkpointing.use_reentrant}
     keep = int(conventions(job).get("selective_checkpointing_matmuls", 1))
-    return {"use_reentrant": False, "context_fn": functools.partial(_keep_matmuls_and_attention, keep)}
+    repeated = torchtitan_experts.repeated_product(job)
+    return {"use_reentrant": False, "context_fn": functools.partial(_keep_matmuls_and_attention, keep, repeated)}
 
 
-def _keep_matmuls_and_attention(one_in: int) -> Any:
+def _keep_matmuls_and_attention(one_in: int, repeated: torch.Size | None = None) -> Any:
     """Contexts that keep the results of attention and of one in so many matrix products; with one in several, torchtitan's
-    op policy, those of reduce-scatters too."""
+    op policy, those of reduce-scatters and of the router's top k too. `repeated`: products by a matrix of that shape are
+    neither kept nor counted."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
@@ -305,14 +307,16 @@ def _keep_matmuls_and_attention(one_in: int) -> Any:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
     )
-    collectives = (torch.ops._c10d_functional.reduce_scatter_tensor.default,) if one_in > 1 else ()
+    others = (torch.ops._c10d_functional.reduce_scatter_tensor.default, aten.topk.default) if one_in > 1 else ()
     counts = {True: 0, False: 0}
 
     def policy(context: Any, function: Any, *arguments: Any, **keywords: Any) -> Any:
+        if function is aten.mm.default and arguments[1].shape == repeated:
+            return CheckpointPolicy.PREFER_RECOMPUTE
         if function in matmuls:
             counts[context.is_recompute] += 1
         every_other = function in matmuls and (counts[context.is_recompute] - 1) % one_in == 0
-        kept = every_other or function in (*attention, *collectives)
+        kept = every_other or function in (*attention, *others)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

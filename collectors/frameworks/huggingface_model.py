@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from peakcast.architecture import Architecture
+from peakcast.collectors.frameworks import torchtitan_experts
 from peakcast.conventions import conventions
 from peakcast.dialects.hf_reverse import hf_config_of
 from peakcast.errors import CollectorError
@@ -46,7 +47,10 @@ def model_of(job: TrainingJob) -> Any:
     if architecture.kind == "undescribed":
         return _undescribed(config, attention, dtype)
     auto = getattr(transformers, AUTO_MODELS[architecture.kind])
-    return auto.from_config(config, attn_implementation=attention, dtype=dtype)
+    model = auto.from_config(config, attn_implementation=attention, dtype=dtype)
+    if torchtitan_experts.has_torchtitan_experts(job):
+        torchtitan_experts.put_in_place(model, job)
+    return model
 
 
 def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:

@@ -52,7 +52,7 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     """As `trace_job`, in this process, which it changes for good (fake CUDA, patched attention)."""
     import torch
 
-    from peakcast.collectors.frameworks import layouts
+    from peakcast.collectors.frameworks import layouts, torchtitan_experts
 
     if job.framework == "deepspeed" and job.finetuning.quantization:
         return trace_on_cpu(job, rank)  # weights are quantised by their values
@@ -93,6 +93,8 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         triton_stub.install()
     if job.loss.kind != "cross_entropy":
         trl_fakes.install()
+    if torchtitan_experts.has_torchtitan_experts(job):
+        _import_torchtitan()
     tracer = Tracer()
     if job.parallelism.world_size > 1 or job.framework in ("megatron", "deepspeed"):
         fake_streams.install()
@@ -114,6 +116,20 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         compiling = inductor.compiling(tracer)
     with compiling, fake_mode(), torch.autograd.set_multithreading_enabled(False):
         return _train(job, "cuda:0", tracer)
+
+
+def _import_torchtitan() -> None:
+    """Its modules, which import Triton's kernels of expert parallelism that nobody launches here."""
+    import importlib.util
+
+    from peakcast.collectors.frameworks import torchtitan_experts
+    from peakcast.collectors.tracing import triton_stub
+
+    for torchs_own in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
+        importlib.import_module(torchs_own)  # these look for Triton as well, and must not find the stub
+    missing = importlib.util.find_spec("triton") is None
+    with triton_stub.while_importing("triton") if missing else contextlib.nullcontext():
+        torchtitan_experts.modules()
 
 
 def trace_on_cpu(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:

@@ -10,7 +10,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,19 @@ def install(*packages: str) -> None:
     find_stubs(*packages or ("triton",))
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=1)  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def while_importing(*packages: str) -> Iterator[None]:
+    """Give the stub to what is imported meanwhile, and to nobody after: kernels that are imported and not launched."""
+    finder = _Finder(packages)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.split(".")[0] in packages]:
+            del sys.modules[name]
 
 
 def find_stubs(*packages: str) -> None:

@@ -16,7 +16,7 @@ from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.blocks.ring_attention import ring_of
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.analytical.hf_checkpoint import recompute
-from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
+from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype, reduced_bytes
 from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.preference_scope import makes_whole_logits
 from peakcast.models.analytical.step import Run, Step
@@ -136,10 +136,11 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
         adapter_bytes=int(DTYPE_BYTES[adapter]),
         logits_upcast=str(convention.get("logits_upcast", "loss")),
         expert_ranks=expert_ranks(job),
-        grouped_experts=convention.get("experts_implementation", "grouped_mm") == "grouped_mm",
+        experts=str(convention.get("experts_implementation", "grouped_mm")),
         liger=bool(convention.get("liger_kernels")) or "ends" in compiled,
         compiled=compiled,
         fused_loss=job.loss.fused_linear_cross_entropy,
+        reduced_bytes=reduced_bytes(job) or 0 if convention.get("loss_chunks") else 0,
         loss_chunks=int(convention.get("loss_chunks", 0)),
         loss="cross_entropy" if makes_whole_logits(job) else job.loss.kind,
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),

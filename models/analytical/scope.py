@@ -109,8 +109,14 @@ def _huggingface_reason(job: TrainingJob) -> str:
             "activation_checkpointing.modules is not modelled here; without it, matrix products and attention are kept.",
         ),
         (
+            job.architecture.moe is not None
+            and conventions(job).get("experts_implementation") == "torchtitan"
+            and bool(conventions(job).get("autocast")),
+            "torchtitan's experts under autocast have not been traced: their activations are counted without it.",
+        ),
+        (
             bool(job.framework_options.get("loss_chunks")),
-            "a loss in chunks of the sequence is counted as torchtitan 0.3's source has it, which no trace has confirmed.",
+            "a loss in chunks of the sequence is counted as torchtitan 0.3's source has it; traces by hand alone agree.",
         ),
         (bool(job.framework_options.get("fused_kernels")), "fused LoRA, loss and norm kernels are not modelled."),
         (

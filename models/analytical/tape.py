@@ -25,8 +25,8 @@ from peakcast.models.analytical.template import HANDED_IN, Elsewhere, Later, Tem
 from peakcast.timeline import Category
 from peakcast.units import round_up
 
-KEPT_KINDS = ("attention", "reduce_scatter")
-"""Operations that selective checkpointing never repeats: the first by every policy, the second by torchtitan's."""
+KEPT_KINDS = ("attention", "reduce_scatter", "topk")
+"""Operations that selective checkpointing never repeats: the first by every policy, the others by torchtitan's."""
 
 
 class Storage:

@@ -13,6 +13,7 @@ from peakcast.dialects import huggingface_keys as keys
 from peakcast.dialects.huggingface_batch import batch_of, sequence_length
 from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, layout_and_offload, mapping_at
+from peakcast.dialects.huggingface_quantization import quantization_of
 from peakcast.dialects.job_file import resolve_architecture
 from peakcast.dialects.translation import Notes, Settings, Translation
 from peakcast.errors import SpecError
@@ -68,7 +69,7 @@ def from_huggingface(
     if isinstance(strategy, str):
         raise training.refuse("deepspeed", "is a path; give the mapping in that file as `deepspeed`")
     shards = fsdp_settings(fsdp, training, notes)
-    quantization = _quantization(model, training)
+    quantization = quantization_of(model, training, config)
     options: dict[str, Any] = {}
     finetuning = _finetuning(adapter, quantization, notes, options)
     precision = _precision(model, training, engine, shards, finetuning, notes, options)
@@ -115,15 +116,6 @@ def _settings(name: str, mapping: object, notes: Notes, spell: Callable[[str], s
         )
     values = {key: value for key, value in (mapping or {}).items() if value is not None and value != "auto"}
     return Settings(values, notes, {"peft": "peft", "deepspeed": "DeepSpeed"}.get(name, "transformers"), spell)
-
-
-def _quantization(model: Mapping[str, Any], training: Settings) -> dict[str, Any]:
-    """The quantization settings of the base model, {} for none."""
-    given = training.raw("quantization_config", model.get("quantization_config")) or {}
-    if not isinstance(given, Mapping):
-        raise training.refuse("quantization_config", "must be a mapping")
-    loose = {key: training.switch(key) for key in ("load_in_4bit", "load_in_8bit") if training.given(key)}
-    return {**given, **loose}
 
 
 def _finetuning(

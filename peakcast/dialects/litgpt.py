@@ -6,11 +6,9 @@ Source: LitGPT 0.5 litgpt/finetune/full.py and lora.py, litgpt/args.py (TrainArg
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal
 
-from peakcast.dialects.job_file import resolve_architecture
+from peakcast.dialects.litgpt_network import litgpt_network
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.translation import Notes, Settings, Translation
 from peakcast.fields import FrozenMapping
@@ -32,12 +30,12 @@ TARGETS = {
 ON_BY_DEFAULT = ("lora_query", "lora_value")
 OPTIMIZERS: dict[str, OptimizerName] = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "lion": "lion", "adafactor": "adafactor",
-    "adamw8bit": "adamw_8bit", "pagedadamw": "paged_adamw_32bit", "galore": "galore",
+    "adamw8bit": "adamw_8bit", "pagedadamw": "paged_adamw_32bit", "galore": "galore", "galoreadamw": "galore",
 }  # fmt: skip
 IGNORED = re.compile(
     r"(data|eval|out_dir|logger_name|log|seed|access_token|resume|initial_checkpoint_dir|tokenizer_dir|optimizer\.init_args"
-    r"|generate|model_config)(\..*|$)"
-    r"|train\.(save_interval|log_interval|lr_warmup_.*|epochs|max_tokens|max_steps|max_time|tie_embeddings|max_norm|min_lr"
+    r"|generate)(\..*|$)"
+    r"|train\.(save_interval|log_interval|lr_warmup_.*|epochs|max_tokens|max_steps|max_time|max_norm|min_lr"
     r"|learning_rate|weight_decay|beta1|beta2|lr_warmup_fraction|max_additional_steps|max_iters)"
 )
 
@@ -46,9 +44,9 @@ def from_litgpt(pasted: Pasted) -> Translation:
     """The job of a LitGPT configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(flat(pasted.values), notes, "LitGPT")
-    architecture = resolve_architecture(_model(settings, pasted))
-    devices, nodes = settings.integer("devices", 1) or 1, settings.integer("num_nodes", 1) or 1
-    num_gpus = pasted.num_gpus or devices * nodes
+    pretrains = not settings.given("checkpoint_dir")
+    architecture = litgpt_network(settings, pasted)
+    num_gpus = _num_gpus(settings, pasted)
     finetuning = _finetuning(settings)
     micro = settings.size("train.micro_batch_size", 1 if finetuning.method != "full" else 4, assume=True)
     steps = _accumulation(settings, micro, num_gpus)
@@ -59,11 +57,20 @@ def from_litgpt(pasted: Pasted) -> Translation:
     else:
         notes.assumptions.append("sequences are taken as long as train.max_seq_length; shorter samples need less.")
     # finetune/full.py and lora.py: FSDPStrategy with checkpointed blocks on several GPUs, neither on one
+    # pretrain.py: FSDPStrategy with HYBRID_SHARD and no checkpoints, a compiled network, a fused optimizer
     several = num_gpus > 1
+    checkpoints = several and not pretrains
     if several:
-        notes.assumptions.append("on several GPUs LitGPT shards by FSDP and checkpoints each block.")
+        recipe = "compiles the network and keeps activations" if pretrains else "checkpoints each block"
+        notes.assumptions.append(f"on several GPUs LitGPT shards by FSDP and {recipe}.")
+    if pretrains and (settings.integer("num_nodes", 1) or 1) > 1:
+        notes.unsupported.append("LitGPT's pretraining shards within a node (HYBRID_SHARD); sharding over all is taken.")
     if finetuning.method != "full":
         notes.unsupported.append("LitGPT's LoRA computes logits in chunks of 128 tokens; whole logits are taken.")
+    precision = _precision(settings)
+    mixed = precision.parameters != precision.compute
+    if mixed and several:
+        notes.unsupported.append("Weights that FSDP gathers in float32 for autocast (a mixed precision) are not modelled.")
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
@@ -71,23 +78,24 @@ def from_litgpt(pasted: Pasted) -> Translation:
         micro_batch_size=micro,
         sequence_length=length,
         gradient_accumulation_steps=steps,
-        precision=_precision(settings),
-        optimizer=_optimizer(settings),
+        precision=precision,
+        optimizer=_optimizer(settings, fused=pretrains),
         finetuning=finetuning,
-        activation_checkpointing=ActivationCheckpointing(mode="full") if several else ActivationCheckpointing(),
+        activation_checkpointing=ActivationCheckpointing(mode="full") if checkpoints else ActivationCheckpointing(),
+        compile=pretrains,
         parallelism=Parallelism(data_parallel_size=num_gpus, sharding="fsdp1" if several else "none"),
+        framework_options=FrozenMapping({"autocast": True} if mixed and not several else {}),
     )
     settings.note_left(IGNORED)
     return notes.finish(job)
 
 
-def _model(settings: Settings, pasted: Pasted) -> str | Mapping[str, Any]:
-    folder, name = settings.text("checkpoint_dir"), settings.text("model_name")
-    if pasted.model or name:
-        return pasted.model or name
-    if not folder:
-        raise settings.refuse("checkpoint_dir", "or model_name is required: it says which model is trained", None)
-    return "/".join(PurePath(folder).parts[-2:])  # checkpoints/<owner>/<name>, as `litgpt download` has it
+def _num_gpus(settings: Settings, pasted: Pasted) -> int:
+    """`devices` (all of the machine for "auto") on `num_nodes`."""
+    nodes = settings.integer("num_nodes", 1) or 1
+    if settings.text("devices", "1") == "auto":
+        return pasted.gpus(settings.notes, nodes, " for devices=auto")
+    return pasted.num_gpus or (settings.integer("devices", 1) or 1) * nodes
 
 
 def _accumulation(settings: Settings, micro: int, num_gpus: int) -> int:
@@ -140,12 +148,12 @@ def _precision(settings: Settings) -> Precision:
     return Precision(parameters=weights, compute=names[first], gradients=weights, optimizer_states=weights)
 
 
-def _optimizer(settings: Settings) -> Optimizer:
+def _optimizer(settings: Settings, *, fused: bool) -> Optimizer:
     given = settings.text("optimizer", "") or settings.text("optimizer.class_path", "AdamW")
     name = given.rpartition(".")[2].lower()
     if name not in OPTIMIZERS:
         settings.notes.unsupported.append(f"optimizer={given} is not modelled; AdamW is taken in its place.")
-    fused = settings.switch("optimizer.init_args.fused")
+    fused = settings.switch("optimizer.init_args.fused", fused)
     kind = OPTIMIZERS.get(name, "adamw")
     eight = kind in ("adamw_8bit", "paged_adamw_32bit")
     return Optimizer(name=kind, implementation="fused" if fused or eight else "foreach")

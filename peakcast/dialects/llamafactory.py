@@ -13,6 +13,7 @@ from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import with_method
 from peakcast.dialects.translation import Notes, Settings, Translation, note_unsupported, renamed, speller, words
+from peakcast.errors import SpecError
 
 TRAINING = {
     "per_device_train_batch_size": "per_device_train_batch_size",
@@ -46,10 +47,17 @@ UNSUPPORTED = {
     "resize_vocab": "a resized vocabulary", "add_tokens": "added tokens", "loraplus_lr_ratio": "LoRA+",
     "sequence_parallel_size": "sequence parallelism over GPUs", "cp_size": "sequence parallelism over GPUs",
     "use_cce": "cut cross entropy",
-    "use_asft_loss": "the ASFT loss", "use_kt": "KTransformers", "use_hyper_parallel": "HyperParallel",
+    "tensor_model_parallel_size": "Megatron's tensor parallelism", "sequence_parallel": "Megatron's sequence parallelism",
+    "pipeline_model_parallel_size": "Megatron's pipeline parallelism", "recompute_granularity": "Megatron's recomputation",
+    "expert_model_parallel_size": "Megatron's expert parallelism", "context_parallel_size": "context parallelism",
+    "use_distributed_optimizer": "Megatron's distributed optimizer",
+    "use_eaft_loss": "EAFT's loss", "use_asft_loss": "the ASFT loss", "use_kt": "KTransformers",
+    "use_hyper_parallel": "HyperParallel",
 }  # fmt: skip
 IGNORED = words("""
     use_ray pissa_init use_dft_loss
+    apply_rope_fusion bias_activation_fusion eaft_alpha fsdp_transformer_layer_cls_to_wrap moe_grouped_gemm
+    moe_token_dispatcher_type overlap_grad_reduce overlap_param_gather
     adam_beta1 adam_beta2 adam_epsilon adapter_folder adapter_name_or_path add_special_tokens apollo_layerwise
     apollo_proj apollo_proj_type apollo_rank apollo_scale apollo_scale_front apollo_scale_type apollo_target
     apollo_update_interval average_tokens_across_devices badam_mask_mode badam_mode badam_start_block
@@ -87,6 +95,13 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     """The job of a LLaMA-Factory configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "LLaMA-Factory")
+    if settings.given("model_class"):
+        raise SpecError(
+            "model_class is a key of LLaMA-Factory's v1 configurations, which are not read; write the run with the keys of "
+            "the others (model_name_or_path, finetuning_type, per_device_train_batch_size, cutoff_len, deepspeed).",
+            parameter="model_class",
+            value=settings.raw("model_class"),
+        )
     training = renamed(settings, TRAINING)
     training["max_length"] = settings.integer("cutoff_len", 2048, assume=True)
     training["neat_packing"] = settings.switch("neat_packing")

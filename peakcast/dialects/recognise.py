@@ -34,7 +34,10 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "llamafactory": Dialect(
         "a LLaMA-Factory configuration",
-        ("model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target|lora_rank",),
+        (
+            "model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target|lora_rank",
+            "model_class train_dataset|peft_config|dist_config",
+        ),
         "llamafactory:from_llamafactory",
     ),
     "nanotron": Dialect("a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron:from_nanotron"),
@@ -50,7 +53,10 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "litgpt": Dialect(
         "a LitGPT configuration",
-        ("checkpoint_dir|model_name train.micro_batch_size|train.global_batch_size", "checkpoint_dir lora_r|precision"),
+        (
+            "checkpoint_dir|model_name|model_config.n_layer|model.n_layer train.micro_batch_size|train.global_batch_size",
+            "checkpoint_dir lora_r|precision",
+        ),
         "litgpt:from_litgpt",
     ),
     "megatron_yaml": Dialect(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from peakcast.conventions import conventions
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.torchtitan_layout import torchtitan_layout
 from peakcast.dialects.torchtitan_network import described_attention, torchtitan_network
@@ -37,13 +38,13 @@ IGNORED = re.compile(
     r"(job|profiling|profiler|metrics|lr_scheduler|lr_schedulers|checkpoint|comm|validation|validator|memory_estimation|dataloader|debug"
     r"|experimental|tokenizer|float8|mx|quantize|fault_tolerance|optimizer_config|hf_assets|dump_folder)(\..*|$)"
     r"|model\.(tokenizer_path|hf_assets_path|print_after_conversion|norm_type|max_seq_len)"
-    r"|training\.(steps|max_norm|dataset|dataset_path|gc_freq|gc_debug|seed|deterministic|debug_moe_force_load_balance|warmup_steps"
+    r"|training\.(steps|max_norm|dataset|dataset_path|gc_freq|gc_debug|seed|data\.name|deterministic|debug_moe_force_load_balance|warmup_steps"
     r"|data_parallel_degree)"
     r"|optimizer\.(lr|eps|beta1|beta2|weight_decay|moe_expert_lr_ratio|hybrid_order)"
     r"|activation_checkpoint\.(per_op_sac.*|force_recompute_mm_shapes.*|early_stop|preserve_rng_state|determinism_check|debug|visualize.*)"
     r"|parallelism\.(enable_async_tensor_parallel|context_parallel_rotate_method|context_parallel_load_balancer|enable_compiled_autograd"
     r"|expert_parallel_comm_backend|pipeline_parallel_expert_parallel_overlap|module_fqns_per_model_part"
-    r"|pipeline_parallel_schedule_csv|expert_tensor_parallel_degree)"
+    r"|pipeline_parallel_schedule_csv)"
     r"|compile\.(backend|mode|enable_async_tensor_parallel)"
     r"|loss\.(global_vocab_size|loss_fn\..*|ignore_index|mtp_scale)"
     r"|optimizer\.optimizer_factory_kwargs.*|parallelism\.(spmd_backend|context_parallel_ptrr_mask_key)"
@@ -80,6 +81,9 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         steps *= total // share
     _unsupported(settings)
     chunks = _loss_chunks(settings, layout)
+    precision = _precision(settings)
+    autocast = layout.sharding == "none" and (precision.parameters, precision.compute) == ("float32", "bfloat16")
+    autocast = autocast and layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
     offloads = settings.switch("training.enable_cpu_offload")
     job = TrainingJob(
         architecture=architecture,
@@ -88,24 +92,34 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         micro_batch_size=micro,
         sequence_length=settings.size("training.seq_len", 2048, assume=True),
         gradient_accumulation_steps=steps,
-        precision=_precision(settings),
+        precision=precision,
         optimizer=_optimizer(settings),
         attention=described_attention(pasted) or ("flex" if settings.switch("model.use_flex_attn") else "sdpa"),
-        activation_checkpointing=_checkpointing(settings, pasted, routed=architecture.moe is not None),
+        activation_checkpointing=_checkpointing(settings, pasted),
         loss=Loss(fused_linear_cross_entropy=chunks > 0),
         compile=_compiled(settings),
         parallelism=layout,
         offload=Offload(parameters=offloads, optimizer=offloads),
-        framework_options=FrozenMapping(_options(settings, chunks)),
+        framework_options=FrozenMapping(_options(settings, chunks, autocast=autocast)),
     )
+    _note_experts(job, notes)
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _note_experts(job: TrainingJob, notes: Notes) -> None:
+    if job.architecture.moe is None:
+        return
+    if conventions(job)["experts_implementation"] == "torchtitan":
+        notes.assumptions.append("the experts are torchtitan 0.3's module; 0.2 weighs and adds up their results otherwise.")
+    else:
+        kind = job.architecture.model_type
+        notes.unsupported.append(f"torchtitan's experts of {kind} are not modelled; those of transformers are taken.")
 
 
 def _precision(settings: Settings) -> Precision:
     """float32 weights, gradients and states; the forward runs in `mixed_precision_param` (FSDP's policy, or autocast)."""
     compute = settings.one_of(MIXED, "bfloat16", ("bfloat16", "float32"))
-    settings.one_of("training.mixed_precision_reduce", "float32", ("float32", "bfloat16"))
     weights: Dtype = (
         "bfloat16" if settings.one_of("training.dtype", "float32", ("float32", "bfloat16")) == "bfloat16" else "float32"
     )
@@ -179,7 +193,7 @@ def _checkpointing_mode(settings: Settings, pasted: Pasted) -> str:
     return "selective"
 
 
-def _checkpointing(settings: Settings, pasted: Pasted, *, routed: bool) -> ActivationCheckpointing:
+def _checkpointing(settings: Settings, pasted: Pasted) -> ActivationCheckpointing:
     mode = _checkpointing_mode(settings, pasted)
     option = settings.text("activation_checkpoint.selective_ac_option", "op")
     settings.raw("activation_checkpoint.memory_budget")
@@ -192,10 +206,6 @@ def _checkpointing(settings: Settings, pasted: Pasted, *, routed: bool) -> Activ
     if mode == "memory_budget":
         settings.notes.unsupported.append(
             "The memory budget of activation_checkpoint (mode=memory_budget) is not modelled; selective is taken."
-        )
-    elif routed:
-        settings.notes.unsupported.append(
-            "Which of the experts' products selective checkpointing keeps is not modelled; every second one is taken."
         )
     settings.notes.assumptions.append(
         "selective checkpointing keeps attention, reduce-scatters and every second matrix product, as torchtitan 0.2 does."
@@ -215,9 +225,14 @@ def _compiled(settings: Settings) -> bool:
     return enabled
 
 
-def _options(settings: Settings, chunks: int) -> dict[str, Any]:
-    """What differs from the conventions of the torch loop."""
+def _options(settings: Settings, chunks: int, *, autocast: bool) -> dict[str, Any]:
+    """What differs from the conventions of the torch loop: `mixed_precision_param` is autocast where nothing is sharded
+    (distributed/utils.py maybe_enable_amp)."""
     options: dict[str, Any] = {"loss_chunks": chunks} if chunks else {}
+    if autocast:
+        options["autocast"] = True
+    if settings.one_of("training.mixed_precision_reduce", "float32", ("float32", "bfloat16")) == "bfloat16":
+        options["fsdp_reduce_dtype"] = "bfloat16"
     return {"loss_parallel": False, **options} if settings.switch("parallelism.disable_loss_parallel") else options
 
 

@@ -65,6 +65,7 @@ def torchtitan_layout(settings: Settings, pasted: Pasted, num_layers: int) -> Pa
         settings.integer(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1, least=0) or 0
         for end in ("first", "last")
     )
+    expert_tensor = settings.integer("parallelism.expert_tensor_parallel_degree")
     layers = _stage_layers(num_layers, pipeline * stages, first, last) if pipeline > 1 else ()
     return Parallelism(
         data_parallel_size=replicate * shard,
@@ -77,6 +78,7 @@ def torchtitan_layout(settings: Settings, pasted: Pasted, num_layers: int) -> Pa
         pipeline_layers=layers,
         context_parallel_size=context,
         expert_parallel_size=degree("expert_parallel_degree"),
+        expert_tensor_parallel_size=expert_tensor if tensor > 1 else None,
     )
 
 

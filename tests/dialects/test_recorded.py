@@ -143,7 +143,7 @@ EXAMPLES: dict[str, Expected] = {
             "architecture.name": "deepseek-v3", "micro_batch_size": 4, "parallelism.data_parallel_size": 256,
             "parallelism.sharding": "fsdp2", "compile": False,  # the loss alone is compiled
         },
-        ("A compiled loss (compile.components=loss)", "the experts' products selective checkpointing keeps"),
+        ("A compiled loss (compile.components=loss)", "the experts are torchtitan 0.3's module"),
         beside=Beside(num_gpus=256),
     ),
     "axolotl/llama3_8b_lora.yml": Expected(

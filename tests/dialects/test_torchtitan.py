@@ -101,6 +101,24 @@ def test_the_optimizer_of_every_group_of_weights_is_read():
 
 
 @pytest.mark.parametrize(
+    ("degrees", "autocast"),
+    [
+        ({"data_parallel_shard_degree": 8}, False),
+        ({"data_parallel_replicate_degree": 8, "data_parallel_shard_degree": 1}, True),
+        ({"tensor_parallel_degree": 8, "data_parallel_shard_degree": 1}, False),
+    ],
+)
+def test_mixed_precision_is_autocast_where_nothing_is_sharded(degrees, autocast):
+    job = read(LLAMA, parallelism=degrees).job
+    assert bool(job.framework_options.get("autocast")) == autocast
+
+
+def test_the_dtype_of_reductions_is_read():
+    training = {"local_batch_size": 1, "mixed_precision_reduce": "bfloat16"}
+    assert read(LLAMA, training=training).job.framework_options["fsdp_reduce_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
     ("inner", "attention"),
     [({"block_size": 128}, "flex"), ({"window_size": [-1, 0]}, "flash_attention_2"), ({}, "sdpa")],
 )

@@ -62,8 +62,8 @@ class HFContext:
     """Selective checkpointing keeps attention and one in so many matrix products of a checkpointed layer; 0: nothing."""
     expert_ranks: int = 1
     """Ranks that have other experts."""
-    grouped_experts: bool = True
-    """Experts in grouped matrix products instead of a loop over them."""
+    experts: str = "grouped_mm"
+    """How experts run: in grouped matrix products ("grouped_mm"), one after the other ("loop"), or torchtitan's module."""
     liger: bool = False
     """Liger's RMSNorm, SwiGLU and rotary kernels instead of the family's own code."""
     compiled: frozenset[str] = frozenset()
@@ -71,6 +71,8 @@ class HFContext:
     Liger's kernels do, and keeps the same."""
     fused_loss: bool = False
     """Liger's fused linear cross entropy."""
+    reduced_bytes: int = 0
+    """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without."""
     loss_chunks: int = 0
     """Chunks of the sequence in which torchtitan's loss goes in place of Liger's; 0 without."""
     loss: LossKind = "cross_entropy"

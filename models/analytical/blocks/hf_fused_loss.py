@@ -41,14 +41,19 @@ def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
 def loss_in_chunks(build: BlockBuilder, hidden: Tensor) -> None:
     """lm_head, loss and their backward for one chunk of the sequence after the other: copies of the hidden states, the fp32
     sum of their gradients, and of the chunk at hand the logits, their log-softmax, its gradient and that of the logits in
-    fp32; a second product of the weight's gradient is added to the first.
+    fp32, or a second product of the weight's gradient, which is added to the first. FSDP2 widens that sum for its
+    reduction, which waits for the last chunk.
 
-    Source: torchtitan 0.3.0 `components/loss.py` ChunkedLossWrapper, GradAccumulator; not compared with a trace.
+    Source: torchtitan 0.3.0 `components/loss.py` ChunkedLossWrapper, GradAccumulator. Traced by hand with that wrapper
+    around transformers' network: within 0.25 % on one GPU; under FSDP2 up to 1.2 % low in backward.
     """
     context, tape, rows = build.context, build.tape, build.context.rows
     width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
     weight = vocabulary * width * context.weight_bytes
-    chunk = -(-rows // context.loss_chunks)
+    logits = -(-rows // context.loss_chunks) * vocabulary
+    in_loss = logits * (context.compute_bytes + 3 * FP32)
+    in_product = logits * 2 * context.compute_bytes + (weight if context.trainable else 0)
+    widened = vocabulary * width * max(context.reduced_bytes - context.weight_bytes, 0) if context.trainable else 0
     tape.begin_loss()
     tape.operation(
         "lm_head.loss_in_chunks",
@@ -57,9 +62,7 @@ def loss_in_chunks(build: BlockBuilder, hidden: Tensor) -> None:
         extra_saved_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])],
         gradients_in_place=True,
         weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
-        forward_temporary_bytes=chunk * vocabulary * (context.compute_bytes + 3 * FP32)
-        + rows * width * FP32
-        + (weight if context.trainable else 0),
+        forward_temporary_bytes=max(in_loss, in_product) + rows * width * FP32 + widened,
         category=Category.LOGITS,
     )
 

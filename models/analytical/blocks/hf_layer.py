@@ -16,6 +16,7 @@ from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.latent_attention import latent_attention
 from peakcast.models.analytical.blocks.routed import routed_feed_forward
+from peakcast.models.analytical.blocks.routed_torchtitan import torchtitan_feed_forward
 from peakcast.models.analytical.blocks.tensor_parallel import gather_sequence
 from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.tape import Tape, Tensor
@@ -87,7 +88,7 @@ def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
 
 def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     if build.context.routed:
-        return routed_feed_forward(build, x)
+        return (torchtitan_feed_forward if build.context.experts == "torchtitan" else routed_feed_forward)(build, x)
     architecture, tape = build.context.architecture, build.tape
     width, inner = architecture.hidden_size, architecture.intermediate_size
     bias, names = architecture.mlp_bias, leaf_names(architecture)

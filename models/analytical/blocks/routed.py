@@ -30,7 +30,7 @@ def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     assert moe is not None
     gated = _shared_expert(build, x, moe) if moe.shared_expert_gate else None
     weights, logits = route(build, x, moe)
-    experts = _grouped_experts if build.context.grouped_experts else _looped_experts
+    experts = _looped_experts if build.context.experts == "loop" else _grouped_experts
     output = experts(build, x, weights, moe)
     if gated is not None:
         gate = build.projection(x, build.context.architecture.hidden_size, 1, "mlp.shared_expert_gate", False)

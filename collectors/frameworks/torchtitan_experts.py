@@ -1,0 +1,87 @@
+"""torchtitan's own mixture of experts in the place of transformers', for jobs whose experts are torchtitan's."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from peakcast.conventions import conventions
+from peakcast.errors import CollectorError
+from peakcast.spec import TrainingJob
+
+INITIAL_STD = 0.02
+
+
+def has_torchtitan_experts(job: TrainingJob) -> bool:
+    """Whether the routed feed-forward of `job` is torchtitan's module."""
+    return job.architecture.moe is not None and conventions(job).get("experts_implementation") == "torchtitan"
+
+
+def modules() -> SimpleNamespace:
+    """What of torchtitan makes up its experts. Raises: CollectorError where torchtitan is missing or another version."""
+    try:
+        moe = importlib.import_module("torchtitan.models.common.moe")
+        dispatcher = importlib.import_module("torchtitan.models.common.token_dispatcher").LocalTokenDispatcher
+        linear = importlib.import_module("torchtitan.models.common.linear").Linear
+        feed_forward = importlib.import_module("torchtitan.models.common.feed_forward").FeedForward
+        backend = importlib.import_module("torchtitan.distributed.utils")
+    except ImportError as error:
+        raise CollectorError(
+            f"versions.torchtitan asks for its own module of experts, and torchtitan 0.3 cannot be imported ({error}); "
+            "install it with: pip install 'torchtitan>=0.3'.",
+            parameter="versions.torchtitan",
+        ) from error
+    return SimpleNamespace(moe=moe, dispatcher=dispatcher, linear=linear, feed_forward=feed_forward, backend=backend)
+
+
+def put_in_place(model: Any, job: TrainingJob) -> None:
+    """Replace every routed feed-forward of `model`. Raises: CollectorError without torchtitan."""
+    found = modules()
+    found.backend._spmd_backend = "partial_dtensor"  # plain local tensors
+    architecture = job.architecture
+    moe, width = architecture.moe, architecture.hidden_size
+    assert moe is not None
+    sizes = {"num_experts": moe.num_experts, "top_k": moe.num_experts_per_tok}
+    experts = found.moe.GroupedExperts.Config(dim=width, hidden_dim=moe.moe_intermediate_size, num_experts=moe.num_experts)
+    shared = moe.shared_expert_intermediate_size
+    config = found.moe.MoE.Config(
+        num_experts=moe.num_experts,
+        routed_experts=found.moe.RoutedExperts.Config(
+            inner_experts=experts, token_dispatcher=found.dispatcher.Config(**sizes)
+        ),
+        router=found.moe.TokenChoiceTopKRouter.Config(
+            gate=found.linear.Config(in_features=width, out_features=moe.num_experts),
+            score_func="softmax",
+            route_norm=True,
+            **sizes,
+        ),
+        shared_experts=found.feed_forward.Config(
+            w1=found.linear.Config(in_features=width, out_features=shared),
+            w2=found.linear.Config(in_features=shared, out_features=width),
+            w3=found.linear.Config(in_features=width, out_features=shared),
+        )
+        if shared
+        else None,
+    )
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, job.precision.parameters))
+    try:
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp = config.build()
+                for parameter in layer.mlp.parameters():
+                    torch.nn.init.normal_(parameter, std=INITIAL_STD)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def repeated_product(job: TrainingJob) -> torch.Size | None:
+    """Shape of the right factor of the products that torchtitan's selective checkpointing always repeats and never counts,
+    the router's (SelectiveAC.Config.force_recompute_mm_shapes_by_fqns); None without its experts."""
+    moe = job.architecture.moe
+    if moe is None or not has_torchtitan_experts(job):
+        return None
+    return torch.Size((job.architecture.hidden_size, moe.num_experts))

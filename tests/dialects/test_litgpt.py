@@ -1,0 +1,75 @@
+"""LitGPT's networks and recipes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from peakcast import catalog
+from peakcast.dialects.pasted import Pasted
+from peakcast.dialects.recognise import Beside, translated
+from peakcast.dialects.translation import Translation
+from peakcast.errors import SpecError
+
+TRAIN = {"global_batch_size": 32, "micro_batch_size": 2, "max_seq_length": 256}
+LLAMA = {
+    "block_size": 2048, "vocab_size": 32000, "padding_multiple": 64, "n_layer": 22, "n_head": 32, "n_query_groups": 4,
+    "n_embd": 2048, "intermediate_size": 5632, "rotary_percentage": 1.0, "parallel_residual": False, "bias": False,
+    "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP",
+}  # fmt: skip
+
+
+def read(num_gpus: int = 1, **values: Any) -> Translation:
+    return translated(Pasted(values={"train": TRAIN, "precision": "bf16-true", **values}), Beside(num_gpus=num_gpus))
+
+
+@pytest.mark.parametrize("section", ["model_config", "model"])
+def test_the_fields_of_a_config_are_the_network(section):
+    found, known = read(**{section: LLAMA}).job.architecture, catalog.architecture("tinyllama-1.1b")
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads", "vocab_size"):
+        assert getattr(found, name) == getattr(known, name), name
+
+
+def test_they_count_more_than_the_name_beside_them():
+    named = read(model_name="tiny-llama-1.1b", model_config={**LLAMA, "n_layer": 3})
+    assert named.job.architecture.num_hidden_layers == 3
+
+
+def test_without_them_the_defaults_are_litgpts():
+    found = read(model_config={"n_layer": 2}).job.architecture
+    assert (found.model_type, found.hidden_size, found.intermediate_size) == ("gpt_neox", 4096, 16384)
+    assert found.vocab_size == 50688  # 50,254 up to a multiple of 512
+
+
+@pytest.mark.parametrize("field", [{"mlp_class_name": "GemmaMLP"}, {"parallel_residual": True}, {"bias": True}])
+def test_another_make_of_network_is_refused_by_name(field):
+    with pytest.raises(SpecError, match=f"model_config.{next(iter(field))}="):
+        read(model_config={**LLAMA, **field})
+
+
+def test_tied_tables_are_tied():
+    tied = read(model_name="tiny-llama-1.1b", train={**TRAIN, "tie_embeddings": True})
+    assert tied.job.architecture.tie_word_embeddings
+    assert not read(model_name="tiny-llama-1.1b").job.architecture.tie_word_embeddings
+
+
+def test_pretraining_and_finetuning_are_other_recipes():
+    pretrained = read(4, model_name="tiny-llama-1.1b").job
+    assert (pretrained.compile, pretrained.activation_checkpointing.mode) == (True, "none")
+    assert pretrained.optimizer.implementation == "fused"
+    tuned = read(4, checkpoint_dir="checkpoints/TinyLlama/TinyLlama-1.1B-Chat-v1.0").job
+    assert (tuned.compile, tuned.activation_checkpointing.mode) == (False, "full")
+    assert tuned.optimizer.implementation == "foreach"
+
+
+def test_a_mixed_precision_is_autocast_on_one_gpu():
+    one = read(model_name="tiny-llama-1.1b", precision="bf16-mixed")
+    assert one.job.framework_options == {"autocast": True}
+    several = read(4, model_name="tiny-llama-1.1b", precision="bf16-mixed")
+    assert any("autocast" in sentence for sentence in several.unsupported)
+
+
+def test_all_devices_of_a_machine_are_asked_for():
+    values = {"train": TRAIN, "precision": "bf16-true", "model_name": "tiny-llama-1.1b", "devices": "auto"}
+    assert any("devices=auto" in sentence for sentence in translated(Pasted(values=values)).assumptions)

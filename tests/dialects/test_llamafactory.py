@@ -1,0 +1,56 @@
+"""LLaMA-Factory's keys and names that change memory beside the usual ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from peakcast.dialects.pasted import Pasted
+from peakcast.dialects.recognise import Beside, translated
+from peakcast.dialects.translation import Translation
+from peakcast.errors import SpecError
+
+
+def read(model: str = "meta-llama/Meta-Llama-3-8B-Instruct", **values: Any) -> Translation:
+    usual = {"model_name_or_path": model, "stage": "sft", "finetuning_type": "lora", "template": "llama3", "bf16": True}
+    return translated(Pasted(values={**usual, "per_device_train_batch_size": 1, **values}), Beside(num_gpus=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        ("TechxGenus/Meta-Llama-3-8B-Instruct-GPTQ", "gptq"),
+        ("unsloth/llama-3-8b-bnb-4bit", "nf4"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", None),
+    ],
+)
+def test_a_checkpoint_that_is_quantised_by_name_is_quantised(name, quantization):
+    assert read(name).job.finetuning.quantization == quantization
+
+
+def test_a_quantisation_without_a_model_here_is_said():
+    found = read("TechxGenus/Meta-Llama-3-8B-Instruct-AWQ")
+    assert any("'awq'" in sentence for sentence in found.unsupported)
+
+
+def test_what_the_arguments_say_counts_more_than_the_name():
+    assert read("TechxGenus/Meta-Llama-3-8B-Instruct-GPTQ", quantization_bit=8).job.finetuning.quantization == "int8"
+
+
+def test_noise_on_the_embeddings_is_read():
+    assert read(neftune_noise_alpha=5).job.framework_options["neftune"]
+
+
+def test_megatrons_sizes_are_said():
+    found = read(tensor_model_parallel_size=1, pipeline_model_parallel_size=4, moe_grouped_gemm=True)
+    assert [sentence for sentence in found.unsupported if "Megatron" in sentence] == [
+        "Megatron's pipeline parallelism (pipeline_model_parallel_size) is not modelled."
+    ]
+    assert found.unknown == ()
+
+
+def test_the_v1_configurations_are_refused_with_the_way_out():
+    values = {"model": "Qwen/Qwen3-0.6B", "model_class": "llm", "train_dataset": "data.yaml", "cutoff_len": 2048}
+    with pytest.raises(SpecError, match="LLaMA-Factory's v1"):
+        translated(Pasted(values=values))
