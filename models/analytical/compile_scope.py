@@ -43,10 +43,6 @@ def compile_reason(job: TrainingJob) -> str:
         (slides(architecture, 0, job.sequence_length), "beyond the sliding window"),
         (whole and job.framework == "torch", "of a whole network, in a loop that keeps the model's outputs,"),
         (
-            whole and architecture.tie_word_embeddings,
-            "of a whole network whose table is the head's too, and gets its gradient late,",
-        ),
-        (
             whole and architecture.vocab_size < 4 * architecture.hidden_size,
             "of a whole network with so small a vocabulary, whose peak is among the buffers of a layer's backward,",
         ),

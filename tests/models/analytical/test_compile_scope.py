@@ -11,6 +11,7 @@ UNTIED = {"architecture": "llama-2-7b"}
 LAYERS = {"framework_options": {"compiled_regions": "layers"}}
 COVERED = {
     "whole": UNTIED,
+    "whole, with one table": {},
     "layers": LAYERS,
     "torchtitan": {"framework": "torch", "versions": {"torchtitan": "0.2"}},
     "accumulated": {**LAYERS, "gradient_accumulation_steps": 4},
@@ -34,7 +35,6 @@ NAMED = {
     "attention='eager'": {"attention": "eager"},
     "sliding window": {"architecture": "mistral-7b", "sequence_length": 8192},
     "keeps the model's outputs": {**UNTIED, "framework": "torch"},
-    "the head's too": {},
     "so small a vocabulary": {"architecture": {"name": "llama-2-7b", "vocab_size": 1024}},
 }
 
