@@ -205,6 +205,9 @@ def _micro_batch(
     timeline.run_backward(embedded)
     if tied_in_graph(context):
         hold_for_tied_product(timeline, loss, context)
+    if context.compiled.issuperset(("layers", "ends", "loss")) and not keeps_gradients:
+        for run in (loss, *runs.values(), embedded):  # results of one graph, which are added to others when it has ended
+            run.gradients_die = timeline.now
     timeline.end_backward()
     _hold_logits(timeline, job, context, loss, last)
     return loss
