@@ -41,7 +41,6 @@ def compile_reason(job: TrainingJob) -> str:
         (job.loss.fused_linear_cross_entropy or bool(convention.get("liger_kernels")), "with Liger's kernels"),
         (bool(convention.get("neftune")), "with neftune"),
         (slides(architecture, 0, job.sequence_length), "beyond the sliding window"),
-        (whole and job.framework == "torch", "of a whole network, in a loop that keeps the model's outputs,"),
         (
             whole and architecture.vocab_size < 4 * architecture.hidden_size,
             "of a whole network with so small a vocabulary, whose peak is among the buffers of a layer's backward,",

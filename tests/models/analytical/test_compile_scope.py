@@ -12,6 +12,7 @@ LAYERS = {"framework_options": {"compiled_regions": "layers"}}
 COVERED = {
     "whole": UNTIED,
     "whole, with one table": {},
+    "whole, in a loop that keeps the model's outputs": {"framework": "torch"},
     "layers": LAYERS,
     "torchtitan": {"framework": "torch", "versions": {"torchtitan": "0.2"}},
     "accumulated": {**LAYERS, "gradient_accumulation_steps": 4},
@@ -34,7 +35,6 @@ NAMED = {
     "other than for full training": {"finetuning": {"method": "lora", "rank": 8}},
     "attention='eager'": {"attention": "eager"},
     "sliding window": {"architecture": "mistral-7b", "sequence_length": 8192},
-    "keeps the model's outputs": {**UNTIED, "framework": "torch"},
     "so small a vocabulary": {"architecture": {"name": "llama-2-7b", "vocab_size": 1024}},
 }
 
