@@ -32,7 +32,7 @@ its authors wrote. Only the ratio matters, and only where both share a fit. A ju
 
 
 RETRIED = 0.1
-"""Of a row whose replay ran into the GPU's end: what the allocator then kept depends to the byte on how much room it had, of
+"""Of a row whose replay ran into the GPU's end: what the allocator then kept depends to the byte on how much room it had,
 which nobody reports, and a fit of few rows must not hang on it. A judgement."""
 
 

@@ -16,9 +16,9 @@ def is_compiled_whole(job: TrainingJob) -> bool:
 
 
 def compiles_shards(job: TrainingJob) -> bool:
-    """Whether each layer is compiled by itself and then sharded, as torchtitan does it: what is gathered and reduced around
-    it is in no graph."""
-    sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.framework == "torch"
+    """Whether each layer is compiled by itself and then sharded, as torchtitan and accelerate do it: what is gathered and
+    reduced around it is in no graph."""
+    sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.num_replicas > 1
     return job.compile and not is_compiled_whole(job) and sharded
 
 
@@ -38,12 +38,13 @@ def compile_layers(model: Any, job: TrainingJob) -> Any:
     """`model` with its layers compiled, each with its checkpointing, as the stack does it.
 
     `huggingface`: accelerate's `compile_regions`, which also compiles each other module without layers (embedding, final
-    norm, head) by itself. `torch`: torchtitan's `apply_compile`, which compiles the layers and the loss.
+    norm, head) by itself; before FSDP2 in place, where hooks that come later break the graph, and checkpointing is around
+    it. `torch`: torchtitan's `apply_compile`, which compiles the layers and the loss.
     """
     if job.framework == "huggingface":
-        from accelerate.utils import compile_regions
+        from accelerate.utils.other import compile_regions, compile_regions_fsdp2
 
-        return compile_regions(model)
+        return compile_regions_fsdp2(model) if compiles_shards(job) else compile_regions(model)
     for layers in [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]:
         for number, layer in enumerate(layers):
             layers[number] = torch.compile(layer, fullgraph=True)

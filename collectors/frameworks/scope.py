@@ -74,7 +74,7 @@ SINGLE_GPU: dict[str, Rule] = {
             j.compile and not is_compiled_whole(j) and j.parallelism.world_size > 1 and not compiles_shards(j)
         ),
         lambda j: conventions(j)["compiled_regions"],
-        "layers on one GPU, or with framework torch and sharding: fsdp2 or hsdp; network on several GPUs otherwise",
+        "layers on one GPU, or with sharding: fsdp2 or hsdp; network on several GPUs otherwise",
     ),
     "offload": (
         lambda j: (j.offload.parameters or j.offload.optimizer) and not _offloads_with_fsdp2(j),

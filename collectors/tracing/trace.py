@@ -172,7 +172,7 @@ def _beside_compile(job: TrainingJob) -> str:
     checks = (
         (
             job.parallelism.world_size > 1 and not compiles_shards(job),
-            "several ranks, but for a torch loop's layers under FSDP2 or HSDP",
+            "several ranks, but for layers compiled by themselves under FSDP2 or HSDP",
         ),
         (job.task != "train", "generation"),
         (job.attention not in ("sdpa", "eager"), f"attention={job.attention!r}, whose kernels are compiled too"),

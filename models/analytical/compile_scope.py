@@ -16,7 +16,7 @@ def compile_reason(job: TrainingJob) -> str:
     if not job.compile:
         return ""
     architecture, convention, checkpointing = job.architecture, conventions(job), job.activation_checkpointing
-    whole = convention.get("compiled_regions") == "network"
+    whole, accelerate = convention.get("compiled_regions") == "network", job.framework == "huggingface"
     checks = (
         (job.framework not in ("huggingface", "torch"), f"with framework={job.framework!r}"),
         (job.parallelism.world_size > 1 and not _in_shards(job), "on several ranks, but for layers that FSDP2 shards,"),
@@ -32,16 +32,15 @@ def compile_reason(job: TrainingJob) -> str:
             gathered_dtype(job) != "bfloat16" or job.precision.compute != "bfloat16",
             "of other weights than bfloat16",
         ),
-        (bool(convention.get("autocast")), "under autocast"),
+        (bool(convention.get("autocast")) and not (accelerate and _in_shards(job)), "under autocast"),
+        (
+            checkpointing.mode == "selective" and accelerate and _in_shards(job),
+            "with selective checkpointing around layers that are compiled in place",
+        ),
         (job.batch != Batch() or job.offload != Offload(), "with padding, packing or offloading"),
         (job.loss.fused_linear_cross_entropy or bool(convention.get("liger_kernels")), "with Liger's kernels"),
         (bool(convention.get("neftune")), "with neftune"),
         (slides(architecture, 0, job.sequence_length), "beyond the sliding window"),
-        (whole and job.framework == "torch", "of a whole network, in a loop that keeps the model's outputs,"),
-        (
-            whole and architecture.tie_word_embeddings,
-            "of a whole network whose table is the head's too, and gets its gradient late,",
-        ),
         (
             whole and architecture.vocab_size < 4 * architecture.hidden_size,
             "of a whole network with so small a vocabulary, whose peak is among the buffers of a layer's backward,",
@@ -54,4 +53,4 @@ def _in_shards(job: TrainingJob) -> bool:
     """Layers that are compiled one by one, each a unit of FSDP2 or HSDP, and nothing else is split."""
     layout = job.parallelism
     alone = layout.world_size == layout.data_parallel_size and layout.sharding in ("fsdp2", "hsdp")
-    return alone and job.framework == "torch" and conventions(job).get("compiled_regions") == "layers"
+    return alone and layout.world_size > 1 and conventions(job).get("compiled_regions") == "layers"

@@ -47,14 +47,14 @@ class Blocks:
             checkpointing.mode != "none" and layer % checkpointing.every_n_layers == 0
             for layer in range(job.architecture.num_hidden_layers)
         ]
-        self.in_graph = [
-            is_compiled_alone(one) and not (again and checkpointing.use_reentrant)
-            for one, again in zip(self.contexts, recomputed, strict=True)
-        ]
-        """Which layers are graphs of their own; what these compute again is inside the graph of their backward."""
         self.recomputed = recomputed
-        self.checkpointed = [again and not inside for again, inside in zip(recomputed, self.in_graph, strict=True)]
-        """Which layers run again before their backward."""
+        self.compiled = [is_compiled_alone(one) for one in self.contexts]
+        # accelerate's FSDP2 compiles layers in place: their hooks break the graph, inside the checkpoint
+        around = job.framework == "huggingface" and job.parallelism.world_size > 1
+        self.checkpointed = [
+            again and (around or not compiled) for again, compiled in zip(recomputed, self.compiled, strict=True)
+        ]
+        """Which layers run again before their backward; what other compiled ones compute again is inside their backward."""
         self._made: dict[tuple[int, bool, bool], Template] = {}
 
     def embedding(self) -> Template:
@@ -68,11 +68,10 @@ class Blocks:
         if key not in self._made:
             if self.recomputed[index]:
                 one = replace(one, cached_matmuls=_cached_matmuls(self.job))
-            if self.in_graph[index]:
-                self._made[key] = compiled_layer(one, self.recomputed[index])
-            else:
-                held = input_held or self.checkpointed[index]
-                self._made[key] = layer_template(replace(one, checkpointed=True) if held else one)
+            if input_held or self.checkpointed[index]:
+                one = replace(one, checkpointed=True)
+            inside = self.recomputed[index] and not self.checkpointed[index]
+            self._made[key] = compiled_layer(one, inside) if self.compiled[index] else layer_template(one)
         return self._made[key]
 
     def forward(

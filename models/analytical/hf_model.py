@@ -81,6 +81,15 @@ def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
             timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, dies, "head")
 
 
+def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None:
+    """What the product that ends backward reads: the final norm's result and the gradient of the logits."""
+    token, architecture, ends = context.rows * context.compute_bytes, context.architecture, timeline.now
+    timeline.hold("final_norm", Category.ACTIVATIONS, token * architecture.hidden_size, model_ends(loss) + 1, ends)
+    if loss.backward_start is not None:
+        born = loss.backward_start + 1 + loss.template.backward_labels.index("lm_head")
+        timeline.hold("logits.gradient", Category.LOGITS, token * architecture.vocab_size, born, ends)
+
+
 def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: int) -> None:
     """The model's attention masks, one per kind of layer: for eager in the compute dtype, for sdpa bool and shared by all
     sequences unless the batch asks for one each. They live until the model's forward has `ended`, and as arguments of

@@ -10,7 +10,7 @@ from peakcast.allocator import Allocator
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes
-from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs
+from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs, tied_in_graph
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.blocks.kv_cache import returned_cache_bytes
@@ -21,6 +21,7 @@ from peakcast.models.analytical.hf_model import (
     hold_attention_weights,
     hold_buffers,
     hold_embeddings,
+    hold_for_tied_product,
     hold_masks,
     hold_parts_of_inputs,
     hold_rotary_tables,
@@ -210,6 +211,11 @@ def _micro_batch(
     hold_masks(timeline, blocks.contexts, start, ended, timeline.now if masks_kept else ended)
     hold_rotary_tables(timeline, job, context, start)
     timeline.run_backward(embedded)
+    if tied_in_graph(context):
+        hold_for_tied_product(timeline, loss, context)
+    if context.compiled.issuperset(("layers", "ends", "loss")) and not keeps_gradients:
+        for run in (loss, *runs.values(), embedded):  # results of one graph, which are added to others when it has ended
+            run.gradients_die = timeline.now
     timeline.end_backward()
     _hold_logits(timeline, job, context, loss, last)
     return loss

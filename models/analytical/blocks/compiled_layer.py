@@ -33,15 +33,16 @@ INPUT, OUTPUT = "hidden_states", "output"
 def is_compiled_alone(context: HFContext) -> bool:
     """Whether these are the graphs of the context's layer."""
     dense = context.architecture.model_type in FAMILIES and not context.routed
-    plain = dense and context.trainable and not context.autocast and not context.masked and not context.fused_loss
+    plain = dense and context.trainable and not context.masked and context.weight_bytes == context.compute_bytes
     whole = context.group == WHOLE and not (context.splits_backward or context.saves_on_cpu)
     return "layers" in context.compiled and plain and whole and attention_kernel(context) == "flash"
 
 
 @lru_cache(maxsize=256)
 def compiled_layer(context: HFContext, recomputes: bool) -> Template:
-    """One layer, forward and backward: [micro_batch_size, sequence_length, hidden_size] in and out. `recomputes`: under
-    checkpointing, of which `context.cached_matmuls` says what it keeps."""
+    """One layer, forward and backward: [micro_batch_size, sequence_length, hidden_size] in and out. `recomputes`: with
+    checkpointing inside it, of which `context.cached_matmuls` says what it keeps; around it, the context is `checkpointed`:
+    somebody else holds the layer's input."""
     return _template(context, *graphs(context, recomputes))
 
 
@@ -250,10 +251,10 @@ def _template(context: HFContext, first: InductorGraph, second: InductorGraph) -
     lives, _ = first.lives()
     backward, kept_until = second.lives()
     ends = len(second.order)
-    hidden = context.input_bytes
+    hidden, owned = context.input_bytes, 0 if context.checkpointed else context.input_bytes
     activation, passing, gradient = int(Category.ACTIVATIONS), int(Category.TEMPORARIES), int(Category.GRADIENTS)
     rows: list[tuple[str, int, int, int, bool, int, bool, bool]] = [
-        (INPUT, activation, hidden, 0, False, max(second.last_read(INPUT), 1), True, False),
+        (INPUT, activation, owned, 0, False, max(second.last_read(INPUT), 1), True, False),
         (HANDED_IN, passing, hidden, 0, True, max(second.last_read(HANDED_IN), 1), True, False),
     ]
     for life in lives:
@@ -274,10 +275,10 @@ def _template(context: HFContext, first: InductorGraph, second: InductorGraph) -
         born_backward=np.array(born_backward, dtype=bool),
         dies_backward=np.array(dies_backward, dtype=bool),
         weight_gradient=np.array(trains, dtype=bool),
-        dies_without_graph=np.array(dies, dtype=np.int64),
+        dies_without_graph=np.where(dies_backward, len(first.order), dies).astype(np.int64),
         cached=np.zeros(len(names), dtype=bool),
         num_forward=len(first.order),
-        num_recomputed=0,
+        num_recomputed=len(first.order),
         num_backward=ends,
         forward_labels=first.labels(),
         backward_labels=second.labels(),

@@ -38,7 +38,12 @@ def embedding(context: HFContext) -> Template:
     weight = architecture.vocab_size * width * context.weight_bytes  # of the gradient: whole on every tensor-parallel rank
     part = group.part(architecture.vocab_size) * width * context.weight_bytes
     tied = trains and architecture.tie_word_embeddings
-    if tied:  # backward: lm_head's gradient has waited; it and this one (or this rank's part of it) are summed into a third
+    summed_last: list[tuple[Tensor, int | None]] = []
+    if tied_in_graph(context):  # backward ends with lm_head's own product, which adds the gradient from here
+        both = [WeightGradient("embed_tokens.weight.grad", weight)]
+        product = tape.operation("lm_head.addmm", [], 0, weight_gradients=both)
+        summed_last = [(product, weight)]
+    elif tied:  # lm_head's gradient has waited; it and this one (or this rank's part of it) are summed into a third
         summed = 2 * weight if group.ranks == 1 else weight + 2 * part
         tape.operation("tied_weight", [], 0, gradients=[], backward_temporary_bytes=summed).requires_grad = True
     elif trains and group.table_reduced:
@@ -46,12 +51,14 @@ def embedding(context: HFContext) -> Template:
         tape.operation("embed_tokens.rows", [], 0, weight_gradients=[rows_taken], backward_temporary_bytes=weight)
     later = tied or (trains and group.table_reduced)
     taken = [WeightGradient("embed_tokens.weight.grad", weight)] if trains and not later else []
-    passing = weight if later else 0
+    passing = weight if later and not summed_last else 0
     if trains and context.kernel_temporaries:
         passing += embedding_backward_bytes(rows, width, architecture.vocab_size)
     if "ends" in context.compiled and trains and size != FP32:
         # compiled, the rows' gradients are added up in fp32 (torch `_decomp` embedding_dense_backward), then converted
-        narrow = tape.operation("embed_tokens.table", [], 0, weight_gradients=taken, backward_temporary_bytes=passing)
+        narrow = tape.operation(
+            "embed_tokens.table", [], 0, weight_gradients=taken, gradients=summed_last, backward_temporary_bytes=passing
+        )
         narrow.requires_grad = True
         wide = weight // size * FP32
         hidden = tape.operation("embed_tokens", [narrow], rows * width * size, gradients=[(narrow, wide)])
@@ -100,6 +107,14 @@ def embedding(context: HFContext) -> Template:
     hidden = build.dropout(hidden, architecture.embedding_dropout, rows * width, "embedding_dropout")
     hidden.requires_grad = context.input_requires_grad
     return tape.finish(hidden)
+
+
+def tied_in_graph(context: HFContext) -> bool:
+    """Whether both ends share a table inside one graph. Inductor makes one `addmm` of lm_head's product and its sum with
+    the embedding's gradient (torch 2.13 `_inductor/fx_passes/post_grad.py` addmm), so it waits for that, and the logits'
+    gradient and the final norm's result wait for it."""
+    tied = context.trainable and context.architecture.tie_word_embeddings
+    return tied and context.compiled.issuperset(("ends", "loss"))
 
 
 def embedding_variables(context: HFContext) -> tuple[bool, list[int]]:
@@ -157,9 +172,8 @@ def head(context: HFContext) -> Template:
         tape.hold(final)
         return tape.finish()
     inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
-    logits = build.linear(
-        inputs, width, vocabulary, "lm_head", architecture.lm_head_bias, context.trainable, context.weight_bytes
-    )
+    trains = context.trainable and not tied_in_graph(context)
+    logits = build.linear(inputs, width, vocabulary, "lm_head", architecture.lm_head_bias, trains, context.weight_bytes)
     logits.storage.category = Category.LOGITS
     if group.ranks > 1 and not group.loss:
         vocabulary = architecture.vocab_size

@@ -11,6 +11,8 @@ UNTIED = {"architecture": "llama-2-7b"}
 LAYERS = {"framework_options": {"compiled_regions": "layers"}}
 COVERED = {
     "whole": UNTIED,
+    "whole, with one table": {},
+    "whole, in a loop that keeps the model's outputs": {"framework": "torch"},
     "layers": LAYERS,
     "torchtitan": {"framework": "torch", "versions": {"torchtitan": "0.2"}},
     "accumulated": {**LAYERS, "gradient_accumulation_steps": 4},
@@ -33,8 +35,6 @@ NAMED = {
     "other than for full training": {"finetuning": {"method": "lora", "rank": 8}},
     "attention='eager'": {"attention": "eager"},
     "sliding window": {"architecture": "mistral-7b", "sequence_length": 8192},
-    "keeps the model's outputs": {**UNTIED, "framework": "torch"},
-    "the head's too": {},
     "so small a vocabulary": {"architecture": {"name": "llama-2-7b", "vocab_size": 1024}},
 }
 
