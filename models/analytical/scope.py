@@ -121,10 +121,6 @@ def _zero_reason(job: TrainingJob) -> str:
         (job.architecture.kind != "decoder" or job.architecture.moe is not None, "on dense decoders only."),
         (optimizer.name not in ("adamw", "adam"), f"with torch's AdamW only, not optimizer.name={optimizer.name!r}."),
         (job.activation_checkpointing.mode == "selective", "without selective checkpointing only."),
-        (
-            layout.zero_stage == 2 and job.architecture.tie_word_embeddings,
-            "with an lm_head of its own: when a tied table's gradient is reduced is not modelled.",
-        ),
         (layout.world_size > layout.data_parallel_size, "beside no other parallelism."),
     ]
     return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")

@@ -35,15 +35,18 @@ class Zero12(Partitions):
         element_bytes: int,
         buckets: Buckets,
         rank: int = 0,
+        round_robin: bool = False,
         offloads: bool = False,
     ) -> None:
         super().__init__(tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads)
         self.stage = stage
         self.rank = rank
+        self.round_robin = round_robin
         self._mine: dict[StoredTensor, int] = {}
         """Elements of each tensor that lie in this rank's partition."""
         self.owners = self._owners_of_tensors()
         self._bucket: list[int] = []
+        self._tied: list[int] = []
         self._waiting: list[Arrival] = []
         self._runs: list[Run] = []
         self._earlier: list[int] = []
@@ -55,12 +58,17 @@ class Zero12(Partitions):
         owners: dict[StoredTensor, range] = {}
         for group in self.groups:
             size, offset = self.partition(group), 0
-            for tensor in group:
+            for tensor in self._dealt(group):
                 owners[tensor] = range(offset // size, (offset + tensor.numel - 1) // size + 1)
                 begin, end = self.rank * size, (self.rank + 1) * size
                 self._mine[tensor] = max(0, min(offset + tensor.numel, end) - max(offset, begin))
                 offset += tensor.numel
         return owners
+
+    def _dealt(self, group: list[StoredTensor]) -> list[StoredTensor]:
+        """In the order in which they are cut: with `round_robin_gradients` dealt to the ranks one by one
+        (`_round_robin_reorder`)."""
+        return [t for rank in range(self.ranks) for t in group[rank :: self.ranks]] if self.round_robin else group
 
     def hold_resident(self, step: Step) -> None:
         frozen = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.trains)
@@ -133,6 +141,12 @@ class Zero12(Partitions):
                 if found:
                     left.remove(found[0])
                     self._arrive(step, found[0], begin + at, ended_bytes(run, at))
+                elif name == "lm_head.weight":  # the token table's: autograd adds the embedding's before anybody sees it
+                    size = int(run.template.num_bytes[index])
+                    self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size], born=begin + at + 1)
+                    run.gradients_die = step.now  # held here
+            if run.module == "embedding":
+                step.free(self._tied)
         elif not any(earlier.module == run.module for earlier in self._runs):
             self._runs.append(run)
 
