@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from peakcast.conventions import conventions
 from peakcast.models.analytical.huggingface import pinned_activation_bytes
 from peakcast.spec import Offload, TrainingJob
 from peakcast.timeline import Category, Timeline
@@ -27,7 +28,13 @@ def host_bytes(job: TrainingJob, steady_step: Callable[[TrainingJob], Timeline])
     Assumes: one pinned copy of each; loaders' and processes' pageable memory is not counted. An estimate.
     Source: CachingHostAllocator rounds every request to the next power of two (torch 2.11; where-memory-goes J).
     A paged optimizer's states count too: managed memory, which the driver moves between host and GPU as it is used.
+    ZeRO's tensors are counted one by one (`layouts/zero_host.py`), its pageable ones too.
     """
+    zero = job.parallelism.zero_stage > 0 and job.parallelism.num_replicas > 1
+    if zero and (job.offload.optimizer or job.offload.parameters):
+        from peakcast.models.analytical.huggingface import zero_host_memory
+
+        return zero_host_memory(job).num_bytes(pinned=bool(conventions(job).get("offload_pin_memory", True)))
     one_by_one = job.framework in ("huggingface", "torch") and job.offload.activations
     copies = sum(power_of_two(size) for size in pinned_activation_bytes(job)) if one_by_one else 0
     if job.optimizer.name.startswith("paged_") and job.task == "train":

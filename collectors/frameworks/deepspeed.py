@@ -17,13 +17,14 @@ from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.spec import Parallelism, TrainingJob
 
-SIZES = (
+DETAILS = (
     "reduce_bucket_size",
     "allgather_bucket_size",
     "stage3_prefetch_bucket_size",
     "stage3_max_reuse_distance",
     "stage3_max_live_parameters",
     "sub_group_size",
+    "round_robin_gradients",
 )
 """Conventions that are called the same in DeepSpeed's `zero_optimization`."""
 
@@ -79,7 +80,7 @@ def configuration(job: TrainingJob) -> dict[str, Any]:
     """The job as a DeepSpeed configuration. Buckets are of DeepSpeed's default sizes unless the job says otherwise."""
     chosen = conventions(job.replace(framework="deepspeed"))
     layout, half = job.parallelism, {"bfloat16": "bf16", "float16": "fp16"}.get(job.precision.parameters)
-    zero: dict[str, Any] = {"stage": layout.zero_stage, **{name: chosen[name] for name in SIZES}}
+    zero: dict[str, Any] = {"stage": layout.zero_stage, **{name: chosen[name] for name in DETAILS}}
     zero["stage3_param_persistence_threshold"] = chosen["stage3_param_persistence_threshold"]
     if chosen["overlap_comm"] != "auto":
         zero["overlap_comm"] = chosen["overlap_comm"]

@@ -32,6 +32,9 @@ from peakcast.models.analytical.hf_model import (
 from peakcast.models.analytical.inference import inference_ledger
 from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.layouts.base import Layout, StoredTensor
+from peakcast.models.analytical.layouts.zero3 import Zero3
+from peakcast.models.analytical.layouts.zero12 import Zero12
+from peakcast.models.analytical.layouts.zero_host import HostMemory, host_memory
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
 from peakcast.models.analytical.preference import as_trained, hold_reference, reference_forward
@@ -148,6 +151,13 @@ def paged_state_bytes(job: TrainingJob) -> int:
     """Bytes of optimizer states that this rank keeps in managed memory, outside PyTorch's allocator (bitsandbytes)."""
     rule, options, layout = optimizer_rule(job), optimizer_options(job, "steady"), layout_of(job, stored_parameters(job), 0)
     return sum(rule.paged(tensor, options) for tensor in layout.optimized())
+
+
+def zero_host_memory(job: TrainingJob) -> HostMemory:
+    """What the rank that holds most of a ZeRO job keeps on the host."""
+    layout = layout_of(job, stored_parameters(_weights_job(job)), 0)
+    assert isinstance(layout, Zero12 | Zero3)
+    return host_memory(layout, accumulates=job.gradient_accumulation_steps > 1)
 
 
 # -- one micro-batch ----------------------------------------------------------------------------------------------------

@@ -101,8 +101,9 @@ def _huggingface_reason(job: TrainingJob) -> str:
         (bool(zero := _zero_reason(job)), zero),
         (bool(compiled := compile_reason(job)), compiled),
         (
-            (job.offload.parameters or job.offload.optimizer) and not _offloads_with_fsdp2(job),
-            "offload of parameters or optimizer states is modelled for FSDP2's policy only.",
+            (job.offload.parameters or job.offload.optimizer)
+            and not (_offloads_with_fsdp2(job) or _offloads_with_zero(job)),
+            "offload of parameters or optimizer states is modelled for FSDP2's policy and ZeRO only.",
         ),
         (
             bool(job.activation_checkpointing.modules),
@@ -134,25 +135,26 @@ def _zero_reason(job: TrainingJob) -> str:
         return ""
     name = f"zero_stage={layout.zero_stage} is compared with DeepSpeed's trace"
     checks = [
-        (job.offload != Offload(), "without offload only: what it leaves on the GPU is read from the source."),
+        (job.offload.activations, "without offloaded activations only."),
+        (job.offload.parameters and not job.offload.optimizer, "with parameters offloaded beside the optimizer only."),
         (
             bool(job.finetuning.quantization),
             f"with weights that are not quantised only, not finetuning.quantization={job.finetuning.quantization!r}.",
         ),
         (
-            job.precision.parameters != "bfloat16" or job.precision.compute != "bfloat16",
-            f"in bfloat16 only, not {job.precision.parameters!r} computed in {job.precision.compute!r}.",
+            job.precision.parameters != job.precision.compute,
+            f"computed in the dtype of the weights only, not {job.precision.parameters!r} in {job.precision.compute!r}.",
         ),
         (job.architecture.kind != "decoder" or job.architecture.moe is not None, "on dense decoders only."),
         (optimizer.name not in ("adamw", "adam"), f"with torch's AdamW only, not optimizer.name={optimizer.name!r}."),
         (job.activation_checkpointing.mode == "selective", "without selective checkpointing only."),
-        (
-            layout.zero_stage == 2 and job.architecture.tie_word_embeddings,
-            "with an lm_head of its own: when a tied table's gradient is reduced is not modelled.",
-        ),
         (layout.world_size > layout.data_parallel_size, "beside no other parallelism."),
     ]
     return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")
+
+
+def _offloads_with_zero(job: TrainingJob) -> bool:
+    return job.parallelism.zero_stage > 0 and job.parallelism.num_replicas > 1
 
 
 def _offloads_with_fsdp2(job: TrainingJob) -> bool:

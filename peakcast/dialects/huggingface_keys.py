@@ -116,7 +116,7 @@ UNSUPPORTED_PEFT: dict[str, str] = {
     "alora_invocation_tokens": "activated LoRA",
 }
 IGNORED_DEEPSPEED = _words("""
-    aio checkpoint comms_logger communication_data_type csv_monitor data_types dump_state elasticity flops_profiler
+    aio checkpoint comms_logger csv_monitor dump_state elasticity flops_profiler
     gradient_clipping gradient_predivide_factor memory_breakdown monitor_config comms_config prescale_gradients scheduler
     steps_per_print tensorboard train_batch_size wall_clock_breakdown wandb zero_allow_untested_optimizer
     zero_force_ds_cpu_optimizer
@@ -129,7 +129,9 @@ ZERO_DETAILS = _words("""
 UNSUPPORTED_DEEPSPEED: dict[str, str] = {
     "activation_checkpointing": "DeepSpeed's own activation checkpointing",
     "amp": "apex AMP",
+    "communication_data_type": "gradients that are sent in another dtype",
     "compression_training": "compression training",
+    "data_types": "gradients that are added up in another dtype",
     "hybrid_engine": "the hybrid engine",
     "pipeline": "DeepSpeed's pipeline engine",
     "sparse_attention": "sparse attention",

@@ -120,14 +120,21 @@ def _zero(
             options[key] = size
         elif zero.given(key):
             options[key] = zero.integer(key, least=1 if key in ("reduce_bucket_size", "allgather_bucket_size") else 0)
+    for key in ("overlap_comm", "round_robin_gradients") if stage in (1, 2) else ():
+        if zero.given(key) and zero.raw(key) not in (None, "auto"):
+            options[key] = zero.switch(key)
     moved = {key: mapping_at(zero, key).get("device", "none") for key in ("offload_optimizer", "offload_param")}
+    if any(place in ("cpu", "nvme") and not mapping_at(zero, key).get("pin_memory") for key, place in moved.items()):
+        options["offload_pin_memory"] = False
     for key, place in moved.items():
         if place == "nvme":
             notes.unsupported.append(f"zero_optimization.{key} to NVMe is not modelled; host memory is taken.")
     for key in zero.left():
         if key in keys.ZERO_DETAILS or key.startswith("stage3_"):
             value = zero.raw(key)
-            if key == "stage3_gather_16bit_weights_on_model_save" or (key in PLAIN and value == PLAIN[key]):
+            if key == "contiguous_gradients" and value is False:
+                notes.unsupported.append("zero_optimization.contiguous_gradients=False is not modelled.")
+            elif key == "stage3_gather_16bit_weights_on_model_save" or (key in PLAIN and value == PLAIN[key]):
                 notes.ignored.append(f"zero_optimization.{key}")
             elif value != "auto":
                 notes.assumptions.append(f"zero_optimization.{key}={value!r} is left to DeepSpeed's default.")

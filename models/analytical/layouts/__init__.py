@@ -94,7 +94,14 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
     if stage < 3:
         rank = ranks_that_differ(job)[0] if rank is None else rank
         return Zero12(
-            tensors, stage=stage, ranks=ranks, element_bytes=width, buckets=buckets, rank=rank, offloads=offloads
+            tensors,
+            stage=stage,
+            ranks=ranks,
+            element_bytes=width,
+            buckets=buckets,
+            rank=rank,
+            round_robin=bool(chosen["round_robin_gradients"]),
+            offloads=offloads,
         )
     return Zero3(
         tensors,

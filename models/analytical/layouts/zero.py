@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from peakcast.models.analytical.layouts.base import Layout, StoredTensor
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
-from peakcast.models.analytical.step import Step
+from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
 from peakcast.units import round_up
 
@@ -21,6 +21,8 @@ MAIN_BYTES = 4
 """The main copy and its gradient are fp32, also for an fp32 network (`single_partition_of_fp32_groups`)."""
 NORM_BYTES = 8
 """`get_norm_dtype`: each gradient is converted to fp64 for its norm."""
+NORM_ELEMENTS = 250_000_000
+"""Stage 3 does so with so many elements at a time when the optimizer is offloaded (`_constant_buffered_norm2`)."""
 SENDING_ALIGNMENT = 2
 """`nccl_start_alignment_factor`: a partition is a multiple of this many elements."""
 
@@ -42,6 +44,13 @@ class Buckets:
     """Stage 3 updates at most about so many elements of a rank at a time."""
 
 
+def ended_bytes(run: Run, at: int) -> int:
+    """Bytes that the backward's operation `at` has let go of when it is done, weights' gradients apart."""
+    template = run.template
+    ends = template.dies_backward & (template.dies == at + 1) & ~template.weight_gradient
+    return int(template.num_bytes[ends].sum())
+
+
 class Partitions(Layout):
     """What the stages share: main copies, their gradients in the optimizer's step, and norms."""
 
@@ -61,6 +70,7 @@ class Partitions(Layout):
         """As backward makes them: adapters may be wider than what they are sent as."""
         self.groups = [group for group in (self._group(decays=True), self._group(decays=False)) if group]
         self._partition_gradients: list[int] = []
+        self._norms: list[int] = []
         self._wide: list[int] = []
 
     def _group(self, *, decays: bool) -> list[StoredTensor]:
@@ -91,6 +101,17 @@ class Partitions(Layout):
         """Elements of the largest piece of a gradient that a rank may hold."""
         return max(min(t.numel, self.partition(group)) for group in self.groups for t in group)
 
+    def norm_in_backward(
+        self, step: Step, elements: Iterable[int], now: int, *, more_bytes: int = 0, gone: int = 0
+    ) -> None:
+        """When the optimizer is offloaded, a gradient's norm is taken as it leaves (`set_norm_for_param_grad_in_gpu`), one
+        after the other; the norms wait for the optimizer's step. `elements`: of this rank's part of each; `more_bytes`: per
+        element, of what is there meanwhile; `gone`: of what the operation at `now` has let go of."""
+        pieces = list(elements)
+        size = max(pieces, default=0) * more_bytes + min(max(pieces, default=0), NORM_ELEMENTS) * NORM_BYTES
+        step.hold("norm.to_float64", Category.TEMPORARIES, size - gone, now, now + 1)
+        self._norms += step.allocate("norm_for_param_grads", Category.TEMPORARIES, [NORM_BYTES] * len(pieces), born=now)
+
     def clip(self, step: Step) -> None:
         size = 0 if self.offloads else self._largest_gradient() * NORM_BYTES
         norm = step.allocate("norm.to_float64", Category.TEMPORARIES, [size])
@@ -113,4 +134,7 @@ class Partitions(Layout):
         step.free(self._wide)
 
     def release_gradients(self, step: Step) -> None:
+        if self.offloads:
+            step.moment("optimizer.step on the host", Phase.OPTIMIZER_STEP)
         step.free(self._partition_gradients)
+        step.free(self._norms)

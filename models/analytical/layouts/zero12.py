@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peakcast.models.analytical.layouts.base import StoredTensor
-from peakcast.models.analytical.layouts.zero import BUFFERS, Buckets, Partitions
+from peakcast.models.analytical.layouts.zero import BUFFERS, Buckets, Partitions, ended_bytes
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
 
@@ -35,13 +35,18 @@ class Zero12(Partitions):
         element_bytes: int,
         buckets: Buckets,
         rank: int = 0,
+        round_robin: bool = False,
         offloads: bool = False,
     ) -> None:
         super().__init__(tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads)
         self.stage = stage
         self.rank = rank
-        self._owners = self._owners_of_tensors()
+        self.round_robin = round_robin
+        self._mine: dict[StoredTensor, int] = {}
+        """Elements of each tensor that lie in this rank's partition."""
+        self.owners = self._owners_of_tensors()
         self._bucket: list[int] = []
+        self._tied: list[int] = []
         self._waiting: list[Arrival] = []
         self._runs: list[Run] = []
         self._earlier: list[int] = []
@@ -53,10 +58,17 @@ class Zero12(Partitions):
         owners: dict[StoredTensor, range] = {}
         for group in self.groups:
             size, offset = self.partition(group), 0
-            for tensor in group:
+            for tensor in self._dealt(group):
                 owners[tensor] = range(offset // size, (offset + tensor.numel - 1) // size + 1)
+                begin, end = self.rank * size, (self.rank + 1) * size
+                self._mine[tensor] = max(0, min(offset + tensor.numel, end) - max(offset, begin))
                 offset += tensor.numel
         return owners
+
+    def _dealt(self, group: list[StoredTensor]) -> list[StoredTensor]:
+        """In the order in which they are cut: with `round_robin_gradients` dealt to the ranks one by one
+        (`_round_robin_reorder`)."""
+        return [t for rank in range(self.ranks) for t in group[rank :: self.ranks]] if self.round_robin else group
 
     def hold_resident(self, step: Step) -> None:
         frozen = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.trains)
@@ -83,7 +95,7 @@ class Zero12(Partitions):
         """The bucket is reduced, when the operation at `now` has let go of `gone` bytes: in a copy where it holds parts of
         several ranks in turn. What lies in this rank's partition is then copied into `grads_in_partition`, which has room
         for all of every tensor that lies in it in part."""
-        parts = [owner for one in self._waiting for owner in self._owners[one.tensor]]
+        parts = [owner for one in self._waiting for owner in self.owners[one.tensor]]
         elements = sum(one.tensor.numel for one in self._waiting)
         copies = any(part != parts[0] for part in parts)
         placed = now + 1  # the copy, if any, is gone when gradients are put in their place
@@ -93,10 +105,13 @@ class Zero12(Partitions):
             if one.tensor.numel > self.buckets.reduce:
                 size = one.tensor.numel * self.element_bytes
                 step.hold("gradient", Category.GRADIENTS, size, min(one.born + 1, now), placed + copies, one.tensor.module)
+        if self.offloads and self._last:
+            parts = [elements for one in self._waiting if (elements := self._mine[one.tensor])]
+            self.norm_in_backward(step, parts, placed if copies else now, gone=0 if copies else gone)
         self._waiting.clear()
         if self.rank in parts and not self._reduced and not self.offloads:
             self._reduced = True
-            mine = sum(t.numel for t, owners in self._owners.items() if self.rank in owners)
+            mine = sum(t.numel for t, owners in self.owners.items() if self.rank in owners)
             size = mine * self.element_bytes
             if not copies:
                 step.hold("grads_in_partition", Category.GRADIENTS, size - gone, now, placed)
@@ -125,8 +140,13 @@ class Zero12(Partitions):
                 at = int(run.template.born[index])
                 if found:
                     left.remove(found[0])
-                    ends = run.template.dies_backward & (run.template.dies == at + 1) & ~run.template.weight_gradient
-                    self._arrive(step, found[0], begin + at, int(run.template.num_bytes[ends].sum()))
+                    self._arrive(step, found[0], begin + at, ended_bytes(run, at))
+                elif name == "lm_head.weight":  # the token table's: autograd adds the embedding's before anybody sees it
+                    size = int(run.template.num_bytes[index])
+                    self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size], born=begin + at + 1)
+                    run.gradients_die = step.now  # held here
+            if run.module == "embedding":
+                step.free(self._tied)
         elif not any(earlier.module == run.module for earlier in self._runs):
             self._runs.append(run)
 

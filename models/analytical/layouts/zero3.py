@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from peakcast.models.analytical.layouts.base import StoredTensor
-from peakcast.models.analytical.layouts.zero import BUFFERS, MAIN_BYTES, Buckets, Partitions
+from peakcast.models.analytical.layouts.zero import BUFFERS, MAIN_BYTES, Buckets, Partitions, ended_bytes
 from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
 from peakcast.models.analytical.layouts.zero3_turns import Turn, turns_of
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
@@ -42,13 +42,15 @@ class Zero3(Partitions):
         self._turns: list[Turn] = []
         self._knows_order = False
         self._entered = 0
+        self._last = True
         self._throughout: dict[str, tuple[StoredTensor, ...]] = {}
         """Of each module the tensors that no operation of its forward is named after."""
         self._turned: int | None = None
         self._filled: list[tuple[int, int]] = []
         """Of the gradients that wait to be reduced: elements, and the instant at which each was born."""
 
-    def _persists(self, tensor: StoredTensor) -> bool:
+    def persists(self, tensor: StoredTensor) -> bool:
+        """Whether every rank keeps all of it."""
         return tensor.numel <= self.buckets.persistence
 
     def partition(self, group: Iterable[StoredTensor]) -> int:
@@ -69,9 +71,10 @@ class Zero3(Partitions):
             step.allocate("grad_partitions_flat_buffer", Category.GRADIENTS, [size])
 
     def optimized(self) -> list[TrainedTensor]:
-        """Sub-groups: whole tensors' parts, closed when they have reached the size (`_create_fp16_sub_groups`)."""
-        if self.offloads:
-            return []
+        return [] if self.offloads else self.sub_groups()
+
+    def sub_groups(self) -> list[TrainedTensor]:
+        """Whole tensors' parts, a group closed when it has reached the size (`_create_fp16_sub_groups`)."""
         parts: list[TrainedTensor] = []
         for group in self.groups:
             filled = 0
@@ -87,12 +90,12 @@ class Zero3(Partitions):
         return max(self.partition([t]) for t in self.trained)
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
-        self._knows_order = not (first and self.first_step)
+        self._knows_order, self._last = not (first and self.first_step), last
         self._turns, self._turned = [], None
         if self._coordinator is None:
             self._coordinator = Coordinator(step, self.ranks, self.buckets, self.packs)
             if not self.first_step:  # gathered again when the last step ended
-                self._coordinator.available = {t: 0 for t in self.tensors if self._persists(t)}
+                self._coordinator.available = {t: 0 for t in self.tensors if self.persists(t)}
 
     def before_forward(self, step: Step, module: str) -> None:
         self._entered = step.now
@@ -115,7 +118,7 @@ class Zero3(Partitions):
             elements = int(run.template.num_bytes[index]) // self.gradient_bytes
             now = begins + int(run.template.born[index])
             if self._filled and sum(n for n, _ in self._filled) + elements > self.buckets.reduce:
-                self._reduce(step, now)
+                self._reduce(step, now, ended_bytes(run, int(run.template.born[index])))
             self._filled.append((elements, now))
 
     def _take_turns(
@@ -145,7 +148,7 @@ class Zero3(Partitions):
         network = 2 if all(t.trains for t in self.tensors) else 4
         return {"embedding": 0 if backward else network, "head": network if backward else 0}.get(module, 1)
 
-    def _reduce(self, step: Step, now: int) -> None:
+    def _reduce(self, step: Step, now: int, gone: int = 0) -> None:
         """`reduce_scatter_coalesced`: several gradients are copied into one tensor, and one larger than the bucket has
         waited outside it."""
         size = sum(-(-elements // self.ranks) * self.ranks for elements, _ in self._filled) * self.element_bytes
@@ -155,6 +158,11 @@ class Zero3(Partitions):
         for elements, born in self._filled:
             if elements > self.buckets.reduce:
                 step.hold("gradient", Category.GRADIENTS, elements * self.gradient_bytes, born + 1, now + 1)
+        parts = [-(-elements // self.ranks) for elements, _ in self._filled]
+        if self.offloads and self._last:  # beside the part itself, which is copied back from the host (`partition_grads`)
+            self.norm_in_backward(step, parts, now, more_bytes=self.element_bytes, gone=gone)
+        elif self.offloads:
+            step.hold("grad_buffer", Category.GRADIENTS, max(parts) * self.element_bytes - gone, now, now + 1)
         self._filled.clear()
 
     def end_backward(self, step: Step) -> None:
@@ -172,5 +180,6 @@ class Zero3(Partitions):
 
     def release_gradients(self, step: Step) -> None:
         """Small tensors are gathered again when the weights are new (`_post_step`)."""
-        small = ((t.name, t.module, t.numel * t.gathered_bytes) for t in self.tensors if self._persists(t))
+        super().release_gradients(step)
+        small = ((t.name, t.module, t.numel * t.gathered_bytes) for t in self.tensors if self.persists(t))
         step.hold_all(small, Category.PARAMETERS, step.now)

@@ -22,9 +22,10 @@ from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.models.analytical.step import Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
+from peakcast.models.host import host_bytes
 from peakcast.spec import ActivationCheckpointing, Finetuning, Offload, Optimizer, Parallelism, Precision, TrainingJob
 from peakcast.timeline import Category, Phase
-from peakcast.units import MIB
+from peakcast.units import MIB, power_of_two
 
 TINY = Architecture(
     name="tiny",
@@ -308,8 +309,11 @@ def test_every_tensor_has_a_life_and_a_second_micro_batch_leaves_nothing_behind(
 def test_scope_names_what_is_left_out():
     assert out_of_scope(job("ddp")) == out_of_scope(job("fsdp1")) == out_of_scope(job("hsdp", ranks=16)) == ""
     assert [out_of_scope(job(f"zero{stage}")) for stage in (1, 2, 3)] == [""] * 3
-    assert "without offload" in out_of_scope(job("zero2", offload=Offload(optimizer=True)))
-    assert "in bfloat16 only" in out_of_scope(job("zero3", precision=MIXED))
+    assert out_of_scope(job("zero2", offload=Offload(optimizer=True))) == ""
+    assert "without offloaded activations" in out_of_scope(job("zero2", offload=Offload(activations=True)))
+    assert "computed in the dtype of the weights only" in out_of_scope(job("zero3", precision=MIXED))
+    half = Precision(parameters="float16", compute="float16", gradients="float16", optimizer_states="float32")
+    assert out_of_scope(job("zero3", precision=half)) == ""
     assert out_of_scope(job("fsdp1", finetuning=Finetuning(method="lora", rank=8))) == ""
     assert "offload" in out_of_scope(job("fsdp1", offload=Offload(parameters=True, optimizer=True)))
 
@@ -386,3 +390,35 @@ def test_the_last_gradient_of_a_unit_stays_until_it_is_reduced():
         ]
         assert last[0] == 1024 * 256 * BF16
         assert "reduce_scatter" in steps.labels[last[1] : last[2]]
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 1), (4, 2)])
+def test_zero_2_offloads_its_partition_pinned_to_powers_of_two_and_adams_states_pageable(ranks, steps):
+    offload = Offload(optimizer=True)
+    asked = job("zero2", ranks=ranks, offload=offload, gradient_accumulation_steps=steps)
+    matrices, vectors = P - 5 * 256, 5 * 256
+    part = [group // ranks for group in (matrices, vectors)]
+    pinned = [size * numel for numel in part for size in (FP32, FP32, BF16)] + [BF16 * 1024 * 256]  # the largest gradient
+    pageable = sum(2 * FP32 * numel for numel in part)
+    if steps > 1:  # gradients that are added up lie there whole, of what the last rank has at least a part of
+        last = [1024 * 256, *[256 * 512] * 2]
+        assert sum(last) >= part[0] > sum(last[:-1])  # from the lm_head backwards
+        pinned += [BF16 * numel for numel in (*last, 256, 256)]  # the final norm and half of the layer's second
+    assert host_bytes(asked, ledger) == sum(power_of_two(size) for size in pinned) + pageable
+    plain = asked.replace(framework_options=FrozenMapping({"offload_pin_memory": False}))
+    assert host_bytes(plain, ledger) == sum(pinned) + pageable
+    assert out_of_scope(asked) == ""
+
+
+def test_zero_3_offloads_parameters_to_a_flat_buffer_whose_pieces_stay_pinned_too():
+    sizes = FrozenMapping({"stage3_param_persistence_threshold": 256})
+    asked = job("zero3", ranks=4, offload=Offload(parameters=True, optimizer=True), framework_options=sizes)
+    matrices, vectors = (P - 5 * 256) // 4, 5 * 256 // 4
+    main = 3 * FP32 * (matrices + vectors)
+    pinned = [FP32 * matrices, FP32 * vectors, BF16 * matrices, BF16 * vectors, BF16 * (matrices + vectors)]
+    pieces = [BF16 * 1024 * 256 // 4] * 2 + 2 * ([BF16 * 256 * 256 // 4] * 4 + [BF16 * 256 * 512 // 4] * 3)
+    assert host_bytes(asked, ledger) == main + sum(power_of_two(size) for size in pinned + pieces)
+    inside = at_the_optimizer(ledger(asked))
+    assert not {Category.GRADIENTS, Category.OPTIMIZER_STATES, Category.MAIN_PARAMETERS} & set(inside)
+    frozen = job("zero3", ranks=4, offload=Offload(parameters=True), framework_options=sizes)
+    assert "offloaded beside the optimizer only" in out_of_scope(frozen)
