@@ -3,6 +3,7 @@ the gradient of a tied table that waits for its other half."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -90,10 +91,18 @@ def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None
         timeline.hold("logits.gradient", Category.LOGITS, token * architecture.vocab_size, born, ends)
 
 
-def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: int) -> None:
+def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run]) -> list[int]:
+    """For each kind of layer, of which the first layer is one, the instant after the last backward of that kind."""
+    architecture = layers[0].architecture
+    first = [0, traits(architecture).full_attention_every - 1][: kinds_of_layers(architecture)]
+    last = [runs[index].recomputation or runs[index] for index in first]
+    return [(run.backward_start or 0) + run.template.num_backward for run in last]
+
+
+def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: Sequence[int]) -> None:
     """The model's attention masks, one per kind of layer: for eager in the compute dtype, for sdpa bool and shared by all
-    sequences unless the batch asks for one each. They live until the model's forward has `ended`, and as arguments of
-    checkpointed layers, if any takes them, until `dies`."""
+    sequences unless the batch asks for one each. They live until the model's forward has `ended`, and those that
+    checkpointed layers take as an argument until `dies`."""
     one = layers[0]
     scores = one.sequence**2
     family = traits(one.architecture)
@@ -104,7 +113,8 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: i
     elif "mask" in one.compiled:
         sizes = [one.batch * scores * one.compute_bytes]
     elif family.scores_biased_and_filled:
-        sizes = [one.batch * scores]
+        biases = one.architecture.num_attention_heads * one.architecture.max_position_embeddings * FP32
+        sizes = [one.batch * scores + biases]
     elif one.attention == "eager":
         sizes = [one.batch * scores * one.compute_bytes] * kinds
     elif one.attention == "flex":
@@ -112,11 +122,11 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: i
     elif one.attention == "sdpa" and one.mask_of_batch:
         sizes = [one.batch * scores] * kinds
     else:
-        needed = family.masks_for_both_kinds or any(layer.masked for layer in layers)
-        sizes = [scores] if one.attention == "sdpa" and needed else []
-    taken = min(kinds, kinds_of_layers(one.architecture))
-    for number, size in enumerate(sizes):
-        timeline.hold("attention_mask", Category.INPUTS, size, start, dies if number < taken else ended)
+        taken = any(layer.masked for layer in layers)
+        sizes = [scores] if one.attention == "sdpa" and (taken or family.masks_for_both_kinds) else []
+        dies = dies if taken else []
+    for size, end in itertools.zip_longest(sizes, dies[: len(sizes)], fillvalue=ended):
+        timeline.hold("attention_mask", Category.INPUTS, size, start, end)
 
 
 def hold_attention_weights(timeline: Step, layer: HFContext, first_runs: Mapping[int, Run]) -> None:

@@ -27,6 +27,7 @@ from peakcast.models.analytical.hf_model import (
     hold_rotary_tables,
     hold_shared_inputs,
     hold_tied_gradient,
+    last_readers,
     model_ends,
 )
 from peakcast.models.analytical.inference import inference_ledger
@@ -217,8 +218,8 @@ def _micro_batch(
     timeline.run_backward(loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
     masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
-    ended = model_ends(loss)
-    hold_masks(timeline, blocks.contexts, start, ended, timeline.now if masks_kept else ended)
+    dies = last_readers(blocks.contexts, runs) if masks_kept else []
+    hold_masks(timeline, blocks.contexts, start, model_ends(loss), dies)
     hold_rotary_tables(timeline, job, context, start)
     timeline.run_backward(embedded)
     if tied_in_graph(context):

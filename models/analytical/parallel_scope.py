@@ -176,16 +176,6 @@ def _pipeline_reason(job: TrainingJob) -> str:
             "anew; use activation_checkpointing.mode=none, or full for every layer and not reentrant, or trace it.",
         ),
         (
-            split and job.activation_checkpointing.mode != "none" and layout.tensor_parallel_size > 1,
-            f"tensor_parallel_size={layout.tensor_parallel_size} with checkpointing under zero_bubble is not traced; use "
-            "1, or activation_checkpointing.mode=none.",
-        ),
-        (
-            split and layout.data_parallel_size > 1,
-            f"data_parallel_size={layout.data_parallel_size} under zero_bubble is not modelled: sharded stages whose "
-            "backward comes in two halves have not been traced; use 1, or another schedule.",
-        ),
-        (
             0 in layout.pipeline_layers,
             f"parallelism.pipeline_layers={list(layout.pipeline_layers)} leaves a stage without layers: not modelled.",
         ),

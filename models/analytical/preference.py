@@ -90,7 +90,7 @@ def _run(timeline: Step, job: TrainingJob) -> None:
     for size in sizes:
         born = after.forward_start + after.template.num_forward
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, ends, f"{NAME}embedding")
-    hold_masks(timeline, blocks.contexts, start, ends, ends)
+    hold_masks(timeline, blocks.contexts, start, ends, [])
     hold_rotary_tables(timeline, job, context, start)
     if job.reference == "model":
         _hold_casts(timeline, job, context, runs)

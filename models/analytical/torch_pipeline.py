@@ -237,6 +237,7 @@ class _Turns:
             self._hold_recomputed(again, {one: (again.backward_start or 0) + one.inputs_until for one in kept(template)})
         step.hold("input.grad", Category.TEMPORARIES, size, step.now, module=module)
         step.end_backward()
+        self.layout.end_backward(step)
         state.unwound = step.now
         if state.loss is not None:
             self._hold_logits(state.ended, step.now)
@@ -250,7 +251,7 @@ class _Turns:
 
     def _backward_of_weights(self, turn: Turn) -> None:
         chunk, step = self.chunks[turn.chunk], self.step
-        state, keeps = self.alive.pop((turn.micro_batch, turn.chunk)), turn.chunk not in self.begun
+        state, begun = self.alive.pop((turn.micro_batch, turn.chunk)), turn.chunk in self.begun
         self.begun.add(turn.chunk)
         turns: list[tuple[Run, Run, list[int], list[Run]]] = []
         named = (0, 0)
@@ -262,6 +263,7 @@ class _Turns:
                 if inputs is not run:
                     recomputed.append(step.run_without_graph(inputs.template, run.module, Phase.BACKWARD))
                     recomputed[-1].stops_early = True
+                keeps = not self.layout.has_gradient(run.module, weights, begun=begun)
                 step.run_backward(step.run_forward(weights, run.module, Phase.BACKWARD, keeps_gradients=keeps))
                 if not keeps:  # a variable holds the last gradients until the next ones are there
                     step.hold("weight.grad", Category.GRADIENTS, named[0], named[1], step.now, run.module)
@@ -269,7 +271,6 @@ class _Turns:
                 ended.append(step.now)
             turns.append((run, inputs, ended, recomputed))
         step.end_backward()
-        self.layout.end_backward(step)
         for run, inputs, ended, recomputed in turns:
             received = not chunk.is_last and run is turns[-1][0]
             top = run is turns[-1][0]

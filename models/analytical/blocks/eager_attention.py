@@ -32,7 +32,7 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     q_used = _joined(build, q, "q", by_head=joined)
     k_used = _joined(build, k, "k", by_head=joined or repeated)
     scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
-    named = [scores, q_used, k_used, v] if family.joins_heads_first else [k]
+    named = [scores, q_used, k_used, v] if family.joins_heads_first else [q, k]
     if not family.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
         scores = ops.scale(tape, scores, "self_attn.scaling", where_it_stands=family.scores_scaled_in_place)
     if family.attention_softcap:
@@ -64,14 +64,15 @@ def _softmax(build: BlockBuilder, scores: Tensor, elements: int) -> tuple[Tensor
     """In fp32 and converted back, in most families; the variable of the scores is assigned only when that has returned.
     Also what is named to the end of attention."""
     context, tape = build.context, build.tape
-    narrow, wide = elements * context.compute_bytes, elements * FP32
-    widened = scores.num_bytes < wide and (traits(context.architecture).eager_softmax == "float32" or context.autocast)
+    narrow, wide, family = elements * context.compute_bytes, elements * FP32, traits(context.architecture)
+    widened = scores.num_bytes < wide and (family.eager_softmax == "float32" or context.autocast)
     argument = ops.cast(tape, scores, wide, "self_attn.softmax.to_float32") if widened else scores
     weights = ops.unary_of_result(tape, argument, "self_attn.softmax")
     tape.hold(scores)
     if weights.num_bytes != narrow:
         weights = ops.cast(tape, weights, narrow, "self_attn.softmax.to_narrow")
-        tape.hold(scores)
+        if not family.scores_in_float32:  # whose code converts in a line of its own
+            tape.hold(scores)
     return weights, []
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Hooks, Run, Step
+from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category, Phase
 
 
@@ -66,6 +67,10 @@ class Layout(Hooks):
 
     def end_backward(self, step: Step) -> None:
         """When autograd has finished a micro-batch."""
+
+    def has_gradient(self, module: str, template: Template, *, begun: bool) -> bool:
+        """Whether gradients that `template` makes of `module` are there, to be added to; `begun`: they were made before."""
+        return begun
 
     def end_forward(self, step: Step) -> None:
         """When the whole network, or a pipeline stage, has run forward."""
@@ -179,10 +184,14 @@ class ShardedLayout(Layout):
                 hooked = next((index for index, label in enumerate(labels) if label.startswith(unit.hook)), 0)
                 at = (run.backward_start or 0) + hooked
                 self.prefetch(step, following, born=at)
-            if not any(earlier.module == run.module for earlier in unit.runs):  # else added in place to what is there
-                unit.runs.append(run)
-            if not unit.reduces_at_end:
+            if len(run.template.gradient_columns) and not self.has_gradient(run.module, run.template, begun=False):
+                unit.runs.append(run)  # else added in place to what is there
+            if run.template.num_forward and not unit.reduces_at_end:  # a weight's backward for itself passes no hook
                 self.finish(step, unit)
+
+    def has_gradient(self, module: str, template: Template, *, begun: bool) -> bool:
+        runs = [run for unit in self._of_module.get(module, []) for run in unit.runs]
+        return any(run.module == module and run.template is template for run in runs)
 
     def end_backward(self, step: Step) -> None:
         for unit in (self.units[-1], *self.units[:-1]):  # the root, if any, is the last unit and the first to end

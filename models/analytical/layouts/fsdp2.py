@@ -177,7 +177,7 @@ class FSDP2(ShardedLayout):
         """`to_accumulated_grad_if_needed`: each gradient is widened to the dtype in which it will be reduced."""
         used = unit.trained[0].gathered_bytes
         width = self.reduce_bytes or used
-        if width == used:
+        if width == used or not unit.runs:
             return
         self.take_gradients(step, unit)
         if unit.accumulated:  # added in place to what is there

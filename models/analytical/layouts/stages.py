@@ -13,6 +13,7 @@ from peakcast.models.analytical.layouts.base import Layout, ShardedLayout
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.pipeline import Turn
 from peakcast.models.analytical.step import Run, Step
+from peakcast.models.analytical.template import Template
 from peakcast.timeline import Phase
 
 MOST_ACTIVE = 3
@@ -75,6 +76,9 @@ class Stages(Layout):
 
     def after_backward(self, step: Step, run: Run) -> None:
         self._of_module[run.module].after_backward(step, run)
+
+    def has_gradient(self, module: str, template: Template, *, begun: bool) -> bool:
+        return self._of_module[module].has_gradient(module, template, begun=begun)
 
     def end_forward(self, step: Step) -> None:
         self._at_turn.end_forward(step)

@@ -24,6 +24,10 @@ def _factored_fp32(tensor: TrainedTensor, options: Options) -> list[Sized]:
     return [("exp_avg_sq_row", stacked * rows), ("exp_avg_sq_col", stacked * columns)]
 
 
+def _adafactor_states(tensor: TrainedTensor, options: Options) -> list[Sized]:
+    return [*_factored_fp32(tensor, options), ("RMS", FP32)]
+
+
 def _adafactor(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
     """Adafactor.step, line by line: fp32 copies of a half gradient and parameter, grad² and its sum with eps, the
     factored estimate that replaces it, and the negated update. `update` lives into the next turn."""
@@ -109,7 +113,7 @@ def _decompose(run: Locals, tensor: TrainedTensor, rank: int) -> None:
 
 RULES: dict[tuple[str, str, str], OptimizerRule] = {
     ("adafactor", "transformers", ""): OptimizerRule(
-        "transformers 5.17 optimization.py Adafactor (the same in 4.48)", _factored_fp32, _adafactor
+        "transformers 5.17 optimization.py Adafactor (the same in 4.48)", _adafactor_states, _adafactor
     ),
     ("lion", "lion_pytorch", ""): OptimizerRule("lion-pytorch 0.2.5 lion_pytorch.py", copies("exp_avg"), _lion),
     ("galore", "galore_torch", ""): OptimizerRule(

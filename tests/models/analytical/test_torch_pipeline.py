@@ -89,7 +89,6 @@ def test_more_micro_batches_than_are_in_flight_cost_their_buffers_alone():
             job(pipeline_schedule="zero_bubble").replace(activation_checkpointing=ActivationCheckpointing(mode="selective")),
             "weight's backward",
         ),
-        (job(pipeline_schedule="zero_bubble", data_parallel_size=2, sharding="fsdp2"), "two halves"),
         (job(data_parallel_size=2), "sharding='none'"),
         (job(9, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2), "no multiple"),
         (job().replace(architecture=replace(TINY, tie_word_embeddings=True)), "token table"),
