@@ -13,6 +13,7 @@ from typing import Any
 from peakcast.collectors.stepping import name_gradients, name_states, run_steps
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
+from peakcast.lengths import at_its_longest
 from peakcast.spec import TrainingJob, job_to_mapping
 from peakcast.timeline import Category, Phase, Timeline
 from peakcast.timelines import timeline_from_mapping as timeline_from_mapping
@@ -101,7 +102,14 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         from peakcast.collectors.tracing import inductor
 
         compiling = inductor.compiling(tracer)
-    with compiling, fake_mode(), torch.autograd.set_multithreading_enabled(False):
+    joined = job.batch.form == "padding_free"
+    if job.attention == "flash_attention_2":
+        from peakcast.collectors.tracing import flash_attention_stub
+
+        flash_attention_stub.install(packed=joined)
+    # flash attention gathers the tokens that are no padding, or finds the sequences by their first positions
+    num_nonzero = job.micro_batch_size if joined else at_its_longest(job).num_tokens
+    with compiling, fake_mode(num_nonzero), torch.autograd.set_multithreading_enabled(False):
         return _train(job, "cuda:0", tracer)
 
 
@@ -193,10 +201,10 @@ def _routed_rows(job: TrainingJob) -> int:
     return tokens * moe.num_experts_per_tok if moe is not None else 0
 
 
-def fake_mode() -> Any:
-    """The mode in which every tensor is fake."""
+def fake_mode(num_nonzero: int | None = None) -> Any:
+    """The mode in which every tensor is fake; `num_nonzero` is how many entries of a mask are set, where that is asked."""
     import torch
-    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
     class Mode(FakeTensorMode):  # type: ignore[misc]
         """Answers `.item()`: 1 for a number (step counters and norms are read back, never shapes), False for a truth value
@@ -207,6 +215,11 @@ def fake_mode() -> Any:
                 return super().dispatch(func, types, args, kwargs or {})
             except DataDependentOutputException:
                 return False if args and getattr(args[0], "dtype", None) is torch.bool else 1.0
+            except DynamicOutputShapeException:
+                if func is not torch.ops.aten.nonzero.default or num_nonzero is None:
+                    raise
+                with self:
+                    return torch.empty((num_nonzero, args[0].dim()), dtype=torch.int64, device=args[0].device)
 
     return Mode(allow_non_fake_inputs=True)
 
