@@ -7,6 +7,8 @@ and by a subclass that says when it computes a loss and when it has run backward
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import tempfile
 from typing import Any
@@ -150,12 +152,21 @@ def build(job: TrainingJob, device: str) -> TrainerTraining:
     if job.finetuning.method != "full":
         model = with_adapters(model, job)
     os.environ["ACCELERATE_TORCH_DEVICE"] = device  # the one it would take by itself, also where a trace has none
+    _without_namesake_of_datasets()
     folder = tempfile.TemporaryDirectory(prefix="peakcast-trainer-")
     arguments = transformers.TrainingArguments(output_dir=folder.name, use_cpu=device == "cpu", **training_arguments(job))
     trainer = Followed(model=model, args=arguments, train_dataset=Tokens(job))
     trainer.job = job
     trainer.create_optimizer()
     return TrainerTraining(job, trainer, folder)
+
+
+def _without_namesake_of_datasets() -> None:
+    """In a source checkout on PYTHONPATH the data folder `datasets/` passes for Hugging Face's library, which the Trainer
+    would ask whether its data is of it."""
+    found = importlib.util.find_spec("datasets")
+    if found is not None and found.origin is None:  # a folder without code
+        importlib.import_module("transformers.trainer").is_datasets_available = lambda: False  # type: ignore[attr-defined]
 
 
 def training_arguments(job: TrainingJob) -> dict[str, Any]:
