@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from peakcast import __version__
 from peakcast.collectors import gang, probes
 from peakcast.collectors.growth import Growth
+from peakcast.collectors.stepping import name_gradients, name_states, run_steps
 from peakcast.collectors.versions import with_versions
 from peakcast.errors import CollectorError
 from peakcast.lengths import lengths_change
@@ -68,6 +69,7 @@ class Recorder:
         self.steady_allocated: int | None = None
         self.recording: Recording | None = None
         self._phase = ""
+        self._training: Any = None
 
     def begin_history(self) -> None:
         """Also record what the allocator does; such a row says so, as the recording runs between the operators."""
@@ -92,24 +94,24 @@ class Recorder:
         self._mark("process group")
         generates = self.job.task == "inference"
         training: Any = (build_inference if generates else build)(self.job, f"cuda:{gang.local_rank()}")
-        step = self._generate if generates else self._step
         stepping = time.monotonic()
         torch.cuda.synchronize()
         self.built = probes.allocator_peaks()
         self._mark("build")
         self.readings["build_seconds"] = round(time.monotonic() - started, 2)
         self.environment.update(training.facts())
+        self._training = training
         recording = self.recording
         if recording is not None:
             recording.name(training.model.named_parameters(), Category.PARAMETERS)
         with recording.watching(training.model) if recording is not None else contextlib.nullcontext():
-            for _ in range(steps):
-                self.steps.append({})
-                if recording is not None:
-                    recording.step()
-                step(training)
-                self._begin(None)
-                self.steady_allocated = int(torch.cuda.memory_allocated())
+            if generates:
+                for _ in range(steps):
+                    self.step_begins()
+                    self._generate(training)
+                    self.step_ends()
+            else:
+                run_steps(training, steps, self)
         self._mark("later steps")
         self.readings["wall_seconds"] = round(time.monotonic() - started, 3)
         self.readings["step_seconds"] = round(time.monotonic() - stepping, 3)
@@ -132,32 +134,39 @@ class Recorder:
             self.readings["history"] = error.message
             return None
 
-    def _step(self, training: Any) -> None:
-        from peakcast.collectors.tracing.trace import name_gradients, name_states
+    # -- what a run of steps tells (`stepping.Follower`)
 
-        if hasattr(training, "forward_backward"):  # the library has a schedule of its own
-            training.forward_backward(self._begin)
-        else:
-            self._micro_batches(training)
+    def step_begins(self) -> None:
+        """Its readings are apart."""
+        self.steps.append({})
         if self.recording is not None:
-            name_gradients(training, self.recording)
-        self._begin(Phase.GRADIENT_CLIPPING)
-        training.clip()
-        self._begin(Phase.OPTIMIZER_STEP)
-        training.step()
-        if self.recording is not None:
-            name_states(training, self.recording)
-        training.zero_grad()
+            self.recording.step()
 
-    def _micro_batches(self, training: Any) -> None:
-        for _ in range(self.job.gradient_accumulation_steps):
-            self._begin(Phase.FORWARD)
-            loss = training.forward(lambda: self._begin(Phase.LOSS))
-            if len(self.steps) == 1 and (kernel := probes.attention_in_graph(loss)):
-                self.environment["attention_backend"] = kernel
-            self._begin(Phase.BACKWARD)
-            training.backward(loss)
-            del loss
+    def begin(self, phase: Phase) -> None:
+        """A phase begins."""
+        self._begin(phase)
+
+    def loss_made(self, loss: Any) -> None:
+        """The first one's graph says which attention kernel ran."""
+        if len(self.steps) == 1 and (kernel := probes.attention_in_graph(loss)):
+            self.environment["attention_backend"] = kernel
+
+    def gradients_made(self) -> None:
+        """Name them in the history."""
+        if self.recording is not None:
+            name_gradients(self._training, self.recording.name)
+
+    def states_made(self) -> None:
+        """Name them in the history."""
+        if self.recording is not None:
+            name_states(self._training, self.recording.name)
+
+    def step_ends(self) -> None:
+        """What stays allocated between steps."""
+        import torch
+
+        self._begin(None)
+        self.steady_allocated = int(torch.cuda.memory_allocated())
 
     def _generate(self, inference: Any) -> None:
         """Prefill and decoding are one phase, the forward, and two parts of the readings."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ import torch.distributed as dist
 import transformers
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from peakcast.collectors.frameworks import layouts, scope, spreading, torchtitan_experts
+from peakcast.collectors.frameworks import layouts, scope, spreading
 from peakcast.collectors.frameworks.batches import batch_of, random_tokens
+from peakcast.collectors.frameworks.checkpointing import checkpoint_arguments, every_n_layers
 from peakcast.collectors.frameworks.compiled import compile_layers, is_compiled_whole
 from peakcast.collectors.frameworks.huggingface_model import in_float8, model_of, with_adapters
 from peakcast.collectors.frameworks.optimizers import LEARNING_RATE, build_optimizer
@@ -51,30 +51,18 @@ class HuggingFaceTraining:
 
     def forward(self, on_loss: Callable[[], None]) -> Any:
         """The model with labels, as its users call it: the loss is part of its forward."""
-        inner = causal_model(self._unwrapped)
-        loss_function = inner.loss_function
-
-        def announced(*arguments: Any, **keywords: Any) -> Any:
-            on_loss()
-            return loss_function(*arguments, **keywords)
-
-        announces = not is_compiled_whole(self.job)
-        if announces:
-            inner.loss_function = announced
-        before = self._module_before_loss(inner) if announces else None
-        announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
         self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
         self._draw_lengths()
         self._share_sequences()
-        try:
-            with self._accumulation(), self._autocast(), self._saves(), self.layout.computing_loss():
-                switches = {"use_cache": False} if self.job.architecture.kind in ("decoder", "hybrid") else {}
-                outputs = self.model(**self.batch, **switches, **self._positions())
-        finally:
-            if announces:
-                inner.loss_function = loss_function
-            if announcement is not None:
-                announcement.remove()
+        with (
+            announcing_loss(self._unwrapped, self.job, on_loss),
+            self._accumulation(),
+            self._autocast(),
+            self._saves(),
+            self.layout.computing_loss(),
+        ):
+            switches = {"use_cache": False} if self.job.architecture.kind in ("decoder", "hybrid") else {}
+            outputs = self.model(**self.batch, **switches, **self._positions())
         if self.job.framework == "torch":
             self._outputs = outputs  # a plain loop keeps them until it assigns them again
         return outputs.loss
@@ -105,13 +93,6 @@ class HuggingFaceTraining:
         if not self.job.parallelism.sequence_parallel or "position_ids" in self.batch:
             return {}
         return {"position_ids": torch.arange(self.job.sequence_length, device=self.batch["input_ids"].device)[None]}
-
-    def _module_before_loss(self, inner: Any) -> Any:
-        """The module after which the loss begins, where the model does not call its `loss_function`."""
-        if self.job.loss.fused_linear_cross_entropy:
-            return inner.base_model
-        own_loss = ("encoder", "encoder_decoder", "undescribed")
-        return inner.get_output_embeddings() if self.job.architecture.kind in own_loss else None
 
     def _accumulation(self) -> contextlib.AbstractContextManager[Any]:
         """What the layout does around a micro-batch that is not the last of its step."""
@@ -183,6 +164,8 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
     """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens. `making`:
     what is around the making of the network, adapters apart."""
     scope.check(job)
+    if (loop := conventions(job).get("loop", "calls")) != "calls":
+        return _with_trainer(job, device, str(loop))
     if job.parallelism.pipeline_parallel_size > 1:
         return _in_stages(job, device)
     spread = spreading.is_spread(job)
@@ -203,7 +186,7 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
     _with_liger_kernels(model, job)
     model.train()
     if job.activation_checkpointing.mode != "none":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_arguments(job), **_every_n_layers(job))
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_arguments(job), **every_n_layers(job))
     if job.finetuning.method != "full":
         model = with_adapters(model, job)
     if job.framework_options.get("neftune"):
@@ -225,6 +208,16 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
     return training
 
 
+def _with_trainer(job: TrainingJob, device: str, loop: str) -> Any:
+    if loop != "trainer":
+        raise CollectorError(
+            f"framework_options.loop={loop!r} must be calls or trainer.", parameter="framework_options.loop", value=loop
+        )
+    from peakcast.collectors.frameworks import huggingface_trainer
+
+    return huggingface_trainer.build(job, device)
+
+
 def _in_stages(job: TrainingJob, device: str) -> Any:
     from peakcast.collectors.frameworks import pipeline
 
@@ -237,8 +230,8 @@ def _in_stages(job: TrainingJob, device: str) -> Any:
             spreading.unmade(network, job)
         network.train()
         if job.activation_checkpointing.mode != "none":
-            arguments = checkpoint_arguments(job)
-            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **_every_n_layers(job))
+            kept = checkpoint_arguments(job)
+            network.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kept, **every_n_layers(job))
         return network
 
     sequences = job.micro_batch_size * job.gradient_accumulation_steps
@@ -250,6 +243,38 @@ def _in_stages(job: TrainingJob, device: str) -> Any:
 def causal_model(model: Any) -> Any:
     """The network itself, out of peft's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextlib.contextmanager
+def announcing_loss(model: Any, job: TrainingJob, on_loss: Callable[[], None]) -> Iterator[None]:
+    """Within it, the network's forward calls `on_loss()` when the loss begins; one compiled whole cannot."""
+    if is_compiled_whole(job):
+        yield
+        return
+    inner = causal_model(model)
+    loss_function = inner.loss_function
+
+    def announced(*arguments: Any, **keywords: Any) -> Any:
+        on_loss()
+        return loss_function(*arguments, **keywords)
+
+    inner.loss_function = announced
+    before = _module_before_loss(inner, job)
+    announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
+    try:
+        yield
+    finally:
+        inner.loss_function = loss_function
+        if announcement is not None:
+            announcement.remove()
+
+
+def _module_before_loss(inner: Any, job: TrainingJob) -> Any:
+    """The module after which the loss begins, where the model does not call its `loss_function`."""
+    if job.loss.fused_linear_cross_entropy:
+        return inner.base_model
+    own_loss = ("encoder", "encoder_decoder", "undescribed")
+    return inner.get_output_embeddings() if job.architecture.kind in own_loss else None
 
 
 def _with_liger_kernels(model: Any, job: TrainingJob) -> None:
@@ -277,46 +302,3 @@ def _with_liger_kernels(model: Any, job: TrainingJob) -> None:
         fused_linear_cross_entropy=loss,
         **{name: value for name, value in switches.items() if name in known},
     )
-
-
-def _every_n_layers(job: TrainingJob) -> dict[str, Any]:
-    every = job.activation_checkpointing.every_n_layers
-    switches: dict[str, Any] = {} if every == 1 else {"every_n_layers": every}  # transformers 5.17 has both
-    return {**switches, "offload": True} if job.offload.activations else switches
-
-
-def checkpoint_arguments(job: TrainingJob) -> dict[str, Any]:
-    """The arguments of `torch.utils.checkpoint.checkpoint`."""
-    if job.activation_checkpointing.mode == "full":
-        return {"use_reentrant": job.activation_checkpointing.use_reentrant}
-    keep = int(conventions(job).get("selective_checkpointing_matmuls", 1))
-    repeated = torchtitan_experts.repeated_product(job)
-    return {"use_reentrant": False, "context_fn": functools.partial(_keep_matmuls_and_attention, keep, repeated)}
-
-
-def _keep_matmuls_and_attention(one_in: int, repeated: torch.Size | None = None) -> Any:
-    """Contexts that keep the results of attention and of one in so many matrix products; with one in several, torchtitan's
-    op policy, those of reduce-scatters and of the router's top k too. `repeated`: products by a matrix of that shape are
-    neither kept nor counted."""
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    aten = torch.ops.aten
-    matmuls = (aten.mm.default, aten.addmm.default)
-    attention = (
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    )
-    others = (torch.ops._c10d_functional.reduce_scatter_tensor.default, aten.topk.default) if one_in > 1 else ()
-    counts = {True: 0, False: 0}
-
-    def policy(context: Any, function: Any, *arguments: Any, **keywords: Any) -> Any:
-        if function is aten.mm.default and arguments[1].shape == repeated:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if function in matmuls:
-            counts[context.is_recompute] += 1
-        every_other = function in matmuls and (counts[context.is_recompute] - 1) % one_in == 0
-        kept = every_other or function in (*attention, *others)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)

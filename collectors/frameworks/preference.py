@@ -17,7 +17,8 @@ import torch
 
 from peakcast.collectors.frameworks import layouts
 from peakcast.collectors.frameworks.batches import random_tokens
-from peakcast.collectors.frameworks.huggingface import HuggingFaceTraining, causal_model, checkpoint_arguments
+from peakcast.collectors.frameworks.checkpointing import checkpoint_arguments
+from peakcast.collectors.frameworks.huggingface import HuggingFaceTraining, causal_model
 from peakcast.collectors.frameworks.huggingface_model import model_of
 from peakcast.conventions import release
 from peakcast.errors import CollectorError

@@ -86,5 +86,7 @@ def _allow_fake_tensors() -> None:
         supported.append(FakeTensor)  # else AdamW silently becomes a for-loop
     amp = importlib.import_module("torch.cuda.amp.common")
     amp.amp_definitely_not_available = lambda: False  # type: ignore[attr-defined]  # else autocast("cuda") disables itself
+    # for good: where it asks NVML it counts devices, of which a trace pretends to have one (`fake_streams`, `inductor`)
+    torch.cuda.is_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *arguments, **keywords: True
     torch.cuda.get_device_capability = lambda device=None: COMPUTE_CAPABILITY  # chooses the experts' grouped matmul

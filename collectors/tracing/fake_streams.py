@@ -66,7 +66,8 @@ class _Logger:
 
 class _Reducer:
     """DDP's reducer without its one rebuild of buckets in the order in which gradients arrived: that sends bucket
-    numbers around in a tensor with data. The buckets' bytes stay the same but for where one ends."""
+    numbers around in a tensor with data. The buckets' bytes stay the same but for where one ends. Nor does it count its
+    forwards: from the first on it would time them, by events of a CUDA build, which want a driver."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -76,6 +77,9 @@ class _Reducer:
 
     def _rebuild_buckets(self) -> bool:
         return False
+
+    def prepare_for_forward(self) -> None:
+        """Nothing."""
 
 
 def install() -> None:

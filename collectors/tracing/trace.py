@@ -10,8 +10,10 @@ import subprocess
 import sys
 from typing import Any
 
+from peakcast.collectors.stepping import name_gradients, name_states, run_steps
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
+from peakcast.lengths import at_its_longest
 from peakcast.spec import TrainingJob, job_to_mapping
 from peakcast.timeline import Category, Phase, Timeline
 from peakcast.timelines import timeline_from_mapping as timeline_from_mapping
@@ -96,7 +98,8 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     if torchtitan_experts.has_torchtitan_experts(job):
         _import_torchtitan()
     tracer = Tracer()
-    if job.parallelism.world_size > 1 or job.framework in ("megatron", "deepspeed"):
+    loops_itself = conventions(job).get("loop") == "trainer"  # the Trainer sets the device
+    if job.parallelism.world_size > 1 or job.framework in ("megatron", "deepspeed") or loops_itself:
         fake_streams.install()
     if job.parallelism.world_size > 1:
         dtensors.install()
@@ -114,7 +117,14 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         from peakcast.collectors.tracing import inductor
 
         compiling = inductor.compiling(tracer)
-    with compiling, fake_mode(), torch.autograd.set_multithreading_enabled(False):
+    joined = job.batch.form == "padding_free"
+    if job.attention == "flash_attention_2":
+        from peakcast.collectors.tracing import flash_attention_stub
+
+        flash_attention_stub.install(packed=joined)
+    # flash attention gathers the tokens that are no padding, or finds the sequences by their first positions
+    num_nonzero = job.micro_batch_size if joined else at_its_longest(job).num_tokens
+    with compiling, fake_mode(num_nonzero), torch.autograd.set_multithreading_enabled(False):
         return _train(job, "cuda:0", tracer)
 
 
@@ -152,17 +162,49 @@ def trace_on_cpu(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
 def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
     from peakcast.collectors.frameworks import build
 
-    steps: dict[str, tuple[int, int]] = {}
     with tracer:
         training = build(job, device, longest=True)
         gc.collect()  # what wrapping has replaced hangs in cycles of references
         tracer.name(training.model.named_parameters(), Category.PARAMETERS)
+        steps = Steps(training, tracer)
         with tracer.watching(training.model):
-            for step in ("first", "steady")[:NUM_STEPS]:
-                start = tracer.now
-                run_step(training, tracer)
-                steps[step] = (start, tracer.now)
-    return {step: tracer.timeline(*span) for step, span in steps.items()}
+            run_steps(training, NUM_STEPS, steps)
+    spans = zip(("first", "steady"), steps.spans, strict=False)
+    return {step: tracer.timeline(*span) for step, span in spans}
+
+
+class Steps:
+    """Follows the steps of `training` with `tracer`, which is told the phases and what the tensors are."""
+
+    def __init__(self, training: Any, tracer: Any) -> None:
+        self.training = training
+        self.tracer = tracer
+        self.spans: list[tuple[int, int]] = []
+        """Of each step, the operations from and to."""
+        self._start = 0
+
+    def step_begins(self) -> None:
+        """From here on."""
+        self._start = self.tracer.now
+
+    def begin(self, phase: Phase) -> None:
+        """Operations are of this phase."""
+        self.tracer.phase = phase
+
+    def loss_made(self, loss: Any) -> None:
+        """Nothing."""
+
+    def gradients_made(self) -> None:
+        """Name them."""
+        name_gradients(self.training, self.tracer.name)
+
+    def states_made(self) -> None:
+        """Name them."""
+        name_states(self.training, self.tracer.name)
+
+    def step_ends(self) -> None:
+        """Up to here."""
+        self.spans.append((self._start, self.tracer.now))
 
 
 def _beside_compile(job: TrainingJob) -> str:
@@ -193,14 +235,10 @@ def _routed_rows(job: TrainingJob) -> int:
     return tokens * moe.num_experts_per_tok if moe is not None else 0
 
 
-def fake_mode() -> Any:
-    """The mode in which every tensor is fake."""
+def fake_mode(num_nonzero: int | None = None) -> Any:
+    """The mode in which every tensor is fake; `num_nonzero` is how many entries of a mask are set, where that is asked."""
     import torch
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensorMode,
-    )
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
     class Mode(FakeTensorMode):  # type: ignore[misc]
         """Answers `.item()`: 1 for a number (step counters and norms are read back, never shapes), False for a truth value
@@ -212,6 +250,9 @@ def fake_mode() -> Any:
             except DataDependentOutputException:
                 return False if args and getattr(args[0], "dtype", None) is torch.bool else 1.0
             except DynamicOutputShapeException:
+                if func is torch.ops.aten.nonzero.default and num_nonzero is not None:
+                    with self:
+                        return torch.empty((num_nonzero, args[0].dim()), dtype=torch.int64, device=args[0].device)
                 if func is not torch.ops.aten.index.Tensor or len(args[1]) != 1:
                     raise
                 tensor, (mask,) = args
@@ -232,47 +273,3 @@ def _generate(job: TrainingJob, tracer: Any) -> tuple[int, int]:
     with tracer.watching(inference.model):
         inference.generate()
     return start, tracer.now
-
-
-def run_step(training: Any, tracer: Any) -> None:
-    """One training step, telling the tracer its phases and what the tensors are."""
-
-    def begin(phase: Phase) -> None:
-        tracer.phase = phase
-
-    if hasattr(training, "forward_backward"):  # the library has a schedule of its own
-        training.forward_backward(begin)
-    else:
-        for _ in range(training.job.gradient_accumulation_steps):
-            begin(Phase.FORWARD)
-            loss = training.forward(lambda: begin(Phase.LOSS))
-            begin(Phase.BACKWARD)
-            training.backward(loss)
-            del loss
-    name_gradients(training, tracer)
-    tracer.phase = Phase.GRADIENT_CLIPPING
-    training.clip()
-    tracer.phase = Phase.OPTIMIZER_STEP
-    training.step()
-    name_states(training, tracer)
-    training.zero_grad()
-
-
-def name_gradients(training: Any, tracer: Any) -> None:
-    """Tell the tracer which tensors are gradients."""
-    parameters = dict(training.model.named_parameters())
-    gradients = ((f"{name}.grad", p.grad) for name, p in parameters.items() if p.grad is not None)
-    tracer.name(gradients, Category.GRADIENTS)
-
-
-def name_states(training: Any, tracer: Any) -> None:
-    """Tell the tracer which tensors are optimizer states."""
-    import torch
-
-    states = [
-        (f"state.{name}", value)
-        for state in training.optimizer.state.values()
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-    ]
-    tracer.name(states, Category.OPTIMIZER_STATES)

@@ -88,5 +88,8 @@ def while_importing(*packages: str) -> Iterator[None]:
 
 
 def find_stubs(*packages: str) -> None:
-    """Make `import` of `packages` give the stub in this process."""
+    """Make `import` of `packages` give the stub in this process, also where the real one was imported: a CUDA build of
+    torch brings its Triton along and has loaded it."""
+    for name in [name for name in sys.modules if name.split(".")[0] in packages]:
+        del sys.modules[name]
     sys.meta_path.insert(0, _Finder(packages))

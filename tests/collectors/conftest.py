@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import textwrap
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def cell(tmp_path, monkeypatch):
     """The name of a function that does `text`, as the processes of a collection find it."""
     folder = tmp_path / "programs"
     folder.mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]  # the rest: of a checkout that is not installed
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     names = (f"cell_{number}" for number in itertools.count())
 
     def written(text):

@@ -1,93 +1,77 @@
-"""The stack that makes the Trainer's calls, beside transformers' own Trainer: both really run, on this machine's CPU."""
-
-import json
-import subprocess
-import sys
+"""transformers' own Trainer beside the stack that makes its calls: as traces, and really run on this machine's CPU."""
 
 import pytest
 
+from peakcast.collectors import worker
 from peakcast.collectors.grid import expand
+from peakcast.errors import CollectorError, SpecError
 from peakcast.spec import job_to_mapping
+from peakcast.timeline import Phase
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-RUN = """
-import gc, json, sys
-import torch, transformers
-from peakcast.collectors.frameworks import build
-from peakcast.collectors.frameworks.huggingface import model_of
-from peakcast.collectors.tracing.tracer import Tracer
-from peakcast.collectors.tracing.trace import run_step
-from peakcast.dialects.job_file import job_from_mapping
-
-STEPS = 3
-job = job_from_mapping(json.loads(sys.argv[1]))
-checkpointed = job.activation_checkpointing.mode == "full"
-
-def ours():
-    with Tracer("cpu") as tracer:
-        training, starts = build(job, "cpu"), []
-        for _ in range(STEPS):
-            starts.append(tracer.now)
-            run_step(training, tracer)
-        starts.append(tracer.now)
-    return tracer, starts, training.optimizer
-
-class Marks(transformers.TrainerCallback):
-    def __init__(self, tracer):
-        self.tracer, self.starts = tracer, []
-    def on_step_begin(self, *args, **given):
-        self.starts.append(self.tracer.now)
-    def on_step_end(self, *args, **given):
-        self.end = self.tracer.now
-
-def theirs():
-    data = []  # made before the tracer looks: the samples would count as the GPU's, which they are not
-    for _ in range(64):
-        ids = torch.randint(job.architecture.vocab_size, (job.sequence_length,))
-        data.append({"input_ids": ids, "labels": ids})
-    with Tracer("cpu") as tracer:
-        marks = Marks(tracer)
-        model = model_of(job)
-        arguments = transformers.TrainingArguments(
-            output_dir=sys.argv[2], max_steps=STEPS, per_device_train_batch_size=job.micro_batch_size, use_cpu=True,
-            gradient_accumulation_steps=job.gradient_accumulation_steps, optim="adamw_torch_fused", report_to=[],
-            save_strategy="no", logging_strategy="no", disable_tqdm=True, gradient_checkpointing=checkpointed,
-            gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointed else None,
-        )
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, callbacks=[marks])
-        trainer.train()
-    return tracer, [*marks.starts, marks.end], trainer.optimizer
-
-found = {}
-for name, run in (("ours", ours), ("theirs", theirs)):
-    tracer, starts, optimizer = run()
-    gc.collect()
-    steps = [tracer.timeline(*span).peak().num_bytes for span in zip(starts, starts[1:])]
-    before = int(tracer.timeline(starts[0], starts[-1]).totals[0])
-    fused = bool(optimizer.defaults.get("fused"))
-    found[name] = {"steps": steps, "before": before, "groups": len(optimizer.param_groups), "fused": fused}
-print("FOUND", json.dumps(found))
-"""
+TINY = {
+    "model_type": "llama", "name": "tiny", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 4000, "tie_word_embeddings": False,
+}  # fmt: skip
+SMALL_BESIDE = 16 * 1024
+"""Bytes: the Trainer's labels are tensors of their own, it counts tokens and keeps the mean of the losses."""
 
 
-@pytest.mark.slow
+def job(options=None, **changes):
+    cell = {"architecture": TINY, "sequence_length": 128, "framework_options": options or {}, **changes}
+    return expand({"include": [cell]})[0]
+
+
+CELLS = {
+    "plain": {},
+    "in micro-batches": {"optimizer.implementation": "fused", "gradient_accumulation_steps": 2, "micro_batch_size": 2},
+    "adapters, checkpointed": {"finetuning": {"method": "lora", "rank": 4}, "activation_checkpointing.mode": "full"},
+    "autocast": {"precision": {"parameters": "float32"}, "options": {"autocast": True}},
+    "scaled": {"precision": {"parameters": "float32", "compute": "float16"}, "options": {"autocast": True}},
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_each_phase_peaks_as_high_as_the_trainers(traced, name):
+    changes = dict(CELLS[name])
+    options = changes.pop("options", {})
+    ours = traced(job(options, **changes))
+    theirs = traced(job({**options, "loop": "trainer"}, **changes))
+    for step in ("first", "steady"):
+        peaks, of_trainer = ours[step].phase_peaks(), theirs[step].phase_peaks()
+        assert peaks.keys() - {Phase.INIT} == of_trainer.keys() - {Phase.INIT} == set(Phase) - {Phase.INIT}
+        for phase in peaks.keys() - {Phase.INIT}:
+            assert abs(of_trainer[phase] - peaks[phase]) <= SMALL_BESIDE, (step, phase.name)
+
+
+def test_a_cell_is_measured_by_the_trainer_itself(stand_in):
+    asked = job({"loop": "trainer"}, gradient_accumulation_steps=2)
+    ((row, _),) = worker.run({"job": job_to_mapping(asked), "gpu": None})
+    assert (row.outcome, row.spoiled) == ("ok", ())
+    assert row.environment["loop"].startswith("transformers.Trainer ")
+    assert set(row.phase_peaks) == {"forward", "loss", "backward", "gradient_clipping", "optimizer_step"}
+    assert len(row.environment["readings"]["steps"]) == worker.MIN_STEPS
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"gradient_accumulation_steps": 2, "micro_batch_size": 2}, {"activation_checkpointing.mode": "full"}],
+    ("changes", "says"),
+    [
+        ({"parallelism": {"data_parallel_size": 2}}, "parallelism='2 ranks' is not run"),
+        ({"optimizer.implementation": "loop"}, "optimizer='adamw/loop' is not run"),
+        ({"activation_checkpointing.mode": "selective"}, "activation_checkpointing='selective' is not run"),
+        ({"batch": {"form": "masked"}}, "batch=.* is not run"),
+    ],
 )
-def test_each_step_peaks_as_high_as_the_trainers(tmp_path, changes):
-    network = {
-        "model_type": "llama", "name": "tiny", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "vocab_size": 4000, "tie_word_embeddings": False,
-    }  # fmt: skip
-    cell = {"architecture": network, "sequence_length": 128, "optimizer.implementation": "fused", **changes}
-    (job,) = expand({"include": [cell]})
-    command = [sys.executable, "-P", "-c", RUN, json.dumps(job_to_mapping(job)), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))[6:])
-    ours, theirs = found["ours"], found["theirs"]
-    assert ours["groups"] == theirs["groups"] == 2
-    assert ours["fused"] is theirs["fused"] is True
-    assert theirs["steps"] == pytest.approx(ours["steps"], rel=1e-3)
+def test_what_the_trainer_is_not_told_is_refused_by_name(changes, says):
+    from peakcast.collectors.frameworks import build
+
+    with pytest.raises(CollectorError, match=says):
+        build(job({"loop": "trainer"}, **changes), "cpu")
+    with pytest.raises(CollectorError, match="loop='other' must be calls or trainer"):
+        build(job({"loop": "other"}), "cpu")
+
+
+def test_other_frameworks_have_no_such_loop():
+    with pytest.raises(SpecError, match=r"framework_options\.loop is not an option of framework='torch'"):
+        job({"loop": "trainer"}, framework="torch")

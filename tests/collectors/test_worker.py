@@ -16,6 +16,7 @@ class Steps:
     """A training run that does nothing but say when its loss begins."""
 
     def __init__(self, states):
+        self.job = SimpleNamespace(gradient_accumulation_steps=2)  # as the recorder's
         self.optimizer = SimpleNamespace(state=states)
         self.model = SimpleNamespace(config=SimpleNamespace(num_attention_heads=4, hidden_size=64))
 

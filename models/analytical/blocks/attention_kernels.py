@@ -93,8 +93,9 @@ def _ring(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _without_padding(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
-    """The tokens that are no padding, gathered; the gradient is scattered into zeros of full size. Not traced: its package
-    needs a GPU. Source: transformers 5.17 modeling_flash_attention_utils.py `_upad_input`, `_pad_input`."""
+    """The tokens that are no padding, gathered; the gradient is scattered into zeros of full size. Traced with
+    kernels that do nothing (`tracing/flash_attention_stub.py`).
+    Source: transformers 5.17 modeling_flash_attention_utils.py `_upad_input`, `_pad_input`."""
     context = build.context
     return build.tape.operation(f"self_attn.unpad_{name}", [x], x.num_bytes // context.rows * context.valid_rows)
 

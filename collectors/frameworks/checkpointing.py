@@ -1,0 +1,56 @@
+"""How transformers is told to checkpoint: which layers, and what of them is kept."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from peakcast.collectors.frameworks import torchtitan_experts
+from peakcast.conventions import conventions
+from peakcast.spec import TrainingJob
+
+
+def every_n_layers(job: TrainingJob) -> dict[str, Any]:
+    """Which layers, and where what they keep is held: further arguments of `gradient_checkpointing_enable`."""
+    every = job.activation_checkpointing.every_n_layers
+    switches: dict[str, Any] = {} if every == 1 else {"every_n_layers": every}  # transformers 5.17 has both
+    return {**switches, "offload": True} if job.offload.activations else switches
+
+
+def checkpoint_arguments(job: TrainingJob) -> dict[str, Any]:
+    """The arguments of `torch.utils.checkpoint.checkpoint`."""
+    if job.activation_checkpointing.mode == "full":
+        return {"use_reentrant": job.activation_checkpointing.use_reentrant}
+    keep = int(conventions(job).get("selective_checkpointing_matmuls", 1))
+    repeated = torchtitan_experts.repeated_product(job)
+    return {"use_reentrant": False, "context_fn": functools.partial(_keep_matmuls_and_attention, keep, repeated)}
+
+
+def _keep_matmuls_and_attention(one_in: int, repeated: torch.Size | None = None) -> Any:
+    """Contexts that keep the results of attention and of one in so many matrix products; with one in several, torchtitan's
+    op policy, those of reduce-scatters and of the router's top k too. `repeated`: products by a matrix of that shape are
+    neither kept nor counted."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    matmuls = (aten.mm.default, aten.addmm.default)
+    attention = (
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    )
+    others = (torch.ops._c10d_functional.reduce_scatter_tensor.default, aten.topk.default) if one_in > 1 else ()
+    counts = {True: 0, False: 0}
+
+    def policy(context: Any, function: Any, *arguments: Any, **keywords: Any) -> Any:
+        if function is aten.mm.default and arguments[1].shape == repeated:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if function in matmuls:
+            counts[context.is_recompute] += 1
+        every_other = function in matmuls and (counts[context.is_recompute] - 1) % one_in == 0
+        kept = every_other or function in (*attention, *others)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,98 @@
+"""A `flash_attn` whose kernels do nothing, for tracing `attention: flash_attention_2`: what its functions keep and make
+around the kernels is seen; what the backward kernel takes inside itself is not.
+
+Source: flash-attention 2.8 flash_attn/flash_attn_interface.py (`FlashAttnFunc`, `FlashAttnVarlenFunc`) and the rules for
+fake tensors there: queries, keys, values and the output are kept, a statistic in fp32 for each query of each head, and the
+state of the random numbers; head widths are padded to multiples of 8.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import torch
+
+WIDTH = 8
+"""Head widths are padded to multiples of this."""
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
+    """Shapes: [batch, sequence, heads, width], or with sequences of any length [tokens, heads, width]."""
+
+    @staticmethod
+    def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        width = query.shape[-1]
+        padding = (0, -width % WIDTH)
+        if padding[1]:
+            query, key, value = (torch.nn.functional.pad(tensor, padding) for tensor in (query, key, value))
+        query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
+        output = torch.empty_like(query)
+        *outer, tokens, heads, _ = query.shape
+        statistics = torch.empty((*outer, heads, tokens), dtype=torch.float32, device=query.device)
+        random_state = torch.empty((2,), dtype=torch.int64, device=query.device)
+        context.save_for_backward(query, key, value, output, statistics, random_state)
+        return output[..., :width]
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        query, key, value, *_ = context.saved_tensors
+        (gradient,) = gradients
+        made = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        return tuple(tensor[..., : gradient.shape[-1]] for tensor in made)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+) -> Any:
+    """Of rows that are equally long; transformers reads from its parameters what it may pass."""
+    return _Attention.apply(q, k, v)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+) -> Any:
+    """Of sequences of any length, one after the other."""
+    return _Attention.apply(q, k, v)
+
+
+def install(*, packed: bool) -> None:
+    """Put it in the place of the package, in this process; `packed`: the row of a batch holds several sequences, which
+    fake positions cannot tell."""
+    import transformers.modeling_flash_attention_utils as utils
+    from transformers import PreTrainedModel
+
+    package, padding = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.bert_padding")
+    for module in (package, padding):
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+        sys.modules[module.__name__] = module
+    functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
+    vars(package).update(functions, flash_attn_with_kvcache=None, __path__=[])
+    vars(padding).update(pad_input=utils._pad_input, unpad_input=utils._unpad_input)
+    utils.is_flash_attn_2_available = lambda: True
+    utils._is_packed_sequence = lambda position_ids, batch_size: packed
+    PreTrainedModel._flash_attn_can_dispatch = lambda *arguments, **keywords: True
