@@ -48,7 +48,7 @@ class Blocks:
             for layer in range(job.architecture.num_hidden_layers)
         ]
         self.recomputed = recomputed
-        self.compiled = [is_compiled_alone(one) for one in self.contexts]
+        self.compiled = [is_compiled_alone(one) and not job.offload.activations for one in self.contexts]
         # accelerate's FSDP2 compiles layers in place: their hooks break the graph, inside the checkpoint
         around = job.framework == "huggingface" and job.parallelism.world_size > 1
         self.checkpointed = [
