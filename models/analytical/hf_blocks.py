@@ -127,7 +127,7 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
         compiled=compiled,
         fused_loss=job.loss.fused_linear_cross_entropy,
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
-        linears_keep_input=job.parallelism.zero_stage == 3,
+        linears_keep_input=job.parallelism.zero_stage == 3 and job.parallelism.num_replicas > 1,
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
         kernel_temporaries=device is not None,
         neftune=bool(convention.get("neftune")),
