@@ -136,7 +136,6 @@ def _zero_reason(job: TrainingJob) -> str:
     name = f"zero_stage={layout.zero_stage} is compared with DeepSpeed's trace"
     checks = [
         (job.offload.activations, "without offloaded activations only."),
-        (job.offload.parameters and not job.offload.optimizer, "with parameters offloaded beside the optimizer only."),
         (
             bool(job.finetuning.quantization),
             f"with weights that are not quantised only, not finetuning.quantization={job.finetuning.quantization!r}.",

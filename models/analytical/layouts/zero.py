@@ -71,6 +71,7 @@ class Partitions(Layout):
         self.groups = [group for group in (self._group(decays=True), self._group(decays=False)) if group]
         self._partition_gradients: list[int] = []
         self._norms: list[int] = []
+        self._updated = 0
         self._wide: list[int] = []
 
     def _group(self, *, decays: bool) -> list[StoredTensor]:
@@ -123,12 +124,15 @@ class Partitions(Layout):
         return [[tensor] for tensor in trained]
 
     def before_update(self, step: Step, group: list[TrainedTensor]) -> None:
-        """The partition's gradients are flattened, then widened."""
+        """The partition's gradients are flattened, then widened; those of all groups go with the last's."""
         flat = step.allocate("partition.flat_gradient", Category.GRADIENTS, [t.numel * self.element_bytes for t in group])
         step.moment("flatten", Phase.OPTIMIZER_STEP)
         self._wide = step.allocate("fp32_partition.grad", Category.GRADIENTS, [t.num_bytes for t in group])
         step.moment("to_float32", Phase.OPTIMIZER_STEP)
         step.free(flat)
+        self._updated += 1
+        if self._updated == len(self.groups):
+            step.free(self._partition_gradients)
 
     def after_update(self, step: Step) -> None:
         step.free(self._wide)

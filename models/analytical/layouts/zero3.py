@@ -183,3 +183,6 @@ class Zero3(Partitions):
         super().release_gradients(step)
         small = ((t.name, t.module, t.numel * t.gathered_bytes) for t in self.tensors if self.persists(t))
         step.hold_all(small, Category.PARAMETERS, step.now)
+        if self.offloads_parameters:  # to the GPU their own parts come first
+            parts = ((t.name, t.module, self.partition([t]) * t.element_bytes) for t in self.tensors if self.persists(t))
+            step.hold_all(parts, Category.PARAMETERS, step.now)
