@@ -8,11 +8,11 @@ from typing import Literal
 from peakcast.errors import SpecError
 from peakcast.fields import unsaid
 
-LossKind = Literal["cross_entropy", "dpo", "reward"]
+LossKind = Literal["cross_entropy", "dpo", "reward", "kto", "grpo"]
 Reference = Literal["none", "model", "adapter_off", "precomputed"]
 PAIRS: tuple[LossKind, ...] = ("dpo", "reward")
 """Losses of a chosen sequence beside a rejected one: both pass the network in one batch."""
-REFERRING: tuple[LossKind, ...] = ("dpo",)
+REFERRING: tuple[LossKind, ...] = ("dpo", "kto", "grpo")
 """Losses that measure how far the network has moved away from a reference."""
 
 
@@ -24,11 +24,12 @@ class Loss:
     kind: LossKind = unsaid("cross_entropy")  # noqa: RUF009  # a field
     """`cross_entropy` of the next token; the others as TRL's trainers compute them. `dpo`: log-probabilities of pairs,
     beside a reference's. `reward`: a head with one output scores pairs. Of a pair, `micro_batch_size` counts both
-    sequences."""
+    sequences. `kto`: log-probabilities of sequences, beside a reference's. `grpo`: those of completions that were made
+    before, with their prompts; making them is no part of the step."""
     reference: Reference | None = unsaid(None)  # noqa: RUF009  # a field
     """Where a reference's log-probabilities come from: a frozen copy of the network beside it, the network with its
     adapters switched off, or the data set, where they were written before training. null: what `kind` needs, which is
-    `model`, or with adapters `adapter_off`."""
+    `model`, or with adapters `adapter_off`; nothing for `grpo`, whose beta is 0 by default."""
 
     def __post_init__(self) -> None:
         if self.reference not in (None, "none") and self.kind not in REFERRING:
@@ -51,6 +52,6 @@ class Loss:
                 parameter="loss.reference",
                 value=self.reference,
             )
-        if self.reference is not None or self.kind not in REFERRING:
+        if self.reference is not None or self.kind not in REFERRING or self.kind == "grpo":
             return self.reference or "none"
         return "adapter_off" if adapters else "model"

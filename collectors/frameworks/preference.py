@@ -26,11 +26,19 @@ from peakcast.spec import Parallelism, TrainingJob
 
 TRL = (1, 15)
 """The release from which on no trainer makes whole logits (`add_fused_lm_head`); the only form that is run here."""
-TRAINERS = {"dpo": ("dpo_trainer", "DPOTrainer"), "reward": ("reward_trainer", "RewardTrainer")}
+TRAINERS = {
+    "dpo": ("dpo_trainer", "DPOTrainer"),
+    "reward": ("reward_trainer", "RewardTrainer"),
+    "kto": ("kto_trainer", "KTOTrainer"),
+    "grpo": ("grpo_trainer", "GRPOTrainer"),
+}
 """loss.kind -> module and class in `trl.trainer`."""
-OUTPUTS = {"dpo": ("log_probs", "entropy", "mean_logits", "is_top1")}
+OUTPUTS = {
+    "dpo": ("log_probs", "entropy", "mean_logits", "is_top1"),
+    "kto": ("log_probs", "entropy", "mean_logits"),
+    "grpo": ("log_probs", "entropy"),
+}
 """What a trainer asks of the policy's head; of a reference's, log-probabilities alone."""
-NO_MODEL_INPUTS = ("completion_mask",)
 
 
 class PreferenceTraining(HuggingFaceTraining):
@@ -42,7 +50,8 @@ class PreferenceTraining(HuggingFaceTraining):
         self.reference = reference
         network = causal_model(model)
         for one in (model, *([reference] if reference is not None else [])):
-            _trl("utils").disable_dropout_in_model(one)  # the default of each trainer's `disable_dropout`
+            if job.loss.kind != "grpo":  # the default of each trainer's `disable_dropout`
+                _trl("utils").disable_dropout_in_model(one)
         if job.loss.kind in OUTPUTS:
             add_head = _trl("utils").add_fused_lm_head
             add_head(network, outputs=OUTPUTS[job.loss.kind])
@@ -56,7 +65,8 @@ class PreferenceTraining(HuggingFaceTraining):
     def forward(self, on_loss: Callable[[], None]) -> Any:
         """The trainer's loss; what follows the policy's last layer belongs to it, the reference's forward too."""
         network = causal_model(self._unwrapped)
-        announcement = network.base_model.register_forward_hook(lambda *_: on_loss())
+        # KTO runs the network without a graph beforehand
+        announcement = network.base_model.register_forward_hook(lambda *_: on_loss() if torch.is_grad_enabled() else None)
         self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
         try:
             with self._accumulation(), self._saves():
@@ -86,11 +96,29 @@ def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
     but for its first token."""
     ids = random_tokens(job, job.sequence_length)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if job.loss.kind == "grpo":
+        return _generated(ids, job)
+    if job.loss.kind == "kto":
+        batch |= {f"KL_{name}": torch.ones_like(ids) for name in ("input_ids", "attention_mask", "completion_mask")}
+        batch["label"] = torch.arange(len(ids)) % 2 == 0
     if job.loss.kind in OUTPUTS:
         batch["completion_mask"] = torch.ones_like(ids)
-    if job.reference == "precomputed":
+    if job.reference == "precomputed" and job.loss.kind == "kto":
+        batch |= {"ref_logps": torch.zeros(len(ids)), "ref_KL_logps": torch.zeros(len(ids))}
+    elif job.reference == "precomputed":
         pairs = job.micro_batch_size // 2
         batch |= {"ref_chosen_logps": torch.zeros(pairs), "ref_rejected_logps": torch.zeros(pairs)}
+    return batch
+
+
+def _generated(ids: torch.Tensor, job: TrainingJob) -> dict[str, torch.Tensor]:
+    """What GRPO's step takes of the completions that it has made: prompts of one token."""
+    prompt, completion = ids[:, :1].clone(), ids[:, 1:].clone()
+    batch = {"prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt), "completion_ids": completion}
+    batch |= {"completion_mask": torch.ones_like(completion), "advantages": torch.zeros(len(ids))}
+    batch["num_items_in_batch"] = torch.tensor(completion.numel())
+    if job.reference != "none":
+        batch["ref_per_token_logps"] = torch.zeros(completion.shape)
     return batch
 
 
@@ -103,13 +131,32 @@ def _trainer(job: TrainingJob, model: Any, reference: Any) -> Any:
         "ref_model": reference,
         "accelerator": _OneProcess(model),
         "args": SimpleNamespace(
-            gradient_checkpointing_kwargs=checkpoint_arguments(job), max_length=None, center_rewards_coefficient=None
+            gradient_checkpointing_kwargs=checkpoint_arguments(job),
+            max_length=None,
+            center_rewards_coefficient=None,
+            use_bias_correction_kl=False,
+            delta=None,
+            steps_per_generation=job.gradient_accumulation_steps,
+            report_to=[],
         ),
+        "state": SimpleNamespace(global_step=0),
         "aux_loss_enabled": False,
         "precompute_ref_logps": job.reference == "precomputed",
         "loss_types": ["sigmoid"],
+        "loss_type": {"kto": "kto", "grpo": "dapo"}.get(job.loss.kind),
         "loss_weights": [1.0],
-        "beta": 0.1,
+        "beta": 0.0 if job.loss.kind == "grpo" and job.reference == "none" else 0.1,
+        "calculate_KL": True,
+        "desirable_weight": 1.0,
+        "undesirable_weight": 1.0,
+        "importance_sampling_level": "token",
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "use_vllm": False,
+        "current_gradient_accumulation_steps": job.gradient_accumulation_steps,
+        "_entropy_bonus_enabled": False,
         "ld_alpha": None,
         "f_divergence_type": "reverse_kl",
         "label_smoothing": 0.0,
@@ -127,11 +174,15 @@ class _OneProcess:
     def __init__(self, model: Any) -> None:
         self.device = next(model.parameters()).device
         self.autocast = contextlib.nullcontext
+        self.num_processes, self.is_main_process = 1, True
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     gather_for_metrics = gather
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        return tensor
 
     def unwrap_model(self, model: Any) -> Any:
         return model

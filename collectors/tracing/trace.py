@@ -250,9 +250,10 @@ def fake_mode(num_nonzero: int | None = None) -> Any:
             except DataDependentOutputException:
                 return False if args and getattr(args[0], "dtype", None) is torch.bool else 1.0
             except DynamicOutputShapeException:
-                if func is torch.ops.aten.nonzero.default and num_nonzero is not None:
+                if func is torch.ops.aten.nonzero.default:
+                    chosen = args[0].numel() if num_nonzero is None else num_nonzero
                     with self:
-                        return torch.empty((num_nonzero, args[0].dim()), dtype=torch.int64, device=args[0].device)
+                        return args[0].new_empty((chosen, args[0].ndim), dtype=torch.int64)
                 if func is not torch.ops.aten.index.Tensor or len(args[1]) != 1:
                     raise
                 tensor, (mask,) = args

@@ -38,7 +38,7 @@ from peakcast.models.analytical.layouts.zero12 import Zero12
 from peakcast.models.analytical.layouts.zero_host import HostMemory, host_memory
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
-from peakcast.models.analytical.preference import as_trained, hold_reference, reference_forward
+from peakcast.models.analytical.preference import as_trained, forward_beforehand, hold_reference, reference_forward
 from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.models.analytical.workspaces import training_workspaces
@@ -197,6 +197,8 @@ def _micro_batch(
         loss = encoder_decoder_micro_batch(timeline, job, context, cached, keeps_gradients=keeps_gradients, last=last)
         _hold_logits(timeline, job, target_context(context, job), loss, last)
         return loss
+    if job.loss.kind == "kto":
+        forward_beforehand(timeline, job)
     start, blocks = timeline.now, Blocks(job, context)
     layers = range(job.architecture.num_hidden_layers)
     embedded = timeline.run_forward(blocks.embedding(), "embedding", keeps_gradients=keeps_gradients)

@@ -1,8 +1,9 @@
 """What preference training adds to a step: a reference, its forward beside the policy's graph, and per-token results.
 
-Source: trl 1.16.0 `trainer/dpo_trainer.py` DPOTrainer.__init__ and _compute_loss: the policy's forward comes first, then,
-under no_grad, that of a copy of the network in the policy's dtype, or of the policy with its adapters switched off and
-without checkpointing. Under autocast the copy, whose parameters still ask for gradients, has its weights cast and cached.
+Source: trl 1.16.0 `trainer/dpo_trainer.py` DPOTrainer.__init__ and _compute_loss, as in `kto_trainer.py`: the policy's
+forward comes first, then, under no_grad, that of a copy of the network in the policy's dtype, or of the policy with its
+adapters switched off and without checkpointing. Under autocast the copy, whose parameters still ask for gradients, has its
+weights cast and cached.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ NAME = "reference."
 
 
 def as_trained(job: TrainingJob) -> TrainingJob:
-    """`job` with the network as its trainer has it: no dropout, and of a classifier no table that the head shares."""
-    if job.loss.kind == "cross_entropy":
+    """`job` with the network as its trainer has it: no dropout, which GRPO alone leaves on, and of a classifier no table
+    that the head shares."""
+    if job.loss.kind in ("cross_entropy", "grpo"):
         return job
     shared = job.architecture.tie_word_embeddings and job.loss.kind != "reward"
     network = replace(
@@ -56,14 +58,19 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
     """What comes between the policy's head and backward. `start`: of the micro-batch."""
     if job.loss.kind == "reward":
         return
-    born = timeline.now
-    if job.reference in ("model", "adapter_off"):
+    born, tokens = timeline.now, policy.rows * INT64
+    if job.loss.kind == "grpo":  # its reference has run when the completions were made; prompt and completion are joined
+        timeline.hold_all((("input_ids", "", tokens), ("attention_mask", "", tokens)), Category.INPUTS, start, born)
+    elif job.loss.kind == "kto":  # every prompt once more, with another's completion
+        kl = [(f"KL_{name}", "", tokens) for name in ("input_ids", "attention_mask", "completion_mask")]
+        timeline.hold_all(kl, Category.INPUTS)
+    if job.reference in ("model", "adapter_off") and job.loss.kind != "grpo":
         _run(timeline, _alone(job))
     scored = scored_rows(policy) if policy.loss != "cross_entropy" else 0
     per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32)]
     per_token += [("mean_logits", "head", scored * FP32), ("is_top1", "head", scored)]
     timeline.hold_all(per_token, Category.LOGITS, born, timeline.now)
-    timeline.hold("labels", Category.INPUTS, policy.rows * INT64, start, timeline.now)
+    timeline.hold("labels", Category.INPUTS, tokens, start, timeline.now)
 
 
 def _alone(job: TrainingJob) -> TrainingJob:
@@ -73,36 +80,47 @@ def _alone(job: TrainingJob) -> TrainingJob:
     return job.replace(finetuning=off, activation_checkpointing=ActivationCheckpointing())
 
 
-def _run(timeline: Step, job: TrainingJob) -> None:
-    """The reference's forward, of which nothing is kept."""
+def forward_beforehand(timeline: Step, job: TrainingJob) -> None:
+    """KTO's forward of every prompt with another's completion, of which only how likely that is remains."""
+    unchecked = job.replace(activation_checkpointing=ActivationCheckpointing())
+    begin = timeline.now
+    _run(timeline, unchecked, prefix="KL.", phase=Phase.FORWARD)
+    timeline.phases[begin:] = bytes((Phase.FORWARD,)) * (timeline.now - begin)  # its head too
+
+
+def _run(timeline: Step, job: TrainingJob, prefix: str = NAME, phase: Phase = Phase.LOSS) -> None:
+    """A network's forward of which nothing is kept."""
     context = block_context(job, None)
     blocks, start = Blocks(job, context), timeline.now
-    embedded = timeline.run_without_graph(blocks.embedding(), f"{NAME}embedding", Phase.LOSS)
+    embedded = timeline.run_without_graph(blocks.embedding(), f"{prefix}embedding", phase)
     runs = [
-        timeline.run_without_graph(blocks.layer(layer), f"{NAME}layers.{layer}", Phase.LOSS)
+        timeline.run_without_graph(blocks.layer(layer), f"{prefix}layers.{layer}", phase)
         for layer in range(job.architecture.num_hidden_layers)
     ]
     made = head(context)
-    last = timeline.run_without_graph(made, f"{NAME}head", Phase.LOSS)
+    last = timeline.run_without_graph(made, f"{prefix}head", phase)
     ends = model_ends(last)
     is_input, sizes = embedding_variables(context)
     after = runs[0] if is_input and runs else embedded
     for size in sizes:
         born = after.forward_start + after.template.num_forward
-        timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, ends, f"{NAME}embedding")
+        timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, ends, f"{prefix}embedding")
     hold_masks(timeline, blocks.contexts, start, ends, [])
     hold_rotary_tables(timeline, job, context, start)
-    if job.reference == "model":
-        _hold_casts(timeline, job, context, runs)
+    _hold_casts(timeline, job, context, runs, prefix)
+    if job.reference == "model" and prefix == NAME:
         _hold_gathered(timeline, job, [embedded, *runs, last])
 
 
-def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list[Run]) -> None:
-    """The narrow copies of the layers' weights, cached until the forward under autocast ends."""
-    size, tensors = autocast_copy_bytes(context), stored_parameters(job)
+def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list[Run], prefix: str) -> None:
+    """The narrow copies of weights that ask for gradients, cached until the forward under autocast ends. (Adapters that are
+    switched off are no modules of the network that runs.)"""
+    switched_off = job.finetuning.targets == SWITCHED_OFF
+    size, tensors = autocast_copy_bytes(context), () if switched_off else stored_parameters(job)
     for run in runs:
         born = run.forward_start + run.template.num_forward
-        cached = size * sum(t.numel for t in tensors if NAME + t.module == run.module and len(t.shape) > 1)
+        wide = [t for t in tensors if prefix + t.module == run.module and t.trains and len(t.shape) > 1]
+        cached = size * sum(t.numel for t in wide)
         timeline.hold("autocast_cache", Category.TEMPORARIES, cached, born, timeline.now, run.module)
 
 

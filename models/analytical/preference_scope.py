@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from peakcast.conventions import conventions
-from peakcast.loss import PAIRS
+from peakcast.loss import PAIRS, REFERRING
 from peakcast.spec import Batch, Offload, Parallelism, TrainingJob
 
 
 def makes_whole_logits(job: TrainingJob) -> bool:
     """Whether log-probabilities are computed of whole logits, which are then taken as the cross entropy's."""
-    return job.loss.kind == "dpo" and conventions(job).get("preference_logits") == "whole"
+    return job.loss.kind in REFERRING and conventions(job).get("preference_logits") == "whole"
 
 
 def preference_reason(job: TrainingJob) -> str:

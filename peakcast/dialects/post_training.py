@@ -55,8 +55,8 @@ def with_method(
     if word not in METHODS:
         raise SpecError(
             f"{parameter}={name!r} is not modelled: {NOT_MODELLED.get(word, 'this method')} holds more than one training "
-            "step's tensors. Ask about its optimisation step: in a job file loss: {kind: dpo, reference: none} (or model, "
-            "where a reference is kept) with the sequences of one forward as micro_batch_size; add what generation keeps.",
+            "step's tensors. Ask about its optimisation step: a job file has loss: {kind: grpo} and {kind: kto}, with "
+            "reference: model where one is kept and the sequences of one forward as micro_batch_size; add generation.",
             parameter=parameter,
             value=name,
         )
