@@ -113,8 +113,8 @@ def _place(template: Template, runs: Sequence[Run], born: Ints, dies: Ints) -> n
         dies[without_graph] = forward[without_graph, None] + template.dies_without_graph
         never = without_graph[:, None] & template.born_backward
         born[never] = dies[never] = FOREVER
-    stopped = [row for row, run in enumerate(runs) if run.stops_early]
-    if stopped:
+    stopped = np.array([run.stops_early for run in runs], dtype=bool)
+    if stopped.any():
         not_run = np.ix_(stopped, ~template.born_backward & (template.born >= template.num_recomputed))
         born[not_run] = dies[not_run] = FOREVER
     if template.cached.any():
