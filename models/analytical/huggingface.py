@@ -205,13 +205,13 @@ def _micro_batch(
     runs = blocks.forward(timeline, layers, keeps_gradients=keeps_gradients)
     loss = timeline.run_forward(head(context), "head", keeps_gradients=keeps_gradients)
     checkpointed = {index: run for index, run in runs.items() if blocks.checkpointed[index]}
-    for run in checkpointed.values():  # where a graph is kept, it owns the copies
+    returned = returned_cache_bytes(context) if conventions(job).get("caches_while_checkpointing") else 0
+    for run in checkpointed.values() if cached or returned else ():  # where a graph is kept, it owns the copies
         size = cached.get(run.module, 0)
         born = run.forward_start + run.template.num_forward
         timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
-        if conventions(job).get("caches_while_checkpointing"):  # until `outputs` is dropped
-            kept = returned_cache_bytes(context)
-            timeline.hold("past_key_values", Category.ACTIVATIONS, kept, born, timeline.now, run.module)
+        # until `outputs` is dropped
+        timeline.hold("past_key_values", Category.ACTIVATIONS, returned, born, timeline.now, run.module)
     hold_attention_weights(timeline, blocks.contexts[0], checkpointed)
     in_checkpoint = blocks.checkpointed[0] and not job.offload.activations
     hold_embeddings(timeline, blocks.contexts, embedded, in_checkpoint, model_ends(loss))

@@ -15,6 +15,7 @@ from peakcast.models.analytical.blocks.megatron_head import encoder_end, head
 from peakcast.models.analytical.blocks.megatron_layer import ENCODER_STATES, decoder_layer
 from peakcast.models.analytical.megatron_inputs import hold_inputs, reads_mask
 from peakcast.models.analytical.megatron_persistent import (
+    hold_fp8_weights,
     hold_workspaces,
     optimizer_stepped,
     parameters_held,
@@ -47,6 +48,7 @@ def megatron_ledger(
     done = turns.step.fork(parameters_held(weights))
     turns.hold_deferred(done)
     hold_workspaces(done, share, *((turns.first_product, turns.first_backward) if first else (0, {})))
+    hold_fp8_weights(done, share, turns.first_recomputed if first else {})
     done.run_again(optimizer_stepped(weights, first))
     turns.hold_received(done)
     turns.hold_dispatchers(done)
@@ -92,6 +94,8 @@ class _Turns:
         self.first_product = self.deferred = 0
         self.first_backward: dict[str, int] = {}
         """The instants at which the operations of the first backward run for the first time, by label."""
+        self.first_recomputed: dict[int, int] = {}
+        """The instants at which checkpointed layers run again for the first time, by layer."""
         self.deferred_tensors: list[tuple[str, Category, int, int]] = []
 
         for turn in self._turns():
@@ -268,6 +272,7 @@ class _Turns:
         runs = []
         for i in checkpoint.layers:
             template = self._layer(i, i == checkpoint.layers[0])
+            self.first_recomputed.setdefault(i, step.now)
             runs.append(step.run_forward(template, f"layers.{i}", Phase.BACKWARD, keeps_gradients=False))
         recomputed = step.now
         for run in reversed(runs):

@@ -154,7 +154,6 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
         for _ in chunk.layers if context.latent is not None else (chunk,):
             width = context.rotary_dim if context.latent is None else context.latent.rope_dim
             step.hold("rotary_table", Category.OTHER, context.sequence * width * FP32, 0, module=f"chunk.{number}")
-    _hold_fp8_weights(step, share)
     step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")
     for (rows, columns), labels in sorted(placeholder_shapes(share).items()):
         size = rows * columns * context.element_bytes
@@ -177,10 +176,11 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
         step.hold("cublas_workspace", Category.WORKSPACES, size, first_product, module="autograd thread")
 
 
-def _hold_fp8_weights(step: Step, share: RankShare) -> None:
+def hold_fp8_weights(step: Step, share: RankShare, first_recomputed: Mapping[int, int]) -> None:
     """The FP8 copies of projections' weights that Transformer Engine makes for a step's first micro-batch and keeps, by
     rows and by columns; Blackwell multiplies either layout of a tensor with one scale. With delayed scaling also scales and
-    histories of maxima, forward and backward, of every projection.
+    histories of maxima, forward and backward, of every projection. Copies by columns are for the backward: in a first step
+    those of a checkpointed layer are made when it runs again, at the instant in `first_recomputed`.
 
     Source: Transformer Engine 2.8 `pytorch/module/base.py` `get_weight_workspace`, `pytorch/csrc/quantizer.cpp`
     `Float8Quantizer::create_tensor`, `pytorch/tensor/mxfp8_tensor.py` `make_empty`.
@@ -194,10 +194,10 @@ def _hold_fp8_weights(step: Step, share: RankShare) -> None:
             for p in layer_parameters(share.layer_context(layer)):
                 if ".linear_" in p.name and len(p.shape) > 1:
                     module = f"layers.{layer}"
-                    for _ in range(1 if either else 2):
-                        step.hold(f"{p.name}.fp8", Category.OTHER, p.numel, 0, module=module)
+                    for born in (0,) if either else (0, first_recomputed.get(layer, 0)):
+                        step.hold(f"{p.name}.fp8", Category.OTHER, p.numel, born, module=module)
                         if recipe == "mxfp8":
-                            step.hold(f"{p.name}.scales", Category.OTHER, p.numel // MXFP8_BLOCK, 0, module=module)
+                            step.hold(f"{p.name}.scales", Category.OTHER, p.numel // MXFP8_BLOCK, born, module=module)
                     for _ in range(FP8_STATE_TENSORS if recipe == "delayed" else 0):
                         step.hold(f"{p.name}.fp8_state", Category.OTHER, FP32, 0, module=module)
 

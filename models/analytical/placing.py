@@ -113,10 +113,10 @@ def _place(template: Template, runs: Sequence[Run], born: Ints, dies: Ints) -> n
         dies[without_graph] = forward[without_graph, None] + template.dies_without_graph
         never = without_graph[:, None] & template.born_backward
         born[never] = dies[never] = FOREVER
-    for row, run in enumerate(runs):
-        if run.stops_early:
-            not_run = ~template.born_backward & (template.born >= template.num_recomputed)
-            born[row, not_run] = dies[row, not_run] = FOREVER
+    stopped = np.array([run.stops_early for run in runs], dtype=bool)
+    if stopped.any():
+        not_run = np.ix_(stopped, ~template.born_backward & (template.born >= template.num_recomputed))
+        born[not_run] = dies[not_run] = FOREVER
     if template.cached.any():
         for row, run in enumerate(runs):
             if run.uses_cached:

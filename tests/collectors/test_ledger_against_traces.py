@@ -11,6 +11,10 @@ from peakcast.timeline import Phase
 CUT = {"name": "llama-3.2-1b", "num_hidden_layers": 2}
 SMALL_ENDS = {**CUT, "vocab_size": 1024}
 """So that the peaks lie inside the layers."""
+FALCON = {"name": "falcon-7b", "num_hidden_layers": 2, "vocab_size": 512, "hidden_size": 512, "num_attention_heads": 8}
+BIASED = {"expert_bias": True, "router_bias": True}
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 512, **BIASED}
+GPT_OSS = {**FALCON, "name": "gpt-oss-20b", "num_key_value_heads": 2, "intermediate_size": 512, "moe": ROUTED}
 SINGLE = {"precision.parameters": "float32", "precision.compute": "float32"}
 HALF = {"precision.parameters": "float16", "precision.compute": "float16"}
 AUTOCAST = {"precision.parameters": "float32", "framework_options": {"autocast": True}}
@@ -32,6 +36,8 @@ CELLS = {
     "muon_fp32": {"optimizer": {"name": "muon"}, **SINGLE},
     "fp32": SINGLE,
     "fp16_eager": {**HALF, "attention": "eager"},
+    "falcon_eager": {"architecture": FALCON | {"num_key_value_heads": 1}, "attention": "eager", "sequence_length": 512},
+    "gpt_oss": {"architecture": GPT_OSS, "sequence_length": 256, **CHECKPOINTED},
     "fp16_scaled": SCALED,
     "fp16_scaled_checkpointed": {**SCALED, "activation_checkpointing.mode": "full"},
     "autocast_in_a_plain_loop": {**AUTOCAST, "framework": "torch"},
