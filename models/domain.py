@@ -165,8 +165,9 @@ def traits(job: TrainingJob) -> dict[str, str]:
         "compile": str(job.compile).lower(),
         "offload": "+".join(offloads) or "none",
         "expandable_segments": str(job.allocator.expandable_segments).lower(),
-        # only where they change: calibrations made before jobs could say so have seen no other lengths than equal ones
+        # only where they differ: calibrations made before jobs could say so have seen no others
         **({"lengths": "changing"} if lengths_change(job) else {}),
+        **({"loss": job.loss.kind} if job.loss.kind != "cross_entropy" else {}),
     }
 
 

@@ -9,7 +9,7 @@ from peakcast.models.domain import Domain, Outside
 from peakcast.models.fit import fit
 from peakcast.models.predict import DEFAULT_HALF_WIDTHS, judge, predict, widen
 from peakcast.prediction import QUANTITIES, Interval
-from peakcast.spec import Parallelism
+from peakcast.spec import Batch, Loss, Parallelism
 from peakcast.units import GIB
 
 
@@ -110,7 +110,12 @@ def test_the_domain_knows_ranges_versions_and_kinds(fakes, calibration):
     far = domain.outside(fakes.job(), {**row, "log2_tokens": 40.0})
     assert [type(reason) for reason in far] == [Outside]
     assert "tokens" in far[0].sentence
-    assert any("compile=true" in reason.sentence for reason in domain.outside(fakes.job(compile=True), row))
+    for unseen, said in (
+        ({"compile": True}, "compile=true"),
+        ({"loss": Loss(kind="dpo")}, "loss=dpo"),
+        ({"batch": Batch(form="masked", shortest_sequence=8)}, "lengths=changing"),
+    ):
+        assert any(said in reason.sentence for reason in domain.outside(fakes.job(**unseen), row))
 
 
 def test_bars_of_the_quantities_agree_with_what_contains_what():
