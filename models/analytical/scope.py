@@ -7,6 +7,7 @@ from peakcast.conventions import conventions
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.compile_scope import compile_reason
 from peakcast.models.analytical.parallel_scope import parallel_reason
+from peakcast.models.analytical.parameters import layer_parameters
 from peakcast.models.analytical.preference_scope import preference_reason
 from peakcast.spec import Offload, TrainingJob
 
@@ -80,6 +81,12 @@ def _encoder_decoder_reason(job: TrainingJob) -> str:
     return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")
 
 
+def _updates_between_operations(architecture: Architecture) -> bool:
+    """Whether the largest of the updates that a next gradient sets off comes when no operation holds anything."""
+    biased = any(tensor.name.endswith(".bias") for tensor in layer_parameters(architecture, 0))
+    return architecture.tie_word_embeddings and not biased
+
+
 def _plain_float8(job: TrainingJob) -> bool:
     """Whether float8 is torchao's over bf16 weights. GPT-2's Conv1D is no nn.Linear and stays as it is."""
     plain = job.task == "train" and job.finetuning.method == "full" and job.framework in ("huggingface", "torch")
@@ -100,6 +107,15 @@ def _huggingface_reason(job: TrainingJob) -> str:
         ),
         (bool(zero := _zero_reason(job)), zero),
         (bool(compiled := compile_reason(job)), compiled),
+        (
+            job.optimizer.name == "galore" and job.architecture.model_type == "gpt2",
+            "optimizer.name='galore' projects nn.Linear alone, and GPT-2 has Conv1D: it is not modelled there.",
+        ),
+        (
+            job.optimizer.name in ("lomo", "adalomo") and not _updates_between_operations(job.architecture),
+            f"optimizer.name={job.optimizer.name!r} equals its trace where the token table is the lm_head's too and layers "
+            "have no biases; elsewhere updates are counted up to 3 % too high, with what the next gradient takes.",
+        ),
         (
             (job.offload.parameters or job.offload.optimizer)
             and not (_offloads_with_fsdp2(job) or _offloads_with_zero(job)),
