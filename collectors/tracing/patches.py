@@ -118,10 +118,8 @@ def install(*, masks_of_batch: bool = False) -> None:
     )
     try:
         import transformers.masking_utils as masks
-        import transformers.training_args as training_arguments
     except ImportError:
         return
-    training_arguments.is_torch_bf16_gpu_available = lambda: True  # the Trainer asks whether the GPU has bfloat16
     compiling = torch.compiler.is_compiling  # inside what is compiled, transformers does not look at values either
     if hasattr(masks, "find_packed_sequence_indices") and not masks_of_batch:
         find = masks.find_packed_sequence_indices  # fake tensors look packed to it: a b·s·s mask
@@ -130,3 +128,10 @@ def install(*, masks_of_batch: bool = False) -> None:
         # a padding mask of ones (OPT makes one itself) is dropped for real tensors and kept, b·s·s, for fake ones
         masks.is_tracing = lambda tensor=None: compiling()
         masks.fast_all = lambda tensor: not masks_of_batch
+
+
+def install_for_trainer() -> None:
+    """The Trainer asks whether the GPU has bfloat16."""
+    import transformers.training_args as training_arguments
+
+    training_arguments.is_torch_bf16_gpu_available = lambda: True

@@ -99,7 +99,10 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         _import_torchtitan()
     tracer = Tracer()
     loops_itself = conventions(job).get("loop") == "trainer"  # the Trainer sets the device
-    if job.parallelism.world_size > 1 or job.framework in ("megatron", "deepspeed") or loops_itself:
+    if loops_itself:
+        patches.install_for_trainer()
+    waits = "8bit" in job.optimizer.name  # bitsandbytes' step waits for the GPU
+    if job.parallelism.world_size > 1 or job.framework in ("megatron", "deepspeed") or loops_itself or waits:
         fake_streams.install()
     if job.parallelism.world_size > 1:
         dtensors.install()
