@@ -115,6 +115,8 @@ def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
     splits = job.parallelism.zero_stage == 3
     making = deepspeed.zero.Init(config_dict_or_path=config) if splits else None
     inner = huggingface.build(plain, device, making)
+    if job.loss.kind != "cross_entropy":
+        inner.use_deepspeed(config)
     return DeepSpeedTraining(job, inner, config)
 
 

@@ -201,7 +201,7 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
     if job.loss.kind != "cross_entropy":
         from peakcast.collectors.frameworks import preference
 
-        return preference.training_of(job, model, layout, device)
+        return preference.training_of(job, model, layout, device, making)
     training = HuggingFaceTraining(job, model, layout, batch)
     if is_compiled_whole(job):
         training.model.compile()  # last, as accelerate's prepare_model does: what the layout has wrapped

@@ -14,13 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import OffloadPolicy
 
 from peakcast.collectors.frameworks import layouts
 from peakcast.collectors.frameworks.batches import random_tokens
 from peakcast.collectors.frameworks.checkpointing import checkpoint_arguments
 from peakcast.collectors.frameworks.huggingface import HuggingFaceTraining, causal_model
 from peakcast.collectors.frameworks.huggingface_model import model_of
-from peakcast.conventions import release
+from peakcast.conventions import conventions, release
 from peakcast.errors import CollectorError
 from peakcast.spec import Parallelism, TrainingJob
 
@@ -53,10 +54,7 @@ class PreferenceTraining(HuggingFaceTraining):
             if job.loss.kind != "grpo":  # the default of each trainer's `disable_dropout`
                 _trl("utils").disable_dropout_in_model(one)
         if job.loss.kind in OUTPUTS:
-            add_head = _trl("utils").add_fused_lm_head
-            add_head(network, outputs=OUTPUTS[job.loss.kind])
-            if reference is not None:
-                add_head(reference)
+            _trl("utils").add_fused_lm_head(network, outputs=OUTPUTS[job.loss.kind])
         for prepared in (model, *([reference] if reference is not None else [])):
             if job.framework_options.get("autocast"):  # as accelerate's prepare_model: a context of its own for each
                 prepared.forward = torch.autocast("cuda", dtype=getattr(torch, job.precision.compute))(prepared.forward)
@@ -74,21 +72,65 @@ class PreferenceTraining(HuggingFaceTraining):
         finally:
             announcement.remove()
 
+    def use_deepspeed(self, config: dict[str, Any]) -> None:
+        """The copy becomes an engine of its own, which shards it with stage 3 only."""
+        plugin = SimpleNamespace(deepspeed_config=config)
+        integration = importlib.import_module("transformers.integrations.deepspeed")
+        self._known = integration.HfDeepSpeedConfig(config)  # transformers refers to it weakly: TRL asks for the stage
+        if self.reference is not None:
+            accelerator: Any = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+            self.reference = importlib.import_module("trl.models").prepare_deepspeed(self.reference, accelerator)
+            self.trainer.ref_model = self.reference
+
     def facts(self) -> dict[str, Any]:
         """What was really chosen."""
         return {**super().facts(), "trl": importlib.import_module("trl").__version__}
 
 
-def training_of(job: TrainingJob, model: Any, layout: layouts.Layout, device: str) -> PreferenceTraining:
-    """The run of `job`, whose network has been made; the reference is made here. Raises: CollectorError without TRL."""
+def training_of(
+    job: TrainingJob,
+    model: Any,
+    layout: layouts.Layout,
+    device: str,
+    making: contextlib.AbstractContextManager[Any] | None = None,
+) -> PreferenceTraining:
+    """The run of `job`, whose network has been made; the reference is made here, with `making` around it. Raises:
+    CollectorError without TRL."""
     _check(job)
     reference = None
     if job.reference == "model":
-        with torch.device(device):
+        with making or contextlib.nullcontext(), torch.device(device):
             reference = model_of(job)
         reference.eval()  # as from_pretrained leaves it
+        if job.loss.kind in OUTPUTS:
+            _trl("utils").add_fused_lm_head(reference)
+        reference = _sharded(reference, job)
     with torch.device(device):
         return PreferenceTraining(job, model, layout, reference)
+
+
+def _sharded(reference: Any, job: TrainingJob) -> Any:
+    """The copy as `prepare_fsdp` has it, which is one group with FSDP2."""
+    if job.parallelism.sharding not in ("fsdp2", "hsdp"):
+        return reference
+    from peakcast.collectors.frameworks.layouts import data_mesh
+    from peakcast.collectors.frameworks.layouts.fsdp2 import mixed_precision
+
+    mesh = data_mesh(job)
+    plugin = SimpleNamespace(
+        fsdp_version=2,
+        reshard_after_forward=bool(conventions(job)["fsdp_reshard_after_forward"]),
+        cpu_offload=OffloadPolicy(),
+        mixed_precision_policy=mixed_precision(job),
+        ignored_modules=None,
+    )
+    accelerator: Any = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        device=torch.device("cuda"),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
+    )
+    return importlib.import_module("trl.models").prepare_fsdp(reference, accelerator)
 
 
 def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
@@ -188,6 +230,11 @@ class _OneProcess:
         return model
 
 
+def _done(layout: Parallelism) -> tuple[Parallelism, ...]:
+    ranks = layout.data_parallel_size
+    return Parallelism(data_parallel_size=ranks), Parallelism(data_parallel_size=ranks, sharding="fsdp2")
+
+
 def _check(job: TrainingJob) -> None:
     """Refuse what is not run with TRL's losses. Raises: CollectorError."""
     rules = (
@@ -197,9 +244,9 @@ def _check(job: TrainingJob) -> None:
         ("batch.form", job.batch.form != "rows", job.batch.form, "full rows"),
         (
             "parallelism",
-            job.parallelism != Parallelism(data_parallel_size=job.parallelism.data_parallel_size),
+            job.parallelism not in _done(job.parallelism),
             job.parallelism.world_size,
-            "one GPU, or several with DDP",
+            "one GPU, or several with DDP or FSDP2",
         ),
         ("compile", job.compile, True, "it without torch.compile"),
         ("offload.activations", job.offload.activations, True, "it without offload"),

@@ -88,6 +88,7 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = Stream, Event
     cuda.current_stream = cuda.default_stream = lambda *_, **__: current
+    torch.accelerator.current_stream = lambda *_, **__: current  # FSDP2 waits on it for what was gathered and not used
     cuda.stream = lambda stream: contextlib.nullcontext(stream)
     cuda.synchronize = cuda.set_device = lambda *_, **__: None
     cuda.device_count, cuda.current_device = (lambda: 1), (lambda: 0)

@@ -38,7 +38,13 @@ from peakcast.models.analytical.layouts.zero12 import Zero12
 from peakcast.models.analytical.layouts.zero_host import HostMemory, host_memory
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
-from peakcast.models.analytical.preference import as_trained, forward_beforehand, hold_reference, reference_forward
+from peakcast.models.analytical.preference import (
+    as_trained,
+    forward_beforehand,
+    hold_reference,
+    hold_whole_head,
+    reference_forward,
+)
 from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.models.analytical.workspaces import training_workspaces
@@ -218,6 +224,7 @@ def _micro_batch(
     if job.loss.kind != "cross_entropy":
         reference_forward(timeline, job, context, start)
     timeline.run_backward(loss)
+    hold_whole_head(timeline, job, loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
     masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
     dies = last_readers(blocks.contexts, runs) if masks_kept else []

@@ -12,10 +12,13 @@ from dataclasses import replace
 
 from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes
 from peakcast.models.analytical.blocks.hf_ends import embedding_variables, head
-from peakcast.models.analytical.blocks.preference_heads import FP32, INT64, scored_rows
+from peakcast.models.analytical.blocks.preference_heads import FP32, INT64, scored_rows, vocabulary_part_bytes
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
 from peakcast.models.analytical.hf_model import hold_masks, hold_rotary_tables, model_ends
-from peakcast.models.analytical.layouts import layout_of
+from peakcast.models.analytical.layouts import gathers_head_itself, layout_of
+from peakcast.models.analytical.layouts.base import Unit
+from peakcast.models.analytical.layouts.fsdp2 import FSDP2
+from peakcast.models.analytical.layouts.zero3 import Zero3
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.spec import ActivationCheckpointing, Finetuning, TrainingJob
@@ -65,7 +68,9 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
         kl = [(f"KL_{name}", "", tokens) for name in ("input_ids", "attention_mask", "completion_mask")]
         timeline.hold_all(kl, Category.INPUTS)
     if job.reference in ("model", "adapter_off") and job.loss.kind != "grpo":
-        _run(timeline, _alone(job))
+        begin, copied = timeline.now, job.reference == "model"
+        _run(timeline, _alone(job), NAME if copied else "")
+        timeline.phases[begin:] = bytes((Phase.LOSS,)) * (timeline.now - begin)  # what gathers its weights too
     scored = scored_rows(policy) if policy.loss != "cross_entropy" else 0
     per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32)]
     per_token += [("mean_logits", "head", scored * FP32), ("is_top1", "head", scored)]
@@ -88,10 +93,11 @@ def forward_beforehand(timeline: Step, job: TrainingJob) -> None:
     timeline.phases[begin:] = bytes((Phase.FORWARD,)) * (timeline.now - begin)  # its head too
 
 
-def _run(timeline: Step, job: TrainingJob, prefix: str = NAME, phase: Phase = Phase.LOSS) -> None:
-    """A network's forward of which nothing is kept."""
+def _run(timeline: Step, job: TrainingJob, prefix: str, phase: Phase = Phase.LOSS) -> None:
+    """A network's forward of which nothing is kept. `prefix`: "" for the policy's own, whose layout gathers it."""
     context = block_context(job, None)
     blocks, start = Blocks(job, context), timeline.now
+    shards = _gathered_whole(timeline, job) if prefix == NAME else None
     embedded = timeline.run_without_graph(blocks.embedding(), f"{prefix}embedding", phase)
     runs = [
         timeline.run_without_graph(blocks.layer(layer), f"{prefix}layers.{layer}", phase)
@@ -99,6 +105,7 @@ def _run(timeline: Step, job: TrainingJob, prefix: str = NAME, phase: Phase = Ph
     ]
     made = head(context)
     last = timeline.run_without_graph(made, f"{prefix}head", phase)
+    hold_whole_head(timeline, job, last)
     ends = model_ends(last)
     is_input, sizes = embedding_variables(context)
     after = runs[0] if is_input and runs else embedded
@@ -108,8 +115,54 @@ def _run(timeline: Step, job: TrainingJob, prefix: str = NAME, phase: Phase = Ph
     hold_masks(timeline, blocks.contexts, start, ends, [])
     hold_rotary_tables(timeline, job, context, start)
     _hold_casts(timeline, job, context, runs, prefix)
-    if job.reference == "model" and prefix == NAME:
-        _hold_gathered(timeline, job, [embedded, *runs, last])
+    _fetch(timeline, job, prefix, [(run.module.removeprefix(prefix), run) for run in (embedded, *runs, last)])
+    if shards is not None:
+        shards.reshard(timeline)
+        shards.end_forward(timeline)
+
+
+def _gathered_whole(timeline: Step, job: TrainingJob) -> FSDP2 | None:
+    """FSDP2's copy is one group (`prepare_fsdp`, trl 1.16.0 `models/utils.py`): all of it is gathered before it runs, and
+    stays beside the output of its all-gather until the root's forward, which is its own, ends."""
+    tensors = stored_parameters(job)
+    layout = layout_of(job, tensors)
+    if not isinstance(layout, FSDP2):
+        return None
+    layout.units = [Unit(NAME.rstrip("."), (), tuple(tensors))]
+    layout.gather(timeline, layout.units[0], Phase.LOSS)
+    return layout
+
+
+def _fetch(timeline: Step, job: TrainingJob, prefix: str, runs: list[tuple[str, Run]]) -> None:
+    """ZeRO-3's copy is an engine of its own (`prepare_deepspeed`), which fetches what each module needs. (FSDP1's is read
+    from `prepare_fsdp` and compared with no trace: its units are gathered block by block.)"""
+    if prefix == NAME and job.parallelism.sharding == "fsdp1" and job.parallelism.num_replicas > 1:
+        for name, run in runs:
+            size = sum(t.numel * t.gathered_bytes for t in stored_parameters(job) if t.module == name)
+            dies = run.forward_start + run.template.num_forward
+            timeline.hold("gathered", Category.COMMUNICATION_BUFFERS, size, run.forward_start, dies, run.module)
+    if prefix == NAME and isinstance(policy := timeline.hooks, Zero3):
+        layout = layout_of(job, stored_parameters(job))
+        assert isinstance(layout, Zero3)
+        layout.run_forward_alone(timeline, runs, knows_order=policy.knows_order)
+
+
+def hold_whole_head(timeline: Step, job: TrainingJob, head: Run) -> None:
+    """The head's weight, up to now, where FSDP2 has it apart: no module of it runs, so TRL itself gathers it
+    (`full_tensor` in trl 1.16.0 `trainer/utils.py`), for each forward anew."""
+    if not gathers_head_itself(job):
+        return
+    weights = [t for t in stored_parameters(job) if t.name.startswith("lm_head.")]
+    size = sum(t.numel * t.element_bytes for t in weights)
+    timeline.hold("gathered", Category.COMMUNICATION_BUFFERS, size, model_ends(head), timeline.now, "head")
+    if any(t.element_bytes != t.gathered_bytes for t in weights):  # as it is stored, and narrowed part by part
+        parts = {head.forward_start: 1, head.backward_start or -1: 2}  # in backward a variable names the last one
+        for begins, num_parts in parts.items():
+            labels = timeline.labels[max(begins, 0) : timeline.now]
+            if begins < 0 or (label := "lm_head.log_probabilities") not in labels:
+                continue
+            at, part = begins + labels.index(label), vocabulary_part_bytes(job.architecture, weights[0].gathered_bytes)
+            timeline.hold("lm_head.weight.part", Category.TEMPORARIES, num_parts * part, at, at + 1, "head")
 
 
 def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list[Run], prefix: str) -> None:
@@ -123,17 +176,3 @@ def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list
         cached = size * sum(t.numel for t in wide)
         timeline.hold("autocast_cache", Category.TEMPORARIES, cached, born, timeline.now, run.module)
 
-
-def _hold_gathered(timeline: Step, job: TrainingJob, runs: list[Run]) -> None:
-    """What a sharded copy is gathered into, read from `prepare_fsdp` and `prepare_deepspeed` (trl 1.16.0 `models/utils.py`)
-    and compared with no trace: FSDP2's is one group, whole while it runs; FSDP1's and ZeRO-3's, block by block."""
-    layout = job.parallelism
-    if layout.num_replicas == 1 or (layout.sharding in ("none", "no_shard") and layout.zero_stage < 3):
-        return
-    whole = layout.sharding in ("fsdp2", "hsdp")
-    for run in runs:
-        size = sum(t.numel * t.gathered_bytes for t in stored_parameters(job) if NAME + t.module == run.module)
-        born, dies = run.forward_start, run.forward_start + run.template.num_forward
-        if whole:
-            born, dies = runs[0].forward_start, timeline.now
-        timeline.hold("gathered", Category.COMMUNICATION_BUFFERS, size, born, dies, run.module)

@@ -1,4 +1,5 @@
-"""Which preference training the ledger covers: TRL's, where its trace equals it (`peakcast verify agreement-trl`)."""
+"""Which preference training the ledger covers: TRL's, where its trace equals it (`peakcast verify agreement-trl`, and
+`agreement-trl-deepspeed`)."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ def preference_reason(job: TrainingJob) -> str:
     checks = (
         (kind in PAIRS and job.micro_batch_size % 2 == 1, "counts both of a pair: give an even micro_batch_size."),
         (job.task != "train", "is a training's."),
-        (job.framework != "huggingface", f"is modelled as TRL's trainers have it, not with framework={job.framework!r}."),
+        (
+            job.framework not in ("huggingface", "deepspeed"),
+            f"is modelled as TRL's trainers have it, not with framework={job.framework!r}.",
+        ),
         (makes_whole_logits(job), "is modelled as in trl since 1.15; whole logits are taken as the cross entropy's."),
-        (_shards(job), "was compared with traces on one GPU and under DDP only."),
+        (bool(shards := _shards(job)), shards),
         (job.architecture.kind != "decoder", "is modelled for decoders."),
         (job.architecture.moe is not None, "is modelled without experts, whose balance is a loss too."),
         (job.batch != Batch(), "is modelled for full rows: TRL pads to the longest sequence of both halves."),
@@ -39,6 +43,29 @@ def preference_reason(job: TrainingJob) -> str:
     return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")
 
 
-def _shards(job: TrainingJob) -> bool:
-    """Whether ranks share anything but gradients."""
-    return job.parallelism != Parallelism(data_parallel_size=job.parallelism.data_parallel_size)
+def _shards(job: TrainingJob) -> str:
+    """What was compared with no trace of how ranks share the network, "" where they share nothing but gradients."""
+    layout = job.parallelism
+    ranks = layout.data_parallel_size
+    if layout == Parallelism(data_parallel_size=ranks):
+        return ""
+    if layout.zero_stage:
+        return _zero(job)
+    if layout != Parallelism(data_parallel_size=ranks, sharding="fsdp2"):
+        return "was compared with traces on one GPU, under DDP, FSDP2 and ZeRO only."
+    if job.loss.kind == "reward":
+        return "under FSDP2 was compared with no trace: accelerate does not name a classifier's head as a group."
+    if job.finetuning.method != "full" and job.architecture.tie_word_embeddings:
+        return "with adapters under FSDP2 was compared with traces of heads of their own only, not of a tied one."
+    return ""
+
+
+def _zero(job: TrainingJob) -> str:
+    full, stage, kind = job.finetuning.method == "full", job.parallelism.zero_stage, job.loss.kind
+    if kind == "reward":
+        return "under ZeRO was compared with no trace."
+    if stage == 3 and (kind != "dpo" or job.reference != "model" or not full):
+        return "under ZeRO-3 equals traces of DPO with a copy of the network as its reference only: full, loss.kind=dpo."
+    if job.parallelism != Parallelism(data_parallel_size=job.parallelism.data_parallel_size, zero_stage=stage):
+        return "under ZeRO was compared with traces beside no other parallelism."
+    return ""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from peakcast.dialects.accelerate import launcher_beside, refuse_twice
+from peakcast.dialects.generation import READ, Generation, generation_of
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import with_method
@@ -132,6 +133,10 @@ def from_axolotl(pasted: Pasted) -> Translation:
         training["per_device_train_batch_size"] = total // steps if steps and total else settings.size("micro_batch_size")
     settings.size("sequence_len", 512, assume=True)
     training.setdefault("max_length", 512)
+    method = settings.text("rl", "reward" if settings.switch("reward_model") else "sft").lower()
+    generation = _generation(settings) if method == "grpo" else None
+    if generation is not None:
+        training["max_length"] = generation.sequence_length
     named = settings.text("base_model")
     model = pasted.model or named
     if not model:
@@ -162,13 +167,24 @@ def from_axolotl(pasted: Pasted) -> Translation:
         job = job.replace(framework_options=FrozenMapping({**job.framework_options, "quantized_experts": True}))
     job = with_method(
         job,
-        settings.text("rl", "reward" if settings.switch("reward_model") else "sft"),
+        method,
         "rl",
         notes,
+        refers=generation is not None and generation.refers,
         precomputed=settings.switch("precompute_ref_log_probs"),
         whole_logits="trl 1.9, which axolotl 0.19 requires,",
     )
     return notes.finish(job)
+
+
+def _generation(settings: Settings) -> Generation:
+    """GRPO's settings, which `trl` holds under trl's names, and `vllm` for a server (`axolotl vllm-serve`)."""
+    given = settings.raw("trl")
+    values = {key: value for key, value in (given if isinstance(given, Mapping) else {}).items() if value is not None}
+    values.setdefault("beta", settings.number("rl_beta", 0.0))
+    values.setdefault("max_prompt_length", settings.integer("max_prompt_len"))
+    read = {key: values[key] for key in READ if values.get(key) is not None}
+    return generation_of(Settings(read, settings.notes, "axolotl"), "micro_batch_size")
 
 
 def _packing(settings: Settings, training: dict[str, Any]) -> None:

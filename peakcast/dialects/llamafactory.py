@@ -134,7 +134,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         raise settings.refuse(
             "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
         )
-    who = "LLaMA-Factory (train/dpo/trainer.py)"
+    who = f"LLaMA-Factory (train/{stage}/trainer.py)"
     return notes.finish(with_method(notes.include(translation), stage, "stage", notes, whole_logits=who))
 
 

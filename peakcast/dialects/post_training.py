@@ -12,7 +12,7 @@ from typing import NamedTuple
 from peakcast.dialects.translation import Notes
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
-from peakcast.loss import LossKind
+from peakcast.loss import REFERRING, LossKind
 from peakcast.spec import TrainingJob
 
 
@@ -35,19 +35,28 @@ METHODS: dict[str, Method] = {
     "orpo": Method(2, "cross_entropy"),
     "cpo": Method(2, "cross_entropy"),
     "simpo": Method(2, "cross_entropy"),
+    "kto": Method(1, "kto"),
+    "grpo": Method(1, "grpo"),
 }
 NOT_MODELLED = {
-    "grpo": "GRPO", "ppo": "PPO", "kto": "KTO",
-    "rloo": "RLOO", "gkd": "distillation", "online_dpo": "online DPO", "xpo": "XPO", "nash_md": "Nash-MD", "prm": "PRM",
-    "gspo": "GSPO", "gdpo": "GDPO", "ebft": "EBFT",
+    "ppo": "PPO", "rloo": "RLOO", "gkd": "distillation", "online_dpo": "online DPO", "xpo": "XPO", "nash_md": "Nash-MD",
+    "prm": "PRM", "gspo": "GSPO", "gdpo": "GDPO", "ebft": "EBFT",
 }  # fmt: skip
 
 
 def with_method(
-    job: TrainingJob, name: str, parameter: str, notes: Notes, *, precomputed: bool = False, whole_logits: str = ""
+    job: TrainingJob,
+    name: str,
+    parameter: str,
+    notes: Notes,
+    *,
+    precomputed: bool = False,
+    refers: bool = False,
+    whole_logits: str = "",
 ) -> TrainingJob:
     """`job` as the training method `name` runs it. `precomputed`: the reference's log-probabilities are made beforehand.
-    `whole_logits`: who computes log-probabilities of whole logits, as trl did before 1.15; "": nobody.
+    `refers`: whether GRPO has one. `whole_logits`: who computes log-probabilities of whole logits, as trl did before 1.15;
+    "": nobody.
 
     Raises: SpecError for methods that are not modelled, with what can be asked instead.
     """
@@ -61,13 +70,14 @@ def with_method(
             value=name,
         )
     method = METHODS[word]
-    if method.sequences == 1:
+    if method == METHODS["sft"]:
         return job
     size = method.sequences * job.micro_batch_size
-    notes.assumptions.append(
-        f"{name} passes the chosen and the rejected sequence of each sample together: micro_batch_size is "
-        f"{method.sequences} × {job.micro_batch_size} = {size}."
-    )
+    if method.sequences > 1:
+        notes.assumptions.append(
+            f"{name} passes the chosen and the rejected sequence of each sample together: micro_batch_size is "
+            f"{method.sequences} × {job.micro_batch_size} = {size}."
+        )
     if method.kind == "cross_entropy":
         notes.unsupported.append(
             f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is taken."
@@ -75,8 +85,10 @@ def with_method(
         return job.replace(micro_batch_size=size)
     loss = replace(job.loss, kind=method.kind, fused_linear_cross_entropy=False)
     options = dict(job.framework_options)
-    if method.kind == "dpo":
+    if method.kind in REFERRING:
         loss = replace(loss, reference="precomputed" if precomputed else None)
+        if method.kind == "grpo" and refers:
+            loss = replace(loss, reference="model" if job.finetuning.method == "full" else "adapter_off")
         _say_whose_logits(notes, whole_logits)
         if whole_logits:
             options["preference_logits"] = "whole"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from peakcast.dialects.accelerate import Launcher, launcher_of, refuse_twice
+from peakcast.dialects.generation import READ, SAMPLING, Generation, generation_of
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import METHODS, NOT_MODELLED, with_method
@@ -45,7 +46,7 @@ _SCRIPT = re.compile(
 """trl's ScriptArguments, the rest of ModelConfig, DPOConfig's loss: data, and what else cannot matter."""
 _OF_TRL = re.compile(
     r"use_peft|lora_.*|packing|max_length|max_seq_length|padding_free|dataset_(name|mixture|text_field|num_proc|config)"
-    r"|beta|loss_type|assistant_only_loss|completion_only_loss|use_bnb_nested_quant"
+    r"|num_generations|use_vllm|(un)?desirable_weight|beta|loss_type|assistant_only_loss|completion_only_loss|use_bnb_nested_quant"
 )
 """Keys that TrainingArguments alone does not have."""
 _TRL_DEFAULTS = {"gradient_checkpointing": True, "bf16": True}
@@ -107,9 +108,12 @@ def from_parts(pasted: Pasted, role: str) -> Translation:
     if quantization:
         training["quantization_config"] = quantization
     method = _method(pasted.program, training)
+    generation = _generation(training, notes) if method == "grpo" else None
     if Settings({"use_liger_loss": training.pop("use_liger_loss", False)}, notes, "trl").switch("use_liger_loss"):
         notes.unsupported.append("Liger's preference loss (use_liger_loss) is not modelled.")
     loss = training.pop("loss_type", None)
+    if method == "kto" and loss == "apo_zero_unpaired":
+        notes.assumptions.append("loss_type=apo_zero_unpaired has no forward for the KL term; KTO's is counted.")
     if loss == "chunked_nll":
         notes.unsupported.append("trl's chunked loss (loss_type=chunked_nll) is not modelled; whole logits are taken.")
     elif loss is not None:
@@ -129,8 +133,21 @@ def from_parts(pasted: Pasted, role: str) -> Translation:
     if training.get("packing") is True and _is_trl(pasted.program, training):
         training.setdefault("packing_strategy", "bfd")  # since trl 0.18
     translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus)
-    job = with_method(notes.include(translation), method, "training method", notes, precomputed=precomputed)
+    refers = generation is not None and generation.refers
+    job = notes.include(translation)
+    job = with_method(job, method, "training method", notes, precomputed=precomputed, refers=refers)
     return notes.finish(job)
+
+
+def _generation(training: dict[str, Any], notes: Notes) -> Generation:
+    """What GRPO's completions make of the run; `training` says how long its sequences are, and no more of them."""
+    given = {key: training[key] for key in READ if key in training}
+    generation = generation_of(Settings(given, notes, "trl"), "per_device_train_batch_size")
+    for key in [key for key in training if SAMPLING.fullmatch(key)]:
+        del training[key]
+        notes.ignored.append(key)
+    training["max_length"] = generation.sequence_length
+    return generation
 
 
 def _model(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ CELLS = {
     "dpo_precomputed": {"loss": {"kind": "dpo", "reference": "precomputed"}, "activation_checkpointing.mode": "full"},
     "dpo_lora": {"loss": {"kind": "dpo"}, "finetuning": ADAPTED, "activation_checkpointing.mode": "full"},
     "dpo_autocast": {"loss": {"kind": "dpo"}, "precision.parameters": "float32", "framework_options": {"autocast": True}},
+    "kto": {"loss": {"kind": "kto"}},
     "reward": {"loss": {"kind": "reward"}},
     "reward_lora": {"loss": {"kind": "reward"}, "finetuning": ADAPTED},
 }
@@ -60,14 +61,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from peakcast.collectors.frameworks import build
 from peakcast.collectors.frameworks.huggingface_model import model_of
 from peakcast.collectors.tracing.tracer import Tracer
-from peakcast.collectors.tracing.trace import run_step
+from peakcast.collectors.tracing.trace import Steps
+from peakcast.collectors.stepping import run_step
 from peakcast.dialects.job_file import job_from_mapping
 import trl
 
 STEPS = 3
 job = job_from_mapping(json.loads(sys.argv[1]))
 checkpointed = job.activation_checkpointing.mode == "full"
-length, pairs = job.sequence_length, job.micro_batch_size // 2
+length, pairs = job.sequence_length, job.micro_batch_size // (1 if job.loss.kind == "kto" else 2)
 
 def ours():
     with Tracer("cpu") as tracer:
@@ -75,7 +77,7 @@ def ours():
         gc.collect()
         for _ in range(STEPS):
             starts.append(tracer.now)
-            run_step(training, tracer)
+            run_step(training, Steps(training, tracer))
         starts.append(tracer.now)
     return tracer, starts
 
@@ -97,8 +99,10 @@ def theirs():
     if job.loss.kind == "reward":
         ids = torch.randint(2, job.architecture.vocab_size, (64, 2, length)).tolist()
         rows = [{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in ids]
+    if job.loss.kind == "kto":  # of an answer each, with and without a liking
+        rows = [{"prompt": "7 ", "completion": words(), "label": n % 2 == 0} for n in range(64)]
     data = datasets.Dataset.from_list(rows)
-    kind = {"dpo": "DPO", "reward": "Reward"}[job.loss.kind]
+    kind = {"dpo": "DPO", "reward": "Reward", "kto": "KTO"}[job.loss.kind]
     config, trainer = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
     arguments = config(
         output_dir=sys.argv[2], max_steps=STEPS, per_device_train_batch_size=pairs, use_cpu=True, bf16=False,
@@ -125,7 +129,7 @@ print("FOUND", json.dumps(found))
 
 @pytest.mark.slow
 @needs_trl
-@pytest.mark.parametrize("name", ["dpo", "reward"])
+@pytest.mark.parametrize("name", ["dpo", "reward", "kto"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_each_step_peaks_as_high_as_in_trls_own_trainer(tmp_path, name, checkpointing):
     """Both really run, on this machine's CPU; the peaks lie in the layers, where all that lives beside the loss counts."""

@@ -34,14 +34,9 @@ class FullySharded(Alone):
 def wrap(model: Any, job: TrainingJob) -> FullySharded:
     """`model` with its parameters as shards of dimension 0."""
     chosen = conventions(job)
-    mixed = mixed_precision_dtypes(job)
-    policy = MixedPrecisionPolicy()
-    if mixed is not None:  # accelerate sets the dtype of outputs too (FullyShardedDataParallelPlugin.set_mixed_precision)
-        outputs = mixed[0] if job.framework == "huggingface" else None
-        policy = MixedPrecisionPolicy(param_dtype=mixed[0], reduce_dtype=mixed[1], output_dtype=outputs)
     common: dict[str, Any] = {
         "mesh": data_mesh(job),
-        "mp_policy": policy,
+        "mp_policy": mixed_precision(job),
         "offload_policy": CPUOffloadPolicy() if job.offload.parameters else OffloadPolicy(),
     }
     # torchtitan: with pipelining each micro-batch would gather again
@@ -55,6 +50,16 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
     layout = FullySharded(model)
     layout.synchronizes = not chosen["accumulates_without_sync"]
     return layout
+
+
+def mixed_precision(job: TrainingJob) -> MixedPrecisionPolicy:
+    """In which dtypes weights are gathered, gradients reduced and outputs returned."""
+    mixed = mixed_precision_dtypes(job)
+    if mixed is None:
+        return MixedPrecisionPolicy()
+    # accelerate sets the dtype of outputs too (FullyShardedDataParallelPlugin.set_mixed_precision)
+    outputs = mixed[0] if job.framework == "huggingface" else None
+    return MixedPrecisionPolicy(param_dtype=mixed[0], reduce_dtype=mixed[1], output_dtype=outputs)
 
 
 def _shard_ends_of_stage(model: Any, common: dict[str, Any], keeps: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 from peakcast.timeline import Category
@@ -65,6 +66,11 @@ def score(build: BlockBuilder, hidden: Tensor) -> None:
 def scored_rows(context: HFContext) -> int:
     """Positions that have a next token in their sequence."""
     return context.batch * (context.sequence - 1)
+
+
+def vocabulary_part_bytes(architecture: Architecture, element_bytes: int) -> int:
+    """Bytes of the largest part of the head's weight that is projected at a time."""
+    return min(architecture.vocab_size, VOCABULARY_CHUNK) * architecture.hidden_size * element_bytes
 
 
 def _cast(rows: int, vocabulary: int, *, keeps_weight: bool = False) -> int:

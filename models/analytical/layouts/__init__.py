@@ -7,6 +7,7 @@ from typing import Any
 
 from peakcast.conventions import conventions
 from peakcast.fields import FrozenMapping
+from peakcast.loss import REFERRING
 from peakcast.models.analytical.layouts.base import Layout, StoredTensor, units_by_layer
 from peakcast.models.analytical.layouts.ddp import DDP
 from peakcast.models.analytical.layouts.fsdp1 import FSDP1
@@ -42,6 +43,8 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
         units = units_by_layer(
             sharded, ends_apart=chosen["fsdp2_units"] == "ends", first_layer_without_gradient=no_gradient_enters
         )
+        if gathers_head_itself(job):
+            units = [unit for unit in units if unit.name != "tail"]
         return FSDP2(
             tensors,
             units,
@@ -111,7 +114,16 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
         packs=not job.activation_checkpointing.use_reentrant,
         offloads=offloads,
         offloads_parameters=job.offload.parameters,
+        head_of_root=job.loss.kind in REFERRING,
     )
+
+
+def gathers_head_itself(job: TrainingJob) -> bool:
+    """Whether the head's weight is an FSDP2 group by itself that preference training passes by: with adapters accelerate
+    does not find the final norm, beside which the weight would be gathered."""
+    apart = conventions(job).get("fsdp2_units") == "ends" and not job.architecture.tie_word_embeddings
+    sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.num_replicas > 1
+    return job.loss.kind in REFERRING and job.finetuning.method != "full" and sharded and apart
 
 
 def expert_ranks(job: TrainingJob) -> int:

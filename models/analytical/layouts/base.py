@@ -115,6 +115,8 @@ class Unit:
     """Not resharded after forward."""
     reduces_at_end: bool = False
     """Its gradients wait for the end of backward: nothing that enters it has a gradient."""
+    fetched_in_vain: bool = False
+    """The unit after it fetches it ahead in backward, which never comes to it: what it makes has no gradient."""
     hook: str = ""
     """The operation whose backward waits for it to be gathered, and lets the next be fetched; "": the block's first."""
     sent: list[int] = field(default_factory=list)
@@ -171,7 +173,7 @@ class ShardedLayout(Layout):
 
     def before_backward(self, step: Step, module: str) -> None:
         for unit in self._of_module.get(module, []):
-            if not unit.gathered:
+            if not unit.gathered and not unit.fetched_in_vain:
                 self.gather(step, unit)
             if self.prefetches and not unit.hook and unit.modules[-1] == module and (following := self.unit_before(unit)):
                 self.prefetch(step, following)
@@ -197,6 +199,8 @@ class ShardedLayout(Layout):
         for unit in (self.units[-1], *self.units[:-1]):  # the root, if any, is the last unit and the first to end
             if unit.reduces_at_end:
                 self.finish(step, unit)
+            if unit.fetched_in_vain:
+                step.free(unit.sent)
 
     def begin_turns(self) -> None:
         """Before the turns of a pipeline: units stay gathered and full gradients wait until they have all been taken."""
@@ -308,7 +312,8 @@ def units_by_layer(
         tail = Unit("tail", ("embedding", "head"), (*table, *head), True, reduces_at_end=True, hook="lm_head")
         units = [*layers, tail]
     else:
-        first = Unit("embedding", ("embedding",), tuple(table), reduces_at_end=True)
+        in_vain = first_layer_without_gradient
+        first = Unit("embedding", ("embedding",), tuple(table), reduces_at_end=True, fetched_in_vain=in_vain)
         units = [first, *layers, Unit("tail", ("head",), tuple(head), True, hook="lm_head")]
     if left:
         units.append(Unit("root", ("embedding", "head"), tuple(left), stays_after_forward=True, reduces_at_end=True))

@@ -128,7 +128,7 @@ class Zero12(Partitions):
         begin = run.backward_start or 0
         if weights and not self._bucket:  # `setup_buckets`, at the first gradient
             sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
-            first = begin + int(run.template.born[weights].min())
+            first = begin + int(run.template.born[weights].min()) + 1  # when the operation is done, its temporaries gone
             self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=first)
         if self.stage == 2:  # each gradient goes into the bucket as soon as it is there
             run.keeps_gradients = False

@@ -27,6 +27,7 @@ class Zero3(Partitions):
         packs: bool = True,
         offloads: bool = False,
         offloads_parameters: bool = False,
+        head_of_root: bool = False,
     ) -> None:
         super().__init__(tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads)
         self.packs = packs
@@ -38,9 +39,16 @@ class Zero3(Partitions):
         self._tied = not any(t.name == "lm_head.weight" for t in tensors)
         if self._tied:
             self._of_module.setdefault("head", []).extend(replace(t, name="lm_head.weight") for t in table)
+        head = [t for t in self._of_module.get("head", []) if t.name.startswith("lm_head.")]
+        self._of_root = tuple(head) if head_of_root and not self._tied else ()
+        """What the network's own forward reads of a module that does not run: an external parameter of the root, fetched as
+        the root begins (`ZeROOrderedDict` and `register_external_parameter` of `partition_parameters.py`)."""
+        if self._of_root:
+            self._of_module["head"] = [t for t in self._of_module["head"] if t not in head]
         self._coordinator: Coordinator | None = None
         self._turns: list[Turn] = []
-        self._knows_order = False
+        self.knows_order = False
+        """Whether the network has run before: not in a training's first micro-batch."""
         self._entered = 0
         self._last = True
         self._throughout: dict[str, tuple[StoredTensor, ...]] = {}
@@ -90,7 +98,7 @@ class Zero3(Partitions):
         return max(self.partition([t]) for t in self.trained)
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
-        self._knows_order, self._last = not (first and self.first_step), last
+        self.knows_order, self._last = not (first and self.first_step), last
         self._turns, self._turned = [], None
         if self._coordinator is None:
             self._coordinator = Coordinator(step, self.ranks, self.buckets, self.packs)
@@ -101,7 +109,8 @@ class Zero3(Partitions):
         self._entered = step.now
 
     def after_forward(self, step: Step, module: str) -> None:
-        self._take_turns(step, module, self._entered, step.now)
+        if module in self._of_module:  # and not of another network that runs meanwhile
+            self._take_turns(step, module, self._entered, step.now)
 
     def before_backward(self, step: Step, module: str) -> None:
         self._turned = step.now if self._turned is None else self._turned
@@ -141,7 +150,21 @@ class Zero3(Partitions):
                 for turn in turns
             ]
         releases = not backward or module != "embedding"
+        self._turns += self._turn_of_root(module == ("head" if backward else "embedding"), begins)
         self._turns += turns if releases else [replace(turn, releases=False) for turn in turns]
+
+    def _turn_of_root(self, begins: bool, now: int) -> list[Turn]:
+        """The root's own turn, as its forward or backward begins; what is left then ends with the micro-batch."""
+        return [Turn(now, now + 1, self._of_root, releases=False)] if begins and self._of_root else []
+
+    def run_forward_alone(self, step: Step, runs: Iterable[tuple[str, Run]], *, knows_order: bool) -> None:
+        """A network that is only run forward has been, as `runs`, by the names of their modules: fetch for it."""
+        coordinator, self._turns = Coordinator(step, self.ranks, self.buckets, self.packs), []
+        coordinator.available = {t: 0 for t in self.tensors if self.persists(t) and knows_order}
+        for module, run in runs:
+            self._take_turns(step, module, run.forward_start, run.forward_start + run.template.num_forward)
+        coordinator.play(self._turns, knows_order=knows_order)
+        coordinator.end(step.now, all_of_them=True)
 
     def _around(self, module: str, *, backward: bool) -> int:
         """Modules that are entered as the block begins: its layer's; the network's, and peft's two around it."""
@@ -169,7 +192,7 @@ class Zero3(Partitions):
         if self._filled:
             self._reduce(step, step.moment("reduce_gradients", Phase.BACKWARD))
         if self._coordinator is not None:
-            self._coordinator.play(self._turns, knows_order=self._knows_order)
+            self._coordinator.play(self._turns, knows_order=self.knows_order)
             self._coordinator.end(step.now)
 
     def clip(self, step: Step) -> None:

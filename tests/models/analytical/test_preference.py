@@ -80,7 +80,9 @@ def test_rows_that_autocast_narrows_at_a_time(rows, vocabulary, forward, backwar
     ("changes", "says"),
     [
         ({"micro_batch_size": 3}, "even micro_batch_size"),
-        ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp2"}}, "under DDP only"),
+        ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"}}, "under DDP, FSDP2 and ZeRO only"),
+        ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp2"}, "finetuning": LORA}, "not of a tied one"),
+        ({"parallelism": {"data_parallel_size": 2, "zero_stage": 3}, "finetuning": LORA}, "with a copy of the network"),
         ({"framework": "torch"}, "as TRL's trainers have it"),
         ({"finetuning": {**LORA, "method": "qlora", "quantization": "nf4"}}, "no trace"),
         ({"architecture": {"name": "mixtral-8x7b", "num_hidden_layers": 2}}, "without experts"),
@@ -97,6 +99,23 @@ def test_sharding_a_reference_keeps_a_part_of_it_and_gathers_it():
     weights = standing(whole, Category.REFERENCE_PARAMETERS)
     assert standing(parts, Category.REFERENCE_PARAMETERS) == pytest.approx(weights / 4, rel=1e-3)
     assert standing(parts.replace(parallelism=Parallelism(data_parallel_size=4)), Category.REFERENCE_PARAMETERS) == weights
+
+
+def test_fsdp2_gathers_the_whole_reference_beside_what_was_sent():
+    one = job(loss=DPO, parallelism={"data_parallel_size": 4, "sharding": "fsdp2"})
+    weights = standing(job(loss=DPO), Category.REFERENCE_PARAMETERS)
+    timeline = ledger(one)
+    owners = zip(timeline.modules, timeline.categories, strict=True)
+    of_copy = [module == "reference" and kind == Category.COMMUNICATION_BUFFERS for module, kind in owners]
+    assert timeline.num_bytes[of_copy].sum() == pytest.approx(2 * weights, rel=1e-3)
+
+
+def test_zero_3_fetches_the_reference_as_it_runs_and_zero_2_keeps_it_whole():
+    weights = standing(job(loss=DPO), Category.REFERENCE_PARAMETERS)
+    layouts = {stage: {"data_parallel_size": 4, "zero_stage": stage} for stage in (2, 3)}
+    kind = Category.REFERENCE_PARAMETERS
+    held = {stage: standing(job(loss=DPO, parallelism=layout), kind) for stage, layout in layouts.items()}
+    assert held == {2: pytest.approx(weights, rel=1e-3), 3: pytest.approx(weights / 4, rel=1e-3)}
 
 
 def test_old_jobs_say_and_hash_what_they_did_and_new_ones_come_back():

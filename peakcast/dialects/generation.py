@@ -1,0 +1,73 @@
+"""GRPO's completions: how long the sequences of its step are, whether it has a reference, and who generates beside it.
+
+Source: trl 1.16.0 `trainer/grpo_config.py`, 0.14-0.24 for `max_prompt_length`; axolotl 0.19 `utils/schemas/trl.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from peakcast.dialects.translation import Settings
+
+PROMPT, COMPLETION, UTILIZATION = 512, 512, 0.3
+"""trl's defaults: of `max_prompt_length`, which releases since 1.0 do not have, of `max_completion_length`, and of
+`vllm_gpu_memory_utilization`."""
+READ = (
+    "num_generations", "max_prompt_length", "max_completion_length", "beta", "use_vllm", "vllm_mode",
+    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
+)  # fmt: skip
+SAMPLING = re.compile(
+    r"vllm_.*|num_generations.*|generation_.*|steps_per_generation|temperature|top_[pk]|min_p|repetition_penalty|epsilon.*"
+    r"|cache_implementation|delta|sapo_.*|vespo_.*|importance_sampling_.*|reward_.*|multi_objective_.*|scale_rewards"
+    r"|mask_truncated_completions|num_iterations|log_completions.*|log_(unique_prompts|multimodal)|shuffle_dataset"
+    r"|max_tool_calling_iterations|off_policy_.*|use_bias_correction_kl|use_transformers_.*|sync_ref_model"
+    r"|transformers_continuous_batching_config|entropy_.*|use_adaptive_entropy|use_vllm|max_(prompt|completion)_length|beta"
+)
+"""Settings of GRPO that are read here or that its optimisation step does not feel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What GRPO's step is given."""
+
+    sequence_length: int
+    """Tokens of the longest prompt and of the longest completion together."""
+    refers: bool
+    """Whether there is a reference: beta is not 0."""
+
+
+def generation_of(settings: Settings, batch: str) -> Generation:
+    """What `settings`, called as trl calls them, say of a GRPO run, with its notes. `batch`: what its micro-batch is called
+    where it was written."""
+    notes = settings.notes
+    lengths = [settings.integer(f"max_{part}_length") for part in ("prompt", "completion")]
+    defaults = (PROMPT, COMPLETION)
+    length = sum(given or default for given, default in zip(lengths, defaults, strict=True))
+    for part, given, default in zip(("prompt", "completion"), lengths, defaults, strict=True):
+        if given is None:
+            notes.assumptions.append(f"max_{part}_length is not given; {default} tokens are taken.")
+    notes.assumptions.append(
+        f"the sequences of GRPO's step are prompts with their completions, of {length} tokens; {batch} counts "
+        f"completions, {settings.integer('num_generations', 8)} of which answer one prompt (num_generations)."
+    )
+    notes.warnings.append(_who_generates(settings))
+    return Generation(sequence_length=length, refers=bool(settings.number("beta", 0.0)))
+
+
+def _who_generates(settings: Settings) -> str:
+    """What generation takes beside the optimisation step, which is all that is predicted."""
+    step = "The number is that of GRPO's optimisation step"
+    if not settings.switch("use_vllm"):
+        return f"{step}; transformers generates before it (use_vllm: false), whose cache and logits are not in the number."
+    if settings.text("vllm_mode", "colocate") != "colocate":
+        return f"{step}; vLLM generates in a server of its own (vllm_mode: server), whose GPUs are not in the number."
+    share = settings.number("vllm_gpu_memory_utilization", UTILIZATION) or UTILIZATION
+    ranks = settings.integer("vllm_tensor_parallel_size", 1)
+    sleeps = settings.switch("vllm_enable_sleep_mode")
+    shared = f", its weights over {ranks} GPUs" if ranks and ranks > 1 else ""
+    frees = "but for what it frees while the step runs (vllm_enable_sleep_mode)" if sleeps else "also during the step"
+    return (
+        f"{step}; vLLM generates on the same GPU and takes vllm_gpu_memory_utilization={share:g} × the GPU's memory "
+        f"({share * 80:g} GiB of 80 GiB){shared}, {frees}: add it, it is not in the number."
+    )

@@ -1,0 +1,74 @@
+"""KTO and GRPO as TRL, Axolotl and LLaMA-Factory write them."""
+
+import pytest
+
+from peakcast.questions import translation_of
+
+MODEL = {"model_name_or_path": "qwen2.5-7b", "output_dir": "o"}
+GRPO = {
+    **MODEL, "per_device_train_batch_size": 8, "num_generations": 8, "max_prompt_length": 256, "learning_rate": 1e-6,
+    "max_completion_length": 768, "temperature": 0.9, "reward_weights": [1.0], "scale_rewards": "group", "bf16": True,
+}  # fmt: skip
+KTO = {
+    **MODEL, "per_device_train_batch_size": 4, "desirable_weight": 1.0, "undesirable_weight": 1.2, "beta": 0.1,
+    "max_length": 2048, "loss_type": "kto", "sync_ref_model": False, "train_sampling_strategy": "sequential",
+}  # fmt: skip
+AXOLOTL_GRPO = {
+    "base_model": "qwen2.5-1.5b", "rl": "grpo", "micro_batch_size": 4, "sequence_len": 512, "bf16": True,
+    "max_prompt_len": 512, "vllm": {"host": "0.0.0.0", "port": 8000, "gpu_memory_utilization": 0.85},
+    "trl": {
+        "beta": 0.001, "max_completion_length": 256, "use_vllm": True, "vllm_mode": "server", "num_generations": 4,
+        "vllm_server_host": "0.0.0.0", "reward_funcs": ["rewards.accuracy"], "reward_weights": [1.0],
+    },
+}  # fmt: skip
+AXOLOTL_KTO = {
+    "base_model": "llama-3.2-1b", "rl": "kto", "rl_beta": 0.1, "kto_desirable_weight": 0.2, "micro_batch_size": 4,
+    "sequence_len": 1024, "bf16": True, "adapter": "lora", "lora_r": 8, "lora_target_linear": True,
+}  # fmt: skip
+LLAMAFACTORY_KTO = {
+    "model_name_or_path": "llama-3-8b", "stage": "kto", "do_train": True, "finetuning_type": "lora", "lora_rank": 8,
+    "lora_target": "all", "pref_beta": 0.1, "dataset": "kto_en_demo", "template": "llama3", "cutoff_len": 2048,
+    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "bf16": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "reference", "sequences", "length"),
+    [
+        (GRPO, "grpo", "none", 8, 1024),
+        ({**GRPO, "beta": 0.0}, "grpo", "none", 8, 1024),
+        ({**GRPO, "beta": 0.04}, "grpo", "model", 8, 1024),
+        ({**GRPO, "beta": 0.04, "use_peft": True}, "grpo", "adapter_off", 8, 1024),
+        (KTO, "kto", "model", 4, 2048),
+        ({**KTO, "precompute_ref_log_probs": True}, "kto", "precomputed", 4, 2048),
+        ({**KTO, "use_peft": True}, "kto", "adapter_off", 4, 2048),
+        (AXOLOTL_GRPO, "grpo", "model", 4, 768),
+        (AXOLOTL_KTO, "kto", "adapter_off", 4, 1024),
+        (LLAMAFACTORY_KTO, "kto", "adapter_off", 1, 2048),
+    ],
+)
+def test_each_sequence_counts_once_and_every_key_is_known(values, kind, reference, sequences, length):
+    read = translation_of(values)
+    assert (read.job.loss.kind, read.job.reference) == (kind, reference)
+    assert (read.job.micro_batch_size, read.job.sequence_length) == (sequences, length)
+    assert read.unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (GRPO, "transformers generates before it"),
+        ({**GRPO, "use_vllm": True}, "vllm_gpu_memory_utilization=0.3 × the GPU's memory (24 GiB of 80 GiB), also during"),
+        (
+            {**GRPO, "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5,
+             "vllm_tensor_parallel_size": 4, "vllm_enable_sleep_mode": True},
+            "=0.5 × the GPU's memory (40 GiB of 80 GiB), its weights over 4 GPUs, but for what it frees",
+        ),
+        ({**GRPO, "use_vllm": True, "vllm_mode": "server"}, "a server of its own"),
+        (AXOLOTL_GRPO, "a server of its own"),
+    ],
+)  # fmt: skip
+def test_grpo_warns_of_what_generation_takes_beside_its_step(values, says):
+    (warning,) = translation_of(values).warnings
+    assert says in warning
+    assert "not in the number" in warning
