@@ -162,7 +162,8 @@ class ShardedLayout(Layout):
         self.last = last
 
     def before_forward(self, step: Step, module: str) -> None:
-        for unit in self._of_module.get(module, []):
+        units = self._of_module.get(module, [])
+        for unit in (*units[-1:], *units[:-1]):  # the root, if it is among them, is the last and comes first
             if not unit.gathered:
                 self.gather(step, unit, Phase.FORWARD)
 
