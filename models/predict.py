@@ -33,6 +33,8 @@ DEFAULT_HALF_WIDTHS = {
 configurations errs by 4 % in the median, which makes about 13 % of a 90 % bar; reserved adds the allocator's history."""
 WIDEST = math.log(2.0)
 """Widening stops at a factor of two either way: beyond it a bar says nothing."""
+RANKS_OF_A_NODE = 8
+"""GPUs of the usual machine (DGX, HGX); the host memory of a node is said for so many ranks."""
 RELATIVE_SEVERITY = 1
 """Severity of standing on another GPU type's calibration (2 where the architecture generation differs)."""
 
@@ -268,6 +270,10 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
         sentences.append("paged optimizer states count as host memory; the driver moves them to the GPU as they are used.")
     if base.peak_host_bytes:
         sentences.append("host memory counts one pinned copy of what is offloaded, not the processes or loaders.")
+        if job.parallelism.world_size > 1:
+            ranks = min(job.parallelism.world_size, RANKS_OF_A_NODE)
+            total = format_gib(ranks * base.peak_host_bytes)
+            sentences.append(f"a node of {ranks} such ranks needs {total} of host memory for it.")
     else:
         sentences.append("host memory counts offloaded tensors only: none here.")
     return sentences

@@ -9,8 +9,8 @@ from peakcast.models.domain import Domain, Outside
 from peakcast.models.fit import fit
 from peakcast.models.predict import DEFAULT_HALF_WIDTHS, judge, predict, widen
 from peakcast.prediction import QUANTITIES, Interval
-from peakcast.spec import Batch, Loss, Parallelism
-from peakcast.units import GIB
+from peakcast.spec import Batch, Loss, Offload, Parallelism
+from peakcast.units import GIB, format_gib
 
 
 @pytest.fixture(autouse=True)
@@ -135,3 +135,13 @@ def test_bars_of_the_quantities_agree_with_what_contains_what():
     assert [tight[name].lower for name in loose] == [90, 90, 90, 0]
     assert [tight[name].upper for name in loose] == [130, 130, 130, 0]
     assert [tight[name].point for name in loose] == [100, 110, 120, 0]
+
+
+def test_the_host_memory_of_a_node_is_that_of_its_ranks(fakes, calibration):
+    job = fakes.job(offload=Offload(optimizer=True), parallelism=Parallelism(data_parallel_size=4, zero_stage=2))
+    answer = predict(job, fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
+    each = answer.peak_host_bytes.baseline
+    assert each > 0
+    assert f"a node of 4 such ranks needs {format_gib(4 * each)} of host memory for it." in answer.assumptions
+    alone = predict(job.replace(parallelism=Parallelism()), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
+    assert not any("node" in sentence for sentence in alone.assumptions)
