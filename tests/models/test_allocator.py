@@ -270,7 +270,7 @@ def test_invariants_hold_under_random_traffic(seed, chosen, capacity_mib, allowe
                 continue
             assert held[-1].size >= size
     # pages are mapped whole after the request itself was found to be allowed (`alloc_block`, then `map_block`)
-    page = 20 * MIB if chosen.expandable_segments else 0
+    page = (chosen.large_segment_size_mb or 20) * MIB if chosen.expandable_segments else 0
     assert not limits or allocator.peak_reserved_bytes < min(limits) + max(page, 1)
     assert capacity_mib is None or allocator.peak_reserved_bytes <= capacity_mib * MIB
     check_invariants(allocator, held)
