@@ -32,6 +32,7 @@ typedef struct {
     Pool *pools;
     int64_t reserved, peak_reserved, limit, segment;
     Py_ssize_t num_segments;
+    int32_t spare; /* numbers of blocks that are no more, one after the other by `next`: the heap stays in the cache */
     int expandable, failed;
 } Heap;
 
@@ -80,11 +81,20 @@ static void insert(Heap *heap, Pool *pool, int32_t number)
     pool->count++;
 }
 
+static void forget(Heap *heap, int32_t number)
+{
+    heap->blocks[number].cached = 0;
+    heap->blocks[number].next = heap->spare;
+    heap->spare = number;
+}
+
 /* A block with the given neighbours; its number. There is room for two of every request. */
 static int32_t add(Heap *heap, int64_t size, int64_t address, int32_t previous, int32_t next)
 {
-    int32_t number = (int32_t)heap->count++;
+    int32_t number = heap->spare ? heap->spare : (int32_t)heap->count++;
     Block block = {size, address, previous, next, 0};
+    if (heap->spare)
+        heap->spare = heap->blocks[number].next;
     heap->blocks[number] = block;
     if (previous)
         heap->blocks[previous].next = number;
@@ -141,9 +151,9 @@ static void give_back(Heap *heap, Py_ssize_t num_pools)
             if (block->previous || block->next) {
                 pool->free[kept++] = pool->free[at];
             } else {
-                block->cached = 0;
                 heap->reserved -= block->size;
                 heap->num_segments--;
+                forget(heap, pool->free[at]);
             }
         }
         pool->count = kept;
@@ -179,23 +189,24 @@ static int32_t allocate(Heap *heap, Pool *pool, int64_t size)
 static void release(Heap *heap, Pool *pool, int32_t number)
 {
     Block *block = &heap->blocks[number], *other;
-    if (block->next && (other = &heap->blocks[block->next])->cached) {
+    int32_t merged;
+    if ((merged = block->next) && (other = &heap->blocks[merged])->cached) {
         if (other->next || !heap->expandable)
-            drop(heap, pool, block->next);
-        other->cached = 0;
+            drop(heap, pool, merged);
         block->size += other->size;
         block->next = other->next;
         if (block->next)
             heap->blocks[block->next].previous = number;
+        forget(heap, merged);
     }
-    if (block->previous && (other = &heap->blocks[block->previous])->cached) {
-        drop(heap, pool, block->previous);
-        other->cached = 0;
+    if ((merged = block->previous) && (other = &heap->blocks[merged])->cached) {
+        drop(heap, pool, merged);
         block->size += other->size;
         block->address = other->address;
         block->previous = other->previous;
         if (block->previous)
             heap->blocks[block->previous].next = number;
+        forget(heap, merged);
     }
     block->cached = 1;
     if (block->next || !heap->expandable)
@@ -208,12 +219,13 @@ PyDoc_STRVAR(replay_doc,
 "replay(events, sizes, pools, num_pools, expandable, segment, limit)\n\n"
 "Replay `events` (int64: a holder to allocate, its complement to free); `sizes` and `pools` (int64) are by holder, pools of\n"
 "odd number hold small blocks; `limit`: units that may be reserved, -1 for any. Returns the largest and the last of what is\n"
-"allocated and of what is reserved, the segments and the retries; None where a limit needs more than giving segments back.");
+"allocated and of what is reserved, the segments and the retries; where the limit leaves no room, even after every free\n"
+"segment went back, the holder that found none and what is reserved then; None where pages would have to go back.");
 
 static PyObject *replay(PyObject *module, PyObject *args)
 {
     Py_buffer events, sizes, pools;
-    Py_ssize_t num_pools, num_events, num_holders, retries = 0;
+    Py_ssize_t num_pools, num_events, num_holders, retries = 0, homeless = -1;
     long long segment, limit;
     int64_t allocated = 0, peak = 0;
     int32_t *held = NULL;
@@ -228,7 +240,7 @@ static PyObject *replay(PyObject *module, PyObject *args)
     heap.limit = limit;
     heap.room = 2 * num_events + 1;
     heap.count = 1;
-    heap.blocks = calloc(heap.room, sizeof(Block));
+    heap.blocks = malloc(heap.room * sizeof(Block));
     heap.pools = calloc(num_pools, sizeof(Pool));
     held = calloc(num_holders + 1, sizeof(int32_t));
     if (!heap.blocks || !heap.pools || !held || heap.room >= INT32_MAX)
@@ -260,8 +272,10 @@ static PyObject *replay(PyObject *module, PyObject *args)
                     break;
                 give_back(&heap, num_pools);
                 retries++;
-                if (!(number = allocate(&heap, pool, size)))
+                if (!(number = allocate(&heap, pool, size))) {
+                    homeless = holder;
                     break;
+                }
             }
             held[holder] = number;
             allocated += heap.blocks[number].size;
@@ -279,6 +293,8 @@ static PyObject *replay(PyObject *module, PyObject *args)
     PyBuffer_Release(&pools);
     if (heap.failed)
         return PyErr_NoMemory();
+    if (homeless >= 0)
+        return Py_BuildValue("nL", homeless, (long long)heap.reserved);
     if (!answered)
         Py_RETURN_NONE;
     return Py_BuildValue("LLLLnn", (long long)peak, (long long)allocated, (long long)heap.peak_reserved,

@@ -13,7 +13,7 @@ import numpy as np
 from peakcast.allocator import Allocator
 from peakcast.models.allocator_events import Ints, Run
 from peakcast.models.allocator_sizes import LARGE_SEGMENT_BYTES, MIN_BLOCK_BYTES, SMALL_BYTES, round_request
-from peakcast.models.caching_allocator import Block, CachingAllocator
+from peakcast.models.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
 from peakcast.timeline import Timeline
 from peakcast.units import MIB
 
@@ -97,7 +97,8 @@ def _replay_calls(run: Run, allocator: CachingAllocator) -> Replay:
 
 
 def _replay_compiled(run: Run, settings: Allocator, capacity_bytes: int | None) -> Replay | None:
-    """The same in one compiled loop; None where it would not be: where pages of expandable segments go back."""
+    """The same in one compiled loop; None where it would not be: where pages of expandable segments go back.
+    Raises: SimulatedOutOfMemoryError."""
     sizes = _rounded(run.num_bytes, settings)
     large = (settings.large_segment_size_mb or 0) * MIB or LARGE_SEGMENT_BYTES
     found = compiled.replay(
@@ -111,6 +112,10 @@ def _replay_compiled(run: Run, settings: Allocator, capacity_bytes: int | None) 
     )
     if found is None:
         return None
+    if len(found) == 2:
+        holder, reserved = found
+        asked, stream = int(sizes[holder]), int(run.streams[holder])
+        raise SimulatedOutOfMemoryError.asking(asked, stream, reserved * MIN_BLOCK_BYTES, capacity_bytes or 0)
     peak_allocated, allocated, peak_reserved, reserved, num_segments, num_retries = found
     return Replay(
         peak_allocated_bytes=peak_allocated * MIN_BLOCK_BYTES,

@@ -29,26 +29,26 @@ class Run:
     @classmethod
     def of(cls, steps: Sequence[Timeline]) -> Run:
         events: list[Ints] = []
-        survivors: list[tuple[_Identity, int]] = []
         offset = num_events = requested = 0
+        before: tuple[Timeline, Ints, Ints] | None = None  # a step, which of its entries outlive it, and all its holders
         for step in steps:
             holders = np.arange(offset, offset + len(step.num_bytes))
             offset += len(holders)
-            order = _events(step)
-            entries = np.where(order < 0, ~order, order)
-            begins = order >= 0
-            if survivors:
-                taken, left = _take_over(step, survivors)
+            entries, begins = _events(step)
+            num_events += len(entries)
+            outlives = entries[begins & (step.dies[entries] >= len(step.phases))]
+            if before is not None:
+                taken, left = _take_over(step, *before)
                 continued = np.fromiter(taken, np.int64, len(taken))
                 holders[continued] = np.fromiter(taken.values(), np.int64, len(taken))
                 events.append(~np.array(left, dtype=np.int64))
                 begins_here = np.ones(len(holders), dtype=bool)
                 begins_here[continued] = False
-                order = order[~begins | begins_here[entries]]
-            events.append(np.where(order < 0, ~holders[~order], holders[order]))
-            outlives = entries[begins & (step.dies[entries] >= len(step.phases))]
-            survivors = list(zip(_identities(step, outlives), holders[outlives].tolist(), strict=True))
-            num_events += len(entries)
+                happens = ~begins | begins_here[entries]
+                entries, begins = entries[happens], begins[happens]
+            held = holders[entries]
+            events.append(np.where(begins, held, ~held))
+            before = step, outlives, holders
             requested = max(requested, step.peak().num_bytes if len(step.phases) else 0)
         return cls(
             events=np.concatenate(events) if events else np.zeros(0, dtype=np.int64),
@@ -65,15 +65,16 @@ def _streams(step: Timeline) -> Ints:
     return step.streams.astype(np.int64)
 
 
-def _events(step: Timeline) -> Ints:
-    """Entry indices in order of time, frees as their complement (~index), [num_events]."""
+def _events(step: Timeline) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Entry indices in order of time, and which of them begin there instead of ending, both [num_events]."""
     end = len(step.phases)
     lives = np.flatnonzero((step.num_bytes > 0) & (step.born < np.minimum(step.dies, end)))
     dying = lives[step.dies[lives] < end]
     when = np.concatenate([step.dies[dying] * 2, step.born[lives] * 2 + 1])
+    if 2 * end <= np.iinfo(np.uint16).max:
+        when = when.astype(np.uint16)  # numpy sorts these by radix
     order = np.argsort(when, kind="stable")
-    ordered: Ints = np.concatenate([~dying, lives])[order]
-    return ordered
+    return np.concatenate([dying, lives])[order], order >= len(dying)
 
 
 _Identity = tuple[int, int, str, str]
@@ -89,14 +90,15 @@ def _identities(step: Timeline, which: Ints) -> list[_Identity]:
     return list(zip(step.num_bytes[which].tolist(), step.categories[which].tolist(), *texts, strict=True))
 
 
-def _take_over(step: Timeline, survivors: list[tuple[_Identity, int]]) -> tuple[dict[int, int], list[int]]:
-    """Holders of the last step that entries of this one continue, by entry; and those that nobody does."""
+def _take_over(step: Timeline, before: Timeline, outlives: Ints, holders: Ints) -> tuple[dict[int, int], list[int]]:
+    """Holders of the step before that entries of this one continue, by entry; and those that nobody does."""
+    survivors = list(zip(_identities(before, outlives), holders[outlives].tolist(), strict=True))
     standing = np.flatnonzero((step.born <= 0) & (step.dies > 0) & (step.num_bytes > 0))
     identities, waiting = _identities(step, standing), standing.tolist()
     holder_of = dict(survivors)
     if len(holder_of) == len(survivors):  # no two alike: every entry finds its own at once
-        holders = list(map(holder_of.get, identities))
-        taken = {entry: holder for entry, holder in zip(waiting, holders, strict=True) if holder is not None}
+        found = map(holder_of.get, identities)
+        taken = {entry: holder for entry, holder in zip(waiting, found, strict=True) if holder is not None}
         if len(taken) == len(set(taken.values())) == len(survivors):
             return taken, []
     return _matched(list(zip(identities, waiting, strict=True)), survivors)

@@ -40,13 +40,17 @@ COMMUNICATOR_BYTES = (544 * 10**6, 688 * 10**6)
 Source: 4 × A100, NVIDIA/nccl #964."""
 NUM_LARGEST = 8
 
-_HELD = (
-    Category.PARAMETERS,
-    Category.MAIN_PARAMETERS,
-    Category.REFERENCE_PARAMETERS,
-    Category.GRADIENTS,
-    Category.OPTIMIZER_STATES,
-)
+_HELD = np.zeros(len(Category), dtype=bool)
+_HELD[
+    [
+        Category.PARAMETERS,
+        Category.MAIN_PARAMETERS,
+        Category.REFERENCE_PARAMETERS,
+        Category.GRADIENTS,
+        Category.OPTIMIZER_STATES,
+    ]
+] = True
+"""By category, whether it is held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +199,7 @@ def _between_steps(steady: Timeline) -> int:
 
 def _most_held(timeline: Timeline) -> int:
     """The largest sum over instants of parameters, gradients and optimizer states."""
-    held = np.isin(timeline.categories, [int(category) for category in _HELD])
+    held = _HELD[timeline.categories]
     change = np.zeros(len(timeline.phases) + 1, dtype=np.int64)
     end = len(timeline.phases)
     np.add.at(change, np.minimum(timeline.born[held], end), timeline.num_bytes[held])

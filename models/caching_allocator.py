@@ -27,7 +27,11 @@ __all__ = ["Block", "CachingAllocator", "SimulatedOutOfMemoryError"]
 
 
 class SimulatedOutOfMemoryError(Exception):
-    """The simulated driver had no memory left, even after every wholly free segment went back."""
+    """The simulated driver had no memory left, even after every wholly free segment went back. All in bytes."""
+
+    @classmethod
+    def asking(cls, size: int, stream: int, reserved: int, limit: int) -> SimulatedOutOfMemoryError:
+        return cls(f"{size:,} bytes asked for on stream {stream}, {reserved:,} of {limit:,} reserved")
 
 
 class CachingAllocator:
@@ -126,9 +130,7 @@ class CachingAllocator:
             block = self._segments.ask(pool, size)
         if block is None:
             limits = [limit for limit in (self._segments.capacity_bytes, self._segments.allowed_bytes) if limit is not None]
-            raise SimulatedOutOfMemoryError(
-                f"{size:,} bytes asked for on stream {stream}, {self.reserved_bytes:,} of {min(limits):,} reserved"
-            )
+            raise SimulatedOutOfMemoryError.asking(size, stream, self.reserved_bytes, min(limits))
         return block
 
     # -- freeing ------------------------------------------------------------------------------------------------------

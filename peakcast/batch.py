@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,13 @@ MAX_VALUE_CHARACTERS = 400
 """A refused value longer than this, as JSON, is cut in the answer."""
 REMEMBERED = 8192
 """Answers kept for questions that come again."""
+NEIGHBOURS = 2048
+"""So many distinct questions are sorted before they are shared out: a process that meets alike ones together makes the
+blocks that they share once."""
+CHUNK = 16
+"""Of these, so many go to a process at once."""
+GARBAGE_THRESHOLD = 100_000
+"""Allocations before a worker looks for cycles among its objects. Answers make none; Python looks every 700."""
 KEYS = ("id", "gpu", "rank", *FORMS)
 
 
@@ -59,19 +67,23 @@ def _shared_out(readings: Sequence[Reading], processes: int) -> Iterator[dict[st
     from concurrent.futures import ProcessPoolExecutor
 
     distinct = list(dict.fromkeys(text for _, text, refusal in readings if refusal is None))
+    windows = (sorted(distinct[start : start + NEIGHBOURS]) for start in range(0, len(distinct), NEIGHBOURS))
+    ordered = list(itertools.chain.from_iterable(windows))
     answers: dict[str, str] = {}
-    with ProcessPoolExecutor(processes, initializer=_leave_interrupts_to_the_parent) as pool:
-        arriving = zip(distinct, pool.map(_answer_text, distinct, chunksize=8), strict=True)
+    with ProcessPoolExecutor(processes, initializer=_begin_worker) as pool:
+        arriving = zip(ordered, pool.map(_answer_text, ordered, chunksize=CHUNK), strict=True)
         for name, text, refusal in readings:
             while refusal is None and text not in answers:
                 answers.update([next(arriving)])
             yield refusal or {"id": name, **json.loads(answers[text])}
 
 
-def _leave_interrupts_to_the_parent() -> None:
+def _begin_worker() -> None:
+    import gc
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are the parent's
+    gc.set_threshold(GARBAGE_THRESHOLD)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

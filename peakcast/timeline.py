@@ -125,7 +125,8 @@ class Timeline:
 
     def phase_peaks(self) -> dict[Phase, int]:
         """The peak in bytes of every phase that has instants."""
-        return {phase: self.peak(phase).num_bytes for phase in Phase if (self.phases == phase).any()}
+        inside = ((phase, self.totals[self.phases == phase]) for phase in Phase)
+        return {phase: int(totals.max()) for phase, totals in inside if len(totals)}
 
     def alive_at(self, instant: int) -> npt.NDArray[np.bool_]:
         """Mask over the entries alive at `instant`, [num_entries]."""

@@ -100,7 +100,7 @@ class _Stack:
 
 def target_context(context: HFContext, job: TrainingJob) -> HFContext:
     """The context of what is predicted: as many tokens as the decoder reads."""
-    return replace(context, sequence=job.decoder_sequence_length or context.sequence)
+    return replace(context, sequence=job.decoder_sequence_length) if job.decoder_sequence_length else context
 
 
 def encoder_decoder_micro_batch(

@@ -173,6 +173,10 @@ def _layer_contexts(context: HFContext, job: TrainingJob) -> list[HFContext]:
 def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContext:
     """The context of decoder layer `index`: equal layers get equal contexts, and so share a template."""
     adapters_alone = job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
+    skips = context.float8_skips
+    if context.float8 and index == 0:
+        # accelerate 1.15 utils/ao.py filter_first_and_last_linear_layers: q_proj (or the fused one) of layer 0, and lm_head
+        skips |= {f"self_attn.{_first_linear(context.architecture)}"}
     return replace(
         context,
         first_layer=index == 0 and context.stream_bytes != context.weight_bytes,
@@ -185,8 +189,7 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         or "mask" in context.compiled
         or traits(context.architecture).always_masked
         or slides(context.architecture, index, context.sequence),
-        # accelerate 1.15 utils/ao.py filter_first_and_last_linear_layers: q_proj (or the fused one) of layer 0, and lm_head
-        float8_skips=context.float8_skips | ({f"self_attn.{_first_linear(context.architecture)}"} if index == 0 else set()),
+        float8_skips=skips,
     )
 
 

@@ -58,10 +58,9 @@ def hold_embeddings(
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
     if is_input:
-        first = layer_template(layers[0])
-        born += first.num_forward
-        if in_checkpoint or first.keeps_input:
+        if in_checkpoint or layer_template(layers[0]).keeps_input:
             return  # the checkpoint or the graph holds it anyway
+        born += layer_template(layers[0]).num_forward
     for size in sizes:
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.allocator import Allocator
@@ -48,7 +47,7 @@ from peakcast.models.analytical.preference import (
 from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.models.analytical.workspaces import training_workspaces
-from peakcast.spec import ActivationCheckpointing, Batch, TrainingJob
+from peakcast.spec import ActivationCheckpointing, Batch, Optimizer, TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 
 FP32 = 4
@@ -63,7 +62,7 @@ def huggingface_ledger(
     GPU type; without it the timeline is what a trace sees."""
     job = as_trained(job)
     context = block_context(job, device, rank or 0)
-    logits = logits_bytes_kept_by_outputs(replace(target_context(context, job), autocast=False))
+    logits = logits_bytes_kept_by_outputs(target_context(context, job), widened=False)
     layout = layout_of(job, stored_parameters(_weights_job(job)), logits, rank)
     if job.task == "inference":
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
@@ -71,7 +70,7 @@ def huggingface_ledger(
     layout.first_step = step == "first"
     alone = job.parallelism.world_size == 1
     if alone and job.gradient_accumulation_steps == 1:
-        before, start, ended = _one_micro_batch(job, device)
+        before, start, ended = _one_micro_batch(_graph_job(job), device)
         timeline = before.fork(_resident(_weights_job(job)))
         if step == "steady":
             _hold_previous_outputs(timeline, job, context, start, ended)
@@ -120,6 +119,12 @@ def _one_micro_batch(job: TrainingJob, device: Device | None) -> tuple[Step, int
     start = timeline.now
     loss = _micro_batch(timeline, job, context, cached, keeps_gradients=True, last=True)
     return timeline, start, loss.forward_start + loss.template.num_forward
+
+
+@lru_cache(maxsize=1024)
+def _graph_job(job: TrainingJob) -> TrainingJob:
+    """The job with what changes nothing of forward and backward set aside: jobs alike in the rest share those."""
+    return job.replace(optimizer=Optimizer(), allocator=Allocator())
 
 
 @lru_cache(maxsize=1024)
@@ -243,8 +248,7 @@ def _micro_batch(
 
 def _kept_logits(job: TrainingJob, context: HFContext) -> int:
     """Bytes of `outputs.logits`; accelerate's `convert_outputs_to_fp32` widens them under autocast."""
-    widened = conventions(job).get("trainer")
-    return logits_bytes_kept_by_outputs(context if widened else replace(context, autocast=False))
+    return logits_bytes_kept_by_outputs(context, widened=bool(conventions(job).get("trainer")))
 
 
 def _hold_logits(timeline: Step, job: TrainingJob, context: HFContext, loss: Run, last: bool) -> None:

@@ -15,88 +15,19 @@ Autograd's rules, as in torch 2.x (torch/csrc/autograd/engine.cpp):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
+from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row
+from peakcast.models.analytical.operations import KEPT_KINDS, Operation, Storage, Tensor, WeightGradient
 from peakcast.models.analytical.split_backward import waits_until, weight_turns
 from peakcast.models.analytical.template import HANDED_IN, Elsewhere, Later, Template, Waiting
 from peakcast.timeline import Category
 from peakcast.units import round_up
 
-KEPT_KINDS = ("attention", "reduce_scatter", "topk")
-"""Operations that selective checkpointing never repeats: the first by every policy, the others by torchtitan's."""
-
-
-class Storage:
-    """Bytes of one allocation and how long they live on this tape."""
-
-    __slots__ = ("born", "category", "kind", "last_read", "last_saver", "name", "num_bytes")
-
-    def __init__(self, name: str, num_bytes: int, category: Category, born: int, kind: str = "") -> None:
-        self.name = name
-        self.kind = kind
-        self.num_bytes = num_bytes
-        self.category = int(category)
-        self.born = born
-        self.last_read = born
-        self.last_saver: int | None = None  # the earliest operation that keeps it: the last to run in backward
-
-
-class Tensor:
-    """A view of a storage: `num_bytes` are its own (the size of its gradient in its own dtype)."""
-
-    __slots__ = ("num_bytes", "requires_grad", "storage")
-
-    def __init__(self, storage: Storage, num_bytes: int, requires_grad: bool) -> None:
-        self.storage = storage
-        self.num_bytes = num_bytes
-        self.requires_grad = requires_grad
-
-
-@dataclass(frozen=True, slots=True)
-class WeightGradient:
-    """A parameter's gradient as an operation's backward makes it."""
-
-    name: str
-    num_bytes: int
-
-
-@dataclass(slots=True)
-class Operation:
-    """One forward operation. `gradients` pairs an input with the bytes of its new gradient, or None when the incoming
-    gradient is passed on as it is."""
-
-    name: str
-    outputs: list[Tensor]
-    gradients: list[tuple[Tensor, int | None]]
-    weight_gradients: Sequence[WeightGradient]
-    forward_temporary_bytes: int
-    backward_temporary_bytes: int
-    gradients_in_place: bool = False
-    """Its backward writes the gradients into what it kept: they begin where that ends."""
-    saved_bytes: Sequence[int] = ()
-    """Sizes of the tensors that autograd keeps for it, each counted for itself, parameters too."""
-
-    @property
-    def has_backward(self) -> bool:
-        return self.outputs[0].requires_grad or any(output.requires_grad for output in self.outputs)
-
-
-class _Gradient:
-    """A gradient on its way: `holders` are the tensors that it is the gradient of and that have not run backward."""
-
-    __slots__ = ("born", "holders", "name", "num_bytes")
-
-    def __init__(self, num_bytes: int, born: int, name: str = HANDED_IN, holders: int = 0) -> None:
-        self.num_bytes, self.born, self.name, self.holders = num_bytes, born, name, holders
-
-
-_Row = tuple[str, int, int, int, bool, int, bool, bool, int, bool]
-"""Name, category, bytes, born, whether in backward, dies, whether in backward, whether a parameter's gradient, dies
-without a graph, whether selective checkpointing keeps it."""
-_TEMPORARY, _GRADIENT = int(Category.TEMPORARIES), int(Category.GRADIENTS)
+__all__ = ["Tape", "Tensor", "WeightGradient"]
 
 
 class Tape:
@@ -115,7 +46,6 @@ class Tape:
         self._storages: list[Storage] = []
         self._input: Tensor | None = None
         self._elsewhere: dict[str, Tensor] = {}
-        self._gradient_from: dict[int, int] = {}
         self._loss_from: int | None = None
 
     # -- building -----------------------------------------------------------------------------------------------------
@@ -242,7 +172,7 @@ class Tape:
         num_forward = len(self._operations)
         backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
         ends = {index: instant + 1 for instant, index in enumerate(backward)}
-        rows: list[_Row] = []
+        rows: list[Row] = []
         waiting: list[Waiting] = []
         trained = {index: one.name for index, one in enumerate(self._operations) if one.weight_gradients}
         turns = weight_turns(trained) if self._splits_backward else {}
@@ -256,7 +186,7 @@ class Tape:
             if size > 0:
                 last = index + 1
                 name = f"{operation.name}.temporary"
-                rows.append((name, _TEMPORARY, size, index, False, last, False, False, last, False))
+                rows.append((name, TEMPORARY, size, index, False, last, False, False, last, False))
         for storage in self._storages:
             if storage.num_bytes <= 0:
                 continue
@@ -276,9 +206,12 @@ class Tape:
                     *(storage.born, False, dies, in_backward, False, last, kept),
                 )
             )
-        waiting += self._run_backward(backward, output, rows, turns)
+        shared = frozenset(map(id, self._elsewhere.values()))
+        ran = Backward(self._operations, backward, output, shared=shared, turns=turns, saves_on_cpu=self._saves_on_cpu)
+        rows += ran.rows
+        waiting += ran.waiting
         elsewhere = {
-            name: Elsewhere(ends.get(-1 if saver is None else saver), self._gradient_from.get(id(tensor)))
+            name: Elsewhere(ends.get(-1 if saver is None else saver), ran.gradient_from.get(id(tensor)))
             for name, tensor in self._elsewhere.items()
             for saver in (tensor.storage.last_saver,)
         }
@@ -289,12 +222,12 @@ class Tape:
         weights = []
         for index in turns:
             operation = self._operations[index]
-            rows: list[_Row] = [
-                (weight.name, _GRADIENT, weight.num_bytes, 0, True, 1, True, True, 1, False)
+            rows: list[Row] = [
+                (weight.name, GRADIENT, weight.num_bytes, 0, True, 1, True, True, 1, False)
                 for weight in operation.weight_gradients
             ]
             if size := operation.backward_temporary_bytes:
-                rows.append((f"{operation.name}.temporary", _TEMPORARY, size, 0, True, 1, True, False, 1, False))
+                rows.append((f"{operation.name}.temporary", TEMPORARY, size, 0, True, 1, True, False, 1, False))
             made = self._template(rows, [index], {})
             weights.append(replace(made, num_forward=0, forward_labels=[], loss_from=0, saved_bytes=[]))
         rounded = [replace(one, num_bytes=round_up(one.num_bytes, MIN_BLOCK_BYTES)) for one in waiting]
@@ -310,74 +243,13 @@ class Tape:
                 cached.add(id(storage))
         return cached
 
-    def _run_backward(
-        self, backward: list[int], output: Tensor | None, rows: list[_Row], turns: dict[int, int]
-    ) -> list[Waiting]:
-        hooked: dict[_Gradient, int] = {}
-
-        def live(name: str, num_bytes: int, born: int, dies: int) -> None:
-            if num_bytes > 0:
-                rows.append((name, _TEMPORARY, num_bytes, born, True, dies, True, False, dies, False))
-
-        held: dict[int, _Gradient] = {}
-        if output is not None and output.requires_grad:
-            held[id(output)] = _Gradient(output.num_bytes, 0, holders=1)
-        for instant, index in enumerate(backward):
-            operation = self._operations[index]
-            after = instant + 1
-            incoming = [held.pop(key) for key in map(id, operation.outputs) if key in held]
-            touched = dict.fromkeys(incoming)
-            if index in turns:
-                for gradient in incoming:
-                    gradient.holders += gradient not in hooked
-                    hooked[gradient] = max(turns[index], hooked.get(gradient, 0))
-            made_at = after if operation.gradients_in_place else instant
-            for tensor, size in operation.gradients:
-                if size is None and incoming:
-                    gradient = incoming[0]
-                else:
-                    num_bytes = tensor.num_bytes if size is None else size
-                    gradient = _Gradient(num_bytes, made_at, f"{operation.name}.gradient")
-                    touched[gradient] = None
-                if any(tensor is shared for shared in self._elsewhere.values()):
-                    self._gradient_from.setdefault(id(tensor), instant + 1)
-                    continue
-                existing = held.get(id(tensor))
-                if existing is None:
-                    gradient.holders += 1
-                    held[id(tensor)] = gradient
-                elif existing.holders > 1:  # somebody else still needs the first one: the sum is a new tensor
-                    existing.holders -= 1
-                    total = _Gradient(tensor.num_bytes, instant, f"{operation.name}.gradient", 1)
-                    touched[total] = None
-                    held[id(tensor)] = total
-            rows += [
-                (weight.name, _GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False)
-                for weight in operation.weight_gradients
-                if weight.num_bytes > 0 and index not in turns
-            ]
-            if operation.backward_temporary_bytes and index not in turns:
-                live(f"{operation.name}.temporary", operation.backward_temporary_bytes, instant, after)
-            if self._saves_on_cpu:
-                for size in operation.saved_bytes:
-                    live(f"{operation.name}.from_cpu", size, instant, after)
-            for gradient in incoming:
-                gradient.holders -= 1
-            for gradient in touched:
-                if gradient.holders <= 0:
-                    live(gradient.name, gradient.num_bytes, gradient.born, after)
-        for gradient in dict.fromkeys(held.values()):  # the input's gradient, handed on at the end
-            if gradient not in hooked:
-                live(gradient.name, gradient.num_bytes, gradient.born, len(backward))
-        return [Waiting(one.name, _TEMPORARY, one.num_bytes, one.born, True, until, until) for one, until in hooked.items()]
-
     def _recomputed(self, backward: list[int]) -> int:
         """Instants of a recomputation that stops when the last tensor is there that autograd keeps. A matrix product keeps
         its inputs, before it runs (torch tools/autograd/gen_variable_type.py); others have run by then."""
         last = max((i for i in backward if any(self._operations[i].saved_bytes)), default=-1)
         return last if last >= 0 and self._operations[last].outputs[0].storage.kind == "matmul" else last + 1
 
-    def _template(self, rows: list[_Row], backward: list[int], elsewhere: dict[str, Elsewhere]) -> Template:
+    def _template(self, rows: list[Row], backward: list[int], elsewhere: dict[str, Elsewhere]) -> Template:
         columns = list(zip(*rows, strict=True)) if rows else [()] * 10
         names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph, cached = columns
         instants = np.array((sizes, born, dies, without_graph), dtype=np.int64)

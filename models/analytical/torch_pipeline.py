@@ -331,4 +331,5 @@ class _Turns:
             self.named = state
 
     def _hold_logits(self, born: int, dies: int) -> None:
-        self.step.hold("output", Category.LOGITS, logits_bytes_kept_by_outputs(self.context), born, dies, "head")
+        size = logits_bytes_kept_by_outputs(self.context, widened=True)
+        self.step.hold("output", Category.LOGITS, size, born, dies, "head")

@@ -278,12 +278,12 @@ def _shift(tape: Tape, x: Tensor, shifted_rows: int, rows: int) -> Tensor:
     return _logits_op(tape, x, x.num_bytes // rows * shifted_rows, "shift_logits")
 
 
-def logits_bytes_kept_by_outputs(context: HFContext) -> int:
-    """Bytes of the logits that live on in the model's outputs when the caller keeps them (a fused loss makes none); under
-    autocast accelerate's `convert_outputs_to_fp32` has widened them."""
+def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:
+    """Bytes of the logits that live on in the model's outputs when the caller keeps them (a fused loss makes none).
+    `widened`: accelerate's `convert_outputs_to_fp32` has made them fp32 under autocast."""
     if context.fused_loss or context.loss != "cross_entropy":
         return 0
-    element = FP32 if context.logits_upcast == "model" or context.autocast else context.compute_bytes
+    element = FP32 if context.logits_upcast == "model" or (widened and context.autocast) else context.compute_bytes
     size = context.architecture.vocab_size
     return context.rows * (context.group.part(size) if context.group.loss else size) * element
 

@@ -1,0 +1,107 @@
+"""What autograd makes while it runs the operations of a tape backward, by its own rules (`tape.py` has them)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from peakcast.models.analytical.operations import Operation, Tensor
+from peakcast.models.analytical.template import HANDED_IN, Waiting
+from peakcast.timeline import Category
+
+Row = tuple[str, int, int, int, bool, int, bool, bool, int, bool]
+"""Name, category, bytes, born, whether in backward, dies, whether in backward, whether a parameter's gradient, dies
+without a graph, whether selective checkpointing keeps it."""
+TEMPORARY, GRADIENT = int(Category.TEMPORARIES), int(Category.GRADIENTS)
+
+
+class _Gradient:
+    """A gradient on its way: `holders` are the tensors that it is the gradient of and that have not run backward."""
+
+    __slots__ = ("born", "holders", "name", "num_bytes")
+
+    def __init__(self, num_bytes: int, born: int, name: str = HANDED_IN, holders: int = 0) -> None:
+        self.num_bytes, self.born, self.name, self.holders = num_bytes, born, name, holders
+
+
+class Backward:
+    """One run of `operations` backward, in `order`. `rows`: everything that it makes.
+
+    `shared`: tensors (by id) that another block owns; a gradient of one is added at once to one held there, and
+    `gradient_from` says from which instant. `turns`: of operations whose weights' gradients come later, their turns; what
+    comes to them is `waiting`. `saves_on_cpu`: what was kept comes back from the host for each operation.
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        order: Sequence[int],
+        output: Tensor | None,
+        *,
+        shared: frozenset[int],
+        turns: Mapping[int, int],
+        saves_on_cpu: bool,
+    ) -> None:
+        self.rows: list[Row] = []
+        self.gradient_from: dict[int, int] = {}
+        self._shared, self._turns, self._saves_on_cpu = shared, turns, saves_on_cpu
+        self._held: dict[int, _Gradient] = {}
+        self._hooked: dict[_Gradient, int] = {}
+        if output is not None and output.requires_grad:
+            self._held[id(output)] = _Gradient(output.num_bytes, 0, holders=1)
+        for instant, index in enumerate(order):
+            self._run(operations[index], index, instant)
+        for gradient in dict.fromkeys(self._held.values()):  # the input's gradient, handed on at the end
+            if gradient not in self._hooked:
+                self._live(gradient.name, gradient.num_bytes, gradient.born, len(order))
+        self.waiting = [
+            Waiting(one.name, TEMPORARY, one.num_bytes, one.born, True, until, until) for one, until in self._hooked.items()
+        ]
+
+    def _live(self, name: str, num_bytes: int, born: int, dies: int) -> None:
+        if num_bytes > 0:
+            self.rows.append((name, TEMPORARY, num_bytes, born, True, dies, True, False, dies, False))
+
+    def _run(self, operation: Operation, index: int, instant: int) -> None:
+        held, later, after = self._held, index in self._turns, instant + 1
+        incoming = [held.pop(id(output)) for output in operation.outputs if id(output) in held]
+        touched = incoming.copy()
+        if later:
+            for gradient in incoming:
+                gradient.holders += gradient not in self._hooked
+                self._hooked[gradient] = max(self._turns[index], self._hooked.get(gradient, 0))
+        made_at = after if operation.gradients_in_place else instant
+        for tensor, size in operation.gradients:
+            if size is None and incoming:
+                gradient = incoming[0]
+            else:
+                num_bytes = tensor.num_bytes if size is None else size
+                gradient = _Gradient(num_bytes, made_at, f"{operation.name}.gradient")
+                touched.append(gradient)
+            key = id(tensor)
+            if key in self._shared:
+                self.gradient_from.setdefault(key, after)
+                continue
+            existing = held.get(key)
+            if existing is None:
+                gradient.holders += 1
+                held[key] = gradient
+            elif existing.holders > 1:  # somebody else still needs the first one: the sum is a new tensor
+                existing.holders -= 1
+                total = _Gradient(tensor.num_bytes, instant, f"{operation.name}.gradient", 1)
+                touched.append(total)
+                held[key] = total
+        if not later:
+            for weight in operation.weight_gradients:
+                if weight.num_bytes > 0:
+                    row = (weight.name, GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False)
+                    self.rows.append(row)
+            if operation.backward_temporary_bytes:
+                self._live(f"{operation.name}.temporary", operation.backward_temporary_bytes, instant, after)
+        if self._saves_on_cpu:
+            for size in operation.saved_bytes:
+                self._live(f"{operation.name}.from_cpu", size, instant, after)
+        for gradient in incoming:
+            gradient.holders -= 1
+        for gradient in touched if len(incoming) < 2 else dict.fromkeys(touched):
+            if gradient.holders <= 0:
+                self._live(gradient.name, gradient.num_bytes, gradient.born, after)

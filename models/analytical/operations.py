@@ -1,0 +1,66 @@
+"""The operations of a block as a tape records them: what each allocates, what autograd keeps, what its backward makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peakcast.timeline import Category
+
+KEPT_KINDS = ("attention", "reduce_scatter", "topk")
+"""Operations that selective checkpointing never repeats: the first by every policy, the others by torchtitan's."""
+
+
+class Storage:
+    """Bytes of one allocation and how long they live on this tape."""
+
+    __slots__ = ("born", "category", "kind", "last_read", "last_saver", "name", "num_bytes")
+
+    def __init__(self, name: str, num_bytes: int, category: Category, born: int, kind: str = "") -> None:
+        self.name = name
+        self.kind = kind
+        self.num_bytes = num_bytes
+        self.category = int(category)
+        self.born = born
+        self.last_read = born
+        self.last_saver: int | None = None  # the earliest operation that keeps it: the last to run in backward
+
+
+class Tensor:
+    """A view of a storage: `num_bytes` are its own (the size of its gradient in its own dtype)."""
+
+    __slots__ = ("num_bytes", "requires_grad", "storage")
+
+    def __init__(self, storage: Storage, num_bytes: int, requires_grad: bool) -> None:
+        self.storage = storage
+        self.num_bytes = num_bytes
+        self.requires_grad = requires_grad
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGradient:
+    """A parameter's gradient as an operation's backward makes it."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class Operation:
+    """One forward operation. `gradients` pairs an input with the bytes of its new gradient, or None when the incoming
+    gradient is passed on as it is."""
+
+    name: str
+    outputs: list[Tensor]
+    gradients: list[tuple[Tensor, int | None]]
+    weight_gradients: Sequence[WeightGradient]
+    forward_temporary_bytes: int
+    backward_temporary_bytes: int
+    gradients_in_place: bool = False
+    """Its backward writes the gradients into what it kept: they begin where that ends."""
+    saved_bytes: Sequence[int] = ()
+    """Sizes of the tensors that autograd keeps for it, each counted for itself, parameters too."""
+
+    @property
+    def has_backward(self) -> bool:
+        return self.outputs[0].requires_grad or any(output.requires_grad for output in self.outputs)
