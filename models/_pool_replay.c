@@ -19,7 +19,8 @@ typedef struct {
 } Block;
 
 typedef struct {
-    int32_t *free; /* cached blocks by size, then address; not the end that can still grow */
+    uint64_t *keys; /* of cached blocks, rising: size, then address; not of the end that can still grow */
+    int32_t *free;  /* the blocks of these keys */
     Py_ssize_t count, room;
     int64_t end;   /* the next address */
     int32_t last;  /* of an expandable segment, its last block */
@@ -33,52 +34,85 @@ typedef struct {
     int64_t reserved, peak_reserved, limit, segment;
     Py_ssize_t num_segments;
     int32_t spare; /* numbers of blocks that are no more, one after the other by `next`: the heap stays in the cache */
-    int expandable, failed;
+    int expandable, failed, beyond; /* `beyond`: of what keys can tell apart */
 } Heap;
 
-/* The first of the pool's free blocks that is not before (size, address). */
-static Py_ssize_t find(const Heap *heap, const Pool *pool, int64_t size, int64_t address)
+enum { ADDRESS_BITS = 34 }; /* 8 TiB of addresses, and blocks of up to 512 GiB */
+
+static uint64_t key(int64_t size, int64_t address)
 {
-    Py_ssize_t low = 0, high = pool->count;
-    while (low < high) {
-        Py_ssize_t middle = (low + high) / 2;
-        const Block *block = &heap->blocks[pool->free[middle]];
-        if (block->size < size || (block->size == size && block->address < address))
-            low = middle + 1;
-        else
-            high = middle;
+    return (uint64_t)size << ADDRESS_BITS | (uint64_t)address;
+}
+
+/* The first of the pool's free blocks whose key is not below `wanted`. Without branches that a processor could guess wrong. */
+static Py_ssize_t find(const Pool *pool, uint64_t wanted)
+{
+    const uint64_t *base = pool->keys;
+    Py_ssize_t left = pool->count;
+    if (!left)
+        return 0;
+    while (left > 1) {
+        Py_ssize_t half = left / 2;
+        base += base[half - 1] < wanted ? half : 0;
+        left -= half;
     }
-    return low;
+    return base - pool->keys + (*base < wanted);
 }
 
 static void take(Pool *pool, Py_ssize_t at)
 {
-    pool->count--;
-    memmove(pool->free + at, pool->free + at + 1, (pool->count - at) * sizeof(int32_t));
+    Py_ssize_t after = --pool->count - at;
+    memmove(pool->keys + at, pool->keys + at + 1, after * sizeof(uint64_t));
+    memmove(pool->free + at, pool->free + at + 1, after * sizeof(int32_t));
 }
 
-static void drop(Heap *heap, Pool *pool, int32_t number)
+static Py_ssize_t place_of(const Heap *heap, const Pool *pool, int32_t number)
 {
-    take(pool, find(heap, pool, heap->blocks[number].size, heap->blocks[number].address));
+    return find(pool, key(heap->blocks[number].size, heap->blocks[number].address));
 }
 
-static void insert(Heap *heap, Pool *pool, int32_t number)
+/* Room for one more block, at the end of the pool's free ones; its place. */
+static Py_ssize_t append(Heap *heap, Pool *pool)
 {
-    Py_ssize_t at;
     if (pool->count == pool->room) {
         Py_ssize_t room = pool->room ? 2 * pool->room : 64;
+        uint64_t *keys = realloc(pool->keys, room * sizeof(uint64_t));
         int32_t *larger = realloc(pool->free, room * sizeof(int32_t));
-        if (!larger) {
+        pool->keys = keys ? keys : pool->keys;
+        pool->free = larger ? larger : pool->free;
+        if (!keys || !larger) {
             heap->failed = 1;
-            return;
+            return -1;
         }
-        pool->free = larger;
         pool->room = room;
     }
-    at = find(heap, pool, heap->blocks[number].size, heap->blocks[number].address);
-    memmove(pool->free + at + 1, pool->free + at, (pool->count - at) * sizeof(int32_t));
-    pool->free[at] = number;
-    pool->count++;
+    pool->keys[pool->count] = UINT64_MAX;
+    return pool->count++;
+}
+
+/* Put block `number` where its key belongs, in place of the one at `from` (-1: of none). */
+static void put(Heap *heap, Pool *pool, Py_ssize_t from, int32_t number)
+{
+    const Block *block = &heap->blocks[number];
+    uint64_t wanted = key(block->size, block->address);
+    Py_ssize_t to;
+    if (block->address + block->size >= (int64_t)1 << ADDRESS_BITS) {
+        heap->beyond = 1;
+        return;
+    }
+    if (from < 0 && (from = append(heap, pool)) < 0)
+        return;
+    to = find(pool, wanted);
+    if (to <= from) {
+        memmove(pool->keys + to + 1, pool->keys + to, (from - to) * sizeof(uint64_t));
+        memmove(pool->free + to + 1, pool->free + to, (from - to) * sizeof(int32_t));
+    } else {
+        to--;
+        memmove(pool->keys + from, pool->keys + from + 1, (to - from) * sizeof(uint64_t));
+        memmove(pool->free + from, pool->free + from + 1, (to - from) * sizeof(int32_t));
+    }
+    pool->keys[to] = wanted;
+    pool->free[to] = number;
 }
 
 static void forget(Heap *heap, int32_t number)
@@ -149,6 +183,7 @@ static void give_back(Heap *heap, Py_ssize_t num_pools)
         for (Py_ssize_t at = 0; at < pool->count; at++) {
             Block *block = &heap->blocks[pool->free[at]];
             if (block->previous || block->next) {
+                pool->keys[kept] = pool->keys[at];
                 pool->free[kept++] = pool->free[at];
             } else {
                 heap->reserved -= block->size;
@@ -163,14 +198,19 @@ static void give_back(Heap *heap, Py_ssize_t num_pools)
 /* Hand out a block of at least `size`; its number, or 0 where the limit forbids it. */
 static int32_t allocate(Heap *heap, Pool *pool, int64_t size)
 {
-    Py_ssize_t at = find(heap, pool, size, 0);
+    Py_ssize_t at = -1;
     int64_t rest;
     int32_t number, after;
-    if (at < pool->count) {
-        number = pool->free[at];
-        take(pool, at);
-    } else if (!(number = grow(heap, pool, size))) {
+    if (size >> (64 - ADDRESS_BITS)) {
+        heap->beyond = 1;
         return 0;
+    }
+    if ((at = find(pool, key(size, 0))) < pool->count) {
+        number = pool->free[at];
+    } else {
+        at = -1;
+        if (!(number = grow(heap, pool, size)))
+            return 0;
     }
     heap->blocks[number].cached = 0;
     rest = heap->blocks[number].size - size;
@@ -178,21 +218,25 @@ static int32_t allocate(Heap *heap, Pool *pool, int64_t size)
         heap->blocks[number].size = size;
         after = add(heap, rest, heap->blocks[number].address + size, number, heap->blocks[number].next);
         heap->blocks[after].cached = 1;
-        if (heap->expandable && !heap->blocks[after].next)
-            pool->last = after;
-        else
-            insert(heap, pool, after);
+        if (!heap->expandable || heap->blocks[after].next) {
+            put(heap, pool, at, after);
+            return number;
+        }
+        pool->last = after;
     }
+    if (at >= 0)
+        take(pool, at);
     return number;
 }
 
 static void release(Heap *heap, Pool *pool, int32_t number)
 {
     Block *block = &heap->blocks[number], *other;
+    Py_ssize_t before = -1, after = -1;
     int32_t merged;
     if ((merged = block->next) && (other = &heap->blocks[merged])->cached) {
         if (other->next || !heap->expandable)
-            drop(heap, pool, merged);
+            after = place_of(heap, pool, merged);
         block->size += other->size;
         block->next = other->next;
         if (block->next)
@@ -200,7 +244,7 @@ static void release(Heap *heap, Pool *pool, int32_t number)
         forget(heap, merged);
     }
     if ((merged = block->previous) && (other = &heap->blocks[merged])->cached) {
-        drop(heap, pool, merged);
+        before = place_of(heap, pool, merged);
         block->size += other->size;
         block->address = other->address;
         block->previous = other->previous;
@@ -208,11 +252,20 @@ static void release(Heap *heap, Pool *pool, int32_t number)
             heap->blocks[block->previous].next = number;
         forget(heap, merged);
     }
+    if (before >= 0 && after >= 0) {
+        take(pool, after);
+        before -= after < before;
+    }
     block->cached = 1;
-    if (block->next || !heap->expandable)
-        insert(heap, pool, number);
-    else
+    if (before < 0)
+        before = after;
+    if (block->next || !heap->expandable) {
+        put(heap, pool, before, number);
+    } else {
+        if (before >= 0)
+            take(pool, before);
         pool->last = number;
+    }
 }
 
 PyDoc_STRVAR(replay_doc,
@@ -220,7 +273,8 @@ PyDoc_STRVAR(replay_doc,
 "Replay `events` (int64: a holder to allocate, its complement to free); `sizes` and `pools` (int64) are by holder, pools of\n"
 "odd number hold small blocks; `limit`: units that may be reserved, -1 for any. Returns the largest and the last of what is\n"
 "allocated and of what is reserved, the segments and the retries; where the limit leaves no room, even after every free\n"
-"segment went back, the holder that found none and what is reserved then; None where pages would have to go back.");
+"segment went back, the holder that found none and what is reserved then; None where pages would have to go back, or where\n"
+"more is asked for than any GPU has.");
 
 static PyObject *replay(PyObject *module, PyObject *args)
 {
@@ -247,7 +301,7 @@ static PyObject *replay(PyObject *module, PyObject *args)
         heap.failed = 1;
     for (Py_ssize_t pool = 0; !heap.failed && pool < num_pools; pool++)
         heap.pools[pool].small = pool % 2;
-    for (Py_ssize_t at = 0; !heap.failed; at++) {
+    for (Py_ssize_t at = 0; !heap.failed && !heap.beyond; at++) {
         int64_t event, holder;
         Pool *pool;
         if (at == num_events) {
@@ -283,8 +337,10 @@ static PyObject *replay(PyObject *module, PyObject *args)
                 peak = allocated;
         }
     }
-    for (Py_ssize_t pool = 0; heap.pools && pool < num_pools; pool++)
+    for (Py_ssize_t pool = 0; heap.pools && pool < num_pools; pool++) {
+        free(heap.pools[pool].keys);
         free(heap.pools[pool].free);
+    }
     free(heap.blocks);
     free(heap.pools);
     free(held);

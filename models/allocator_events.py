@@ -10,7 +10,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.timeline import Timeline
+from peakcast.timeline import Category, Timeline
 
 Ints = npt.NDArray[np.int64]
 
@@ -38,10 +38,9 @@ class Run:
             num_events += len(entries)
             outlives = entries[begins & (step.dies[entries] >= len(step.phases))]
             if before is not None:
-                taken, left = _take_over(step, *before)
-                continued = np.fromiter(taken, np.int64, len(taken))
-                holders[continued] = np.fromiter(taken.values(), np.int64, len(taken))
-                events.append(~np.array(left, dtype=np.int64))
+                continued, taken, left = _take_over(step, *before)
+                holders[continued] = taken
+                events.append(~left)
                 begins_here = np.ones(len(holders), dtype=bool)
                 begins_here[continued] = False
                 happens = ~begins | begins_here[entries]
@@ -77,31 +76,44 @@ def _events(step: Timeline) -> tuple[Ints, npt.NDArray[np.bool_]]:
     return np.concatenate([dying, lives])[order], order >= len(dying)
 
 
+def _take_over(step: Timeline, before: Timeline, outlives: Ints, holders: Ints) -> tuple[Ints, Ints, Ints]:
+    """Entries of this step that continue what outlives the step before, the holders of those there, and the holders that
+    nobody continues."""
+    standing = np.flatnonzero((step.born <= 0) & (step.dies > 0) & (step.num_bytes > 0))
+    ours, theirs = _digests(step, standing), _digests(before, outlives)
+    order = np.argsort(theirs)
+    ends = np.searchsorted(theirs, ours, side="right", sorter=order)  # of those alike; 0 where all are larger
+    begins = np.searchsorted(theirs, ours, side="left", sorter=order)
+    here = np.flatnonzero(ends - begins == 1)
+    there = order[begins[here]]
+    if len(here) == len(theirs) and np.bincount(there, minlength=1).max() == 1:  # each goes on as just one
+        return standing[here], holders[outlives[there]], np.zeros(0, dtype=np.int64)
+    wanted = list(zip(_identities(step, standing), standing.tolist(), strict=True))
+    taken, left = _matched(wanted, list(zip(_identities(before, outlives), holders[outlives].tolist(), strict=True)))
+    found = np.array(list(taken.items()), dtype=np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1], np.array(left, dtype=np.int64)
+
+
 _Identity = tuple[int, int, str, str]
 """Bytes, category, name and module of an entry."""
 
 
 def _identities(step: Timeline, which: Ints) -> list[_Identity]:
     entries = which.tolist()
-    if not entries:
-        return []
-    chosen = itemgetter(*entries, entries[0])  # one more, so that it gives a tuple in any case
-    texts = chosen(step.names)[:-1], chosen(step.modules)[:-1]
+    texts = [step.names[entry] for entry in entries], [step.modules[entry] for entry in entries]
     return list(zip(step.num_bytes[which].tolist(), step.categories[which].tolist(), *texts, strict=True))
 
 
-def _take_over(step: Timeline, before: Timeline, outlives: Ints, holders: Ints) -> tuple[dict[int, int], list[int]]:
-    """Holders of the step before that entries of this one continue, by entry; and those that nobody does."""
-    survivors = list(zip(_identities(before, outlives), holders[outlives].tolist(), strict=True))
-    standing = np.flatnonzero((step.born <= 0) & (step.dies > 0) & (step.num_bytes > 0))
-    identities, waiting = _identities(step, standing), standing.tolist()
-    holder_of = dict(survivors)
-    if len(holder_of) == len(survivors):  # no two alike: every entry finds its own at once
-        found = map(holder_of.get, identities)
-        taken = {entry: holder for entry, holder in zip(waiting, found, strict=True) if holder is not None}
-        if len(taken) == len(set(taken.values())) == len(survivors):
-            return taken, []
-    return _matched(list(zip(identities, waiting, strict=True)), survivors)
+def _digests(step: Timeline, which: Ints) -> npt.NDArray[np.uint64]:
+    """Identities as numbers of 64 bits: equal ones are equal, others differ but for a chance of one in 10**12."""
+    if not len(which):
+        return np.zeros(0, dtype=np.uint64)
+    chosen = itemgetter(*which.tolist(), 0)  # one more, so that it gives a tuple in any case
+    digests = (step.num_bytes[which] * len(Category) + step.categories[which]).astype(np.uint64)
+    for texts, odd in ((step.names, 0x9E3779B97F4A7C15), (step.modules, 0xC2B2AE3D27D4EB4F)):
+        hashes = np.fromiter(map(hash, chosen(texts)[:-1]), np.int64, len(which)).astype(np.uint64)
+        digests = digests * np.uint64(odd) + hashes
+    return digests
 
 
 def _matched(
