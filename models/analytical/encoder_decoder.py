@@ -21,6 +21,7 @@ from peakcast.models.analytical.blocks.t5 import (
     position_bias_bytes,
     t5_layer,
 )
+from peakcast.models.analytical.hf_blocks import target_context
 from peakcast.models.analytical.hf_checkpoint import recompute
 from peakcast.models.analytical.parameters_t5 import CROSS
 from peakcast.models.analytical.step import FOREVER, Run, Step
@@ -96,11 +97,6 @@ class _Stack:
     @staticmethod
     def _ended(run: Run) -> int:
         return (run.backward_start or 0) + run.template.num_backward
-
-
-def target_context(context: HFContext, job: TrainingJob) -> HFContext:
-    """The context of what is predicted: as many tokens as the decoder reads."""
-    return replace(context, sequence=job.decoder_sequence_length) if job.decoder_sequence_length else context
 
 
 def encoder_decoder_micro_batch(

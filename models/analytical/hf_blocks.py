@@ -151,6 +151,11 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
     )
 
 
+def target_context(context: HFContext, job: TrainingJob) -> HFContext:
+    """The context of what is predicted: of an encoder-decoder, as many tokens as the decoder reads."""
+    return replace(context, sequence=job.decoder_sequence_length) if job.decoder_sequence_length else context
+
+
 def _cached_matmuls(job: TrainingJob) -> int:
     selective = job.activation_checkpointing.mode == "selective"
     return int(conventions(job).get("selective_checkpointing_matmuls", 1)) if selective else 0

@@ -1,9 +1,14 @@
-"""The ledger of a Hugging Face (or plain PyTorch) training step on one rank: blocks placed on the step's instants."""
+"""The ledger of a Hugging Face (or plain PyTorch) training step on one rank: blocks placed on the step's instants.
+
+What only some jobs need (inference, encoder-decoders, DeepSpeed's ZeRO) is imported where it is used: a prediction at the
+command line lasts half a second, most of it imports.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from peakcast.allocator import Allocator
 from peakcast.catalog import Device
@@ -14,8 +19,7 @@ from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.blocks.kv_cache import returned_cache_bytes
 from peakcast.models.analytical.columns import Recording
-from peakcast.models.analytical.encoder_decoder import encoder_decoder_micro_batch, outputs_of, target_context
-from peakcast.models.analytical.hf_blocks import Blocks, block_context
+from peakcast.models.analytical.hf_blocks import Blocks, block_context, target_context
 from peakcast.models.analytical.hf_model import (
     hold_attention_weights,
     hold_buffers,
@@ -29,12 +33,8 @@ from peakcast.models.analytical.hf_model import (
     last_readers,
     model_ends,
 )
-from peakcast.models.analytical.inference import inference_ledger
 from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.layouts.base import Layout, StoredTensor
-from peakcast.models.analytical.layouts.zero3 import Zero3
-from peakcast.models.analytical.layouts.zero12 import Zero12
-from peakcast.models.analytical.layouts.zero_host import HostMemory, host_memory
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
 from peakcast.models.analytical.preference import (
@@ -49,6 +49,9 @@ from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import ActivationCheckpointing, Batch, Optimizer, TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
+
+if TYPE_CHECKING:
+    from peakcast.models.analytical.layouts.zero_host import HostMemory
 
 FP32 = 4
 INT64 = 8
@@ -65,6 +68,8 @@ def huggingface_ledger(
     logits = logits_bytes_kept_by_outputs(target_context(context, job), widened=False)
     layout = layout_of(job, stored_parameters(_weights_job(job)), logits, rank)
     if job.task == "inference":
+        from peakcast.models.analytical.inference import inference_ledger
+
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
         return inference_ledger(job, context, weights, device)
     layout.first_step = step == "first"
@@ -167,6 +172,10 @@ def paged_state_bytes(job: TrainingJob) -> int:
 
 def zero_host_memory(job: TrainingJob) -> HostMemory:
     """What the rank that holds most of a ZeRO job keeps on the host."""
+    from peakcast.models.analytical.layouts.zero3 import Zero3
+    from peakcast.models.analytical.layouts.zero12 import Zero12
+    from peakcast.models.analytical.layouts.zero_host import host_memory
+
     layout = layout_of(job, stored_parameters(_weights_job(job)), 0)
     assert isinstance(layout, Zero12 | Zero3)
     return host_memory(layout, accumulates=job.gradient_accumulation_steps > 1)
@@ -205,6 +214,8 @@ def _micro_batch(
 ) -> Run:
     """Forward, loss and backward of one micro-batch; returns the run of its head."""
     if job.architecture.kind == "encoder_decoder":
+        from peakcast.models.analytical.encoder_decoder import encoder_decoder_micro_batch
+
         loss = encoder_decoder_micro_batch(timeline, job, context, cached, keeps_gradients=keeps_gradients, last=last)
         _hold_logits(timeline, job, target_context(context, job), loss, last)
         return loss
@@ -272,6 +283,8 @@ def _hold_previous_outputs(timeline: Step, job: TrainingJob, context: HFContext,
         for name, num_bytes in _leaf_kept_by_outputs(job, target):
             timeline.hold(name, Category.ACTIVATIONS, num_bytes, start, ended, "embedding")
         if job.architecture.kind == "encoder_decoder":
+            from peakcast.models.analytical.encoder_decoder import outputs_of
+
             timeline.hold_all(outputs_of(job, context), Category.ACTIVATIONS, start, ended)
 
 

@@ -12,9 +12,6 @@ from peakcast.models.analytical.layouts.base import Layout, StoredTensor, units_
 from peakcast.models.analytical.layouts.ddp import DDP
 from peakcast.models.analytical.layouts.fsdp1 import FSDP1
 from peakcast.models.analytical.layouts.fsdp2 import FSDP2
-from peakcast.models.analytical.layouts.zero import Buckets
-from peakcast.models.analytical.layouts.zero3 import Zero3
-from peakcast.models.analytical.layouts.zero12 import Zero12
 from peakcast.ranks import ranks_that_differ
 from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES, MIB
@@ -80,6 +77,10 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
 
 
 def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str, Any], rank: int | None) -> Layout:
+    from peakcast.models.analytical.layouts.zero import Buckets
+    from peakcast.models.analytical.layouts.zero3 import Zero3
+    from peakcast.models.analytical.layouts.zero12 import Zero12
+
     stage, ranks = job.parallelism.zero_stage, job.parallelism.data_parallel_size
     # whoever drives it, ZeRO is DeepSpeed's: what the framework at hand says nothing of is taken from there
     chosen = {**conventions(job.replace(framework="deepspeed", framework_options=FrozenMapping())), **chosen}
