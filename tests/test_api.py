@@ -137,6 +137,14 @@ def test_a_batch_answers_in_order_what_predict_answers() -> None:
     assert answers[2]["peak_allocated_bytes"]["point"] > 0
 
 
+def test_processes_share_a_batch_and_answer_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peakcast.batch.NEIGHBOURS", 4)
+    sizes = [4, 1, 3, 2, 4, 6, 5, 1]
+    lines = [json.dumps({"id": i, "gpu": GPU, "job": {**JOB, "micro_batch_size": size}}) for i, size in enumerate(sizes)]
+    lines[2:2] = ["{", lines[0]]
+    assert list(peakcast.predict_batch(lines, processes=2)) == list(peakcast.predict_batch(lines))
+
+
 @pytest.mark.parametrize(
     ("line", "parameter", "words"),
     [

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from peakcast import catalog
 from peakcast.architecture import Architecture
 from peakcast.fields import FrozenMapping
+from peakcast.models.analytical.hf_blocks import Blocks, block_context
 from peakcast.models.analytical.ledger import ledger
 from peakcast.spec import ActivationCheckpointing, Finetuning, Optimizer, Precision, TrainingJob
 from peakcast.timeline import Category, Phase
@@ -185,3 +186,18 @@ def test_float8_keeps_what_bf16_keeps_and_converts_on_the_way():
     ]
     assert max(conversions) >= 9 * 256 * 512
     assert not any(name.startswith("lm_head.temporary") for name in narrow.names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "alike"),
+    [
+        ({}, True),
+        ({"precision": Precision(compute="float8")}, False),  # the first projection of all stays wide
+        ({"finetuning": Finetuning(method="lora", rank=8)}, False),  # no gradient enters the first layer
+        ({"finetuning": Finetuning(method="lora", rank=8), "activation_checkpointing": FULL}, True),
+    ],
+)
+def test_layers_that_differ_in_nothing_are_made_once(changes, alike):
+    asked = job(**changes)
+    first, second = Blocks(asked, block_context(asked, None)).contexts
+    assert (first == second) is alike
