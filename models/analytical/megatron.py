@@ -86,12 +86,14 @@ class _Turns:
     def __init__(self, share: RankShare) -> None:
         self.share = share
         self.step = Step()
-        self.templates: dict[tuple[int, bool, bool], Template] = {}
-        """Layers, by their context, whether somebody else holds their input, and whether they make a mask."""
+        self.templates: dict[tuple[int, bool], Template] = {}
+        """Layers, by their number and whether somebody else holds their input; and what those of one kind share."""
+        self.kinds: dict[tuple[int, bool, bool], Template] = {}
         self.unmasked = {layer for chunk in share.chunks if not reads_mask(share, chunk) for layer in chunk.layers}
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
         self.spans: list[Span] = []
         self.first_product = self.deferred = 0
+        self.is_first_backward = False
         self.first_backward: dict[str, int] = {}
         """The instants at which the operations of the first backward run for the first time, by label."""
         self.first_recomputed: dict[int, int] = {}
@@ -129,8 +131,9 @@ class _Turns:
                 for layer in layers:
                     step.run_without_graph(self._layer(layer, layer == layers[0]), f"layers.{layer}")
             else:
+                decoder_from = self.share.job.architecture.num_hidden_layers
                 for i in layers:
-                    if i > chunk.layers[0] and i == self.share.job.architecture.num_hidden_layers:
+                    if i == decoder_from and i > chunk.layers[0]:
                         state.runs += self._turn_to_decoder()
                     template = self._layer(i, self._receives(chunk, i))
                     state.runs.append(step.run_forward(template, f"layers.{i}", keeps_gradients=False))
@@ -164,11 +167,14 @@ class _Turns:
 
     def _layer(self, layer: int, input_held: bool) -> Template:
         """Decoder layer `layer`; `input_held`: somebody else holds its input (a checkpoint, the receiving buffer)."""
-        context = self.share.layer_context(layer)
-        key = id(context), input_held, layer in self.unmasked
-        if key not in self.templates:
-            self.templates[key] = layer_template(context, *key[1:])
-        return self.templates[key]
+        template = self.templates.get((layer, input_held))
+        if template is None:
+            context = self.share.layer_context(layer)
+            kind = id(context), input_held, layer in self.unmasked
+            if kind not in self.kinds:
+                self.kinds[kind] = layer_template(context, *kind[1:])
+            template = self.templates[layer, input_held] = self.kinds[kind]
+        return template
 
     def _head(self) -> Template:
         architecture = self.share.job.architecture
@@ -188,6 +194,7 @@ class _Turns:
         state, step = self.alive.pop((turn.micro_batch, turn.chunk)), self.step
         share = self.share
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
+        self.is_first_backward = all(span.turn.forward for span in self.spans)
         if not self.first_product:  # the loss itself multiplies no matrices: the output layer is the first that does
             self.first_product = started + (self._head().backward_labels.index("output_layer") if chunk.is_last else 0)
         if not chunk.is_last:
@@ -216,7 +223,7 @@ class _Turns:
     def _run_backward(self, run: Run) -> None:
         start = self.step.now
         self.step.run_backward(run)
-        if all(span.turn.forward for span in self.spans):
+        if self.is_first_backward:
             for number, label in enumerate(run.template.backward_labels):
                 self.first_backward.setdefault(label, start + number)
 
