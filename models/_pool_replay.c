@@ -322,7 +322,7 @@ static PyObject *replay(PyObject *module, PyObject *args)
             int64_t size = ((const int64_t *)sizes.buf)[holder];
             int32_t number = allocate(&heap, pool, size);
             if (!number) {
-                if (heap.expandable)
+                if (heap.expandable || heap.beyond)
                     break;
                 give_back(&heap, num_pools);
                 retries++;

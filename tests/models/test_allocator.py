@@ -346,6 +346,16 @@ def test_the_compiled_replay_covers_runs_that_give_memory_back():
     assert ran_out > 2
 
 
+@pytest.mark.parametrize("sizes", [(2**50, 2**20), (2**38,) * 40])
+def test_more_than_any_gpu_has_is_replayed_all_the_same(sizes):
+    """Beyond the addresses that the compiled replay tells apart: one tensor, or all of them together."""
+    steps = [step(*((f"t{i}", size, i, i + 2) for i, size in enumerate(sizes)))]
+    expected = allocator_module._replay_calls(Run.of(steps), CachingAllocator())
+    assert replay_run(steps) == expected
+    with pytest.raises(SimulatedOutOfMemoryError):
+        replay_run(steps, capacity_bytes=80 * 2**30)
+
+
 def test_without_the_compiled_replay_the_answer_is_the_same(monkeypatch):
     steps = [random_step(1, 2), random_step(2, 2)]
     found = replay_run(steps)
