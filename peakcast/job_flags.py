@@ -165,7 +165,7 @@ def job_from_flags(
 
     changes = {**flags, **dict(_setting(text) for text in settings)}
     if job is None and beside:
-        raise SpecError("--with, --num-gpus and --dialect go with a configuration; give its file first.", parameter="job")
+        raise _nothing_to_go_with(beside)
     values: dict[str, Any] = {"architecture": job} if job is not None else {}
     if job is not None and is_configuration(job):
         pasted = opened(job, companions(beside.files))
@@ -183,6 +183,19 @@ def job_from_flags(
             parameter="architecture",
         )
     return values
+
+
+def _nothing_to_go_with(beside: Beside) -> SpecError:
+    rule = "goes with a configuration, and none is given; give its file first"
+    if beside.num_gpus is None:
+        flag, value = ("--with", beside.files[0]) if beside.files else ("--dialect", beside.dialect)
+        return SpecError(f"{flag} {value} {rule}.", parameter=flag.strip("-"), value=str(value))
+    return SpecError(
+        f"--num-gpus {beside.num_gpus} {rule}, or say with --model what the GPUs do, such as "
+        f"--data-parallel-size {beside.num_gpus} --sharding fsdp2, or --tensor-parallel-size.",
+        parameter="num_gpus",
+        value=beside.num_gpus,
+    )
 
 
 def _changed(values: dict[str, Any], changes: Mapping[str, object], job: str | None) -> dict[str, Any]:
