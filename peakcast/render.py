@@ -104,7 +104,7 @@ def _quantities(p: Prediction) -> str:
         name = quantity.removeprefix("peak_").removesuffix("_bytes")
         span = f"{bar.lower / GIB:.2f} – {bar.upper / GIB:.2f}"
         lines.append(
-            f"{name:<12}{bar.point / GIB:>9.2f}{span:>20}{bar.upper_95 / GIB:>13.2f}   {SEEN_BY[quantity]}"
+            f"{name:<12}{bar.point / GIB:>9.2f} {span:>19} {bar.upper_95 / GIB:>12.2f}   {SEEN_BY[quantity]}"
         )
     return "\n".join(lines)
 
