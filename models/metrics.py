@@ -9,9 +9,61 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from peakcast.models.grouping import SIZES_GIB, size_of
+
 if TYPE_CHECKING:
-    from peakcast.models.evaluation import Scored
     from peakcast.models.samples import Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """One row, one quantity, predicted without its group. Bytes are ints."""
+
+    key: str
+    case: str
+    source: str
+    gpu: str
+    architecture: str
+    layout: str
+    framework: str
+    quantity: str
+    measured: int
+    baseline: int
+    point: int
+    lower: int
+    upper: int
+    upper_95: int
+    weight: float
+    """1 / repeats of the configuration."""
+    known: str = ""
+    """What is known about the row that may explain an error."""
+
+    @property
+    def error(self) -> float:
+        """point / measured − 1."""
+        return self.point / self.measured - 1
+
+    @property
+    def baseline_error(self) -> float:
+        """baseline / measured − 1."""
+        return self.baseline / self.measured - 1
+
+    @property
+    def covered(self) -> bool:
+        """Whether the measurement lies in the two-sided bar."""
+        return self.lower <= self.measured <= self.upper
+
+    @property
+    def half_width(self) -> float:
+        """Half of the two-sided bar over its point."""
+        return (self.upper - self.lower) / 2 / max(self.point, 1)
+
+    @property
+    def size(self) -> str:
+        """Framework and measured size, such as `megatron, below 5 GiB`: small peaks are largely workspaces and buffers."""
+        low, high = SIZES_GIB
+        ranges = {"small": f"below {low} GiB", "medium": f"{low} to {high} GiB", "large": f"{high} GiB and more"}
+        return f"{self.framework}, {ranges[size_of(self.measured)]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,7 @@ from peakcast.prediction import QUANTITIES, SEEN_BY, Answer, Interval, Predictio
 from peakcast.units import GIB, format_gib
 
 if TYPE_CHECKING:
-
-    from peakcast.api import Checked, Fitted
+    from peakcast.calibrating import Checked, Fitted
     from peakcast.collectors.runner import Summary
     from peakcast.installation import Installation
     from peakcast.models.evaluation import Evaluation

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from peakcast.models.evaluation import Scored
+from peakcast.models.metrics import Scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

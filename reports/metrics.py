@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peakcast.models.evaluation import Evaluation, Scored
-from peakcast.models.metrics import Summary, summarise
+from peakcast.models.evaluation import Evaluation
+from peakcast.models.metrics import Scored, Summary, summarise
 from peakcast.reports.aims import TARGETS, Aim
 
 CHAIN = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from peakcast.models.evaluation import Evaluation, Scored
-from peakcast.models.metrics import summarise
+from peakcast.models.evaluation import Evaluation
+from peakcast.models.metrics import Scored, summarise
 from peakcast.reports.aims import Aim, goals
 from peakcast.reports.decision_tables import Table
 from peakcast.reports.findings import Finding, finding_of

@@ -12,7 +12,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from peakcast.drawing import INK, MUTED, STYLE, inline_svg
-from peakcast.models.evaluation import Evaluation, Scored
+from peakcast.models.evaluation import Evaluation
+from peakcast.models.metrics import Scored
 from peakcast.reports.metrics import by_group
 from peakcast.reports.tables import QUANTITY_NAMES
 from peakcast.units import GIB

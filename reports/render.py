@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peakcast import __version__
-from peakcast.models.evaluation import NAMED_ABOVE, Evaluation, Scored
+from peakcast.models.evaluation import NAMED_ABOVE, Evaluation
+from peakcast.models.metrics import Scored
 from peakcast.prediction import QUANTITIES
 from peakcast.reports import metrics, tables
 from peakcast.reports.decision_tables import extra_tables

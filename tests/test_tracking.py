@@ -15,10 +15,10 @@ from peakcast.models.baseline import baseline
 from peakcast.models.calibration import Calibration, QuantityCalibration
 from peakcast.models.decisions import Decision, Decisions
 from peakcast.models.domain import Domain
-from peakcast.models.evaluation import Evaluation, Scored, Table
+from peakcast.models.evaluation import Evaluation, Table
 from peakcast.models.features import features
 from peakcast.models.intervals import Intervals
-from peakcast.models.metrics import Floor, summarise
+from peakcast.models.metrics import Floor, Scored, summarise
 from peakcast.models.predict import predict
 from peakcast.models.promotion import Comparison, QuantityComparison
 from peakcast.models.residual import Residual

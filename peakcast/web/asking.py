@@ -56,8 +56,8 @@ class Answered:
 
 def answered(asked: Asked) -> Answered:
     """The answer. Raises: SpecError or CatalogError with a message for the page."""
-    from peakcast import api
     from peakcast.answers import full_answer
+    from peakcast.explaining.door import explanation
 
     with no_files():
         read = _question(asked)
@@ -77,8 +77,8 @@ def answered(asked: Asked) -> Answered:
     translation = replace(read.translation, job=job, assumptions=(*read.translation.assumptions, *changes))
     asked_about = replace(read, translation=translation)
     prediction = full_answer(asked_about)
-    explanation = api.explain(job, read.device, prediction.rank)
-    return Answered(asked=asked, job=job, prediction=prediction, explanation=explanation)
+    explained = explanation(job, read.device, prediction.rank)
+    return Answered(asked=asked, job=job, prediction=prediction, explanation=explained)
 
 
 def _question(asked: Asked) -> Question:

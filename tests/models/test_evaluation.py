@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from peakcast.models.evaluation import Scored, evaluate
-from peakcast.models.metrics import summarise
+from peakcast.models.evaluation import evaluate
+from peakcast.models.metrics import Scored, summarise
 from peakcast.models.regressors import GroupMedian, Ridge, Zero
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from peakcast.models.evaluation import Evaluation, Scored, Table
-from peakcast.models.metrics import Floor, summarise
+from peakcast.models.evaluation import Evaluation, Table
+from peakcast.models.metrics import Floor, Scored, summarise
 from peakcast.prediction import QUANTITIES
 from peakcast.units import GIB
 
