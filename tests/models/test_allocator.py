@@ -350,7 +350,7 @@ built = pytest.mark.skipif(allocator_module.compiled is None, reason="there was 
     chosen=st.builds(
         Allocator,
         expandable_segments=st.booleans(),
-        roundup_power2_divisions=st.sampled_from([None, "4", "[16:4,>:2]"]),
+        roundup_power2_divisions=st.sampled_from([None, "4", "[16:4,>:1]"]),
         large_segment_size_mb=st.sampled_from([None, 14]),
     ),
     tightness=st.sampled_from([None, 0.8, 0.9, 0.97, 0.995]),
