@@ -1,6 +1,6 @@
 /* A CUDA driver that only keeps accounts. Under torch's own libc10_cuda.so it stands in for libcudart.so.13, so that the
-   allocator of a CUDA build of torch runs where there is no GPU: memory is a number, addresses rise, and work on a stream is
-   done when `standin_finish` says so. STANDIN_BYTES is what the device has. */
+   allocator of a CUDA build of torch runs where there is no GPU: memory is a number, and work on a stream is done when
+   `standin_finish` says so. STANDIN_BYTES is what the device has; STANDIN_FALLING lets addresses fall, which else rise. */
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -15,7 +15,8 @@ typedef struct {
 } Event;
 
 static size_t used, total;
-static uint64_t next_address = 1ull << 40;
+static int falling;
+static uint64_t next_address = 1ull << 44;
 static struct {
     uint64_t address;
     size_t size;
@@ -31,12 +32,20 @@ static size_t whole(size_t size)
 __attribute__((constructor)) static void begin(void)
 {
     const char *bytes = getenv("STANDIN_BYTES");
-    total = bytes ? strtoull(bytes, NULL, 10) : 1ull << 46;
+    total = bytes ? strtoull(bytes, NULL, 10) : 1ull << 40;
+    falling = getenv("STANDIN_FALLING") != NULL;
 }
 
 void standin_finish(uint64_t stream)
 {
     finished[stream] = recorded[stream];
+}
+
+static uint64_t place(size_t size)
+{
+    uint64_t address = next_address - (falling ? size : 0);
+    next_address = falling ? address : address + size;
+    return address;
 }
 
 /* -- memory */
@@ -47,10 +56,9 @@ cudaError_t cudaMalloc(void **address, size_t size)
     if (used + size > total || num_segments == MOST_SEGMENTS)
         return cudaErrorMemoryAllocation;
     used += size;
-    segments[num_segments].address = next_address;
-    segments[num_segments++].size = size;
-    *address = (void *)next_address;
-    next_address += size;
+    segments[num_segments].address = place(size);
+    segments[num_segments].size = size;
+    *address = (void *)segments[num_segments++].address;
     return cudaSuccess;
 }
 
@@ -91,8 +99,7 @@ static CUresult release(CUmemGenericAllocationHandle handle)
 
 static CUresult reserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr wish, unsigned long long flags)
 {
-    *address = next_address;
-    next_address += whole(size);
+    *address = place(whole(size));
     return CUDA_SUCCESS;
 }
 
