@@ -7,7 +7,8 @@ c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`) and c10/core/Alloca
 Held against torch's own compiled allocator (`tests/models/test_torchs_allocator.py`) and against what GPUs recorded
 (`test_allocator_on_gpus.py`). Not modelled: private pools (CUDA graphs, `MemPool`), and switching expandable segments on or
 off during a run.
-The driver's addresses are unknown; simulated ones rise, so equal blocks of different segments are taken oldest first.
+Of equal blocks the one of the oldest segment is taken (2.13, pytorch#183591), which simulated addresses give, as they rise;
+releases before took the lowest address of the driver's, which is unknown.
 """
 
 from __future__ import annotations
