@@ -68,7 +68,7 @@ def replay_run(
     category and size (else the same category and size); what no entry takes over is freed between the steps.
     """
     settings, run = settings or Allocator(), Run.of(steps)
-    if compiled and settings.max_split_size_mb is None and allowed_bytes is None and 1 not in settings.divisions:
+    if compiled and settings.max_split_size_mb is None and allowed_bytes is None:
         found = _replay_compiled(run, settings, capacity_bytes)
         if found is not None:
             return found

@@ -9,7 +9,7 @@ from peakcast.models.allocator_sizes import segment_bytes
 from peakcast.units import round_up
 
 ADDRESS_SPACE_BYTES = 1 << 50
-"""Of an expandable segment; in truth 9/8 of the GPU's memory, which is never reached either."""
+"""Of an expandable segment where the GPU's memory is not known."""
 
 
 class Block:
@@ -167,7 +167,10 @@ class ExpandableSegments(Segments):
                 block = block.next
             if room >= size:
                 return start
-        segment = self._new_segment(pool, ADDRESS_SPACE_BYTES)
+        # 9/8 of the GPU's memory; pages that went back leave holes, so that a nearly full GPU may need a second segment
+        space = ADDRESS_SPACE_BYTES if self.capacity_bytes is None else round_up(self.capacity_bytes * 9 // 8, pool.page)
+        self._next_address = round_up(self._next_address, pool.page)  # pages are counted from where a segment begins
+        segment = self._new_segment(pool, space)
         segment.mapped = False
         pool.insert(segment)
         return segment

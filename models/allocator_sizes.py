@@ -14,7 +14,7 @@ SMALL_SEGMENT_BYTES = 2 * MIB
 """kSmallBuffer: what the small pool asks of the driver; also the page size of small expandable segments."""
 LARGE_SEGMENT_BYTES = 20 * MIB
 """`large_segment_size_mb` (a constant, kLargeBuffer, before 2.11): asked for by requests of 1 to 10 MiB; page size of large
-expandable segments. Also the default of `max_non_split_rounding_mb`."""
+expandable segments. Its value is also the default of `max_non_split_rounding_mb`."""
 MIN_LARGE_BYTES = 10 * MIB
 """kMinLargeAlloc: requests from here on get a segment of their own size..."""
 LARGE_ROUND_BYTES = 2 * MIB
@@ -27,10 +27,8 @@ def round_request(num_bytes: int, divisions: tuple[int, ...]) -> int:
     if num_bytes < MIN_BLOCK_BYTES:
         return MIN_BLOCK_BYTES
     steps = divisions[min(max(num_bytes.bit_length() - 21, 0), NUM_INTERVALS - 1)]
-    if not steps or num_bytes <= MIN_BLOCK_BYTES * steps:
+    if steps <= 1 or num_bytes <= MIN_BLOCK_BYTES * steps:
         return round_up(num_bytes, MIN_BLOCK_BYTES)
-    if steps == 1:
-        return num_bytes
     return round_up(num_bytes, (1 << (num_bytes.bit_length() - 1)) // steps)
 
 

@@ -4,8 +4,11 @@ The allocator is deterministic, so `reserved` is not fitted but replayed: best f
 merging, segments that are kept, and what it gives back before it runs out of memory. Rules and names are those of
 c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`) and c10/core/AllocatorConfig.h of torch 2.13.
 
-Not modelled: private pools (CUDA graphs, `MemPool`), and switching expandable segments on or off during a run.
-The driver's addresses are unknown; simulated ones rise, so equal blocks of different segments are taken oldest first.
+Held against torch's own compiled allocator (`tests/models/test_torchs_allocator.py`) and against what GPUs recorded
+(`test_allocator_on_gpus.py`). Not modelled: private pools (CUDA graphs, `MemPool`), and switching expandable segments on or
+off during a run.
+Of equal blocks the one of the oldest segment is taken (2.13, pytorch#183591), which simulated addresses give, as they rise;
+releases before took the lowest address of the driver's, which is unknown.
 """
 
 from __future__ import annotations
@@ -55,12 +58,11 @@ class CachingAllocator:
         self._expandable = self.settings.expandable_segments
         large = (self.settings.large_segment_size_mb or 0) * MIB or LARGE_SEGMENT_BYTES
         self._segments = (ExpandableSegments if self._expandable else Segments)(large, capacity_bytes, allowed_bytes)
-        self._rounding_bytes = (self.settings.max_non_split_rounding_mb or 0) * MIB or LARGE_SEGMENT_BYTES
+        self._rounding_bytes = (self.settings.max_non_split_rounding_mb or 0) * MIB or large
         self._max_split = (self.settings.max_split_size_mb or 0) * MIB or ADDRESS_SPACE_BYTES
         self._collects = bool(self.settings.garbage_collection_threshold) and allowed_bytes is not None
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._waiting: dict[int, list[Block]] = {}
-        self._done: set[int] = set()
 
     @property
     def reserved_bytes(self) -> int:
@@ -78,8 +80,6 @@ class CachingAllocator:
 
     def allocate(self, num_bytes: int, stream: int = 0) -> Block:
         """A block of at least `num_bytes` for `stream` (`malloc`). Raises: SimulatedOutOfMemoryError (with a limit)."""
-        if self._done:
-            self._free_waiting(self._done)
         size = round_request(num_bytes, self.settings.divisions)
         small = size <= SMALL_BYTES
         pool = self._pools.get((stream, small))
@@ -125,7 +125,7 @@ class CachingAllocator:
         if block is None and self._release_oversize(pool, size):
             block = self._segments.ask(pool, size)
         if block is None:
-            self._release_all()
+            self.empty_cache()
             self.num_retries += 1
             block = self._segments.ask(pool, size)
         if block is None:
@@ -154,24 +154,19 @@ class CachingAllocator:
         block.uses.add(stream)
 
     def finish(self, stream: int) -> None:
-        """The work that `stream` had so far is done: the next request finds what waited for it (`process_events`)."""
-        if stream in self._waiting:
-            self._done.add(stream)
-
-    def _free_waiting(self, streams: set[int]) -> None:
-        for stream in list(streams):
-            for block in self._waiting.pop(stream, []):
-                block.waits -= 1
-                if not block.waits:
-                    block.merge()
-                    block.pool.insert(block)
-        self._done.clear()
+        """The work that `stream` had so far is done: what waited for it is free (`process_events`)."""
+        for block in self._waiting.pop(stream, []):
+            block.waits -= 1
+            if not block.waits:
+                block.merge()
+                block.pool.insert(block)
 
     # -- giving back --------------------------------------------------------------------------------------------------
 
-    def _release_all(self) -> None:
+    def empty_cache(self) -> None:
         """Return every wholly free segment or page (`release_cached_blocks`), once all streams are done."""
-        self._free_waiting(set(self._waiting))
+        for stream in list(self._waiting):
+            self.finish(stream)
         for _, pool in sorted(self._pools.items()):
             for _, _, block in list(pool.free):
                 self._segments.give_back(block)

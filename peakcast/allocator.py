@@ -35,7 +35,7 @@ class Allocator:
     max_split_size_mb: int | None = None
     """Blocks of at least this are never split and serve only requests of at least this."""
     max_non_split_rounding_mb: int | None = None
-    """Such a block serves a request only if it is less than this (default 20) larger."""
+    """Such a block serves a request only if it is less than this larger; null for `large_segment_size_mb`."""
     roundup_power2_divisions: str | None = None
     """Requests are rounded up to one of this many steps between powers of two: "4", or a list of MiB and divisions as
     PyTorch writes it, "[256:1,512:2,1024:4,>:8]"."""
@@ -111,7 +111,7 @@ def _power_of_two(name: str, text: str, value: int) -> int:
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
-    "expandable_segments": lambda text: {"true": True, "false": False}[text.lower()],
+    "expandable_segments": lambda text: {"True": True, "False": False}[text],
     "max_split_size_mb": int,
     "max_non_split_rounding_mb": int,
     "roundup_power2_divisions": str,

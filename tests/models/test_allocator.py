@@ -124,6 +124,25 @@ def test_an_expandable_segment_gives_its_free_pages_back_and_maps_them_again():
     check_invariants(allocator, [block for block in (first,) if not block.free])
 
 
+def test_pages_are_counted_from_the_beginning_of_their_segment():
+    allocator = CachingAllocator(Allocator(expandable_segments=True))
+    for stream in (0, 1):  # each has a segment of its own
+        allocator.release(allocator.allocate(40 * MIB, stream))
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+
+
+def test_an_expandable_segment_ends_at_nine_eighths_of_the_gpu():
+    allocator = CachingAllocator(Allocator(expandable_segments=True), capacity_bytes=400 * MIB)
+    first, *_ = (allocator.allocate(size * MIB) for size in (180, 140))
+    allocator.release(first)
+    allocator.empty_cache()  # 140 MiB, behind a hole of 180, in addresses for 460
+    allocator.allocate(200 * MIB)
+    assert (allocator.num_segments, allocator.reserved_bytes) == (2, 340 * MIB)
+    allocator.allocate(40 * MIB)
+    assert (allocator.num_segments, allocator.reserved_bytes) == (2, 380 * MIB)
+
+
 def test_blocks_above_max_split_size_are_kept_whole_for_requests_of_nearly_their_size():
     allocator = CachingAllocator(Allocator(max_split_size_mb=100))
     allocator.release(allocator.allocate(200 * MIB))
@@ -132,6 +151,17 @@ def test_blocks_above_max_split_size_are_kept_whole_for_requests_of_nearly_their
     assert allocator.allocate(179 * MIB).size == 180 * MIB  # 21 smaller: a segment of its own
     assert allocator.allocate(181 * MIB).size == 200 * MIB  # 19 smaller: unsplit
     assert allocator.reserved_bytes == 430 * MIB
+
+
+@pytest.mark.parametrize(("large_mb", "rounding_mb"), [(12, None), (26, None), (12, 26)])
+def test_such_a_request_may_be_smaller_by_the_size_of_a_large_segment_unless_said_otherwise(large_mb, rounding_mb):
+    limit = (rounding_mb or large_mb) * MIB
+    for smaller_by, served in ((limit - 512, True), (limit, False)):
+        settings = Allocator(max_split_size_mb=100, large_segment_size_mb=large_mb, max_non_split_rounding_mb=rounding_mb)
+        allocator = CachingAllocator(settings)
+        allocator.release(allocator.allocate(200 * MIB))
+        allocator.allocate(200 * MIB - smaller_by)
+        assert (allocator.reserved_bytes == 200 * MIB) is served
 
 
 def test_with_max_split_size_just_enough_oversize_blocks_go_back_before_all_others_do():
@@ -176,6 +206,15 @@ def test_a_block_used_by_another_stream_waits_for_it_and_counts_as_reserved_only
     assert allocator.reserved_bytes == 80 * MIB
 
 
+def test_work_that_is_done_frees_nothing_that_is_released_later():
+    allocator = CachingAllocator()
+    block = allocator.allocate(40 * MIB)
+    allocator.record_stream(block, 7)
+    allocator.finish(7)
+    allocator.release(block)
+    assert allocator.allocate(40 * MIB) is not block
+
+
 def test_before_it_runs_out_of_memory_it_waits_for_all_streams():
     allocator = CachingAllocator(capacity_bytes=100 * MIB)
     block = allocator.allocate(60 * MIB)
@@ -196,11 +235,16 @@ def test_before_it_runs_out_of_memory_it_waits_for_all_streams():
         ("8", 1100, 1152),
         ("[1024:4,>:2]", 1100, 1280),
         ("2", 1024, 1024),
+        ("1", 1100, 1100),
     ],
 )
 def test_rounding_to_divisions_of_powers_of_two(divisions, request_mib, rounded_mib):
     # PyTorch's documentation: 1200 with four divisions lies between 1024 and 2048, steps 1280, 1536, 1792, and becomes 1280
     assert round_request(request_mib * MIB, Allocator(roundup_power2_divisions=divisions).divisions) == rounded_mib * MIB
+
+
+def test_one_division_rounds_to_512_bytes_as_none_does():
+    assert round_request(3 * MIB + 5, Allocator(roundup_power2_divisions="1").divisions) == 3 * MIB + 512
 
 
 def check_invariants(allocator: CachingAllocator, held: list[Block]) -> None:
@@ -306,7 +350,7 @@ built = pytest.mark.skipif(allocator_module.compiled is None, reason="there was 
     chosen=st.builds(
         Allocator,
         expandable_segments=st.booleans(),
-        roundup_power2_divisions=st.sampled_from([None, "4", "[16:4,>:2]"]),
+        roundup_power2_divisions=st.sampled_from([None, "4", "[16:4,>:1]"]),
         large_segment_size_mb=st.sampled_from([None, 14]),
     ),
     tightness=st.sampled_from([None, 0.8, 0.9, 0.97, 0.995]),
