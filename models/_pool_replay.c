@@ -22,7 +22,7 @@ typedef struct {
     uint64_t *keys; /* of cached blocks, rising: size, then address; not of the end that can still grow */
     int32_t *free;  /* the blocks of these keys */
     Py_ssize_t count, room;
-    int64_t end;   /* the next address */
+    int64_t end;   /* the next address; where they fall, the lowest so far */
     int32_t last;  /* of an expandable segment, its last block */
     int small;
 } Pool;
@@ -34,7 +34,7 @@ typedef struct {
     int64_t reserved, peak_reserved, limit, segment;
     Py_ssize_t num_segments;
     int32_t spare; /* numbers of blocks that are no more, one after the other by `next`: the heap stays in the cache */
-    int expandable, failed, beyond; /* `beyond`: of what keys can tell apart */
+    int expandable, falling, failed, beyond; /* `beyond`: of what keys can tell apart */
 } Heap;
 
 enum { ADDRESS_BITS = 34 }; /* 8 TiB of addresses, and blocks of up to 512 GiB */
@@ -144,7 +144,8 @@ static int reserve(Heap *heap, Pool *pool, int64_t size)
     heap->reserved += size;
     if (heap->reserved > heap->peak_reserved)
         heap->peak_reserved = heap->reserved;
-    pool->end += size;
+    pool->end += heap->falling ? -size : size;
+    heap->beyond |= pool->end < 0;
     return 1;
 }
 
@@ -160,7 +161,7 @@ static int32_t grow(Heap *heap, Pool *pool, int64_t size)
         if (!reserve(heap, pool, segment))
             return 0;
         heap->num_segments++;
-        return add(heap, segment, address, 0, 0);
+        return add(heap, segment, heap->falling ? pool->end : address, 0, 0);
     }
     page = pool->small ? SMALL_SEGMENT : heap->segment;
     have = pool->last && heap->blocks[pool->last].cached ? heap->blocks[pool->last].size : 0;
@@ -269,9 +270,10 @@ static void release(Heap *heap, Pool *pool, int32_t number)
 }
 
 PyDoc_STRVAR(replay_doc,
-"replay(events, sizes, pools, num_pools, expandable, segment, limit)\n\n"
+"replay(events, sizes, pools, num_pools, expandable, falling, segment, limit)\n\n"
 "Replay `events` (int64: a holder to allocate, its complement to free); `sizes` and `pools` (int64) are by holder, pools of\n"
-"odd number hold small blocks; `limit`: units that may be reserved, -1 for any. Returns the largest and the last of what is\n"
+"odd number hold small blocks; `falling`: each segment has a lower address than those before; `limit`: units that may be\n"
+"reserved, -1 for any. Returns the largest and the last of what is\n"
 "allocated and of what is reserved, the segments and the retries; where the limit leaves no room, even after every free\n"
 "segment went back, the holder that found none and what is reserved then; None where pages would have to go back, or where\n"
 "more is asked for than any GPU has.");
@@ -283,13 +285,15 @@ static PyObject *replay(PyObject *module, PyObject *args)
     long long segment, limit;
     int64_t allocated = 0, peak = 0;
     int32_t *held = NULL;
-    int expandable, answered = 0;
+    int expandable, falling, answered = 0;
     Heap heap = {0};
-    if (!PyArg_ParseTuple(args, "y*y*y*npLL", &events, &sizes, &pools, &num_pools, &expandable, &segment, &limit))
+    if (!PyArg_ParseTuple(args, "y*y*y*nppLL", &events, &sizes, &pools, &num_pools, &expandable, &falling, &segment,
+                          &limit))
         return NULL;
     num_events = events.len / 8;
     num_holders = sizes.len / 8;
     heap.expandable = expandable;
+    heap.falling = falling && !expandable; /* pages of one segment always rise */
     heap.segment = segment;
     heap.limit = limit;
     heap.room = 2 * num_events + 1;
@@ -299,8 +303,10 @@ static PyObject *replay(PyObject *module, PyObject *args)
     held = calloc(num_holders + 1, sizeof(int32_t));
     if (!heap.blocks || !heap.pools || !held || heap.room >= INT32_MAX)
         heap.failed = 1;
-    for (Py_ssize_t pool = 0; !heap.failed && pool < num_pools; pool++)
+    for (Py_ssize_t pool = 0; !heap.failed && pool < num_pools; pool++) {
         heap.pools[pool].small = pool % 2;
+        heap.pools[pool].end = heap.falling ? ((int64_t)1 << ADDRESS_BITS) - 1 : 0;
+    }
     for (Py_ssize_t at = 0; !heap.failed && !heap.beyond; at++) {
         int64_t event, holder;
         Pool *pool;

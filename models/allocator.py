@@ -44,15 +44,17 @@ def replay(
     *,
     capacity_bytes: int | None = None,
     allowed_bytes: int | None = None,
+    newest_first: bool = False,
 ) -> Replay:
     """Replay one step on an empty allocator.
 
     Order within an instant: first everything that dies there is freed, in the order of entries, then everything born there
     is allocated, in the order of entries; so an entry that dies at t makes room for those born at t, as `dies` is the first
     instant at which it is gone. Entries that never live are skipped; those that outlive the timeline stay allocated.
-    Limits are those of `CachingAllocator`. Raises: SimulatedOutOfMemoryError (only with a limit).
+    Limits and `newest_first` are those of `CachingAllocator`. Raises: SimulatedOutOfMemoryError (only with a limit).
     """
-    return replay_run([timeline], settings, capacity_bytes=capacity_bytes, allowed_bytes=allowed_bytes)
+    limits = {"capacity_bytes": capacity_bytes, "allowed_bytes": allowed_bytes}
+    return replay_run([timeline], settings, newest_first=newest_first, **limits)
 
 
 def replay_run(
@@ -61,6 +63,7 @@ def replay_run(
     *,
     capacity_bytes: int | None = None,
     allowed_bytes: int | None = None,
+    newest_first: bool = False,
 ) -> Replay:
     """Replay several steps one after the other on one allocator, so that later steps meet the cache of earlier ones.
 
@@ -69,10 +72,11 @@ def replay_run(
     """
     settings, run = settings or Allocator(), Run.of(steps)
     if compiled and settings.max_split_size_mb is None and allowed_bytes is None:
-        found = _replay_compiled(run, settings, capacity_bytes)
+        found = _replay_compiled(run, settings, capacity_bytes, newest_first=newest_first)
         if found is not None:
             return found
-    return _replay_calls(run, CachingAllocator(settings, capacity_bytes=capacity_bytes, allowed_bytes=allowed_bytes))
+    limits = {"capacity_bytes": capacity_bytes, "allowed_bytes": allowed_bytes}
+    return _replay_calls(run, CachingAllocator(settings, newest_first=newest_first, **limits))
 
 
 def _replay_calls(run: Run, allocator: CachingAllocator) -> Replay:
@@ -96,7 +100,9 @@ def _replay_calls(run: Run, allocator: CachingAllocator) -> Replay:
     )
 
 
-def _replay_compiled(run: Run, settings: Allocator, capacity_bytes: int | None) -> Replay | None:
+def _replay_compiled(
+    run: Run, settings: Allocator, capacity_bytes: int | None, *, newest_first: bool = False
+) -> Replay | None:
     """The same in one compiled loop; None where it would not be: where pages of expandable segments go back.
     Raises: SimulatedOutOfMemoryError."""
     sizes = _rounded(run.num_bytes, settings)
@@ -107,6 +113,7 @@ def _replay_compiled(run: Run, settings: Allocator, capacity_bytes: int | None) 
         run.streams * 2 + (sizes <= SMALL_BYTES),
         2 * int(run.streams.max(initial=0)) + 2,
         settings.expandable_segments,
+        newest_first,
         large // MIN_BLOCK_BYTES,
         -1 if capacity_bytes is None else capacity_bytes // MIN_BLOCK_BYTES,
     )

@@ -97,10 +97,13 @@ class Pool:
 
 class Segments:
     """Whole segments of a driver that can give `capacity_bytes`, of which `allowed_bytes` may be reserved; None: no limit.
-    The driver's addresses are unknown; these rise."""
+    `falling`: each has a lower address than those before it."""
 
-    def __init__(self, large_segment_bytes: int, capacity_bytes: int | None, allowed_bytes: int | None) -> None:
+    def __init__(
+        self, large_segment_bytes: int, capacity_bytes: int | None, allowed_bytes: int | None, *, falling: bool = False
+    ) -> None:
         self.large_segment_bytes = large_segment_bytes
+        self.falling = falling
         self.capacity_bytes = capacity_bytes
         self.allowed_bytes = allowed_bytes
         self.reserved_bytes = self.peak_reserved_bytes = self.num_segments = 0
@@ -117,10 +120,10 @@ class Segments:
         return self._new_segment(pool, segment) if self._reserve(segment) else None
 
     def _new_segment(self, pool: Pool, num_bytes: int) -> Block:
-        block = Block(pool, self._next_address, num_bytes)
-        self._next_address += num_bytes
+        begins = self._next_address - num_bytes if self.falling else self._next_address
+        self._next_address = begins if self.falling else begins + num_bytes
         self.num_segments += 1
-        return block
+        return Block(pool, begins, num_bytes)
 
     def _reserve(self, num_bytes: int) -> bool:
         if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
@@ -169,7 +172,9 @@ class ExpandableSegments(Segments):
                 return start
         # 9/8 of the GPU's memory; pages that went back leave holes, so that a nearly full GPU may need a second segment
         space = ADDRESS_SPACE_BYTES if self.capacity_bytes is None else round_up(self.capacity_bytes * 9 // 8, pool.page)
-        self._next_address = round_up(self._next_address, pool.page)  # pages are counted from where a segment begins
+        # pages are counted from where a segment begins
+        page = pool.page
+        self._next_address = self._next_address // page * page if self.falling else round_up(self._next_address, page)
         segment = self._new_segment(pool, space)
         segment.mapped = False
         pool.insert(segment)

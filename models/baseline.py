@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from peakcast.conventions import torch_release
 from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.lengths import steps as steps_of_lengths
 from peakcast.models.allocator import Replay, replay_run
@@ -158,12 +159,14 @@ def _replay(steps: Sequence[Timeline], job: TrainingJob, device: Device, outside
     fraction = job.allocator.per_process_memory_fraction
     allowed_bytes = None if fraction is None else int(fraction * device.cuda_memory_bytes)
     limits = [limit for limit in (room_bytes, allowed_bytes) if limit is not None]
+    newest_first = torch_release(job.versions) < (2, 13)
     if max(step.peak().num_bytes for step in steps) <= min(limits):
         try:
-            return replay_run(steps, job.allocator, capacity_bytes=room_bytes, allowed_bytes=allowed_bytes)
+            limited = {"capacity_bytes": room_bytes, "allowed_bytes": allowed_bytes}
+            return replay_run(steps, job.allocator, newest_first=newest_first, **limited)
         except SimulatedOutOfMemoryError:
             pass
-    return replay_run(steps, job.allocator)
+    return replay_run(steps, job.allocator, newest_first=newest_first)
 
 
 def _analytical_ledger() -> Ledger:

@@ -21,6 +21,9 @@ from peakcast.spec import TrainingJob
 NEWEST = (2**31,)
 """Of a version without numbers ("main"): newer than every release."""
 
+ASSUMED_TORCH = "2.11"
+"""The release of torch where a job does not say it."""
+
 
 @functools.cache
 def _stanzas() -> dict[str, list[dict[str, Any]]]:
@@ -64,6 +67,11 @@ def unmodelled_versions(job: TrainingJob) -> list[str]:
         for package, version in job.versions.items()
         if package not in known
     ]
+
+
+def torch_release(versions: Mapping[str, Any]) -> tuple[int, ...]:
+    """The release of torch among a job's `versions`."""
+    return release(str(versions.get("torch", ASSUMED_TORCH)))
 
 
 def check_framework_options(job: TrainingJob) -> None:

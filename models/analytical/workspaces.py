@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from peakcast.catalog import Device
-from peakcast.conventions import release
+from peakcast.conventions import torch_release
 from peakcast.fields import FrozenMapping
 
 DEFAULT_WORKSPACE_BYTES = 8_519_680
@@ -24,7 +24,7 @@ def cublas_workspace_bytes(device: Device, versions: FrozenMapping, config: str 
     if config:
         pairs = re.findall(r":(\d+):(\d+)", config)
         return sum(int(kib) * 1024 * int(count) for kib, count in pairs)
-    large = {9} if release(str(versions.get("torch", "2.11"))) < (2, 12) else {9, 10, 12}
+    large = {9} if torch_release(versions) < (2, 12) else {9, 10, 12}
     return HOPPER_WORKSPACE_BYTES if device.compute_capability[0] in large else DEFAULT_WORKSPACE_BYTES
 
 

@@ -355,22 +355,25 @@ built = pytest.mark.skipif(allocator_module.compiled is None, reason="there was 
     ),
     tightness=st.sampled_from([None, 0.8, 0.9, 0.97, 0.995]),
     num_streams=st.integers(1, 2),
+    newest_first=st.booleans(),
 )
-def test_the_compiled_replay_equals_call_by_call(seed, chosen, tightness, num_streams):
+def test_the_compiled_replay_equals_call_by_call(seed, chosen, tightness, num_streams, newest_first):
     run = Run.of([random_step(seed, num_streams), random_step(seed + 1, num_streams)])
-    roomy = allocator_module._replay_calls(run, CachingAllocator(chosen))
-    assert allocator_module._replay_compiled(run, chosen, None) == roomy
+    order = {"newest_first": newest_first}
+    roomy = allocator_module._replay_calls(run, CachingAllocator(chosen, **order))
+    assert allocator_module._replay_compiled(run, chosen, None, **order) == roomy
     if tightness is not None:
         capacity = int(roomy.peak_reserved_bytes * tightness)
-        found = outcome(allocator_module._replay_compiled, run, chosen, capacity)
+        found = outcome(allocator_module._replay_compiled, run, chosen, capacity, **order)
         if found is not None:  # else the run is replayed call by call
-            assert found == outcome(allocator_module._replay_calls, run, CachingAllocator(chosen, capacity_bytes=capacity))
+            limited = CachingAllocator(chosen, capacity_bytes=capacity, **order)
+            assert found == outcome(allocator_module._replay_calls, run, limited)
 
 
-def outcome(replays, *arguments):
+def outcome(replays, *arguments, **options):
     """What a replay ends with, or what it says when it runs out of memory."""
     try:
-        return replays(*arguments)
+        return replays(*arguments, **options)
     except SimulatedOutOfMemoryError as error:
         return str(error)
 
