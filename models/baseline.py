@@ -106,10 +106,15 @@ def baseline(job: TrainingJob, device: Device, rank: int | None = None, *, ledge
 @lru_cache(maxsize=8)
 def _of_the_ledger(job: TrainingJob, device: Device, rank: int | None) -> Baseline:
     """Remembered, because an answer and what it says of other GPU types rest on the same one."""
-    return _baseline(job, device, rank, _analytical_ledger())
+    from peakcast.models.analytical.building import building
+
+    return _baseline(job, device, rank, _analytical_ledger(), building(job, rank))
 
 
-def _baseline(job: TrainingJob, device: Device, rank: int | None, ledger: Ledger) -> Baseline:
+def _baseline(
+    job: TrainingJob, device: Device, rank: int | None, ledger: Ledger, before: Sequence[Timeline] = ()
+) -> Baseline:
+    """`before`: what the run does before its first step."""
     candidates = ranks_that_differ(job) if rank is None else (rank,)
     steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
     worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)
@@ -117,7 +122,7 @@ def _baseline(job: TrainingJob, device: Device, rank: int | None, ledger: Ledger
     first = ledger(job, device=device, rank=chosen, step="first")
     context, communicators = context_bytes(device), communicator_bytes(job)
     steps = _drawn_steps(job, device, chosen, ledger) if lengths_change(job) else [first, steady]
-    run = _replay(steps, job, device, context + communicators)
+    run = _replay([*before, *steps], job, device, context + communicators)
     higher = max((steady, first), key=lambda step: step.peak().num_bytes)
     peak = higher.peak()
     return Baseline(

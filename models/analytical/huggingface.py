@@ -66,7 +66,7 @@ def huggingface_ledger(
     job = as_trained(job)
     context = block_context(job, device, rank or 0)
     logits = logits_bytes_kept_by_outputs(target_context(context, job), widened=False)
-    layout = layout_of(job, stored_parameters(_weights_job(job)), logits, rank)
+    layout = layout_of(job, stored_parameters(weights_job(job)), logits, rank)
     if job.task == "inference":
         from peakcast.models.analytical.inference import inference_ledger
 
@@ -76,20 +76,20 @@ def huggingface_ledger(
     alone = job.parallelism.world_size == 1
     if alone and job.gradient_accumulation_steps == 1:
         before, start, ended = _one_micro_batch(_graph_job(job), device)
-        timeline = before.fork(_resident(_weights_job(job)))
+        timeline = before.fork(_resident(weights_job(job)))
         if step == "steady":
             _hold_previous_outputs(timeline, job, context, start, ended)
     else:
         timeline = Step(hooks=layout)
         if alone:
-            timeline.run_again(_resident(_weights_job(job)))
+            timeline.run_again(_resident(weights_job(job)))
         else:
             layout.hold_resident(timeline)
             hold_reference(timeline, job)
         _hold_before_forward(timeline, job, device)
         _micro_batches(timeline, job, context, layout, step)
     if alone and not optimizer_rule(job).updates_in_backward:
-        timeline.run_again(_optimizer_stepped(_weights_job(job), step))
+        timeline.run_again(_optimizer_stepped(weights_job(job), step))
         timeline.gradients_die = timeline.now - 1  # `zero_grad` comes last
     else:
         place_optimizer_step(timeline, job, layout, step)
@@ -120,7 +120,7 @@ def _one_micro_batch(job: TrainingJob, device: Device | None) -> tuple[Step, int
     what stands before it; the instants at which the micro-batch starts and at which its loss is there."""
     context, timeline = block_context(job, device), Step()
     _hold_before_forward(timeline, job, device)
-    cached = _autocast_cache(context, stored_parameters(_weights_job(job))) if context.autocast else {}
+    cached = _autocast_cache(context, stored_parameters(weights_job(job))) if context.autocast else {}
     start = timeline.now
     loss = _micro_batch(timeline, job, context, cached, keeps_gradients=True, last=True)
     return timeline, start, loss.forward_start + loss.template.num_forward
@@ -133,7 +133,7 @@ def _graph_job(job: TrainingJob) -> TrainingJob:
 
 
 @lru_cache(maxsize=1024)
-def _weights_job(job: TrainingJob) -> TrainingJob:
+def weights_job(job: TrainingJob) -> TrainingJob:
     """The job with what changes neither its parameters nor their update set aside: jobs alike in the rest share those."""
     return job.replace(
         micro_batch_size=1,
@@ -176,7 +176,7 @@ def zero_host_memory(job: TrainingJob) -> HostMemory:
     from peakcast.models.analytical.layouts.zero12 import Zero12
     from peakcast.models.analytical.layouts.zero_host import host_memory
 
-    layout = layout_of(job, stored_parameters(_weights_job(job)), 0)
+    layout = layout_of(job, stored_parameters(weights_job(job)), 0)
     assert isinstance(layout, Zero12 | Zero3)
     return host_memory(layout, accumulates=job.gradient_accumulation_steps > 1)
 

@@ -89,13 +89,16 @@ def layout_and_offload(
 
 
 def _fsdp1_options(shards: Settings, options: dict[str, Any]) -> None:
-    """When FSDP1 fetches in backward, and what its optimizer sees."""
+    """When FSDP1 fetches in backward, what its optimizer sees, and whether rank 0 sends its weights to the others."""
     prefetch = (shards.text("fsdp_backward_prefetch") or shards.text("backward_prefetch") or "").upper()
     if prefetch:
         options["fsdp1_backward_prefetch"] = "" if prefetch == "NO_PREFETCH" else prefetch
     for key in ("fsdp_use_orig_params", "use_orig_params"):
         if shards.given(key):
             options["fsdp1_use_orig_params"] = shards.switch(key)
+    for key in ("fsdp_sync_module_states", "sync_module_states"):
+        if shards.given(key):
+            options["fsdp1_sync_module_states"] = shards.switch(key)
 
 
 def _zero(

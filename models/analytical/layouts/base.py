@@ -58,6 +58,9 @@ class Layout(Hooks):
     def __init__(self, tensors: Sequence[StoredTensor]) -> None:
         self.tensors = tensors
 
+    def build(self, step: Step) -> None:
+        """What the layout does with the network before the first step, where that is known."""
+
     def hold_resident(self, step: Step) -> None:
         """What stands in memory from before the step to its end."""
         step.hold_all(((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors), Category.PARAMETERS)

@@ -14,11 +14,25 @@ from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.template import HANDED_IN
 from peakcast.timeline import Category, Phase
-from peakcast.units import round_up
+from peakcast.units import MIB, round_up
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
 ALIGNMENT_BYTES = 16
 """With `use_orig_params` each tensor begins at a multiple of this in the flat parameter (`_get_aligned_numel`)."""
+
+
+BROADCAST_BUCKET_BYTES = 250 * MIB
+"""`PARAM_BROADCAST_BUCKET_SIZE` (torch 2.4-2.13 `distributed/fsdp/_init_utils.py`)."""
+
+
+def _buckets(sizes: Sequence[int]) -> list[list[int]]:
+    """`compute_bucket_assignment_by_size`."""
+    buckets: list[list[int]] = [[]]
+    for size in sizes:
+        if sum(buckets[-1]) >= BROADCAST_BUCKET_BYTES:
+            buckets.append([])
+        buckets[-1].append(size)
+    return buckets
 
 
 PRE_UNSHARD, UNSHARD, POST_BACKWARD = 1, 2, 3
@@ -44,6 +58,7 @@ class FSDP1(ShardedLayout):
         original: bool = False,
         reentrant: bool = False,
         keeps_inputs: bool = False,
+        broadcasts: bool = False,
     ) -> None:
         super().__init__(tensors, units, prefetches=prefetches, waits=waits)
         self.shards = shards
@@ -58,6 +73,8 @@ class FSDP1(ShardedLayout):
         refers to the leaf's node (`_register_post_backward_reshard_only_hook`), the leaf to the hook, and nobody removes
         it before `_finalize_params`."""
         self._inputs: list[int] = []
+        self.broadcasts = broadcasts
+        """`sync_module_states`: rank 0 sends its weights to the others while the network is built."""
 
     # -- sizes ------------------------------------------------------------------------------------------------------------
 
@@ -84,9 +101,49 @@ class FSDP1(ShardedLayout):
 
     # -- what stands ------------------------------------------------------------------------------------------------------
 
-    def hold_resident(self, step: Step) -> None:
+    def build(self, step: Step) -> None:
+        """One unit after the other, what is inside another before it: its tensors come from the host, are made alike on all
+        ranks, joined to one, of which each rank copies its part (`_init_param_handle_from_module`)."""
+        self._hold_whole(step)
+        for unit in self.units:
+            sizes = [tensor.numel * tensor.element_bytes for tensor in unit.tensors]
+            moved = step.allocate("unsharded", Category.OTHER, sizes, unit.name)
+            step.moment("move", Phase.INIT)
+            if self.broadcasts:
+                self._broadcast(step, unit, sizes)
+            whole = step.allocate("flat_param.whole", Category.OTHER, [self._whole_bytes(unit)], unit.name)
+            step.moment("flatten", Phase.INIT)
+            step.hold("flat_param", Category.PARAMETERS, self._part_bytes(unit, gathered=False), step.now, module=unit.name)
+            step.moment("shard", Phase.INIT)
+            step.free(whole)
+            step.free(moved)
+        step.moment("built", Phase.INIT)
+
+    def _broadcast(self, step: Step, unit: Unit, sizes: Sequence[int]) -> None:
+        """`_broadcast_coalesced`: in buckets that end with the tensor that fills them, two under way at a time. A tensor
+        that is a bucket by itself is not copied."""
+        under_way: list[list[int]] = []
+        for bucket in _buckets(sizes):
+            if len(under_way) == 2:
+                step.free(under_way.pop(0))
+            copied = [sum(bucket)] if len(bucket) > 1 else []
+            under_way.append(step.allocate("broadcast", BUFFERS, copied, unit.name))
+            step.moment("broadcast", Phase.INIT)
+        for copies in under_way:
+            step.free(copies)
+
+    def _whole_bytes(self, unit: Unit) -> int:
+        widths = {tensor.element_bytes for tensor in unit.tensors}
+        if len(widths) == 1:
+            return self._offsets(unit)[-1] * widths.pop()
+        return sum(tensor.numel * tensor.element_bytes for tensor in unit.tensors)
+
+    def _hold_whole(self, step: Step) -> None:
         whole = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.sharded)
         step.hold_all(whole, Category.PARAMETERS)
+
+    def hold_resident(self, step: Step) -> None:
+        self._hold_whole(step)
         for unit in self.units:
             size = self._part_bytes(unit, gathered=False)
             step.hold("flat_param", Category.PARAMETERS, size, 0, module=unit.name)

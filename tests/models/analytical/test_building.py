@@ -1,0 +1,82 @@
+"""What building a network leaves behind: FSDP1's units, one after the other."""
+
+from dataclasses import replace
+
+import pytest
+
+from peakcast import catalog
+from peakcast.fields import FrozenMapping
+from peakcast.models.allocator import replay_run
+from peakcast.models.analytical.building import building
+from peakcast.models.analytical.layouts.fsdp1 import BROADCAST_BUCKET_BYTES, _buckets
+from peakcast.models.analytical.ledger import ledger
+from peakcast.spec import Finetuning, Parallelism, TrainingJob
+from peakcast.timeline import Category
+from peakcast.units import MIB
+
+SHARDED = TrainingJob(
+    architecture=catalog.architecture("llama-3.2-1b"),
+    sequence_length=512,
+    parallelism=Parallelism(data_parallel_size=2, sharding="fsdp1"),
+)
+
+
+@pytest.mark.parametrize("changes", [{}, {"finetuning": Finetuning(method="qlora", rank=8, quantization="nf4")}])
+def test_what_stands_when_it_is_built_is_what_the_first_step_begins_with(changes):
+    job = SHARDED.replace(**changes)
+    (built,) = building(job)
+    first = ledger(job, step="first")
+    stands = {
+        (name, module, size)
+        for name, module, size, category, born in zip(
+            first.names, first.modules, first.num_bytes.tolist(), first.categories, first.born, strict=True
+        )
+        if born <= 0 and category == Category.PARAMETERS and size
+    }
+    end = len(built.phases)
+    left = {
+        (name, module, size)
+        for name, module, size, dies in zip(
+            built.names, built.modules, built.num_bytes.tolist(), built.dies, strict=True
+        )
+        if dies >= end
+    }
+    assert left <= stands
+    assert sum(size for *_, size in left) > 0.9 * sum(size for *_, size in stands)
+
+
+def test_a_unit_is_there_as_its_tensors_and_joined_while_its_part_is_copied():
+    """The root's 128,256 x 2,048 table in bf16 is the largest unit: twice whole, and half of it, beside the parts of the
+    layers; one tensor, so that nothing is copied to send it."""
+    (built,) = building(SHARDED)
+    network = SHARDED.architecture
+    root = (network.vocab_size + 1) * network.hidden_size * 2
+    layers = sum(
+        size for name, module, size in zip(built.names, built.modules, built.num_bytes.tolist(), strict=True)
+        if name == "flat_param" and module != "root"
+    )  # fmt: skip
+    assert built.peak().num_bytes == pytest.approx(layers + 2.5 * root, abs=4 * MIB)
+
+
+def test_buckets_end_with_the_tensor_that_fills_them():
+    assert _buckets([100 * MIB] * 5) == [[100 * MIB] * 3, [100 * MIB] * 2]
+    assert _buckets([BROADCAST_BUCKET_BYTES, 1]) == [[BROADCAST_BUCKET_BYTES], [1]]
+    assert _buckets([1, 1]) == [[1, 1]]
+
+
+def test_a_replay_that_begins_with_it_never_reserves_less_than_it_did():
+    (built,) = building(SHARDED)
+    steps = [ledger(SHARDED, step=step) for step in ("first", "steady")]
+    assert replay_run([built, *steps]).peak_reserved_bytes >= replay_run([built]).peak_reserved_bytes
+
+
+def test_weights_that_are_not_sent_need_no_buckets():
+    quiet = SHARDED.replace(framework_options=FrozenMapping({"fsdp1_sync_module_states": False}))
+    assert "broadcast" in building(SHARDED)[0].names
+    assert "broadcast" not in building(quiet)[0].names
+
+
+def test_where_the_order_is_not_the_framework_s_nothing_is_said():
+    alone = replace(SHARDED, parallelism=Parallelism())
+    spread = replace(SHARDED, parallelism=Parallelism(data_parallel_size=2))
+    assert building(alone) == building(spread) == []
