@@ -1,5 +1,6 @@
 """An allocator's history as timelines. The traces are constructed, in the form of `torch.cuda.memory._snapshot()` (torch
-2.13, torch/csrc/cuda/memory_snapshot.cpp): no GPU was at hand. The operators of the last test really run, on the CPU."""
+2.13, torch/csrc/cuda/memory_snapshot.cpp): no GPU was at hand. The operators of the last test really run, on the CPU.
+Histories that torch's own allocator kept are read in `tests/models/test_torchs_allocator.py`."""
 
 import gzip
 import json

@@ -15,15 +15,18 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from peakcast.allocator import parse_allocator
+from peakcast.collectors import history
+from peakcast.models.allocator import replay
 from peakcast.models.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
-from peakcast.units import MIB
+from peakcast.timeline import Phase
+from peakcast.units import MIB, round_up
 
 HERE = Path(__file__).parent / "torchs_allocator"
 RECORDED = HERE / "recorded.json.gz"
@@ -38,6 +41,9 @@ SETTINGS = [
         ("", "per_process_memory_fraction:0.75,garbage_collection_threshold:0.6"),
     )
 ]
+
+ENTRY = ("action", "addr", "size", "stream", "user_metadata")
+"""Of a history: the keys of `torch.cuda.memory._snapshot()["device_traces"]` that are read."""
 
 Call = tuple[Any, ...]
 Counters = tuple[int, ...]
@@ -99,12 +105,12 @@ def simulated(calls: Sequence[Call], text: str, device_bytes: int | None) -> lis
     return counters
 
 
-def recordings() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(gzip.decompress(RECORDED.read_bytes()))["recordings"]
+def recorded(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(gzip.decompress(RECORDED.read_bytes()))[name]
     return found
 
 
-@pytest.mark.parametrize("recording", recordings(), ids=lambda each: f"{each['settings']} {each['device_bytes']}")
+@pytest.mark.parametrize("recording", recorded("recordings"), ids=lambda each: f"{each['settings']} {each['device_bytes']}")
 def test_every_counter_after_every_recorded_call(recording):
     counters = simulated(recording["calls"], recording["settings"], recording["device_bytes"])
     for call, ours, theirs in zip(recording["calls"], counters, recording["counters"], strict=True):
@@ -113,7 +119,7 @@ def test_every_counter_after_every_recorded_call(recording):
 
 def test_the_recordings_reach_every_way_of_giving_memory_back():
     retried, ran_out, shrank = set(), set(), set()
-    for recording in recordings():
+    for recording in recorded("recordings"):
         text, before = recording["settings"], [0, 0, 0, 0, 0]
         for (call, *_), row in zip(recording["calls"], recording["counters"], strict=True):
             retried |= {text} if row[4] > before[4] else set()
@@ -125,6 +131,36 @@ def test_the_recordings_reach_every_way_of_giving_memory_back():
     # without a retry: just enough oversize blocks, or garbage
     assert any("max_split" in text and "garbage" not in text for text in shrank)
     assert any("garbage" in text and "max_split" not in text for text in shrank)
+
+
+# -- histories ------------------------------------------------------------------------------------------------------------
+
+
+def stamp(at: int) -> str:
+    """What operator call number `at` is made by: every fourth comes after one ("17+")."""
+    return f"{at // 4}+" if at % 4 == 3 else str(at // 4)
+
+
+@pytest.mark.parametrize("found", recorded("histories"), ids=lambda each: each["settings"])
+def test_a_history_of_torchs_own_is_read_as_the_calls_that_were_made(found):
+    made = history.allocations([dict(zip(ENTRY, entry, strict=True)) for entry in found["trace"]])
+    asked = [(at, call[1:]) for at, call in enumerate(found["calls"]) if call[0] == "a"]
+    freed = {call[1]: at for at, call in enumerate(found["calls"]) if call[0] == "f"}
+    streams = list(dict.fromkeys(stream for _, (_, _, stream) in asked))
+    for (at, (holder, size, stream)), found_one in zip(asked, made, strict=True):
+        assert (found_one.operator, found_one.between) == (at // 4, at % 4 == 3)
+        assert (found_one.num_bytes, found_one.stream) == (max(512, round_up(size, 512)), streams.index(stream))
+        dies = None if holder not in freed else sum(born < freed[holder] for born, _ in asked)
+        assert found_one.dies == dies
+
+
+@pytest.mark.parametrize("found", recorded("plain histories"), ids=lambda each: each["settings"])
+def test_the_timeline_of_such_a_history_replays_to_what_torch_reserved(found):
+    made = history.allocations([dict(zip(ENTRY, entry, strict=True)) for entry in found["trace"]])
+    operators = [history.Operator("any", Phase.FORWARD)] * len(found["calls"])
+    replayed = replay(history.timeline(made, [], operators, 0, len(operators)), parse_allocator(found["settings"]))
+    assert replayed.peak_reserved_bytes == max(reserved for _, reserved, *_ in found["counters"])
+    assert replayed.peak_allocated_bytes == max(allocated for _, _, allocated, *_ in found["counters"])
 
 
 # -- torch itself -------------------------------------------------------------------------------------------------------
@@ -156,17 +192,33 @@ def build(site: Path, folder: Path) -> Path:
     return folder / "calls"
 
 
-def answered(
-    program: Path, calls: Sequence[Call], text: str, device_bytes: int | None, *, falling: bool = False
-) -> list[Counters]:
-    """What torch's allocator counts after each call, where the driver's addresses rise or fall."""
+def said(
+    program: Path, calls: Iterable[Call], text: str, device_bytes: int | None = None, *, falling: bool = False
+) -> list[str]:
+    """What the program prints, where the driver's addresses rise or fall."""
     environment = {"PYTORCH_ALLOC_CONF": text, **({"STANDIN_FALLING": "yes"} if falling else {})}
     if device_bytes is not None:
         environment["STANDIN_BYTES"] = str(device_bytes)
     lines = "".join(" ".join(map(str, call)) + "\n" for call in calls)
     done = subprocess.run([program], input=lines, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (done.returncode, done.stdout[-200:], done.stderr)
-    return [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout.splitlines()
+
+
+def answered(program: Path, calls: Sequence[Call], text: str, device_bytes: int | None, **driver: bool) -> list[Counters]:
+    """What torch's allocator counts after each call."""
+    return [tuple(map(int, line.split())) for line in said(program, calls, text, device_bytes, **driver)]
+
+
+def history_of(program: Path, calls: Sequence[Call], text: str) -> dict[str, Any]:
+    """The same with the history of its own that torch's allocator keeps."""
+    stamped = [each for at, call in enumerate(calls) for each in (("o", stamp(at)), call)]
+    trace = []
+    for line in said(program, [("h",), *stamped, ("t",)], text):
+        if line.startswith("="):
+            _, action, address, size, stream, *stamps = line.split()
+            trace.append([action, int(address), int(size), int(stream), "".join(stamps)])
+    return {"settings": text, "calls": calls, "trace": trace, "counters": answered(program, calls, text, None)}
 
 
 def device_sizes(program: Path, calls: Sequence[Call], text: str) -> list[int | None]:
@@ -185,26 +237,25 @@ def program(tmp_path_factory):
     return build(site, tmp_path_factory.mktemp("torchs_allocator"))
 
 
-@pytest.mark.parametrize("text", SETTINGS)
-def test_torch_answers_the_same_now(program, text):
+def test_torch_answers_the_same_now(program):
     release = tuple(map(int, version(site_packages())["__version__"].split(".")[:2]))
-    for seed in range(4):
-        calls = traffic(1000 + seed, 400)
+    for text, seed in itertools.product(SETTINGS, range(1000, 1004)):
+        calls = traffic(seed, 400)
         # of equal blocks, releases before 2.13 take the lowest address, later ones the oldest segment (pytorch#183591)
         falling = bool(seed % 2) and release >= (2, 13)
         for device_bytes in device_sizes(program, calls, text):
             theirs = answered(program, calls, text, device_bytes, falling=falling)
             ours = simulated(calls, text, device_bytes)
             first = next((at for at, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
-            assert first is None, (seed, device_bytes, calls[first], ours[first], theirs[first])
+            assert first is None, (text, seed, device_bytes, calls[first], ours[first], theirs[first])
 
 
 def version(site: Path | None) -> dict[str, str]:
     """What torch's `version.py` says."""
     assert site is not None
-    said: dict[str, str] = {}
-    exec((site / "torch/version.py").read_text(encoding="utf-8"), said)
-    return said
+    names: dict[str, str] = {}
+    exec((site / "torch/version.py").read_text(encoding="utf-8"), names)
+    return names
 
 
 def record(site: Path, folder: Path) -> None:
@@ -223,7 +274,15 @@ def record(site: Path, folder: Path) -> None:
         for calls in [traffic(seed)]
         for device_bytes in device_sizes(program, calls, text)
     ]
-    content = {"torch": version(site)["__version__"], "git": version(site)["git_version"], "recordings": runs}
+    calls = traffic(1)
+    plain = [call for call in calls if call[0] in "af"]  # a timeline knows no waiting for streams and no emptied caches
+    content = {
+        "torch": version(site)["__version__"],
+        "git": version(site)["git_version"],
+        "recordings": runs,
+        "histories": [history_of(program, calls, text) for text in ("", "expandable_segments:True")],
+        "plain histories": [history_of(program, plain, text) for text in ("", "expandable_segments:True")],
+    }
     RECORDED.write_bytes(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), 9, mtime=0))
 
 

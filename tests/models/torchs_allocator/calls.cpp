@@ -2,6 +2,8 @@
 // whether it ran out of memory, then reserved and allocated bytes, segments, retries.
 //   a HOLDER BYTES STREAM  allocate          f HOLDER  free          u HOLDER STREAM  record a use
 //   d STREAM               its work is done  e         empty the cache
+//   h                      begin a history   o STAMP   stamp what follows
+//   t                      print the history: lines of "= ACTION ADDRESS BYTES STREAM STAMP"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
@@ -21,6 +23,17 @@ static cudaStream_t stream_of(long number)
     return reinterpret_cast<cudaStream_t>(number << 8);
 }
 
+static void print_history()
+{
+    // as torch/csrc/cuda/memory_snapshot.cpp names them
+    static const char* const names[] = {"alloc", "free_requested", "free_completed", "segment_alloc", "segment_free",
+                                        "segment_map", "segment_unmap", "snapshot", "oom"};
+    const auto snapshot = c10::cuda::CUDACachingAllocator::snapshot();
+    for (const auto& entry : snapshot.device_traces.at(0))
+        printf("= %s %zu %zu %zu %s\n", names[entry.action_], entry.addr_, entry.size_,
+               reinterpret_cast<size_t>(entry.stream_), entry.user_metadata_.c_str());
+}
+
 int main()
 {
     using namespace c10::cuda::CUDACachingAllocator;
@@ -28,7 +41,7 @@ int main()
     c10::cuda::detail::init_p2p_access_cache(1);
     init(1);
     std::unordered_map<long, void*> held;
-    char call;
+    char call, stamp[32];
     long holder, stream;
     size_t bytes;
     while (scanf(" %c", &call) == 1) {
@@ -49,6 +62,12 @@ int main()
             standin_finish(stream);
         } else if (call == 'e') {
             emptyCache();
+        } else if (call == 'h') {
+            recordHistory(true, nullptr, 1 << 20, RecordContext::NEVER, true, {});
+        } else if (call == 'o' && scanf("%31s", stamp) == 1) {
+            get()->setUserMetadata(stamp);
+        } else if (call == 't') {
+            print_history();
         } else {
             return 1;
         }
