@@ -18,6 +18,7 @@ from peakcast.collectors.frameworks.checkpointing import checkpoint_arguments, e
 from peakcast.collectors.frameworks.compiled import compile_layers, is_compiled_whole
 from peakcast.collectors.frameworks.huggingface_model import in_float8, model_of, with_adapters
 from peakcast.collectors.frameworks.optimizers import LEARNING_RATE, build_optimizer
+from peakcast.collectors.packages import imported
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.lengths import lengths_change, steps
@@ -282,14 +283,9 @@ def _with_liger_kernels(model: Any, job: TrainingJob) -> None:
     kernels, loss = bool(conventions(job).get("liger_kernels")), job.loss.fused_linear_cross_entropy
     if not (kernels or loss):
         return
-    try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError as error:
-        raise CollectorError(
-            "loss.fused_linear_cross_entropy and liger_kernels need it; install it with: pip install liger-kernel.",
-            parameter="loss.fused_linear_cross_entropy",
-        ) from error
-    apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(job.architecture.model_type)
+    asks = "loss.fused_linear_cross_entropy" if loss else "framework_options.liger_kernels"
+    patch = imported("liger_kernel.transformers.monkey_patch", "liger-kernel", parameter=asks, value=True)
+    apply = patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(job.architecture.model_type)
     if apply is None:
         raise CollectorError(
             f"model_type={job.architecture.model_type!r} has no Liger kernels; leave them out.", parameter="model_type"

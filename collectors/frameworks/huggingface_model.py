@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 from typing import Any
 
@@ -12,6 +11,7 @@ import transformers
 
 from peakcast.architecture import Architecture
 from peakcast.collectors.frameworks import torchtitan_experts
+from peakcast.collectors.packages import imported
 from peakcast.conventions import conventions
 from peakcast.dialects.hf_reverse import hf_config_of
 from peakcast.errors import CollectorError
@@ -90,13 +90,7 @@ def _trainable(architecture: Architecture) -> Architecture:
 
 def in_float8(model: Any) -> Any:
     """As accelerate's torchao backend converts it: every nn.Linear but the first and the last."""
-    try:
-        float8 = importlib.import_module("torchao.float8")
-    except ImportError as error:
-        raise CollectorError(
-            "precision.compute='float8' needs torchao; install it with: pip install torchao.",
-            parameter="precision.compute",
-        ) from error
+    float8 = imported("torchao.float8", "torchao", parameter="precision.compute", value="float8")
     from accelerate.utils.ao import filter_linear_layers
 
     linears = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
@@ -113,13 +107,7 @@ def _task_type(job: TrainingJob) -> str:
 
 
 def with_adapters(model: Any, job: TrainingJob) -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise CollectorError(
-            "finetuning.method='lora' needs peft; install it with: pip install 'peakcast[collect]'.",
-            parameter="finetuning.method",
-        ) from error
+    peft = imported("peft", "peft", parameter="finetuning.method", value=job.finetuning.method)
     tuning = job.finetuning
     targets = list(tuning.targets) or None
     if targets == ["all-linear"]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from peakcast.collectors.packages import imported
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
@@ -127,14 +127,7 @@ def _lomo(kind: str) -> Builder:
 
 
 def _imported(module: str, package: str, job: TrainingJob) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise CollectorError(
-            f"optimizer.name={job.optimizer.name!r} needs {package}; install it with: pip install {package}.",
-            parameter="optimizer.name",
-            value=job.optimizer.name,
-        ) from error
+    return imported(module, package, parameter="optimizer.name", value=job.optimizer.name)
 
 
 def _as_groups(groups: Groups) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from peakcast.collectors.frameworks.batches import random_tokens
 from peakcast.collectors.frameworks.checkpointing import checkpoint_arguments
 from peakcast.collectors.frameworks.huggingface import HuggingFaceTraining, causal_model
 from peakcast.collectors.frameworks.huggingface_model import model_of
+from peakcast.collectors.packages import imported
 from peakcast.conventions import conventions, release
 from peakcast.errors import CollectorError
 from peakcast.spec import Parallelism, TrainingJob
@@ -52,9 +53,9 @@ class PreferenceTraining(HuggingFaceTraining):
         network = causal_model(model)
         for one in (model, *([reference] if reference is not None else [])):
             if job.loss.kind != "grpo":  # the default of each trainer's `disable_dropout`
-                _trl("utils").disable_dropout_in_model(one)
+                _trl("utils", job).disable_dropout_in_model(one)
         if job.loss.kind in OUTPUTS:
-            _trl("utils").add_fused_lm_head(network, outputs=OUTPUTS[job.loss.kind])
+            _trl("utils", job).add_fused_lm_head(network, outputs=OUTPUTS[job.loss.kind])
         for prepared in (model, *([reference] if reference is not None else [])):
             if job.framework_options.get("autocast"):  # as accelerate's prepare_model: a context of its own for each
                 prepared.forward = torch.autocast("cuda", dtype=getattr(torch, job.precision.compute))(prepared.forward)
@@ -103,7 +104,7 @@ def training_of(
             reference = model_of(job)
         reference.eval()  # as from_pretrained leaves it
         if job.loss.kind in OUTPUTS:
-            _trl("utils").add_fused_lm_head(reference)
+            _trl("utils", job).add_fused_lm_head(reference)
         reference = _sharded(reference, job)
     with torch.device(device):
         return PreferenceTraining(job, model, layout, reference)
@@ -167,7 +168,7 @@ def _generated(ids: torch.Tensor, job: TrainingJob) -> dict[str, torch.Tensor]:
 def _trainer(job: TrainingJob, model: Any, reference: Any) -> Any:
     """The trainer with what its loss asks for, as its configuration's defaults have it."""
     module, name = TRAINERS[job.loss.kind]
-    trainer = object.__new__(getattr(_trl(module), name))
+    trainer = object.__new__(getattr(_trl(module, job), name))
     trainer.__dict__ |= {
         "model": model,
         "ref_model": reference,
@@ -261,15 +262,9 @@ def _check(job: TrainingJob) -> None:
             )
 
 
-def _trl(module: str) -> Any:
+def _trl(module: str, job: TrainingJob) -> Any:
     """A module of `trl.trainer`. Raises: CollectorError that says what to install."""
-    try:
-        package = importlib.import_module("trl")
-    except ImportError as error:
-        raise CollectorError(
-            "loss.kind other than cross_entropy runs TRL's own losses; install it with: pip install trl.",
-            parameter="loss.kind",
-        ) from error
+    package = imported("trl", "trl", parameter="loss.kind", value=job.loss.kind)
     if release(package.__version__) < TRL:
         raise CollectorError(
             f"trl={package.__version__} makes whole logits; the releases that are run here begin with "

@@ -7,14 +7,13 @@ moved to the GPU one matrix at a time, as loading does.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from peakcast.errors import CollectorError
+from peakcast.collectors.packages import imported
 from peakcast.spec import Finetuning, TrainingJob
 
 INT8_THRESHOLD = 6.0
@@ -24,15 +23,8 @@ INT8_THRESHOLD = 6.0
 def quantize(model: Any, job: TrainingJob, device: str) -> Any:
     """`model` (on the CPU) on `device`, its linear layers but the head's quantised. Raises: CollectorError without the
     package."""
-    try:
-        layers = importlib.import_module("bitsandbytes").nn
-    except ImportError as error:
-        raise CollectorError(
-            f"finetuning.quantization={job.finetuning.quantization!r} needs bitsandbytes; install it with: "
-            "pip install bitsandbytes.",
-            parameter="finetuning.quantization",
-            value=job.finetuning.quantization,
-        ) from error
+    asked = job.finetuning.quantization
+    layers = imported("bitsandbytes", "bitsandbytes", parameter="finetuning.quantization", value=asked).nn
     kept = set(get_keys_to_not_convert(model))
     compute = getattr(torch, job.precision.compute)
     for name, layer in list(model.named_modules()):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from peakcast.collectors.packages import imported
 from peakcast.conventions import conventions
-from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 
 INITIAL_STD = 0.02
@@ -22,19 +21,17 @@ def has_torchtitan_experts(job: TrainingJob) -> bool:
 
 def modules() -> SimpleNamespace:
     """What of torchtitan makes up its experts. Raises: CollectorError where torchtitan is missing or another version."""
-    try:
-        moe = importlib.import_module("torchtitan.models.common.moe")
-        dispatcher = importlib.import_module("torchtitan.models.common.token_dispatcher").LocalTokenDispatcher
-        linear = importlib.import_module("torchtitan.models.common.linear").Linear
-        feed_forward = importlib.import_module("torchtitan.models.common.feed_forward").FeedForward
-        backend = importlib.import_module("torchtitan.distributed.utils")
-    except ImportError as error:
-        raise CollectorError(
-            f"versions.torchtitan asks for its own module of experts, and torchtitan 0.3 cannot be imported ({error}); "
-            "install it with: pip install 'torchtitan>=0.3'.",
-            parameter="versions.torchtitan",
-        ) from error
-    return SimpleNamespace(moe=moe, dispatcher=dispatcher, linear=linear, feed_forward=feed_forward, backend=backend)
+
+    def found(name: str) -> Any:
+        return imported(f"torchtitan.{name}", "torchtitan>=0.3", parameter="versions.torchtitan", value="0.3")
+
+    return SimpleNamespace(
+        moe=found("models.common.moe"),
+        dispatcher=found("models.common.token_dispatcher").LocalTokenDispatcher,
+        linear=found("models.common.linear").Linear,
+        feed_forward=found("models.common.feed_forward").FeedForward,
+        backend=found("distributed.utils"),
+    )
 
 
 def put_in_place(model: Any, job: TrainingJob) -> None:

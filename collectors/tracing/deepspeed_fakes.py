@@ -6,31 +6,23 @@ Read and tried on DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any
 
-from peakcast.errors import CollectorError
+from peakcast.collectors.packages import imported
 
 
 def install() -> None:
     """Choose DeepSpeed's CUDA accelerator, and replace, for this process, what needs a driver or the values of tensors. To
     be called while torch is still as it was: parts of DeepSpeed are given to torch.compile as they are imported."""
     os.environ["DS_ACCELERATOR"] = "cuda"
-    try:
-        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-        accelerator: Any = importlib.import_module("deepspeed.accelerator").get_accelerator()
-        zero = {
-            name: importlib.import_module(f"deepspeed.runtime.zero.{name}")
-            for name in ("stage_1_and_2", "stage3", "partition_parameters", "partitioned_param_coordinator")
-        }
-    except ImportError as error:
-        raise CollectorError(
-            f"framework='deepspeed' needs a package that is not installed ({error}); "
-            "install it with: pip install deepspeed.",
-            parameter="framework",
-            value="deepspeed",
-        ) from error
+    asked: dict[str, Any] = {"parameter": "framework", "value": "deepspeed"}
+    imported("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed", **asked)
+    accelerator: Any = imported("deepspeed.accelerator", "deepspeed", **asked).get_accelerator()
+    zero = {
+        name: imported(f"deepspeed.runtime.zero.{name}", "deepspeed", **asked)
+        for name in ("stage_1_and_2", "stage3", "partition_parameters", "partitioned_param_coordinator")
+    }
     accelerator.is_available = lambda: True
     used = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     for reading in (*used, "available_memory", "total_memory"):

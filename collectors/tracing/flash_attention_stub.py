@@ -9,8 +9,10 @@ state of the random numbers; head widths are padded to multiples of 8.
 from __future__ import annotations
 
 import importlib.machinery
+import inspect
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,40 +46,24 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         return tuple(tensor[..., : gradient.shape[-1]] for tensor in made)
 
 
-def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-) -> Any:
-    """Of rows that are equally long; transformers reads from its parameters what it may pass."""
-    return _Attention.apply(q, k, v)
+OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic")
 
 
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-) -> Any:
-    """Of sequences of any length, one after the other."""
-    return _Attention.apply(q, k, v)
+def _function(*tensors_and_lengths: str) -> Callable[..., Any]:
+    """Attention that is asked with these and OPTIONS: transformers reads from a signature what it may pass."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return _Attention.apply(q, k, v)
+
+    named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*tensors_and_lengths, *OPTIONS)]
+    attend.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    return attend
+
+
+flash_attn_func = _function("q", "k", "v")
+"""Of rows that are equally long."""
+flash_attn_varlen_func = _function("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+"""Of sequences of any length, one after the other."""
 
 
 def install(*, packed: bool) -> None:

@@ -100,6 +100,7 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
     """As many micro-batches as differ: the first, which makes the gradients, and the last, which may reduce them."""
     cached = _autocast_cache(context, layout.tensors) if context.autocast else {}
     micro_batches = min(job.gradient_accumulation_steps, 2)
+    adds_tied = job.architecture.tie_word_embeddings and not optimizer_rule(job).updates_in_backward
     for micro_batch in range(micro_batches):
         start = timeline.now
         last = micro_batch == micro_batches - 1
@@ -110,7 +111,7 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
         ended = timeline.now
         layout.end_backward(timeline)
         hold_parts_of_inputs(timeline, job, start)
-        if job.architecture.tie_word_embeddings and micro_batch > 0 and loss.gradients_die is None:
+        if micro_batch > 0 and adds_tied and loss.gradients_die is None:
             hold_tied_gradient(timeline, loss, ended)
 
 

@@ -13,6 +13,7 @@ from peakcast.models.analytical.blocks.megatron_dispatch import held_by_dispatch
 from peakcast.models.analytical.blocks.megatron_ends import embedding
 from peakcast.models.analytical.blocks.megatron_head import encoder_end, head
 from peakcast.models.analytical.blocks.megatron_layer import ENCODER_STATES, decoder_layer
+from peakcast.models.analytical.blocks.megatron_primitives import dropout_mask_bytes
 from peakcast.models.analytical.megatron_inputs import hold_inputs, reads_mask
 from peakcast.models.analytical.megatron_persistent import (
     hold_fp8_weights,
@@ -31,10 +32,11 @@ from peakcast.timeline import Category, Phase, Timeline
 
 __all__ = ["megatron_ledger", "megatron_out_of_scope"]
 
+
 @lru_cache(maxsize=1024)
-def layer_template(context: MegatronContext, input_held: bool, makes_mask: bool) -> Template:
+def layer_template(context: MegatronContext, input_held: bool, makes_mask: bool, without_graph: bool) -> Template:
     """The template of a layer that owns its input, or of one whose input somebody else holds."""
-    return decoder_layer(replace(context, checkpointed=input_held, makes_mask=makes_mask))
+    return decoder_layer(replace(context, checkpointed=input_held, makes_mask=makes_mask, without_graph=without_graph))
 
 
 def megatron_ledger(
@@ -86,9 +88,10 @@ class _Turns:
     def __init__(self, share: RankShare) -> None:
         self.share = share
         self.step = Step()
-        self.templates: dict[tuple[int, bool], Template] = {}
-        """Layers, by their number and whether somebody else holds their input; and what those of one kind share."""
-        self.kinds: dict[tuple[int, bool, bool], Template] = {}
+        self.templates: dict[tuple[int, bool, bool], Template] = {}
+        """Layers, by their number, whether somebody else holds their input, and whether they run for their result alone; and
+        what those of one kind share."""
+        self.kinds: dict[tuple[int, bool, bool, bool], Template] = {}
         self.unmasked = {layer for chunk in share.chunks if not reads_mask(share, chunk) for layer in chunk.layers}
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
         self.spans: list[Span] = []
@@ -97,7 +100,7 @@ class _Turns:
         self.first_backward: dict[str, int] = {}
         """The instants at which the operations of the first backward run for the first time, by label."""
         self.first_recomputed: dict[int, int] = {}
-        """The instants at which checkpointed layers run again for the first time, by layer."""
+        """The instants at which checkpointed layers, or their feed-forwards, run again for the first time, by layer."""
         self.deferred_tensors: list[tuple[str, Category, int, int]] = []
 
         for turn in self._turns():
@@ -127,9 +130,12 @@ class _Turns:
             state.runs.append(step.run_forward(self._embedding, "embedding", keeps_gradients=False))
         for layers, checkpointed in self._groups(chunk.layers):
             if checkpointed:
-                state.runs.append(_Checkpoint(step.now, layers, received=self._receives(chunk, layers[0])))
+                begin = step.now
+                state.runs.append(_Checkpoint(begin, layers, received=self._receives(chunk, layers[0])))
                 for layer in layers:
-                    step.run_without_graph(self._layer(layer, layer == layers[0]), f"layers.{layer}")
+                    template = self._layer(layer, layer == layers[0], without_graph=True)
+                    step.run_without_graph(template, f"layers.{layer}")
+                self._hold_masks(begin)
             else:
                 decoder_from = self.share.job.architecture.num_hidden_layers
                 for i in layers:
@@ -165,15 +171,26 @@ class _Turns:
     def _embedding(self) -> Template:
         return embedding(self.share.context)
 
-    def _layer(self, layer: int, input_held: bool) -> Template:
+    def _hold_masks(self, begin: int) -> None:
+        """Of the checkpointed group that began at `begin`: residuals are added under `enable_grad` (megatron-core 0.16.1
+        `transformer_layer.py`, `bias_dropout_add_exec_handler`), so the graph of a bias keeps masks to the group's end."""
+        context, step = self.share.context, self.step
+        if not (context.linear_bias and context.hidden_dropout > 0):
+            return
+        for instant in range(begin, step.now - 1):
+            if step.labels[instant].endswith("_bda"):
+                step.hold("dropout_mask", Category.ACTIVATIONS, dropout_mask_bytes(context), instant + 1, step.now)
+
+    def _layer(self, layer: int, input_held: bool, *, without_graph: bool = False) -> Template:
         """Decoder layer `layer`; `input_held`: somebody else holds its input (a checkpoint, the receiving buffer)."""
-        template = self.templates.get((layer, input_held))
+        place = layer, input_held, without_graph
+        template = self.templates.get(place)
         if template is None:
             context = self.share.layer_context(layer)
-            kind = id(context), input_held, layer in self.unmasked
+            kind = id(context), input_held, layer in self.unmasked, without_graph
             if kind not in self.kinds:
                 self.kinds[kind] = layer_template(context, *kind[1:])
-            template = self.templates[layer, input_held] = self.kinds[kind]
+            template = self.templates[place] = self.kinds[kind]
         return template
 
     def _head(self) -> Template:
@@ -223,6 +240,9 @@ class _Turns:
     def _run_backward(self, run: Run) -> None:
         start = self.step.now
         self.step.run_backward(run)
+        if "mlp" in run.template.backward_labels:  # a feed-forward that runs again
+            again = start + run.template.backward_labels.index("mlp")
+            self.first_recomputed.setdefault(int(run.module.removeprefix("layers.")), again)
         if self.is_first_backward:
             for number, label in enumerate(run.template.backward_labels):
                 self.first_backward.setdefault(label, start + number)

@@ -180,7 +180,7 @@ def hold_fp8_weights(step: Step, share: RankShare, first_recomputed: Mapping[int
     """The FP8 copies of projections' weights that Transformer Engine makes for a step's first micro-batch and keeps, by
     rows and by columns; Blackwell multiplies either layout of a tensor with one scale. With delayed scaling also scales and
     histories of maxima, forward and backward, of every projection. Copies by columns are for the backward: in a first step
-    those of a checkpointed layer are made when it runs again, at the instant in `first_recomputed`.
+    those of a checkpointed layer or feed-forward are made when it runs again, at the instant in `first_recomputed`.
 
     Source: Transformer Engine 2.8 `pytorch/module/base.py` `get_weight_workspace`, `pytorch/csrc/quantizer.cpp`
     `Float8Quantizer::create_tensor`, `pytorch/tensor/mxfp8_tensor.py` `make_empty`.
@@ -188,18 +188,31 @@ def hold_fp8_weights(step: Step, share: RankShare, first_recomputed: Mapping[int
     recipe, device = share.context.fp8_recipe, share.device
     if not recipe:
         return
+    at_once = _with_columns_at_once(share)
     either = device is not None and device.compute_capability[0] >= 10 and recipe in ("delayed", "tensorwise")
     for chunk in share.chunks:
         for layer in chunk.layers:
             for p in layer_parameters(share.layer_context(layer)):
                 if ".linear_" in p.name and len(p.shape) > 1:
                     module = f"layers.{layer}"
-                    for born in (0,) if either else (0, first_recomputed.get(layer, 0)):
+                    again = 0 if p.name.endswith(at_once) else first_recomputed.get(layer, 0)
+                    for born in (0,) if either else (0, again):
                         step.hold(f"{p.name}.fp8", Category.OTHER, p.numel, born, module=module)
                         if recipe == "mxfp8":
                             step.hold(f"{p.name}.scales", Category.OTHER, p.numel // MXFP8_BLOCK, born, module=module)
                     for _ in range(FP8_STATE_TENSORS if recipe == "delayed" else 0):
                         step.hold(f"{p.name}.fp8_state", Category.OTHER, FP32, 0, module=module)
+
+
+def _with_columns_at_once(share: RankShare) -> tuple[str, ...]:
+    """Ends of the names of weights that a first forward copies by columns whatever is checkpointed. `Linear` looks whether
+    FP8 is on around the checkpoint (Transformer Engine 2.8 `pytorch/module/linear.py`, `columnwise_usage`): around one of
+    a feed-forward it is, around a layer's with delayed scaling alone (megatron-core 0.16.1 `transformer_block.py`,
+    `use_outer_quantization_context`)."""
+    plain = ("linear_proj.weight", "linear_fc2.weight")
+    if share.job.activation_checkpointing.mode != "full":
+        return (*plain, "linear_qkv.weight")
+    return plain if share.context.fp8_recipe == "delayed" else ()
 
 
 def _uses_torch_products(share: RankShare) -> bool:

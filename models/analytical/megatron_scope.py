@@ -65,8 +65,9 @@ def _training_reason(job: TrainingJob) -> str:
 
 def _float8_checks(job: TrainingJob) -> list[tuple[bool, str]]:
     """What of float8 compute is not covered: traces show dense layers of Transformer Engine (models/README.md)."""
-    architecture, eight = job.architecture, job.precision.compute == "float8"
+    architecture, eight, recompute = job.architecture, job.precision.compute == "float8", job.activation_checkpointing
     own = conventions(job).get("transformer_impl", "transformer_engine") == "local"
+    recipe = conventions(job).get("fp8_recipe", "delayed")
     rest = "is not modelled in float8; dense layers of Transformer Engine are."
     return [
         (eight and own, "transformer-impl=local has no float8 compute; transformer_engine has."),
@@ -74,7 +75,16 @@ def _float8_checks(job: TrainingJob) -> list[tuple[bool, str]]:
         (eight and architecture.mla is not None, f"Multi-latent attention {rest}"),
         (eight and architecture.num_nextn_predict_layers > 0, f"Multi-token prediction {rest}"),
         (
-            eight and job.activation_checkpointing.mode == "selective" and job.attention == "eager",
+            eight and recompute.mode == "full" and recipe == "tensorwise",
+            "Full recomputation in float8 fails with fp8-recipe=tensorwise (the attention of Transformer Engine 2.8 looks "
+            "for delayed scales that were never kept); delayed and blockwise are modelled.",
+        ),
+        (
+            eight and recompute.mode == "selective" and "mlp" in recompute.modules and architecture.mlp_bias,
+            "Recomputing a feed-forward with biases fails in float8: its checkpoint returns the bias, a parameter.",
+        ),
+        (
+            eight and recompute.mode == "selective" and job.attention == "eager",
             "Recomputing unfused attention is not modelled in float8; fused attention is.",
         ),
     ]

@@ -12,6 +12,7 @@ from peakcast.models.analytical.local_variables import Locals
 from peakcast.models.analytical.optimizer_rules.rule import FP32, OptimizerRule, Options, TrainedTensor
 from peakcast.models.analytical.optimizers import adamw_rule, optimizer_options, optimizer_rule
 from peakcast.models.analytical.step import Step
+from peakcast.models.analytical.update_in_backward import UpdateInBackward
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase
 from peakcast.units import DTYPE_BYTES
@@ -25,9 +26,9 @@ def place_optimizer_step(timeline: Step, job: TrainingJob, layout: Layout, step:
     rule, options, trained = optimizer_rule(job), optimizer_options(job, step), layout.optimized()
     if rule.updates_in_backward and trained:
         width = trained[0].element_bytes
-        timeline.update_bytes_per_gradient_byte = rule.update_fp32_copies(width) * FP32 // width
-        if job.architecture.tie_word_embeddings:
-            timeline.summed_gradients = frozenset({"lm_head.weight.grad"})
+        summed = {"lm_head.weight.grad"} if job.architecture.tie_word_embeddings else set()
+        per_byte = rule.update_fp32_copies(width) * FP32 // width
+        timeline.update_in_backward = UpdateInBackward(per_byte, frozenset(summed))
     _clip(timeline, job, () if rule.updates_in_backward else trained)
     layout.clip(timeline)
     timeline.hold_all(((name, "optimizer", size) for name, size in rule.shared), Category.OPTIMIZER_STATES)

@@ -7,7 +7,6 @@ from peakcast.conventions import conventions
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.compile_scope import compile_reason
 from peakcast.models.analytical.parallel_scope import parallel_reason
-from peakcast.models.analytical.parameters import layer_parameters
 from peakcast.models.analytical.preference_scope import preference_reason
 from peakcast.spec import Offload, TrainingJob
 
@@ -81,10 +80,25 @@ def _encoder_decoder_reason(job: TrainingJob) -> str:
     return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")
 
 
-def _updates_between_operations(architecture: Architecture) -> bool:
-    """Whether the largest of the updates that a next gradient sets off comes when no operation holds anything."""
-    biased = any(tensor.name.endswith(".bias") for tensor in layer_parameters(architecture, 0))
-    return architecture.tie_word_embeddings and not biased
+def _in_backward_reason(job: TrainingJob) -> str:
+    """What of optimizers that update in backward (LOMO) no trace has confirmed."""
+    if job.optimizer.name not in ("lomo", "adalomo"):
+        return ""
+    name = f"optimizer.name={job.optimizer.name!r} updates in backward, which"
+    checks = [
+        (job.parallelism.world_size > 1, "is modelled on one GPU only."),
+        (job.compile, "is modelled without torch.compile only."),
+        (job.loss.kind != "cross_entropy", f"is not modelled with loss.kind={job.loss.kind!r}."),
+        (
+            bool(conventions(job).get("autocast")) and job.precision.compute == "float16",
+            "is not modelled under autocast in float16: LOMO has a loss scaler of its own.",
+        ),
+        (
+            job.optimizer.name == "adalomo" and job.architecture.moe is not None,
+            "fails with experts held in one parameter: lomo-optim 0.1.1 factors matrices only; use lomo.",
+        ),
+    ]
+    return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")
 
 
 def _plain_float8(job: TrainingJob) -> bool:
@@ -111,11 +125,7 @@ def _huggingface_reason(job: TrainingJob) -> str:
             job.optimizer.name == "galore" and job.architecture.model_type == "gpt2",
             "optimizer.name='galore' projects nn.Linear alone, and GPT-2 has Conv1D: it is not modelled there.",
         ),
-        (
-            job.optimizer.name in ("lomo", "adalomo") and not _updates_between_operations(job.architecture),
-            f"optimizer.name={job.optimizer.name!r} equals its trace where the token table is the lm_head's too and layers "
-            "have no biases; elsewhere updates are counted up to 3 % too high, with what the next gradient takes.",
-        ),
+        (bool(updated := _in_backward_reason(job)), updated),
         (
             (job.offload.parameters or job.offload.optimizer)
             and not (_offloads_with_fsdp2(job) or _offloads_with_zero(job)),

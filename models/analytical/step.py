@@ -7,16 +7,17 @@ says what else lives when (`hold`, or `allocate` now and `free` later). What hap
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.models.analytical.columns import Recording, Rows, Tensors
 from peakcast.models.analytical.placing import FOREVER, Placed, Run, place
 from peakcast.models.analytical.template import Template
+from peakcast.models.analytical.update_in_backward import UpdateInBackward, updated_in_backward
 from peakcast.timeline import Category, Phase, Timeline
 from peakcast.units import round_up
 
@@ -59,10 +60,8 @@ class Step:
     """The last of `_held` where single ones may still be added to it."""
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
-    update_bytes_per_gradient_byte: int | None = None
-    """Where an optimizer updates in backward: a gradient dies when the next one is born, and its update takes so much."""
-    summed_gradients: frozenset[str] = frozenset()
-    """Of weights that are used twice: there is no gradient to update with before backward ends."""
+    update_in_backward: UpdateInBackward | None = None
+    """Where an optimizer updates in backward."""
     _backward_ends: list[int] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     _allocated: dict[int, tuple[str, Category, int, int, str, int]] = field(default_factory=dict)
@@ -233,26 +232,6 @@ class Step:
             self.hold(name, category, num_bytes, since, self.now, module, stream)
         handles.clear()
 
-    def _update_in_backward(
-        self, runs: Placed, born: npt.NDArray[np.int64], dies: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """`dies` of all entries when a gradient is used up as soon as the next one is there; appends what its update
-        allocates. Shapes: all [num_entries]."""
-        mine = np.zeros(len(born), dtype=bool)
-        mine[runs.gradients] = born[runs.gradients] < len(self.phases)
-        whole = np.array([name not in self.summed_gradients for name in runs.names], dtype=bool)
-        last = np.array(self._backward_ends, dtype=np.int64)
-        instants = np.unique(np.concatenate([born[mine & whole], last]))
-        updated = instants[np.searchsorted(instants, born[mine], side="right")]
-        ends = last[np.searchsorted(last, born[mine], side="right")]
-        updated = np.where(whole[mine], updated, ends)
-        for size, instant in zip(runs.num_bytes[mine].tolist(), updated.tolist(), strict=True):
-            temporary = size * (self.update_bytes_per_gradient_byte or 0)
-            self.hold("update", Category.OPTIMIZER_TEMPORARIES, temporary, instant, instant + 1, "optimizer")
-        dies = dies.copy()
-        dies[mine] = updated
-        return dies
-
     def fork(self, first: Recording) -> Step:
         """A step that goes on from here, with what `first` holds before anything that is held here. This one stays as it
         is; blocks whose backward is still to come must not go on in both."""
@@ -279,9 +258,6 @@ class Step:
         self._allocated.clear()
         placed = [*self._placed, place(self._runs)] if self._runs else self._placed
         lives = [runs.ended(n, self.gradients_die) for runs in placed]
-        if self.update_bytes_per_gradient_byte is not None:
-            pairs = zip(placed, lives, strict=True)
-            lives = [(born, self._update_in_backward(runs, born, dies)) for runs, (born, dies) in pairs]
         names: list[str] = []
         modules: list[str] = []
         for part in (*placed, *self._held):
@@ -292,7 +268,7 @@ class Step:
         of_runs = np.zeros(sum(len(runs.names) for runs in placed), dtype=np.int8)
         categories = [*(runs.categories for runs in placed), *(part[0] for part in columns)]
         dies = np.concatenate([*none, *(dies for _, dies in lives), *(part[3] for part in columns)])
-        return Timeline(
+        timeline = Timeline(
             names=names,
             modules=modules,
             categories=np.concatenate([*none, *categories], dtype=np.int8, casting="unsafe"),
@@ -303,3 +279,9 @@ class Step:
             labels=self.labels,
             streams=np.concatenate([of_runs, *(part[4] for part in columns)], dtype=np.int8, casting="unsafe"),
         )
+        if self.update_in_backward is None:
+            return timeline
+        firsts = itertools.accumulate((len(runs.names) for runs in placed), initial=0)
+        gradients = np.concatenate([*none, *(first + runs.gradients for first, runs in zip(firsts, placed, strict=False))])
+        made = gradients[timeline.born[gradients] < n]
+        return updated_in_backward(timeline, made, self._backward_ends, self.update_in_backward)

@@ -59,6 +59,8 @@ PACKAGES = {
     "galore": ("galore_torch", {"optimizer": {"name": "galore"}}),
     "lomo": ("lomo_optim", {"optimizer": {"name": "lomo"}}),
     "adalomo": ("lomo_optim", {"optimizer": {"name": "adalomo"}}),
+    "lomo_biased": ("lomo_optim", {"optimizer": {"name": "lomo"}, "architecture": {**GPT_OSS, "num_hidden_layers": 1}}),
+    "adalomo_untied": ("lomo_optim", {"optimizer": {"name": "adalomo"}, "architecture": FALCON}),
     "float8": ("torchao", {"precision.compute": "float8", "architecture": SMALL_ENDS}),
     "float8_checkpointed": ("torchao", {"precision.compute": "float8", "architecture": SMALL_ENDS, **CHECKPOINTED}),
     "lomo_checkpointed": ("lomo_optim", {"optimizer": {"name": "lomo"}, "activation_checkpointing.mode": "full"}),

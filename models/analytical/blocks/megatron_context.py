@@ -162,6 +162,8 @@ class MegatronContext:
     """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""
     fp8_recipe: str = ""
     """How Transformer Engine's projections scale their FP8 operands; "" where they multiply in the parameters' dtype."""
+    without_graph: bool = False
+    """Whether a checkpoint runs the layer for its result alone: in FP8 nothing is quantised for a backward then."""
     recompute_feed_forward: bool = False
     """`recompute-modules mlp`: the dense feed-forward runs again in backward."""
     experts: ExpertContext | None = None

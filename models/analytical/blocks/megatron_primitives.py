@@ -90,9 +90,10 @@ def norm_column_linear(
     before_norm = own if context.sequence_parallel else 0  # the reduce-scattered gradient
     kept, quantized = own, quantized_gradient_bytes(context, output)
     if context.fp8_recipe:
-        kept = quantized_bytes(context, context.stream_rows * width)
+        narrow = quantized_bytes(context, context.stream_rows * width)
+        kept = 0 if context.without_graph else narrow
         # its other layout, and what was normalised in full where the kernel does not quantise at once
-        gathered = kept + (own if context.fp8_recipe != "delayed" else 0) + gathered // context.element_bytes
+        gathered = narrow + (own if context.fp8_recipe != "delayed" else 0) + gathered // context.element_bytes
     return tape.operation(
         name,
         [x],
@@ -187,11 +188,16 @@ def _row_linear_in_fp8(
         [x],
         context.stream_bytes,
         saves=[x] if original else [],
-        extra_saved_bytes=[] if original else [narrow],
+        extra_saved_bytes=[] if original or context.without_graph else [narrow],
         weight_gradients=weight_gradients(context, name, in_features * context.hidden, 0),
         forward_temporary_bytes=full + narrow,
         backward_temporary_bytes=full + quantized,
     )
+
+
+def dropout_mask_bytes(context: MegatronContext) -> int:
+    """Bytes of the mask of a layer's result: a bool per element."""
+    return context.stream_rows * context.hidden * BOOL
 
 
 def bias_dropout_add(tape: Tape, x: Tensor, residual: Tensor, context: MegatronContext, name: str) -> Tensor:
@@ -203,7 +209,7 @@ def bias_dropout_add(tape: Tape, x: Tensor, residual: Tensor, context: MegatronC
         name,
         [x, residual],
         context.stream_bytes,
-        extra_saved_bytes=[context.stream_rows * context.hidden * BOOL] if drops else [],
+        extra_saved_bytes=[dropout_mask_bytes(context)] if drops else [],
         gradients=[(x, context.stream_bytes if drops else None), (residual, None)],
         weight_gradients=bias,
         forward_temporary_bytes=unfused,

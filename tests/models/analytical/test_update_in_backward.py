@@ -1,0 +1,89 @@
+"""Optimizers that update in backward: one update after each operation that makes a gradient, counted by hand."""
+
+import numpy as np
+import pytest
+
+from peakcast import catalog
+from peakcast.models.analytical.ledger import ledger
+from peakcast.models.analytical.scope import out_of_scope
+from peakcast.models.analytical.update_in_backward import UpdateInBackward, updated_in_backward
+from peakcast.spec import Loss, Optimizer, Parallelism, TrainingJob
+from peakcast.timeline import Category, Entry, Phase, Timeline
+
+F, B, G, T, A = Phase.FORWARD, Phase.BACKWARD, Category.GRADIENTS, Category.TEMPORARIES, Category.ACTIVATIONS
+PHASES = [F, B, B, B, Phase.OPTIMIZER_STEP]
+ENDS = [3]
+"""One forward, two operations of backward, its end, the optimizer's step."""
+
+
+def updated(*entries, summed=()):
+    timeline = Timeline.from_entries([Entry(*entry) for entry in entries], PHASES, ["", "second", "first", "ends", ""])
+    gradients = np.array([index for index, entry in enumerate(entries) if entry[1] == G])
+    return updated_in_backward(timeline, gradients, ENDS, UpdateInBackward(4, frozenset(summed)))
+
+
+def test_a_gradient_is_used_up_after_the_operation_that_makes_the_next_one():
+    """What that operation made for itself, and what it kept, is gone by then; what the one after it makes is to come."""
+    timeline = updated(
+        ("first.weight.grad", G, 10, 2, 5),
+        ("second.weight.grad", G, 100, 1, 5),
+        ("first.temporary", T, 1000, 2, 3),
+        ("first.kept", A, 2000, 0, 3),
+    )
+    assert timeline.labels == ["", "second", "first", "update", "update", "ends", ""]
+    assert timeline.totals.tolist() == [2000, 2100, 3110, 10 + 4 * 100, 4 * 10, 0, 0]
+    assert timeline.phases.tolist() == [F, B, B, B, B, B, Phase.OPTIMIZER_STEP]
+
+
+def test_a_bias_comes_before_its_matrix():
+    timeline = updated(("first.weight.grad", G, 100, 1, 5), ("first.bias.grad", G, 10, 1, 5))
+    assert timeline.totals.tolist() == [0, 110, 100 + 4 * 10, 100, 4 * 100, 0, 0]
+
+
+def test_of_a_weight_used_twice_the_sum_is_there_when_backward_ends():
+    timeline = updated(
+        ("lm_head.weight.grad", G, 100, 1, 5), ("first.weight.grad", G, 10, 1, 5), summed={"lm_head.weight.grad"}
+    )
+    assert timeline.totals.tolist() == [0, 110, 110, 100 + 4 * 10, 4 * 100, 0, 0]
+
+
+def test_what_a_block_hands_on_and_a_gradient_that_is_added_to_another_are_there_meanwhile():
+    """Of a norm, whose input is no view, the sum is made before its weights' gradients are taken to them."""
+    timeline = updated(
+        ("first.weight.grad", G, 10, 2, 5),
+        ("second.weight.grad", G, 10, 1, 5),
+        ("gradient", T, 1000, 3, 4),
+        ("first.gradient", T, 100, 2, 3),
+        ("first_norm.gradient", T, 7, 2, 3),
+    )
+    assert timeline.totals[3] == 1000 + 100 + 10 + 4 * 10
+
+
+@pytest.mark.parametrize("name", ["lomo", "adalomo"])
+def test_a_table_of_its_own_and_biases_are_in_scope(name):
+    for architecture in ("qwen2.5-7b", "opt-125m", "pythia-160m", "gpt2"):
+        assert not out_of_scope(job(name, architecture))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"parallelism": Parallelism(data_parallel_size=2)}, "on one GPU only"),
+        ({"compile": True, "architecture": catalog.architecture("llama-3.1-8b")}, "without torch.compile only"),
+        ({"loss": Loss(kind="dpo"), "micro_batch_size": 2}, "loss.kind='dpo'"),
+        ({"architecture": catalog.architecture("olmoe-1b-7b")}, "factors matrices only; use lomo"),
+    ],
+)
+def test_what_no_trace_has_confirmed_is_named(changes, why):
+    assert why in out_of_scope(job("adalomo", "gpt2").replace(**changes))
+
+
+def test_accumulating_changes_nothing_since_no_gradient_is_there_to_add_to():
+    once = job("lomo", "gpt2")
+    assert ledger(once.replace(gradient_accumulation_steps=3)).phase_peaks() == ledger(once).phase_peaks()
+
+
+def job(name, architecture):
+    return TrainingJob(
+        architecture=catalog.architecture(architecture), sequence_length=64, optimizer=Optimizer(name=name)
+    )
