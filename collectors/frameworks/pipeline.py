@@ -77,7 +77,7 @@ class PipelineTraining:
         self._begin: Callable[[Phase], None] = lambda phase: None
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._loss = stages[-1].loss_function
-        self._schedule = _schedule(job, stages, self._compute_loss, ids.device)
+        self._schedule = _schedule(job, [one.model for one in wrapped], self._compute_loss, ids.device)
         self._announce()
 
     def forward_backward(self, begin: Callable[[Phase], None]) -> None:

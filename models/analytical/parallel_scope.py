@@ -146,6 +146,7 @@ def rounds(job: TrainingJob) -> int:
 def _pipeline_reason(job: TrainingJob) -> str:
     architecture, layout = job.architecture, job.parallelism
     several, split = layout.virtual_pipeline_stages > 1, layout.pipeline_schedule == "zero_bubble"
+    beside = layout.data_parallel_size > 1
     checks = [
         (
             job.framework != "torch",
@@ -180,11 +181,17 @@ def _pipeline_reason(job: TrainingJob) -> str:
             f"parallelism.pipeline_layers={list(layout.pipeline_layers)} leaves a stage without layers: not modelled.",
         ),
         (
-            layout.data_parallel_size > 1 and layout.sharding not in ("fsdp2", "hsdp"),
-            f"pipeline parallelism with sharding={layout.sharding!r} is not modelled; with fsdp2 and hsdp it is.",
+            beside and (layout.sharding not in ("none", "fsdp2", "hsdp") or layout.zero_stage > 0),
+            f"pipeline parallelism with sharding={layout.sharding!r} and zero_stage={layout.zero_stage} is not modelled; "
+            "with none (DDP), fsdp2 and hsdp it is.",
         ),
         (
-            layout.data_parallel_size > 1 and conventions(job)["fsdp2_units"] != "ends",
+            beside and split and layout.sharding == "none",
+            "zero_bubble under DDP is not modelled: torch takes the weights' gradients by torch.autograd.grad, which calls "
+            "no hook of DDP, so that they would not be reduced; use fsdp2, or another schedule.",
+        ),
+        (
+            beside and layout.sharding != "none" and conventions(job)["fsdp2_units"] != "ends",
             "pipeline stages whose ends are FSDP's root are not modelled; with fsdp2_units=ends, torchtitan's, they are.",
         ),
         (

@@ -19,7 +19,13 @@ RING = {**QWEN, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256,
 SHARED = {"context_parallel_size": 4, "data_parallel_size": 2, "sharding": "fsdp2"}
 SCHEDULES = {"interleaved_1f1b": "ScheduleInterleaved1F1B", "zero_bubble": "ScheduleInterleavedZeroBubble"}
 PIPELINES = {
-    "gpipe": {"pipeline_parallel_size": 2, "pipeline_schedule": "gpipe", "pipeline_layers": [2, 3]},
+    "gpipe_with_ddp": {
+        "pipeline_parallel_size": 2,
+        "pipeline_schedule": "gpipe",
+        "pipeline_layers": [2, 3],
+        "data_parallel_size": 2,
+        "sharding": "none",
+    },
     "1f1b_checkpointed": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 2]},
     "interleaved": {
         "pipeline_parallel_size": 2,
@@ -80,7 +86,7 @@ def test_every_stage_of_a_pipeline_equals_its_trace_phase_by_phase(ledger_equals
     """Within 0.5 %, of the first and of the last stage, in the first and in a steady step."""
     cell = {"parallelism": PIPELINES[name], "activation_checkpointing.mode": "full" if "checkpointed" in name else "none"}
     base = {"framework": "torch", "architecture": STAGES, "sequence_length": 256, "gradient_accumulation_steps": 4}
-    if "sharding" in PIPELINES[name]:
+    if PIPELINES[name].get("sharding") == "fsdp2":
         base |= {"versions": {"torchtitan": "main"}, "precision.parameters": "float32", "micro_batch_size": 2}
     (job,) = expand({"base": base, "include": [cell]})
     assert out_of_scope(job) == ""

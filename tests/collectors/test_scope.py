@@ -38,6 +38,9 @@ REFUSED_IN_STAGES = {
     "framework": {"framework": "huggingface"},
     "architecture.kind": {"architecture": "bert-base-uncased", "sequence_length": 512},
     "architecture.tie_word_embeddings": {"architecture": "llama-3.2-1b"},
+    "parallelism.pipeline_schedule": {
+        "parallelism": {"pipeline_parallel_size": 2, "pipeline_schedule": "zero_bubble", "data_parallel_size": 2}
+    },
     "finetuning.method": {"finetuning": {"method": "lora", "rank": 8}},
     "loss.fused_linear_cross_entropy": {"loss.fused_linear_cross_entropy": True},
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 1},
