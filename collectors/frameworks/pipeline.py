@@ -145,6 +145,8 @@ def build(
         start = sum(sizes[:stage])
         layers = range(start, start + sizes[stage])
         stages.append(cut(new_network(), layers, job, first=stage == 0, last=stage == total - 1))
+    for stage in stages:
+        layouts.split(stage, job)
     wrapped = [layouts.wrap(stage, job) for stage in stages]
     if settle is not None:
         for stage in stages:

@@ -120,6 +120,11 @@ SINGLE_GPU: dict[str, Rule] = {
         lambda j: _left_out(j),
         "without them: they say how other stacks do it, and change nothing here",
     ),
+    "finetuning.method": (
+        lambda j: j.finetuning.method != "full" and j.parallelism.tensor_parallel_size > 1 and j.framework != "huggingface",
+        lambda j: j.finetuning.method,
+        "adapters under tensor parallelism with framework: huggingface, whose plan peft follows",
+    ),
     "finetuning.quantization": (
         lambda j: j.finetuning.quantization == "gptq" or (bool(j.finetuning.quantization) and j.parallelism.world_size > 1),
         lambda j: j.finetuning.quantization,

@@ -62,6 +62,8 @@ def hold_embeddings(
         born += first.num_forward
         if in_checkpoint or first.keeps_input:
             return  # the checkpoint or the graph holds it anyway
+    elif layers[0].input_requires_grad and not layers[0].trainable:
+        sizes = sizes[1:]  # a leaf that requires a gradient: its own node keeps it
     for size in sizes:
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
 

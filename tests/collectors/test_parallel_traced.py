@@ -57,10 +57,12 @@ PIPELINES = {
 }
 
 
-def test_transformers_plan_equals_its_trace_phase_by_phase(ledger_equals_trace):
+def test_transformers_plan_and_the_adapters_that_follow_it_equal_their_trace_phase_by_phase(ledger_equals_trace):
     """Within 0.5 % of the phase's peak and 0.1 % of the whole step's, in the first and in a steady step."""
     cell = {"architecture": QWEN, "sequence_length": 256, "micro_batch_size": 2, "parallelism.tensor_parallel_size": 2}
-    (job,) = expand({"include": [cell]})
+    adapters = {"method": "lora", "rank": 64, "targets": ["all-linear"]}
+    (job,) = expand({"include": [{**cell, "finetuning": adapters}]})
+    assert out_of_scope(job) == ""
     both = ledger_equals_trace(job, rel=5e-3)
     for closed_form, trace in both.values():
         assert closed_form.peak().num_bytes == pytest.approx(trace.peak().num_bytes, rel=1e-3)

@@ -23,6 +23,11 @@ REFUSED = {
     "framework_options": {"framework_options": {"norms_in_float32": True}},
     "finetuning.quantization": {"finetuning": {"method": "qlora", "rank": 8, "quantization": "gptq"}},
     "batch.form": {"batch": {"form": "masked"}, "parallelism": {"tensor_parallel_size": 2}},
+    "finetuning.method": {
+        "framework": "torch",
+        "finetuning": {"method": "lora", "rank": 8},
+        "parallelism": {"tensor_parallel_size": 2},
+    },
     "parallelism.context_parallel_size": {"parallelism": {"context_parallel_size": 2}, "attention": "eager"},
     "parallelism": {"parallelism": {"data_parallel_size": 8, "zero_stage": 2}},
 }
