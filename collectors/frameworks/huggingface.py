@@ -188,6 +188,7 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
     model.train()
     if job.activation_checkpointing.mode != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_arguments(job), **every_n_layers(job))
+    layouts.split(model, job)
     if job.finetuning.method != "full":
         model = with_adapters(model, job)
     if job.framework_options.get("neftune"):

@@ -77,7 +77,7 @@ class PipelineTraining:
         self._begin: Callable[[Phase], None] = lambda phase: None
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._loss = stages[-1].loss_function
-        self._schedule = _schedule(job, stages, self._compute_loss, ids.device)
+        self._schedule = _schedule(job, [one.model for one in wrapped], self._compute_loss, ids.device)
         self._announce()
 
     def forward_backward(self, begin: Callable[[Phase], None]) -> None:
@@ -145,6 +145,8 @@ def build(
         start = sum(sizes[:stage])
         layers = range(start, start + sizes[stage])
         stages.append(cut(new_network(), layers, job, first=stage == 0, last=stage == total - 1))
+    for stage in stages:
+        layouts.split(stage, job)
     wrapped = [layouts.wrap(stage, job) for stage in stages]
     if settle is not None:
         for stage in stages:

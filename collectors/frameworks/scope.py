@@ -38,12 +38,13 @@ def _is_split(layout: Parallelism) -> bool:
 
 
 def _is_split_otherwise(layout: Parallelism) -> bool:
-    """By experts, by sequences in stages or under FSDP1, or by tensors or stages beside data parallelism that is not
-    FSDP2's."""
+    """By experts, by sequences in stages or under FSDP1, by tensors beside data parallelism that is not FSDP2's, or by
+    stages beside FSDP1."""
     beside = layout.num_replicas > 1 and layout.sharding not in ("fsdp2", "hsdp")
+    in_stages = layout.sharding == "none" and layout.tensor_parallel_size == 1
     ring = layout.context_parallel_size > 1
     in_ring = ring and (layout.pipeline_parallel_size > 1 or layout.sharding not in ("none", "fsdp2", "hsdp"))
-    return layout.expert_parallel_size > 1 or in_ring or (_is_split(layout) and beside)
+    return layout.expert_parallel_size > 1 or in_ring or (_is_split(layout) and beside and not in_stages)
 
 
 def _turns_in_no_ring(job: TrainingJob) -> bool:
@@ -119,6 +120,11 @@ SINGLE_GPU: dict[str, Rule] = {
         lambda j: _left_out(j),
         "without them: they say how other stacks do it, and change nothing here",
     ),
+    "finetuning.method": (
+        lambda j: j.finetuning.method != "full" and j.parallelism.tensor_parallel_size > 1 and j.framework != "huggingface",
+        lambda j: j.finetuning.method,
+        "adapters under tensor parallelism with framework: huggingface, whose plan peft follows",
+    ),
     "finetuning.quantization": (
         lambda j: j.finetuning.quantization == "gptq" or (bool(j.finetuning.quantization) and j.parallelism.world_size > 1),
         lambda j: j.finetuning.quantization,
@@ -137,8 +143,8 @@ SINGLE_GPU: dict[str, Rule] = {
     "parallelism": (
         lambda j: j.parallelism.zero_stage > 0 or _is_split_otherwise(j.parallelism),
         lambda j: f"{j.parallelism.world_size} ranks (zero_stage {j.parallelism.zero_stage})",
-        "one GPU, data parallelism with DDP or FSDP, or tensor, context and pipeline parallelism alone or with FSDP2 "
-        "(ZeRO: framework deepspeed)",
+        "one GPU, data parallelism with DDP or FSDP, or tensor, context and pipeline parallelism alone or with FSDP2, "
+        "stages also with DDP (ZeRO: framework deepspeed)",
     ),
 }
 """parameter -> (whether the job asks for what is not done, the value to show, what is done)."""
@@ -159,6 +165,15 @@ PIPELINE: dict[str, Rule] = {
         lambda j: j.architecture.tie_word_embeddings,
         lambda j: True,
         "false under pipeline parallelism: the table and the head are on different stages, and nothing keeps them equal",
+    ),
+    "parallelism.pipeline_schedule": (
+        lambda j: (
+            j.parallelism.num_replicas > 1
+            and j.parallelism.sharding == "none"
+            and j.parallelism.pipeline_schedule == "zero_bubble"
+        ),
+        lambda j: j.parallelism.pipeline_schedule,
+        "another schedule under DDP, or FSDP2: weights' gradients come from torch.autograd.grad, which no hook of DDP sees",
     ),
     "finetuning.method": (
         lambda j: j.finetuning.method != "full",

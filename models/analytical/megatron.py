@@ -89,8 +89,8 @@ class _Turns:
         self.share = share
         self.step = Step()
         self.templates: dict[tuple[int, bool, bool], Template] = {}
-        """Layers, by their number, whether somebody else holds their input, and whether they run for their result alone; and
-        what those of one kind share."""
+        """Layers, by their number, whether somebody else holds their input, and whether they run for their result alone;
+        and what those of one kind share."""
         self.kinds: dict[tuple[int, bool, bool, bool], Template] = {}
         self.unmasked = {layer for chunk in share.chunks if not reads_mask(share, chunk) for layer in chunk.layers}
         self.alive: dict[tuple[int, int], _MicroBatch] = {}

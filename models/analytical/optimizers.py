@@ -6,6 +6,7 @@ from peakcast.conventions import conventions
 from peakcast.errors import SpecError, near_misses
 from peakcast.models.analytical.optimizer_rules import low_bit, others, pytorch
 from peakcast.models.analytical.optimizer_rules.rule import OptimizerRule, Options
+from peakcast.models.analytical.parameters import head_parameters, layer_parameters
 from peakcast.spec import TrainingJob
 
 RULES: dict[tuple[str, str, str], OptimizerRule] = {
@@ -43,8 +44,12 @@ def adamw_rule(job: TrainingJob) -> OptimizerRule:
 def _implementation(job: TrainingJob) -> str:
     """The Trainer steps parameter by parameter where some are DTensors and some are not, as its tensor parallelism leaves
     them (transformers 5.17 trainer_optimizer.py `_get_adamw_torch`)."""
-    mixed = job.framework == "huggingface" and job.parallelism.tensor_parallel_size > 1
-    return "loop" if mixed else job.optimizer.implementation
+    if job.framework != "huggingface" or job.parallelism.tensor_parallel_size == 1:
+        return job.optimizer.implementation
+    architecture, full = job.architecture, job.finetuning.method == "full"
+    tensors = (*layer_parameters(architecture, 0), *head_parameters(architecture))
+    left_whole = any(tensor.tensor_parallel_dim is None for tensor in tensors) or not architecture.tie_word_embeddings
+    return "loop" if left_whole or not full else job.optimizer.implementation
 
 
 def optimizer_options(job: TrainingJob, step: str) -> Options:

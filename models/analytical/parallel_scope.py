@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
+from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
+from peakcast.models.analytical.parameters import layer_parameters
 from peakcast.spec import ActivationCheckpointing, Offload, TrainingJob
 
 PIPELINE_SCHEDULES = {
@@ -13,6 +15,15 @@ PIPELINE_SCHEDULES = {
     *(("zero_bubble", False), ("zero_bubble", True)),
 }
 """(schedule, whether a rank has several stages) that torch has and the ledger knows."""
+
+
+TENSOR_PARALLEL_FAMILIES = frozenset(
+    {
+        *("cohere", "gemma", "gemma2", "gemma3_text", "glm", "gpt_neox"),
+        *("granite", "olmo", "olmo2", "phi", "phi3", "starcoder2"),
+    }
+)
+"""`model_type` of families with other layers than Llama's whose `base_model_tp_plan` of transformers 5.17 was traced."""
 
 
 def parallel_reason(job: TrainingJob) -> str:
@@ -33,10 +44,13 @@ def parallel_reason(job: TrainingJob) -> str:
 
 def _tensor_reason(job: TrainingJob) -> str:
     architecture, layout, ranks = job.architecture, job.parallelism, job.parallelism.tensor_parallel_size
+    library = job.framework == "huggingface"
     checks = [
         (
-            not _like_llama(architecture),
-            f"tensor parallelism of {architecture.model_type!r} is not modelled: that of layers like Llama's is.",
+            not (_like_llama(architecture) or (library and architecture.model_type in TENSOR_PARALLEL_FAMILIES)),
+            f"tensor parallelism of {architecture.model_type!r} under framework={job.framework!r} is not modelled: that of "
+            "layers like Llama's is, and with framework='huggingface' that of "
+            f"{', '.join(sorted(TENSOR_PARALLEL_FAMILIES))}.",
         ),
         (
             job.framework not in ("huggingface", "torch"),
@@ -44,8 +58,18 @@ def _tensor_reason(job: TrainingJob) -> str:
         ),
         (job.task != "train", "tensor parallelism is modelled in training only."),
         (
-            job.finetuning.method != "full",
-            f"finetuning.method={job.finetuning.method!r} under tensor parallelism is not modelled: all weights train.",
+            job.finetuning.method != "full" and not library,
+            f"finetuning.method={job.finetuning.method!r} under tensor parallelism is modelled where peft splits adapters, "
+            f"with framework='huggingface'; with {job.framework!r} all weights train.",
+        ),
+        (
+            bool(job.finetuning.quantization),
+            f"finetuning.quantization={job.finetuning.quantization!r} under tensor parallelism is not modelled; lora is.",
+        ),
+        (
+            job.finetuning.method != "full" and _adapts_whole_parts(job),
+            f"adapters of {architecture.model_type!r} under tensor parallelism fail in peft 0.21, which knows no matrix "
+            f"whose result is gathered (in {', '.join(sorted(traits(architecture).whole_parts))}); name other targets.",
         ),
         (
             bool(architecture.num_key_value_heads % ranks or architecture.intermediate_size % ranks),
@@ -80,6 +104,12 @@ def _tensor_reason(job: TrainingJob) -> str:
         (job.offload.activations, "offloaded activations under tensor parallelism are not modelled."),
     ]
     return next((sentence for fails, sentence in checks if fails), "")
+
+
+def _adapts_whole_parts(job: TrainingJob) -> bool:
+    matrices = (tensor.name.removesuffix(".weight") for tensor in layer_parameters(job.architecture, 0))
+    adapted = {name for name in matrices if is_adapter_target(name, job.finetuning, job.architecture)}
+    return any(name.partition(".")[0] in traits(job.architecture).whole_parts for name in adapted)
 
 
 def _expert_reason(job: TrainingJob) -> str:
@@ -146,6 +176,7 @@ def rounds(job: TrainingJob) -> int:
 def _pipeline_reason(job: TrainingJob) -> str:
     architecture, layout = job.architecture, job.parallelism
     several, split = layout.virtual_pipeline_stages > 1, layout.pipeline_schedule == "zero_bubble"
+    beside = layout.data_parallel_size > 1
     checks = [
         (
             job.framework != "torch",
@@ -180,11 +211,17 @@ def _pipeline_reason(job: TrainingJob) -> str:
             f"parallelism.pipeline_layers={list(layout.pipeline_layers)} leaves a stage without layers: not modelled.",
         ),
         (
-            layout.data_parallel_size > 1 and layout.sharding not in ("fsdp2", "hsdp"),
-            f"pipeline parallelism with sharding={layout.sharding!r} is not modelled; with fsdp2 and hsdp it is.",
+            beside and (layout.sharding not in ("none", "fsdp2", "hsdp") or layout.zero_stage > 0),
+            f"pipeline parallelism with sharding={layout.sharding!r} and zero_stage={layout.zero_stage} is not modelled; "
+            "with none (DDP), fsdp2 and hsdp it is.",
         ),
         (
-            layout.data_parallel_size > 1 and conventions(job)["fsdp2_units"] != "ends",
+            beside and split and layout.sharding == "none",
+            "zero_bubble under DDP is not modelled: torch takes the weights' gradients by torch.autograd.grad, which calls "
+            "no hook of DDP, so that they would not be reduced; use fsdp2, or another schedule.",
+        ),
+        (
+            beside and layout.sharding != "none" and conventions(job)["fsdp2_units"] != "ends",
             "pipeline stages whose ends are FSDP's root are not modelled; with fsdp2_units=ends, torchtitan's, they are.",
         ),
         (

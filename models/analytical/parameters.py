@@ -32,6 +32,8 @@ class LeafNames:
     up: str = "up_proj"
     down: str = "down_proj"
     gate_up: str = "gate_up_proj"
+    out_first: bool = False
+    """Attention makes its output projection before the others: the order of `parameters()`."""
 
 
 _GPT2_NAMES = LeafNames(qkv="c_attn", out="c_proj", up="c_fc", down="c_proj")
@@ -50,6 +52,7 @@ LEAF_NAMES: dict[str, LeafNames] = {
     "codegen": LeafNames(out="out_proj", up="fc_in", down="fc_out"),
     "opt": LeafNames(out="out_proj", up="fc1", down="fc2"),
     "phi": LeafNames(out="dense", up="fc1", down="fc2"),
+    "phi3": LeafNames(out_first=True),
     "mpt": LeafNames(qkv="Wqkv", out="out_proj"),
     "dbrx": LeafNames(qkv="Wqkv", out="out_proj"),
     "starcoder2": LeafNames(up="c_fc", down="c_proj"),
@@ -203,13 +206,16 @@ def _attention(architecture: Architecture) -> Iterator[ParameterTensor]:
         return
     names, width, bias = leaf_names(architecture), architecture.hidden_size, architecture.attention_bias
     query, key_value = architecture.query_size, architecture.key_value_size
+    output = linear(f"self_attn.{names.out}", width, query, "attention", 1, bias=architecture.attention_output_bias)
+    if names.out_first:
+        yield from output
     if architecture.fused_qkv:
         yield from linear(f"self_attn.{names.qkv}", query + 2 * key_value, width, "attention", 0, bias=bias)
     else:
         for leaf, size in ((names.q, query), (names.k, key_value), (names.v, key_value)):
             yield from linear(f"self_attn.{leaf}", size, width, "attention", 0, bias=bias)
-    output_bias = architecture.attention_output_bias
-    yield from linear(f"self_attn.{names.out}", width, query, "attention", 1, bias=output_bias)
+    if not names.out_first:
+        yield from output
     yield from _qk_norms(architecture)
     if architecture.attention_sinks:
         yield ParameterTensor("self_attn.sinks", (architecture.num_attention_heads,), "attention", 0)

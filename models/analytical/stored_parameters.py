@@ -61,8 +61,9 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     for module, tensor in everything:
         name = tensor.name.removesuffix(".weight")
         if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):
-            stored.append(StoredTensor(f"{name}.lora_A", module, (rank, tensor.shape[1]), width, mixed, trains=True))
-            stored.append(StoredTensor(f"{name}.lora_B", module, (tensor.shape[0], rank), width, mixed, trains=True))
+            out_features, in_features = group.shape(tensor)
+            stored.append(StoredTensor(f"{name}.lora_A", module, (rank, in_features), width, mixed, trains=True))
+            stored.append(StoredTensor(f"{name}.lora_B", module, (out_features, rank), width, mixed, trains=True))
         elif name == "score":  # of a classifier peft trains a copy of the head itself (`modules_to_save`)
             stored.append(StoredTensor(f"{name}.copy", module, tensor.shape, size, used, trains=True))
     return tuple(stored)
@@ -90,7 +91,8 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
     ranks = expert_ranks(job) if tensor.role == "expert" else 1
     if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
         size = used = FP32
-    return [StoredTensor(tensor.name, module, tensor.shape, size, used, trains=False, expert_ranks=ranks)]
+    shape = tensor_parallel(job).shape(tensor)
+    return [StoredTensor(tensor.name, module, shape, size, used, trains=False, expert_ranks=ranks)]
 
 
 def quantised_roles(job: TrainingJob) -> tuple[str, ...]:

@@ -144,13 +144,10 @@ class _Turns:
         simulated = simulated_micro_batches(layout, stage, micro_batches)
         self.layout.begin_turns()
         turns = turns_of_rank(layout, stage, simulated)
-        stages = self.layout if isinstance(self.layout, Stages) else None
         for index, turn in enumerate(turns):
-            if stages:
-                stages.before_turn(self.step, turns[index:])
+            self.layout.before_turn(self.step, turns[index:])
             self._run(turn)
-            if stages:
-                stages.after_turn(self.step, turns[index:])
+            self.layout.after_turn(self.step, turns[index:])
         self._release_sent(len(self.sent))
         self.layout.end_turns(self.step)
         if self.named is not None:

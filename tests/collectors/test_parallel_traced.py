@@ -19,7 +19,13 @@ RING = {**QWEN, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256,
 SHARED = {"context_parallel_size": 4, "data_parallel_size": 2, "sharding": "fsdp2"}
 SCHEDULES = {"interleaved_1f1b": "ScheduleInterleaved1F1B", "zero_bubble": "ScheduleInterleavedZeroBubble"}
 PIPELINES = {
-    "gpipe": {"pipeline_parallel_size": 2, "pipeline_schedule": "gpipe", "pipeline_layers": [2, 3]},
+    "gpipe_with_ddp": {
+        "pipeline_parallel_size": 2,
+        "pipeline_schedule": "gpipe",
+        "pipeline_layers": [2, 3],
+        "data_parallel_size": 2,
+        "sharding": "none",
+    },
     "1f1b_checkpointed": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 2]},
     "interleaved": {
         "pipeline_parallel_size": 2,
@@ -51,10 +57,12 @@ PIPELINES = {
 }
 
 
-def test_transformers_plan_equals_its_trace_phase_by_phase(ledger_equals_trace):
+def test_transformers_plan_and_the_adapters_that_follow_it_equal_their_trace_phase_by_phase(ledger_equals_trace):
     """Within 0.5 % of the phase's peak and 0.1 % of the whole step's, in the first and in a steady step."""
     cell = {"architecture": QWEN, "sequence_length": 256, "micro_batch_size": 2, "parallelism.tensor_parallel_size": 2}
-    (job,) = expand({"include": [cell]})
+    adapters = {"method": "lora", "rank": 64, "targets": ["all-linear"]}
+    (job,) = expand({"include": [{**cell, "finetuning": adapters}]})
+    assert out_of_scope(job) == ""
     both = ledger_equals_trace(job, rel=5e-3)
     for closed_form, trace in both.values():
         assert closed_form.peak().num_bytes == pytest.approx(trace.peak().num_bytes, rel=1e-3)
@@ -80,7 +88,7 @@ def test_every_stage_of_a_pipeline_equals_its_trace_phase_by_phase(ledger_equals
     """Within 0.5 %, of the first and of the last stage, in the first and in a steady step."""
     cell = {"parallelism": PIPELINES[name], "activation_checkpointing.mode": "full" if "checkpointed" in name else "none"}
     base = {"framework": "torch", "architecture": STAGES, "sequence_length": 256, "gradient_accumulation_steps": 4}
-    if "sharding" in PIPELINES[name]:
+    if PIPELINES[name].get("sharding") == "fsdp2":
         base |= {"versions": {"torchtitan": "main"}, "precision.parameters": "float32", "micro_batch_size": 2}
     (job,) = expand({"base": base, "include": [cell]})
     assert out_of_scope(job) == ""

@@ -23,6 +23,11 @@ REFUSED = {
     "framework_options": {"framework_options": {"norms_in_float32": True}},
     "finetuning.quantization": {"finetuning": {"method": "qlora", "rank": 8, "quantization": "gptq"}},
     "batch.form": {"batch": {"form": "masked"}, "parallelism": {"tensor_parallel_size": 2}},
+    "finetuning.method": {
+        "framework": "torch",
+        "finetuning": {"method": "lora", "rank": 8},
+        "parallelism": {"tensor_parallel_size": 2},
+    },
     "parallelism.context_parallel_size": {"parallelism": {"context_parallel_size": 2}, "attention": "eager"},
     "parallelism": {"parallelism": {"data_parallel_size": 8, "zero_stage": 2}},
 }
@@ -38,6 +43,9 @@ REFUSED_IN_STAGES = {
     "framework": {"framework": "huggingface"},
     "architecture.kind": {"architecture": "bert-base-uncased", "sequence_length": 512},
     "architecture.tie_word_embeddings": {"architecture": "llama-3.2-1b"},
+    "parallelism.pipeline_schedule": {
+        "parallelism": {"pipeline_parallel_size": 2, "pipeline_schedule": "zero_bubble", "data_parallel_size": 2}
+    },
     "finetuning.method": {"finetuning": {"method": "lora", "rank": 8}},
     "loss.fused_linear_cross_entropy": {"loss.fused_linear_cross_entropy": True},
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 1},

@@ -88,7 +88,7 @@ def start_group(job: TrainingJob, rank: int = 0) -> None:
 
 
 def wrap(model: Any, job: TrainingJob) -> Layout:
-    """`model` in the job's layout. Raises: CollectorError for one that has no collector."""
+    """`model`, which is `split`, in the job's layout. Raises: CollectorError for one that has no collector."""
     layout = job.parallelism
     if layout.world_size == 1:
         return Alone(model)
@@ -99,7 +99,11 @@ def wrap(model: Any, job: TrainingJob) -> Layout:
             value=layout.zero_stage,
         )
     tensor_parallel = layout.tensor_parallel_size > 1
-    wrapped: Layout = _split(model, job) if tensor_parallel else Alone(model)
+    wrapped: Layout = Alone(model)
+    if tensor_parallel and job.framework == "huggingface":
+        from peakcast.collectors.frameworks.layouts import tensor
+
+        wrapped = tensor.TrainersTensorParallel(model)
     if layout.num_replicas > 1:
         stack: Any = importlib.import_module(STACKS[layout.sharding])
         wrapped = stack.wrap(model, job)
@@ -107,16 +111,17 @@ def wrap(model: Any, job: TrainingJob) -> Layout:
     return wrapped
 
 
-def _split(model: Any, job: TrainingJob) -> Layout:
-    from peakcast.collectors.frameworks.layouts import tensor
+def split(model: Any, job: TrainingJob) -> None:
+    """Tensor parallelism, where the job has it, of a network without adapters: those follow what their matrix does."""
+    if job.parallelism.tensor_parallel_size > 1:
+        from peakcast.collectors.frameworks.layouts import tensor
 
-    tensor.shard(model, job, mesh(job)["tensor"])
-    return tensor.TrainersTensorParallel(model) if job.framework == "huggingface" else Alone(model)
+        tensor.shard(model, job, mesh(job)["tp"])
 
 
 def mesh(job: TrainingJob) -> Any:
     """The device mesh over the job's ranks: an axis for each degree above 1, stages outermost, tensor parallelism
-    innermost (torchtitan `distributed/parallel_dims.py`)."""
+    innermost (torchtitan `distributed/parallel_dims.py`) and called as peft wants it."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -160,5 +165,5 @@ def _degrees(job: TrainingJob) -> list[tuple[str, int]]:
         ("replicate", ranks // shards),
         ("shard", shards),
         ("context", layout.context_parallel_size),
-        ("tensor", layout.tensor_parallel_size),
+        ("tp", layout.tensor_parallel_size),
     ]

@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from peakcast.collectors import gang
+from peakcast.collectors.frameworks import layouts
 from peakcast.collectors.frameworks.layouts import Alone
 from peakcast.conventions import conventions
 from peakcast.spec import TrainingJob
@@ -29,12 +30,13 @@ class DataParallel(Alone):
 
 def wrap(model: Any, job: TrainingJob) -> DataParallel:
     """`model` with a reducer whose all-reduce does nothing."""
-    chosen = conventions(job)
+    chosen, staged = conventions(job), job.parallelism.pipeline_parallel_size > 1
     wrapped = DistributedDataParallel(
         model,
         gradient_as_bucket_view=bool(chosen["ddp_gradient_as_bucket_view"]),
         bucket_cap_mb=chosen["ddp_bucket_cap_mib"],
         find_unused_parameters=finds_unused_parameters(job),
+        process_group=layouts.data_mesh(job).get_group() if staged else None,
     )
     if gang.launched():
         return _layout(wrapped, synchronizes=not chosen["accumulates_without_sync"])

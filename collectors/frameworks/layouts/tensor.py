@@ -45,9 +45,9 @@ class Replicated(ParallelStyle):  # type: ignore[misc]
 def shard(model: Any, job: TrainingJob, mesh: Any) -> None:
     """Split the parameters of `model` over `mesh` [tensor_parallel_size], and let its modules exchange what they must."""
     if job.framework == "huggingface":
-        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+        from transformers.distributed import DistributedConfig
 
-        apply_tensor_parallelism(model, mesh)
+        model.maybe_distribute_model(model, DistributedConfig(tp_size=job.parallelism.tensor_parallel_size), mesh)
     else:
         parallelize_module(model, mesh, _ends(job, model), src_data_rank=None)
         for layer in model.model.layers:

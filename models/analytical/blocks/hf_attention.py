@@ -26,7 +26,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     bias, names = architecture.attention_bias, leaf_names(architecture)
     fused = x
     if architecture.fused_qkv:
-        fused = build.projection(x, width, query + 2 * key_value, f"self_attn.{names.qkv}", bias)
+        fused = build.columns(x, width, query + 2 * key_value, f"self_attn.{names.qkv}", bias)
         q, k, v = tape.split(fused, [rows * query * size, rows * key_value * size, rows * key_value * size], "qkv_split")
         if family.expands_key_value and architecture.num_key_value_heads > 1:
             whole = q.num_bytes

@@ -14,7 +14,15 @@ from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.float8 import float8_linear
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.ring_attention import ALONE, Ring
-from peakcast.models.analytical.blocks.tensor_parallel import WHOLE, TensorParallel, enter_columns, leave_rows
+from peakcast.models.analytical.blocks.tensor_parallel import (
+    WHOLE,
+    Split,
+    TensorParallel,
+    enter_columns,
+    gather_columns,
+    leave_rows,
+    split_columns,
+)
 from peakcast.models.analytical.parameters import default_adapter_targets
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 from peakcast.spec import Finetuning
@@ -156,18 +164,29 @@ class BlockBuilder:
         return BlockBuilder(self.tape, self.context, rows, num_matrices, self.variables)
 
     def columns(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
-        """A projection that tensor parallelism splits by its outputs."""
-        x = enter_columns(self.tape, x, self.context.group, name)
-        return self.projection(x, in_features, out_features, name, bias)
+        """A projection that tensor parallelism splits by its outputs; where its part of the layer computes on whole
+        tensors, these are gathered."""
+        group, whole = self.context.group, self.rows * out_features * self.context.compute_bytes
+        if not group.gathers(name):
+            return self.projection(x, in_features, out_features, name, bias, split="columns")
+        part = self.projection(x, in_features, out_features // group.ranks, name, bias, split="columns")
+        return gather_columns(self.tape, part, whole, name)
 
     def rows_summed(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
         """A projection that tensor parallelism splits by its inputs: each rank has a part of the sum."""
-        return leave_rows(
-            self.tape, self.projection(x, in_features, out_features, name, bias), self.context.group, name
-        )
+        group, argument = self.context.group, x
+        if group.gathers(name):
+            x, in_features = split_columns(self.tape, x, group, name), in_features // group.ranks
+        result = self.projection(x, in_features, out_features, name, bias, split="rows")
+        if group.ranks > 1:
+            self.tape.hold(argument)
+        return result
 
-    def projection(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
-        """A Linear of the network, with its adapter where `finetuning` gives it one (peft `lora/layer.py`, `bnb.py`)."""
+    def projection(
+        self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool, split: Split = ""
+    ) -> Tensor:
+        """A Linear of the network, with its adapter where `finetuning` gives it one (peft `lora/layer.py`, `bnb.py`), whole
+        or `split` over the ranks of a tensor-parallel group."""
         context, tuning = self.context, self.context.finetuning
         adapted = tuning.method != "full" and is_adapter_target(name, tuning, context.architecture)
         if tuning.quantization is not None:
@@ -175,10 +194,31 @@ class BlockBuilder:
             if adapted:  # "defensively clone" (peft lora/bnb.py)
                 result = self.tape.operation(f"{name}.clone", [result], result.num_bytes, gradients=[(result, None)])
         else:
-            result = self.linear(x, in_features, out_features, name, bias, context.trainable, context.weight_bytes)
-        return self._adapter(x, result, in_features, out_features, name) if adapted else result
+            trains, size = context.trainable, context.weight_bytes
+            result = self._split_linear(x, in_features, out_features, name, bias, trains, size, split)
+        return self._adapter(x, result, in_features, out_features, name, split) if adapted else result
 
-    def _adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
+    def _split_linear(
+        self,
+        x: Tensor,
+        in_features: int,
+        out_features: int,
+        name: str,
+        bias: bool,
+        trainable: bool,
+        weight_bytes: int,
+        split: Split,
+    ) -> Tensor:
+        tape, group = self.tape, self.context.group
+        x = enter_columns(tape, x, group, name) if split == "columns" else x
+        result = self.linear(x, in_features, out_features, name, bias, trainable, weight_bytes)
+        return leave_rows(tape, result, group, name) if split == "rows" else result
+
+    def _adapter(
+        self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str, split: Split
+    ) -> Tensor:
+        """Of a matrix that is split by columns lora_B is split so, of one that is split by rows lora_A (peft 0.21
+        `lora/model.py` add_lora_tp_hooks_dtensor)."""
         context, tape, tuning = self.context, self.tape, self.context.finetuning
         rank, wide, rows = tuning.rank or 0, context.adapter_bytes, self.rows
         narrow_bytes, variables = result.num_bytes, [x]
@@ -186,8 +226,9 @@ class BlockBuilder:
             x = ops.cast(tape, x, rows * in_features * wide, f"{name}.lora.to_adapter_dtype")  # a copy per target
         variables.append(x)
         x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
-        y = self.linear(x, in_features, rank, f"{name}.lora_A", False, True, wide)
-        y = self.linear(y, rank, out_features, f"{name}.lora_B", False, True, wide)
+        outer, inner = split if split == "rows" else "", split if split == "columns" else ""
+        y = self._split_linear(x, in_features, rank, f"{name}.lora_A", False, True, wide, outer)
+        y = self._split_linear(y, rank, out_features, f"{name}.lora_B", False, True, wide, inner)
         y = ops.scale(tape, y, f"{name}.lora.scaling")
         result = ops.add(tape, result, y, f"{name}.lora.add")
         for variable in variables:  # of the adapter's forward

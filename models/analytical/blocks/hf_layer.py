@@ -95,7 +95,7 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     rows, size = build.context.rows, build.context.compute_bytes
     x = arguments = gather_sequence(tape, x, build.context.group, "mlp")
     if architecture.gated_mlp and architecture.fused_gate_up:  # one matrix; the halves are views
-        fused = build.projection(x, width, 2 * inner, f"mlp.{names.gate_up}", bias)
+        fused = build.columns(x, width, 2 * inner, f"mlp.{names.gate_up}", bias)
         gate, up = tape.split(fused, [rows * inner * size] * 2, "mlp.chunk")
         if build.context.liger:  # its kernel wants contiguous halves
             product = _swiglu(tape, ops.copy(tape, gate, "mlp.gate"), ops.copy(tape, up, "mlp.up"))

@@ -86,6 +86,9 @@ class HFTraits:
     """Experts bound gate and up, which lie beside each other by turns, before they multiply (gpt-oss)."""
     liger_qk_norm: bool = True
     """Whether Liger replaces norms over all heads at once (liger_kernel 0.8 `monkey_patch.py`)."""
+    whole_parts: frozenset[str] = frozenset()
+    """Under tensor parallelism: parts of a layer, of `self_attn` and `mlp`, whose split matrices are gathered at once
+    (`base_model_tp_plan`: colwise_gather_output and rowwise_split_input)."""
     causal_mask_buffer: bool = False
     """A bool [max_position_embeddings, max_position_embeddings] buffer for the whole model."""
     causal_mask_buffers: bool = False
@@ -118,7 +121,10 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
     "olmo": HFTraits(rotary="promoted"),
-    "olmo2": HFTraits(norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False),
+    "olmo2": HFTraits(
+        norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False, whole_parts=frozenset({"self_attn"})
+    ),
+    "phi3": HFTraits(whole_parts=frozenset({"self_attn", "mlp"})),
     "olmo3": HFTraits(norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False, full_attention_every=4),
     "exaone4": HFTraits(full_attention_every=4, norms_after_projections=True),
     "gpt_oss": HFTraits(
@@ -161,7 +167,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "bloom": HFTraits(returns_attention_weights=True, joins_heads_first=True),
     "mpt": HFTraits(returns_attention_weights=True, scores_biased_and_filled=True),
     "opt": HFTraits(feed_forward_inline=True, positions_per_sequence=True),
-    "glm": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2),
+    "glm": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2, whole_parts=frozenset({"mlp"})),
     "glm4": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2),
     "falcon": HFTraits(
         always_masked=True,

@@ -8,12 +8,17 @@ first, a gather is followed by a `cat` of its parts and a scatter preceded by on
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
+from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.parameter_tensor import ParameterTensor
 from peakcast.models.analytical.tape import Tape, Tensor
 from peakcast.spec import TrainingJob
+
+Split = Literal["", "columns", "rows"]
+"""How a matrix is split: not, by its outputs, or by its inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +35,24 @@ class TensorParallel:
     without it, each operation of the optimizer does, and the whole gradient waits for it."""
     loss: bool = False
     """The loss is computed over logits that stay split by vocabulary."""
+    whole_parts: frozenset[str] = frozenset()
+    """Parts of a layer that gather what their column-split matrices give, and split it again before the last."""
 
     def layer(self, architecture: Architecture) -> Architecture:
         """What a rank's part of a layer looks like: its heads, and its part of the feed-forward."""
-        if self.ranks == 1:
-            return architecture
-        return replace(
-            architecture,
-            num_attention_heads=architecture.num_attention_heads // self.ranks,
-            num_key_value_heads=architecture.num_key_value_heads // self.ranks,
-            intermediate_size=architecture.intermediate_size // self.ranks,
-        )
+        if "self_attn" not in self.whole_parts:
+            architecture = replace(
+                architecture,
+                num_attention_heads=architecture.num_attention_heads // self.ranks,
+                num_key_value_heads=architecture.num_key_value_heads // self.ranks,
+            )
+        if "mlp" not in self.whole_parts:
+            architecture = replace(architecture, intermediate_size=architecture.intermediate_size // self.ranks)
+        return architecture
+
+    def gathers(self, name: str) -> bool:
+        """Whether what the column-split matrix `name` gives is gathered."""
+        return name.partition(".")[0] in self.whole_parts
 
     def part(self, size: int) -> int:
         """Rows of the first rank's part of a dimension: no rank holds more."""
@@ -49,7 +61,7 @@ class TensorParallel:
     def shape(self, tensor: ParameterTensor) -> tuple[int, ...]:
         """Shape of the first rank's part of a parameter."""
         dim = tensor.tensor_parallel_dim
-        if self.ranks == 1 or dim is None or (tensor.role == "embedding" and not self.table):
+        if self.ranks == 1 or dim is None or tensor.role == "norm" or (tensor.role == "embedding" and not self.table):
             return tensor.shape
         return (*tensor.shape[:dim], self.part(tensor.shape[dim]), *tensor.shape[dim + 1 :])
 
@@ -68,6 +80,7 @@ def tensor_parallel(job: TrainingJob) -> TensorParallel:
         table=job.framework == "torch" or job.architecture.tie_word_embeddings,
         table_reduced=layout.num_replicas > 1 and layout.pipeline_parallel_size == 1,
         loss=bool(conventions(job).get("loss_parallel")),
+        whole_parts=traits(job.architecture).whole_parts if job.framework == "huggingface" else frozenset(),
     )
 
 
@@ -114,4 +127,15 @@ def gather_columns(tape: Tape, x: Tensor, whole_bytes: int, name: str) -> Tensor
     """All columns of x, of which each rank has some; backward takes this rank's out of the gradient."""
     return tape.operation(
         f"{name}.all_gather", [x], whole_bytes, gradients=[(x, x.num_bytes)], forward_temporary_bytes=whole_bytes
+    )
+
+
+def split_columns(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> Tensor:
+    """This rank's part of x, of which every rank has all columns; backward gathers."""
+    return tape.operation(
+        f"{name}.split",
+        [x],
+        x.num_bytes // group.ranks,
+        gradients=[(x, x.num_bytes)],
+        backward_temporary_bytes=x.num_bytes,
     )

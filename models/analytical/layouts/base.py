@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
+from peakcast.models.analytical.pipeline import Turn
 from peakcast.models.analytical.step import Hooks, Run, Step
 from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category, Phase
@@ -80,6 +81,12 @@ class Layout(Hooks):
 
     def begin_turns(self) -> None:
         """Before the forward and backward turns of a pipeline stage."""
+
+    def before_turn(self, step: Step, turns: Sequence[Turn]) -> None:
+        """Before the first of `turns`, which are all that are left."""
+
+    def after_turn(self, step: Step, turns: Sequence[Turn]) -> None:
+        """After the first of them."""
 
     def end_turns(self, step: Step) -> None:
         """After them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from peakcast.models.analytical.layouts.base import Layout, StoredTensor
+from peakcast.models.analytical.pipeline import Turn
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
 from peakcast.units import MIB
@@ -30,7 +31,8 @@ class DDP(Layout):
         self.waits = waits
         self.logits_bytes = logits_bytes
         """Bytes of the model's outputs where they are cloned: `_DDPSink`, with `find_unused_parameters`."""
-        self._waiting: list[Run] = []
+        self._waiting: dict[str, list[Run]] = {}
+        """By module, backward runs whose gradients have not been reduced."""
         self._last = True
 
     def hold_resident(self, step: Step) -> None:
@@ -42,6 +44,13 @@ class DDP(Layout):
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self._last = last
 
+    def begin_turns(self) -> None:
+        """`no_sync` but for a stage's last backward (`pipelining/stage.py` backward_maybe_with_nosync)."""
+        self.waits = True
+
+    def before_turn(self, step: Step, turns: Sequence[Turn]) -> None:
+        self._last = not any(later.chunk == turns[0].chunk for later in turns[1:])
+
     def after_forward(self, step: Step, module: str) -> None:
         if module == "head" and self.logits_bytes:
             outputs = step.allocate("outputs.logits", Category.LOGITS, [self.logits_bytes] * 2, module)
@@ -52,11 +61,11 @@ class DDP(Layout):
         if not self.views:
             return
         if self.waits and not self._last:  # not reduced, so not in the bucket
-            self._waiting.append(run)
+            if run.keeps_gradients:  # else added in place to what is there
+                self._waiting.setdefault(run.module, []).append(run)
             return
-        for earlier in [r for r in self._waiting if r.module == run.module]:
+        for earlier in self._waiting.pop(run.module, []):
             earlier.gradients_die = step.now
-            self._waiting.remove(earlier)
         run.keeps_gradients = False  # each gradient is copied into its bucket as soon as it is there
 
 

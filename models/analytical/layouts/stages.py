@@ -37,7 +37,6 @@ class Stages(Layout):
             part.begin_turns()
 
     def before_turn(self, step: Step, turns: Sequence[Turn]) -> None:
-        """Before the first of `turns`, which are all that are left."""
         turn = turns[0]
         coming = list(dict.fromkeys(later.chunk for later in turns))[:MOST_ACTIVE]
         for chunk in self._active - set(coming):
@@ -50,12 +49,12 @@ class Stages(Layout):
             if isinstance(part := self.parts[chunk], ShardedLayout):
                 part.unshard(step, phase)
         self._at_turn = self.parts[turn.chunk]
+        self._at_turn.before_turn(step, turns)
         if isinstance(self._at_turn, ShardedLayout):
             self._at_turn.wait(step, phase)
 
     def after_turn(self, step: Step, turns: Sequence[Turn]) -> None:
-        """After the first of `turns`: its stage ends if none of the others is a backward of it."""
-        turn, *later = turns
+        turn, *later = turns  # its stage ends if none of the others is a backward of it
         if not any(other.chunk == turn.chunk for other in later):
             self.parts[turn.chunk].end_turns(step)
 

@@ -32,7 +32,12 @@ TINY = Architecture(
 def job(ranks=2, framework="torch", **changes):
     layout = {"tensor_parallel_size": ranks, **changes.pop("layout", {})}
     return TrainingJob(
-        architecture=replace(TINY, tie_word_embeddings=changes.pop("tied", False)),
+        architecture=replace(
+            TINY,
+            tie_word_embeddings=changes.pop("tied", False),
+            model_type=changes.pop("family", "llama"),
+            normalization=changes.pop("normalization", "rmsnorm"),
+        ),
         framework=framework,
         sequence_length=ROWS,
         parallelism=Parallelism(**layout),
@@ -69,6 +74,26 @@ def test_torch_makes_the_whole_tables_gradient_on_every_rank():
         if name == "embed_tokens.weight.grad"
     ]
     assert table == [VOCABULARY * WIDTH * BF16]
+
+
+def test_of_an_adapter_the_matrix_is_split_that_meets_the_split_side():
+    """lora_B where the outputs are split, lora_A where the inputs are; the base network is split as if it trained."""
+    rank, ranks = 8, 4
+    tuned = job(ranks, "huggingface", finetuning=Finetuning(method="lora", rank=rank, targets=("all-linear",)))
+    assert out_of_scope(tuned) == ""
+    by_columns = 3 * (WIDTH + WIDTH // ranks) + 2 * (WIDTH + INNER // ranks)
+    by_rows = (WIDTH // ranks + WIDTH) + (INNER // ranks + WIDTH)
+    adapters = 4 * rank * (by_columns + by_rows) * FP32
+    assert parameters(ledger(tuned)) == parameters(ledger(job(ranks, "huggingface"))) + adapters
+
+
+@pytest.mark.parametrize(("family", "whole"), [("llama", 1), ("phi3", 2)])
+def test_a_part_that_gathers_its_columns_keeps_its_queries_whole(family, whole):
+    """Two ranks: half of the queries each, or all."""
+    steady = ledger(job(2, "huggingface", family=family))
+    alive = steady.alive_at(steady.peak(Phase.LOSS).instant)
+    rotated = [name == "self_attn.rotary_q.add" for name in steady.names]
+    assert int(steady.num_bytes[alive & rotated].sum()) == 4 * whole * ROWS * WIDTH // 2 * BF16
 
 
 def test_with_a_split_loss_no_rank_holds_all_logits():
@@ -110,6 +135,9 @@ def test_more_ranks_never_raise_a_phase():
         ({"framework": "huggingface", "layout": {"sequence_parallel": True}}, "sequence_parallel"),
         ({"layout": {"data_parallel_size": 2}}, "sharding='none'"),
         ({"finetuning": Finetuning(method="lora", rank=8)}, "finetuning.method='lora'"),
+        ({"family": "phi", "normalization": "layernorm"}, "'phi' under framework='torch'"),
+        ({"normalization": "layernorm", "framework": "huggingface", "family": "bloom"}, "tensor parallelism of 'bloom'"),
+        ({"framework": "huggingface", "family": "olmo2", "finetuning": Finetuning(method="lora", rank=8)}, "self_attn"),
         ({"framework": "deepspeed"}, "framework='deepspeed'"),
         ({"batch": Batch(form="masked")}, "batch.form='masked'"),
     ],

@@ -10,7 +10,7 @@ from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.pipeline import most_in_flight, turns_of_rank
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.spec import ActivationCheckpointing, Parallelism, TrainingJob
-from peakcast.timeline import Category
+from peakcast.timeline import Category, Phase
 
 BF16 = 2
 WIDTH, INNER, VOCABULARY, ROWS, LAYERS = 256, 512, 4096, 128, 8
@@ -89,7 +89,8 @@ def test_more_micro_batches_than_are_in_flight_cost_their_buffers_alone():
             job(pipeline_schedule="zero_bubble").replace(activation_checkpointing=ActivationCheckpointing(mode="selective")),
             "weight's backward",
         ),
-        (job(data_parallel_size=2), "sharding='none'"),
+        (job(data_parallel_size=2, pipeline_schedule="zero_bubble"), "no hook of DDP"),
+        (job(data_parallel_size=2, sharding="fsdp1"), "sharding='fsdp1'"),
         (job(9, pipeline_schedule="interleaved_1f1b", virtual_pipeline_stages=2), "no multiple"),
         (job().replace(architecture=replace(TINY, tie_word_embeddings=True)), "token table"),
         (job().replace(framework="huggingface"), "framework='megatron' and 'torch'"),
@@ -99,6 +100,20 @@ def test_more_micro_batches_than_are_in_flight_cost_their_buffers_alone():
 def test_what_is_not_modelled_is_named(changed, words):
     assert out_of_scope(job()) == ""
     assert words in out_of_scope(changed)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_under_ddp_a_stage_has_buckets_for_its_gradients_which_move_there_in_the_last_backward(views):
+    stages = job(data_parallel_size=2).replace(framework_options=FrozenMapping({"ddp_gradient_as_bucket_view": views}))
+    assert out_of_scope(stages) == ""
+    for rank, alone in ((0, 0), (2, 1), (6, 3)):
+        trained = held(ledger(job(), rank=alone), Category.PARAMETERS)
+        timeline = ledger(stages, rank=rank)
+        buckets = [name.startswith("bucket.") for name in timeline.names]
+        assert int(timeline.num_bytes[buckets].sum()) == trained
+        clips = timeline.alive_at(timeline.peak(Phase.GRADIENT_CLIPPING).instant)
+        gradients = timeline.num_bytes[clips & (timeline.categories == Category.GRADIENTS)].sum()
+        assert int(gradients) == (0 if views else trained)
 
 
 def test_of_several_sharded_stages_three_at_most_are_gathered():
