@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from peakcast.conventions import conventions
+from peakcast.conventions import ASSUMED_TORCH, conventions
 from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.models.baseline import Baseline, Ledger, baseline, communicator_bytes, context_bytes
 from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
@@ -241,6 +241,11 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
     sentences = []
     if rank is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, base.rank))
+    if "torch" not in job.versions:
+        sentences.append(
+            f"torch {ASSUMED_TORCH} is taken, as versions.torch is not given; releases differ in cuBLAS workspaces and in "
+            "which cached block they take."
+        )
     if base.communicator_bytes:
         sentences.append(
             f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate from 4 × A100; it depends on the "
