@@ -40,6 +40,8 @@ class TensorParallel:
 
     def layer(self, architecture: Architecture) -> Architecture:
         """What a rank's part of a layer looks like: its heads, and its part of the feed-forward."""
+        if self.ranks == 1:
+            return architecture
         if "self_attn" not in self.whole_parts:
             architecture = replace(
                 architecture,
