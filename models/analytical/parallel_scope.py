@@ -149,17 +149,9 @@ def _context_reason(job: TrainingJob) -> str:
         ),
         (job.batch.form != "rows", f"batch.form={job.batch.form!r} under context parallelism is not modelled; use rows."),
         (
-            layout.pipeline_parallel_size > 1,
-            "context parallelism in pipeline stages is not modelled; use tensor parallelism with stages, or no stages.",
-        ),
-        (
             layout.sharding not in ("fsdp2", "hsdp") and (job.framework == "huggingface" or layout.sharding != "none"),
             f"context parallelism with sharding={layout.sharding!r} is not modelled; accelerate has it with fsdp2, hsdp, a "
             "plain loop also without sharding.",
-        ),
-        (
-            job.activation_checkpointing.mode == "selective",
-            "selective checkpointing under context parallelism is not modelled: it keeps every turn of the ring; use full.",
         ),
         (job.loss.fused_linear_cross_entropy, "a fused loss under context parallelism is not modelled."),
         (job.precision.compute == "float8", "float8 under context parallelism is not modelled."),
@@ -176,7 +168,7 @@ def rounds(job: TrainingJob) -> int:
 def _pipeline_reason(job: TrainingJob) -> str:
     architecture, layout = job.architecture, job.parallelism
     several, split = layout.virtual_pipeline_stages > 1, layout.pipeline_schedule == "zero_bubble"
-    beside = layout.data_parallel_size > 1
+    beside = layout.num_replicas > 1
     checks = [
         (
             job.framework != "torch",

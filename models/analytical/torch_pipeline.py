@@ -18,9 +18,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from peakcast.catalog import Device
+from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
-from peakcast.models.analytical.hf_model import hold_embeddings, hold_rotary_tables, model_ends
+from peakcast.models.analytical.hf_model import (
+    hold_embeddings,
+    hold_parts_of_inputs,
+    hold_rotary_tables,
+    hold_shared_inputs,
+    model_ends,
+)
 from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.layouts.base import Layout
 from peakcast.models.analytical.layouts.stages import Stages
@@ -41,6 +48,8 @@ from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 
 INT64 = 8
+SECOND_NORM = "pre_feedforward_layernorm"
+"""Its backward adds to the gradient that a layer of Llama's kind was handed."""
 
 
 def pipeline_ledger(
@@ -53,10 +62,13 @@ def pipeline_ledger(
     timeline = Step(hooks=held)
     held.hold_resident(timeline)
     timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
-    tokens = job.gradient_accumulation_steps * job.micro_batch_size * job.sequence_length
+    sequences = job.gradient_accumulation_steps * job.micro_batch_size
     for name in ("input_ids", "labels"):
-        timeline.hold(name, Category.INPUTS, tokens * INT64, 0)
-    _Turns(job, device, chunks, timeline, held).run(stage)
+        timeline.hold(name, Category.INPUTS, sequences * job.sequence_length * INT64, 0)
+    whole_step, start = job.replace(micro_batch_size=sequences), timeline.now
+    hold_shared_inputs(timeline, whole_step)
+    _Turns(job, block_context(job, device, rank or 0), chunks, timeline, held).run(stage)
+    hold_parts_of_inputs(timeline, whole_step, start)
     place_optimizer_step(timeline, job, held, step)
     return timeline.timeline()
 
@@ -120,13 +132,13 @@ class _Turns:
     """Runs the turns of one rank."""
 
     def __init__(
-        self, job: TrainingJob, device: Device | None, chunks: tuple[Chunk, ...], step: Step, layout: Layout
+        self, job: TrainingJob, context: HFContext, chunks: tuple[Chunk, ...], step: Step, layout: Layout
     ) -> None:
         self.job = job
         self.layout = layout
         self.chunks = chunks
         self.step = step
-        self.context = block_context(job, device)
+        self.context = context
         self.blocks = Blocks(job, self.context)
         self.splits = job.parallelism.pipeline_schedule == "zero_bubble"
         self.split_blocks = Blocks(job, replace(self.context, splits_backward=self.splits))
@@ -311,14 +323,15 @@ class _Turns:
         del self.sent[:count]
 
     def _hold_received_gradient(self, state: _InFlight, module: str) -> None:
-        """The buffer of the gradient that came in, but for the time in which the last layer's backward counts it."""
+        """The buffer of the gradient that came in, but for the time in which the last layer's backward counts it: to what
+        others hold nothing is added in place (`InputBuffer::accumulate`), so a second gradient gives a new tensor."""
         last = state.runs[max(state.runs)]
         run = last.recomputation or last
-        index, size = run.template.names.index(HANDED_IN), self.context.input_bytes
-        begins = run.backward_start or 0
-        buffers = Category.COMMUNICATION_BUFFERS
+        labels, size = run.template.backward_labels, self.context.input_bytes
+        added = max(index for index, label in enumerate(labels) if label.startswith(SECOND_NORM))
+        begins, buffers = run.backward_start or 0, Category.COMMUNICATION_BUFFERS
         self.step.hold("received.output.grad", buffers, size, 0, begins, module)
-        self.step.hold("received.output.grad", buffers, size, begins + int(run.template.dies[index]), module=module)
+        self.step.hold("received.output.grad", buffers, size, begins + added, module=module)
 
     def _name_logits(self, state: _InFlight, loss: Run) -> None:
         """The schedule's variable takes the logits of `state`, and lets go of those before, once they are there."""

@@ -46,7 +46,7 @@ PIPELINES = {
         "virtual_pipeline_stages": 2,
         "pipeline_layers": [1, 2, 1, 1],
     },
-    "with_tensor_parallelism": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 2], **SPLIT},
+    "with_a_ring": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 2], "context_parallel_size": 2},
     "all_three": {
         "pipeline_parallel_size": 2,
         "pipeline_layers": [2, 3],
