@@ -30,6 +30,7 @@ SCHEDULES = {
     ("interleaved_1f1b", True): "ScheduleInterleaved1F1B",
     ("zero_bubble", False): "ScheduleInterleavedZeroBubble",
     ("zero_bubble", True): "ScheduleInterleavedZeroBubble",
+    ("zero_bubble_v", True): "ScheduleZBVZeroBubble",
 }
 """(`parallelism.pipeline_schedule`, whether a rank has several stages) -> torch's class."""
 
@@ -178,9 +179,13 @@ def build(
 
 
 def stages_of_rank(job: TrainingJob, rank: int) -> list[int]:
-    """The stages of pipeline rank `rank`, in model order: every p-th one."""
+    """The stages of pipeline rank `rank`, in model order: every p-th one, or those of a V."""
     layout = job.parallelism
-    return [chunk * layout.pipeline_parallel_size + rank for chunk in range(layout.virtual_pipeline_stages)]
+    ranks, back = layout.pipeline_parallel_size, layout.pipeline_schedule == "zero_bubble_v"
+    return [
+        chunk * ranks + (ranks - 1 - rank if back and chunk % 2 else rank)
+        for chunk in range(layout.virtual_pipeline_stages)
+    ]
 
 
 def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any], device: torch.device) -> Any:
@@ -189,7 +194,8 @@ def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any], dev
     if key not in SCHEDULES:
         raise CollectorError(
             f"pipeline_schedule={key[0]!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} is no schedule of "
-            "torch's; use gpipe, 1f1b or zero_bubble with 1, gpipe, interleaved_1f1b or zero_bubble with more.",
+            "torch's; use gpipe, 1f1b or zero_bubble with 1, gpipe, interleaved_1f1b or zero_bubble with more, "
+            "zero_bubble_v with 2.",
             parameter="parallelism.pipeline_schedule",
             value=key[0],
         )

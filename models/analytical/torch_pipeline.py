@@ -33,6 +33,7 @@ from peakcast.models.analytical.layouts.base import Layout
 from peakcast.models.analytical.layouts.stages import Stages
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.pipeline import (
+    SPLIT_BACKWARD,
     Chunk,
     Turn,
     pipeline_rank,
@@ -79,14 +80,7 @@ def stage_layout(job: TrainingJob, stage: int) -> Layout:
 
 
 def _chunks(job: TrainingJob, stage: int) -> tuple[Chunk, ...]:
-    layout = job.parallelism
-    return stage_chunks(
-        job.architecture.num_hidden_layers,
-        layout.pipeline_parallel_size,
-        layout.virtual_pipeline_stages,
-        stage,
-        layout.pipeline_layers,
-    )
+    return stage_chunks(job.architecture.num_hidden_layers, job.parallelism, stage)
 
 
 def _layout(job: TrainingJob, chunks: tuple[Chunk, ...]) -> Layout:
@@ -140,7 +134,7 @@ class _Turns:
         self.step = step
         self.context = context
         self.blocks = Blocks(job, self.context)
-        self.splits = job.parallelism.pipeline_schedule == "zero_bubble"
+        self.splits = job.parallelism.pipeline_schedule in SPLIT_BACKWARD
         self.split_blocks = Blocks(job, replace(self.context, splits_backward=self.splits))
         self.several = self.splits or len(chunks) > 1
         self.alive: dict[tuple[int, int], _InFlight] = {}
@@ -226,7 +220,8 @@ class _Turns:
         if not chunk.is_first and not self.several:
             self.sent.append(_Sent(turn.chunk, ended))
         if not chunk.is_last:
-            step.hold("output", Category.ACTIVATIONS, size, state.ended, step.now, module)
+            # handed to a stage of this rank it takes the place of that one's buffer
+            step.hold("output", Category.ACTIVATIONS, 0 if chunk.to_here else size, state.ended, step.now, module)
             self._hold_received_gradient(state, module)
 
     def _backward_of_inputs(self, turn: Turn) -> None:
@@ -244,7 +239,8 @@ class _Turns:
                 step.hold("gradient", Category.TEMPORARIES, size, begins, step.now, run.module)
             step.run_backward(again)
             self._hold_recomputed(again, {one: (again.backward_start or 0) + one.inputs_until for one in kept(template)})
-        step.hold("input.grad", Category.TEMPORARIES, size, step.now, module=module)
+        if not chunk.from_here:  # else it takes the place of the other stage's buffer
+            step.hold("input.grad", Category.TEMPORARIES, size, step.now, module=module)
         step.end_backward()
         self.layout.end_backward(step)
         state.unwound = step.now
@@ -297,7 +293,8 @@ class _Turns:
         hold_rotary_tables(step, self.job, self.context, state.start)
         if not chunk.is_last:
             module, size = f"chunk.{turn.chunk}", self.context.input_bytes
-            step.hold("output", Category.ACTIVATIONS, size, state.ended, step.now, module)
+            # handed to a stage of this rank it takes the place of that one's buffer
+            step.hold("output", Category.ACTIVATIONS, 0 if chunk.to_here else size, state.ended, step.now, module)
             step.hold("received.output.grad", Category.COMMUNICATION_BUFFERS, size, 0, module=module)
 
     def _hold_waiting(
