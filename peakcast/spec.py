@@ -124,7 +124,7 @@ class Parallelism:
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     pipeline_parallel_size: int = 1
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v"] = "1f1b"
     virtual_pipeline_stages: int = 1
     pipeline_layers: tuple[int, ...] = ()
     """Layers on each virtual stage in model order; empty means an even split."""

@@ -237,9 +237,12 @@ def _in_stages(job: TrainingJob, device: str) -> Any:
         return network
 
     sequences = job.micro_batch_size * job.gradient_accumulation_steps
-    with torch.device(device):
-        ids = random_tokens(job.replace(micro_batch_size=sequences), job.sequence_length)
-    return pipeline.build(job, new_network, ids, (lambda stage: spreading.settle(stage, job, device)) if spread else None)
+
+    def draw() -> torch.Tensor:
+        with torch.device(device):
+            return random_tokens(job.replace(micro_batch_size=sequences), job.sequence_length)
+
+    return pipeline.build(job, new_network, draw, (lambda stage: spreading.settle(stage, job, device)) if spread else None)
 
 
 def causal_model(model: Any) -> Any:

@@ -6,6 +6,7 @@ The stages are parts of transformers' networks, cut as torchtitan does it (`dist
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ SCHEDULES = {
     ("interleaved_1f1b", True): "ScheduleInterleaved1F1B",
     ("zero_bubble", False): "ScheduleInterleavedZeroBubble",
     ("zero_bubble", True): "ScheduleInterleavedZeroBubble",
+    ("zero_bubble_v", True): "ScheduleZBVZeroBubble",
 }
 """(`parallelism.pipeline_schedule`, whether a rank has several stages) -> torch's class."""
 
@@ -56,8 +58,8 @@ def cut(network: Any, layers: range, job: TrainingJob, *, first: bool, last: boo
     if not last:
         body.norm, network.lm_head = torch.nn.Identity(), torch.nn.Identity()
 
-    def forward(x: Any) -> Any:
-        positions = torch.arange(job.sequence_length, device=x.device)[None]
+    def forward(x: Any, position_ids: Any = None) -> Any:
+        positions = torch.arange(job.sequence_length, device=x.device)[None] if position_ids is None else position_ids
         inputs = {"input_ids": x} if first else {"inputs_embeds": x}
         return network.lm_head(body(**inputs, position_ids=positions, use_cache=False).last_hidden_state)
 
@@ -68,11 +70,15 @@ def cut(network: Any, layers: range, job: TrainingJob, *, first: bool, last: boo
 class PipelineTraining:
     """One training run of a rank's stages."""
 
-    def __init__(self, job: TrainingJob, stages: list[Any], wrapped: list[layouts.Layout], ids: torch.Tensor) -> None:
+    def __init__(
+        self, job: TrainingJob, stages: list[Any], wrapped: list[layouts.Layout], draw: Callable[[], torch.Tensor]
+    ) -> None:
         self.job = job
         self.model = torch.nn.ModuleList(stages)
         self.optimizer = build_optimizer(job, self.model)
-        self.ids = ids
+        self._draw = draw
+        ids = draw()
+        self.batch = {"input_ids": ids, "labels": ids}
         self._layouts = wrapped
         self._begin: Callable[[Phase], None] = lambda phase: None
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -85,14 +91,29 @@ class PipelineTraining:
         self._begin = begin
         begin(Phase.FORWARD)  # stages are gathered before the first turn
         stages = self._stages()
-        arguments = (self.ids,) if any(stage.is_first for stage in stages) else ()
-        target = self.ids if any(stage.is_last for stage in stages) else None
-        with self._layouts[-1].computing_loss():
-            self._schedule.step(*arguments, target=target, return_outputs=False)
+        with self._layouts[-1].computing_loss(), self._sharing():
+            arguments = (self.batch["input_ids"],) if any(stage.is_first for stage in stages) else ()
+            targets = self.batch.get("shift_labels", self.batch["labels"])
+            positions = {name: given for name, given in self.batch.items() if name == "position_ids"}
+            target = targets if any(stage.is_last for stage in stages) else None
+            self._schedule.step(*arguments, target=target, return_outputs=False, **positions)
+
+    def _sharing(self) -> contextlib.AbstractContextManager[None]:
+        """Under context parallelism: a batch of its own for each step, of which only this rank's part stays."""
+        if self.job.parallelism.context_parallel_size == 1:
+            return contextlib.nullcontext()
+        from peakcast.collectors.frameworks.layouts import context
+
+        self.batch = {}
+        ids = self._draw()
+        self.batch = context.inputs({"input_ids": ids, "labels": ids})
+        return context.sharing(self.batch, self.job)
 
     def _compute_loss(self, logits: Any, labels: Any) -> Any:
         self._begin(Phase.LOSS)
-        return self._loss(logits=logits, labels=labels, vocab_size=self.job.architecture.vocab_size)
+        shared = self.job.parallelism.context_parallel_size > 1  # then labels were shifted before sequences were cut
+        given = {"labels": None, "shift_labels": labels} if shared else {"labels": labels}
+        return self._loss(logits=logits, vocab_size=self.job.architecture.vocab_size, **given)
 
     def _stages(self) -> list[Any]:
         return getattr(self._schedule, "_stages", None) or [self._schedule._stage]
@@ -133,10 +154,13 @@ class PipelineTraining:
 
 
 def build(
-    job: TrainingJob, new_network: Callable[[], Any], ids: torch.Tensor, settle: Callable[[Any], None] | None = None
+    job: TrainingJob,
+    new_network: Callable[[], Any],
+    draw: Callable[[], torch.Tensor],
+    settle: Callable[[Any], None] | None = None,
 ) -> PipelineTraining:
-    """The run of this process's rank; `new_network` makes the whole network, with checkpointing where the job has it, and
-    `settle` brings a stage to the GPU where it is not yet there."""
+    """The run of this process's rank; `new_network` makes the whole network, with checkpointing where the job has it,
+    `draw` the token ids of a whole step, and `settle` brings a stage to the GPU where it is not yet there."""
     layout = job.parallelism
     total = layout.pipeline_parallel_size * layout.virtual_pipeline_stages
     sizes = layout.pipeline_layers or (job.architecture.num_hidden_layers // total,) * total
@@ -151,13 +175,17 @@ def build(
     if settle is not None:
         for stage in stages:
             settle(stage)
-    return PipelineTraining(job, stages, wrapped, ids)
+    return PipelineTraining(job, stages, wrapped, draw)
 
 
 def stages_of_rank(job: TrainingJob, rank: int) -> list[int]:
-    """The stages of pipeline rank `rank`, in model order: every p-th one."""
+    """The stages of pipeline rank `rank`, in model order: every p-th one, or those of a V."""
     layout = job.parallelism
-    return [chunk * layout.pipeline_parallel_size + rank for chunk in range(layout.virtual_pipeline_stages)]
+    ranks, back = layout.pipeline_parallel_size, layout.pipeline_schedule == "zero_bubble_v"
+    return [
+        chunk * ranks + (ranks - 1 - rank if back and chunk % 2 else rank)
+        for chunk in range(layout.virtual_pipeline_stages)
+    ]
 
 
 def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any], device: torch.device) -> Any:
@@ -166,7 +194,8 @@ def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any], dev
     if key not in SCHEDULES:
         raise CollectorError(
             f"pipeline_schedule={key[0]!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} is no schedule of "
-            "torch's; use gpipe, 1f1b or zero_bubble with 1, gpipe, interleaved_1f1b or zero_bubble with more.",
+            "torch's; use gpipe, 1f1b or zero_bubble with 1, gpipe, interleaved_1f1b or zero_bubble with more, "
+            "zero_bubble_v with 2.",
             parameter="parallelism.pipeline_schedule",
             value=key[0],
         )
@@ -196,11 +225,12 @@ def _agree(stage: Any) -> None:
 def _edges(job: TrainingJob, stage: int, total: int) -> tuple[Any, Any]:
     """What a stage takes and gives, said beforehand: else the stages would tell each other, which no fake group can."""
     layout, sequences = job.parallelism, job.micro_batch_size
-    part = job.sequence_length // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
+    length = job.sequence_length // layout.context_parallel_size
+    part = length // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
     dtype = getattr(torch, job.precision.compute if layouts.mixes(job) else job.precision.parameters)
     with torch.device("meta"):
-        ids = torch.zeros((sequences, job.sequence_length), dtype=torch.int64)
+        ids = torch.zeros((sequences, length), dtype=torch.int64)
         hidden = torch.zeros((sequences, part, job.architecture.hidden_size), dtype=dtype, requires_grad=True)
         vocabulary = job.architecture.vocab_size
-        logits = torch.zeros((sequences, job.sequence_length, vocabulary), dtype=dtype, requires_grad=True)
+        logits = torch.zeros((sequences, length, vocabulary), dtype=dtype, requires_grad=True)
     return (hidden if stage else ids), (logits if stage == total - 1 else hidden)

@@ -43,7 +43,7 @@ def _is_split_otherwise(layout: Parallelism) -> bool:
     beside = layout.num_replicas > 1 and layout.sharding not in ("fsdp2", "hsdp")
     in_stages = layout.sharding == "none" and layout.tensor_parallel_size == 1
     ring = layout.context_parallel_size > 1
-    in_ring = ring and (layout.pipeline_parallel_size > 1 or layout.sharding not in ("none", "fsdp2", "hsdp"))
+    in_ring = ring and layout.sharding not in ("none", "fsdp2", "hsdp")
     return layout.expert_parallel_size > 1 or in_ring or (_is_split(layout) and beside and not in_stages)
 
 
@@ -52,7 +52,7 @@ def _turns_in_no_ring(job: TrainingJob) -> bool:
     half = ("bfloat16", "float16")
     narrow = job.precision.parameters in half or job.precision.compute in half
     causal = job.architecture.kind == "decoder" and job.architecture.sliding_window is None
-    plain = job.attention == "sdpa" and job.batch.form == "rows" and job.activation_checkpointing.mode != "selective"
+    plain = job.attention == "sdpa" and job.batch.form == "rows"
     return job.parallelism.context_parallel_size > 1 and not (narrow and causal and plain)
 
 
@@ -138,7 +138,7 @@ SINGLE_GPU: dict[str, Rule] = {
     "parallelism.context_parallel_size": (
         _turns_in_no_ring,
         lambda j: j.parallelism.context_parallel_size,
-        "it with sdpa in half precision of a decoder without a sliding window, whole rows, full checkpointing or none",
+        "it with sdpa in half precision of a decoder without a sliding window, whole rows",
     ),
     "parallelism": (
         lambda j: j.parallelism.zero_stage > 0 or _is_split_otherwise(j.parallelism),
@@ -170,7 +170,7 @@ PIPELINE: dict[str, Rule] = {
         lambda j: (
             j.parallelism.num_replicas > 1
             and j.parallelism.sharding == "none"
-            and j.parallelism.pipeline_schedule == "zero_bubble"
+            and j.parallelism.pipeline_schedule.startswith("zero_bubble")
         ),
         lambda j: j.parallelism.pipeline_schedule,
         "another schedule under DDP, or FSDP2: weights' gradients come from torch.autograd.grad, which no hook of DDP sees",

@@ -146,6 +146,7 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
         linears_keep_input=job.parallelism.zero_stage == 3 and job.parallelism.num_replicas > 1,
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
         kernel_temporaries=device is not None,
+        in_stages=job.parallelism.pipeline_parallel_size > 1,
         neftune=bool(convention.get("neftune")),
         float8=job.precision.compute == "float8",
     )

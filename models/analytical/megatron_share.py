@@ -57,14 +57,8 @@ def rank_share(job: TrainingJob, device: Device | None, rank: int) -> RankShare:
 
 @lru_cache(maxsize=8192)
 def _stage_share(job: TrainingJob, device: Device | None, stage: int) -> RankShare:
-    layout, convention = job.parallelism, conventions(job)
-    chunks = stage_chunks(
-        job.architecture.num_layers,
-        layout.pipeline_parallel_size,
-        layout.virtual_pipeline_stages,
-        stage,
-        layout.pipeline_layers,
-    )
+    convention = conventions(job)
+    chunks = stage_chunks(job.architecture.num_layers, job.parallelism, stage)
     context = layer_context(job, device)
     dense = context if context.experts is None else replace(context, experts=None)
     target = target_context(job, context) if job.architecture.num_decoder_layers else None

@@ -8,11 +8,12 @@ from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
 from peakcast.models.analytical.parameters import layer_parameters
+from peakcast.models.analytical.pipeline import SPLIT_BACKWARD, V_SHAPED
 from peakcast.spec import ActivationCheckpointing, Offload, TrainingJob
 
 PIPELINE_SCHEDULES = {
     *(("gpipe", False), ("gpipe", True), ("1f1b", False), ("interleaved_1f1b", True)),
-    *(("zero_bubble", False), ("zero_bubble", True)),
+    *(("zero_bubble", False), ("zero_bubble", True), ("zero_bubble_v", True)),
 }
 """(schedule, whether a rank has several stages) that torch has and the ledger knows."""
 
@@ -149,17 +150,9 @@ def _context_reason(job: TrainingJob) -> str:
         ),
         (job.batch.form != "rows", f"batch.form={job.batch.form!r} under context parallelism is not modelled; use rows."),
         (
-            layout.pipeline_parallel_size > 1,
-            "context parallelism in pipeline stages is not modelled; use tensor parallelism with stages, or no stages.",
-        ),
-        (
             layout.sharding not in ("fsdp2", "hsdp") and (job.framework == "huggingface" or layout.sharding != "none"),
             f"context parallelism with sharding={layout.sharding!r} is not modelled; accelerate has it with fsdp2, hsdp, a "
             "plain loop also without sharding.",
-        ),
-        (
-            job.activation_checkpointing.mode == "selective",
-            "selective checkpointing under context parallelism is not modelled: it keeps every turn of the ring; use full.",
         ),
         (job.loss.fused_linear_cross_entropy, "a fused loss under context parallelism is not modelled."),
         (job.precision.compute == "float8", "float8 under context parallelism is not modelled."),
@@ -175,8 +168,8 @@ def rounds(job: TrainingJob) -> int:
 
 def _pipeline_reason(job: TrainingJob) -> str:
     architecture, layout = job.architecture, job.parallelism
-    several, split = layout.virtual_pipeline_stages > 1, layout.pipeline_schedule == "zero_bubble"
-    beside = layout.data_parallel_size > 1
+    several, split = layout.virtual_pipeline_stages > 1, layout.pipeline_schedule in SPLIT_BACKWARD
+    beside = layout.num_replicas > 1
     checks = [
         (
             job.framework != "torch",
@@ -197,9 +190,11 @@ def _pipeline_reason(job: TrainingJob) -> str:
             "pipelining keeps no two of them equal.",
         ),
         (
-            (layout.pipeline_schedule, several) not in PIPELINE_SCHEDULES,
+            (layout.pipeline_schedule, several) not in PIPELINE_SCHEDULES
+            or (layout.pipeline_schedule in V_SHAPED and layout.virtual_pipeline_stages != 2),
             f"pipeline_schedule={layout.pipeline_schedule!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} "
-            "is not modelled; gpipe, 1f1b and zero_bubble with 1, gpipe, interleaved_1f1b and zero_bubble with more are.",
+            "is not modelled; gpipe, 1f1b and zero_bubble with 1, gpipe, interleaved_1f1b and zero_bubble with more, "
+            "zero_bubble_v with 2 are.",
         ),
         (
             split and job.activation_checkpointing not in (ActivationCheckpointing(), ActivationCheckpointing(mode="full")),
@@ -225,7 +220,7 @@ def _pipeline_reason(job: TrainingJob) -> str:
             "pipeline stages whose ends are FSDP's root are not modelled; with fsdp2_units=ends, torchtitan's, they are.",
         ),
         (
-            (split or layout.pipeline_schedule == "interleaved_1f1b")
+            layout.pipeline_schedule in ("interleaved_1f1b", "zero_bubble")
             and bool(job.gradient_accumulation_steps % rounds(job)),
             f"gradient_accumulation_steps={job.gradient_accumulation_steps} is no multiple of the {rounds(job)} rounds in "
             "which torch's interleaved schedules take them: they refuse that.",

@@ -6,6 +6,7 @@ are those of megatron-core 0.13.1 `pipeline_parallel/schedules.py`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +14,11 @@ from typing import Literal
 
 from peakcast.errors import SpecError
 from peakcast.spec import Parallelism
+
+SPLIT_BACKWARD = ("zero_bubble", "zero_bubble_v")
+"""Schedules whose backward comes in two halves."""
+V_SHAPED = ("zero_bubble_v",)
+"""Schedules in which a rank's second stage is as far from the end as its first is from the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +28,10 @@ class Chunk:
     layers: range
     is_first: bool
     is_last: bool
+    from_here: bool = False
+    """The chunk before it in the model is this rank's too, and hands over what it gives."""
+    to_here: bool = False
+    """... and so is the one behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,9 @@ class Turn:
     micro_batch: int
     chunk: int
     half: Literal["", "inputs", "weights"] = ""
+
+
+_HALVES: dict[str, Literal["", "inputs", "weights"]] = {"forward": "", "inputs": "inputs", "weights": "weights"}
 
 
 def pipeline_rank(layout: Parallelism, rank: int, *, pipeline_innermost: bool = False) -> int:
@@ -51,21 +64,31 @@ def pipeline_rank(layout: Parallelism, rank: int, *, pipeline_innermost: bool = 
 
 
 @lru_cache(maxsize=4096)
-def stage_chunks(
-    num_layers: int, stages: int, virtual_stages: int, pipeline_rank: int, pipeline_layers: tuple[int, ...] = ()
-) -> tuple[Chunk, ...]:
-    """The chunks of stage `pipeline_rank`: chunk c is virtual stage c·stages + pipeline_rank in model order.
+def stage_chunks(num_layers: int, layout: Parallelism, pipeline_rank: int) -> tuple[Chunk, ...]:
+    """The chunks of stage `pipeline_rank` in model order."""
+    stages = virtual_stages(layout, pipeline_rank)
+    total = layout.pipeline_parallel_size * layout.virtual_pipeline_stages
+    sizes = layout.pipeline_layers or (num_layers // total,) * total
+    return tuple(
+        Chunk(
+            layers=range(sum(sizes[:stage]), sum(sizes[: stage + 1])),
+            is_first=stage == 0,
+            is_last=stage == total - 1,
+            from_here=stage - 1 in stages,
+            to_here=stage + 1 in stages,
+        )
+        for stage in stages
+    )
 
-    `pipeline_layers`: layers of every virtual stage in model order; empty for an even split.
-    """
-    total = stages * virtual_stages
-    sizes = pipeline_layers or (num_layers // total,) * total
-    chunks = []
-    for chunk in range(virtual_stages):
-        stage = chunk * stages + pipeline_rank
-        start = sum(sizes[:stage])
-        chunks.append(Chunk(layers=range(start, start + sizes[stage]), is_first=stage == 0, is_last=stage == total - 1))
-    return tuple(chunks)
+
+def virtual_stages(layout: Parallelism, pipeline_rank: int) -> tuple[int, ...]:
+    """The virtual stages of `pipeline_rank`: every p-th one, or, in the schedules of a V, one on the way there and one on
+    the way back (torch 2.13 `pipelining/_utils.py` generate_stage_to_rank_mapping)."""
+    ranks, back = layout.pipeline_parallel_size, layout.pipeline_schedule in V_SHAPED
+    return tuple(
+        chunk * ranks + (ranks - 1 - pipeline_rank if back and chunk % 2 else pipeline_rank)
+        for chunk in range(layout.virtual_pipeline_stages)
+    )
 
 
 def warmup_turns(stages: int, virtual_stages: int, pipeline_rank: int, group: int, num_micro_batches: int) -> int:
@@ -137,6 +160,8 @@ def turns_of_rank(layout: Parallelism, stage: int, num_micro_batches: int) -> tu
         order = everything if virtual == 1 else everything[::-1]  # ScheduleGPipe, ScheduleLoopedBFS
         backward = [Turn(False, micro_batch, chunk) for chunk in reversed(chunks) for micro_batch in order]
         return (*forward, *backward)
+    if layout.pipeline_schedule == "zero_bubble_v":
+        return _zero_bubble_v(stages, stage, num_micro_batches)
     group = _round(layout, num_micro_batches)
     if layout.pipeline_schedule == "zero_bubble":
         return _zero_bubble(stages, virtual, stage, num_micro_batches, group)
@@ -157,6 +182,38 @@ def _zero_bubble(stages: int, virtual: int, stage: int, num_micro_batches: int, 
     return (*turns, *(Turn(False, *one, "weights") for one in backward[max(0, len(backward) - stage) :]))
 
 
+def _zero_bubble_v(stages: int, stage: int, num_micro_batches: int) -> tuple[Turn, ...]:
+    """`ScheduleZBVZeroBubble`: two stages per rank, and weights' gradients at once but for the last `stage` of each."""
+    planned = max(2 * stages - 1, num_micro_batches)
+    turns: list[Turn] = []
+    done: Counter[tuple[int, str]] = Counter()
+
+    def run(chunk: int, *kinds: str) -> None:
+        for kind in kinds:
+            turns.append(Turn(kind == "forward", done[chunk, kind], chunk, _HALVES[kind]))
+            done[chunk, kind] += 1
+
+    for _ in range(2 * (stages - stage) - 1):
+        run(0, "forward")
+    for _ in range(stage):
+        run(1, "forward")
+        run(0, "forward")
+    for _ in range(stages - stage):
+        run(1, "forward", "inputs", "weights")
+    while done[1, "forward"] < done[0, "forward"] or done[0, "forward"] < planned:
+        run(0, *(["forward"] if done[0, "forward"] < planned else []), "inputs", "weights")
+        run(1, "forward", "inputs", "weights")
+    for _ in range(stage):
+        run(0, "inputs")
+        run(1, "inputs")
+    for _ in range(stages - stage):
+        run(0, "inputs", "weights")
+    for chunk in (1, 0):
+        while done[chunk, "weights"] < done[chunk, "inputs"]:
+            run(chunk, "weights")
+    return tuple(turn for turn in turns if turn.micro_batch < num_micro_batches)
+
+
 def _round(layout: Parallelism, num_micro_batches: int) -> int:
     """Micro-batches per round (`ScheduleInterleaved1F1B`): as many rounds as there are full groups of one per stage."""
     return num_micro_batches // max(1, num_micro_batches // layout.pipeline_parallel_size)
@@ -164,7 +221,7 @@ def _round(layout: Parallelism, num_micro_batches: int) -> int:
 
 def simulated_micro_batches(layout: Parallelism, stage: int, num_micro_batches: int) -> int:
     """How many micro-batches show all that more of them would: all, where each waits for the last or leaves a gradient."""
-    if layout.pipeline_schedule in ("gpipe", "zero_bubble"):
+    if layout.pipeline_schedule in ("gpipe", *SPLIT_BACKWARD):
         return num_micro_batches
     stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
     group = _round(layout, num_micro_batches)

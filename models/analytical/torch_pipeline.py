@@ -18,14 +18,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from peakcast.catalog import Device
+from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
-from peakcast.models.analytical.hf_model import hold_embeddings, hold_rotary_tables, model_ends
+from peakcast.models.analytical.hf_model import (
+    hold_embeddings,
+    hold_parts_of_inputs,
+    hold_rotary_tables,
+    hold_shared_inputs,
+    model_ends,
+)
 from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.layouts.base import Layout
 from peakcast.models.analytical.layouts.stages import Stages
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.pipeline import (
+    SPLIT_BACKWARD,
     Chunk,
     Turn,
     pipeline_rank,
@@ -41,6 +49,8 @@ from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 
 INT64 = 8
+SECOND_NORM = "pre_feedforward_layernorm"
+"""Its backward adds to the gradient that a layer of Llama's kind was handed."""
 
 
 def pipeline_ledger(
@@ -53,10 +63,13 @@ def pipeline_ledger(
     timeline = Step(hooks=held)
     held.hold_resident(timeline)
     timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
-    tokens = job.gradient_accumulation_steps * job.micro_batch_size * job.sequence_length
+    sequences = job.gradient_accumulation_steps * job.micro_batch_size
     for name in ("input_ids", "labels"):
-        timeline.hold(name, Category.INPUTS, tokens * INT64, 0)
-    _Turns(job, device, chunks, timeline, held).run(stage)
+        timeline.hold(name, Category.INPUTS, sequences * job.sequence_length * INT64, 0)
+    whole_step, start = job.replace(micro_batch_size=sequences), timeline.now
+    hold_shared_inputs(timeline, whole_step)
+    _Turns(job, block_context(job, device, rank or 0), chunks, timeline, held).run(stage)
+    hold_parts_of_inputs(timeline, whole_step, start)
     place_optimizer_step(timeline, job, held, step)
     return timeline.timeline()
 
@@ -67,14 +80,7 @@ def stage_layout(job: TrainingJob, stage: int) -> Layout:
 
 
 def _chunks(job: TrainingJob, stage: int) -> tuple[Chunk, ...]:
-    layout = job.parallelism
-    return stage_chunks(
-        job.architecture.num_hidden_layers,
-        layout.pipeline_parallel_size,
-        layout.virtual_pipeline_stages,
-        stage,
-        layout.pipeline_layers,
-    )
+    return stage_chunks(job.architecture.num_hidden_layers, job.parallelism, stage)
 
 
 def _layout(job: TrainingJob, chunks: tuple[Chunk, ...]) -> Layout:
@@ -120,15 +126,15 @@ class _Turns:
     """Runs the turns of one rank."""
 
     def __init__(
-        self, job: TrainingJob, device: Device | None, chunks: tuple[Chunk, ...], step: Step, layout: Layout
+        self, job: TrainingJob, context: HFContext, chunks: tuple[Chunk, ...], step: Step, layout: Layout
     ) -> None:
         self.job = job
         self.layout = layout
         self.chunks = chunks
         self.step = step
-        self.context = block_context(job, device)
+        self.context = context
         self.blocks = Blocks(job, self.context)
-        self.splits = job.parallelism.pipeline_schedule == "zero_bubble"
+        self.splits = job.parallelism.pipeline_schedule in SPLIT_BACKWARD
         self.split_blocks = Blocks(job, replace(self.context, splits_backward=self.splits))
         self.several = self.splits or len(chunks) > 1
         self.alive: dict[tuple[int, int], _InFlight] = {}
@@ -214,7 +220,8 @@ class _Turns:
         if not chunk.is_first and not self.several:
             self.sent.append(_Sent(turn.chunk, ended))
         if not chunk.is_last:
-            step.hold("output", Category.ACTIVATIONS, size, state.ended, step.now, module)
+            # handed to a stage of this rank it takes the place of that one's buffer
+            step.hold("output", Category.ACTIVATIONS, 0 if chunk.to_here else size, state.ended, step.now, module)
             self._hold_received_gradient(state, module)
 
     def _backward_of_inputs(self, turn: Turn) -> None:
@@ -232,7 +239,8 @@ class _Turns:
                 step.hold("gradient", Category.TEMPORARIES, size, begins, step.now, run.module)
             step.run_backward(again)
             self._hold_recomputed(again, {one: (again.backward_start or 0) + one.inputs_until for one in kept(template)})
-        step.hold("input.grad", Category.TEMPORARIES, size, step.now, module=module)
+        if not chunk.from_here:  # else it takes the place of the other stage's buffer
+            step.hold("input.grad", Category.TEMPORARIES, size, step.now, module=module)
         step.end_backward()
         self.layout.end_backward(step)
         state.unwound = step.now
@@ -285,7 +293,8 @@ class _Turns:
         hold_rotary_tables(step, self.job, self.context, state.start)
         if not chunk.is_last:
             module, size = f"chunk.{turn.chunk}", self.context.input_bytes
-            step.hold("output", Category.ACTIVATIONS, size, state.ended, step.now, module)
+            # handed to a stage of this rank it takes the place of that one's buffer
+            step.hold("output", Category.ACTIVATIONS, 0 if chunk.to_here else size, state.ended, step.now, module)
             step.hold("received.output.grad", Category.COMMUNICATION_BUFFERS, size, 0, module=module)
 
     def _hold_waiting(
@@ -311,14 +320,15 @@ class _Turns:
         del self.sent[:count]
 
     def _hold_received_gradient(self, state: _InFlight, module: str) -> None:
-        """The buffer of the gradient that came in, but for the time in which the last layer's backward counts it."""
+        """The buffer of the gradient that came in, but for the time in which the last layer's backward counts it: to what
+        others hold nothing is added in place (`InputBuffer::accumulate`), so a second gradient gives a new tensor."""
         last = state.runs[max(state.runs)]
         run = last.recomputation or last
-        index, size = run.template.names.index(HANDED_IN), self.context.input_bytes
-        begins = run.backward_start or 0
-        buffers = Category.COMMUNICATION_BUFFERS
+        labels, size = run.template.backward_labels, self.context.input_bytes
+        added = max(index for index, label in enumerate(labels) if label.startswith(SECOND_NORM))
+        begins, buffers = run.backward_start or 0, Category.COMMUNICATION_BUFFERS
         self.step.hold("received.output.grad", buffers, size, 0, begins, module)
-        self.step.hold("received.output.grad", buffers, size, begins + int(run.template.dies[index]), module=module)
+        self.step.hold("received.output.grad", buffers, size, begins + added, module=module)
 
     def _name_logits(self, state: _InFlight, loss: Run) -> None:
         """The schedule's variable takes the logits of `state`, and lets go of those before, once they are there."""

@@ -45,9 +45,8 @@ class Share:
     @classmethod
     def of(cls, job: TrainingJob, stage: int) -> Share:
         """The share of pipeline stage `stage`."""
-        layout = job.parallelism
-        sizes = layout.pipeline_parallel_size, layout.virtual_pipeline_stages, stage, layout.pipeline_layers
-        return cls(job, stage, stage_chunks(job.architecture.num_hidden_layers, *sizes), conventions(job))
+        chunks = stage_chunks(job.architecture.num_hidden_layers, job.parallelism, stage)
+        return cls(job, stage, chunks, conventions(job))
 
     @property
     def rows(self) -> int:

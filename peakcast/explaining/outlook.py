@@ -67,8 +67,7 @@ def stages(job: TrainingJob) -> tuple[Stage, ...]:
         of_stage.setdefault(pipeline_rank(layout, rank, pipeline_innermost=innermost), []).append(rank)
     found = []
     for number, ranks in sorted(of_stage.items()):
-        sizes = layout.pipeline_parallel_size, layout.virtual_pipeline_stages, number, layout.pipeline_layers
-        chunks = stage_chunks(job.architecture.num_hidden_layers, *sizes)
+        chunks = stage_chunks(job.architecture.num_hidden_layers, layout, number)
         layers = tuple(layer for chunk in chunks for layer in chunk.layers)
         found.append(Stage(number, ranks[0], len(ranks), layers))
     return tuple(found)

@@ -17,7 +17,11 @@ STAGES = {"name": "qwen3-8b", "num_hidden_layers": 5, "hidden_size": 512, "inter
 RING = {**QWEN, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 2}
 """So that the peaks lie inside the ring."""
 SHARED = {"context_parallel_size": 4, "data_parallel_size": 2, "sharding": "fsdp2"}
-SCHEDULES = {"interleaved_1f1b": "ScheduleInterleaved1F1B", "zero_bubble": "ScheduleInterleavedZeroBubble"}
+SCHEDULES = {
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zero_bubble_v": "ScheduleZBVZeroBubble",
+}
 PIPELINES = {
     "gpipe_with_ddp": {
         "pipeline_parallel_size": 2,
@@ -46,7 +50,7 @@ PIPELINES = {
         "virtual_pipeline_stages": 2,
         "pipeline_layers": [1, 2, 1, 1],
     },
-    "with_tensor_parallelism": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 2], **SPLIT},
+    "with_a_ring": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 2], "context_parallel_size": 2},
     "all_three": {
         "pipeline_parallel_size": 2,
         "pipeline_layers": [2, 3],
@@ -103,7 +107,7 @@ def test_turns_are_those_of_torchs_own_schedule(rank, micro_batches, name, kind)
     from torch.distributed.pipelining import schedules
 
     real = object.__new__(getattr(schedules, kind))
-    real.pp_group_size, real.n_local_stages, real._n_microbatches = 4, 2, micro_batches
+    real.pp_group_size, real.n_local_stages, real._n_microbatches, real.num_stages = 4, 2, micro_batches, 8
     real.number_of_rounds = max(1, micro_batches // 4)
     real.microbatches_per_round = micro_batches // real.number_of_rounds
     theirs = [action for action in real._calculate_single_rank_operations(rank) if action]

@@ -64,7 +64,7 @@ def job(**changes):
     "layout",
     [
         {"context_parallel_size": 2, "sharding": "fsdp1"},
-        {"context_parallel_size": 2, "pipeline_parallel_size": 2},
+        {"context_parallel_size": 2, "pipeline_parallel_size": 2, "sharding": "fsdp1"},
         {"tensor_parallel_size": 2, "data_parallel_size": 2},
         {"data_parallel_size": 2, "zero_stage": 1},
     ],

@@ -90,6 +90,8 @@ class HFContext:
     linears_keep_input: bool = False
     """Also under a frozen weight: DeepSpeed's stage 3 has a Linear of its own (0.19 `runtime/zero/linear.py`)."""
     splits_backward: bool = False
+    in_stages: bool = False
+    """Whether a pipeline's schedule computes the loss: the model's forward has then returned."""
     saves_on_cpu: bool = False
     """Whether everything that autograd keeps goes to the host."""
     kernel_temporaries: bool = False

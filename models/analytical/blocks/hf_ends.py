@@ -227,7 +227,7 @@ def head(context: HFContext) -> Template:
         if upcast == "none" and context.autocast and log_probabilities.num_bytes != wide:
             log_probabilities = _logits_op(tape, log_probabilities, wide, "nll_loss.to_float32")  # autocast's fp32 list
         tape.operation("nll_loss", [log_probabilities], FP32, saves=[log_probabilities])
-    for tensor in (*kept, final):  # variables of the model's and the loss's forward
+    for tensor in (*kept, *([] if context.in_stages else [final])):  # variables of the model's and the loss's forward
         tape.hold(tensor)
     return tape.finish()
 

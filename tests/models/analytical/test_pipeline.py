@@ -59,11 +59,22 @@ def test_every_micro_batch_runs_forward_then_backward():
 
 
 def test_stage_layers():
-    first, second = stage_chunks(8, 2, 2, 0), stage_chunks(8, 2, 2, 1)
+    layout = Parallelism(pipeline_parallel_size=2, virtual_pipeline_stages=2)
+    first, second = stage_chunks(8, layout, 0), stage_chunks(8, layout, 1)
     assert [list(chunk.layers) for chunk in first] == [[0, 1], [4, 5]]
     assert [(chunk.is_first, chunk.is_last) for chunk in first] == [(True, False), (False, False)]
     assert [(chunk.is_first, chunk.is_last) for chunk in second] == [(False, False), (False, True)]
-    assert [list(chunk.layers) for chunk in stage_chunks(8, 2, 1, 1, (5, 3))] == [[5, 6, 7]]
+    uneven = Parallelism(pipeline_parallel_size=2, pipeline_layers=(5, 3))
+    assert [list(chunk.layers) for chunk in stage_chunks(8, uneven, 1)] == [[5, 6, 7]]
+
+
+def test_the_stages_of_a_v_come_back():
+    """Of three ranks the first has both ends of the network, the last two stages that follow each other."""
+    layout = Parallelism(pipeline_parallel_size=3, virtual_pipeline_stages=2, pipeline_schedule="zero_bubble_v")
+    first, _, last = (stage_chunks(6, layout, rank) for rank in range(3))
+    assert [list(chunk.layers) for chunk in (*first, *last)] == [[0], [5], [2], [3]]
+    assert [(chunk.is_first, chunk.is_last) for chunk in first] == [(True, False), (False, True)]
+    assert [(chunk.from_here, chunk.to_here) for chunk in last] == [(False, True), (True, False)]
 
 
 def test_rank_order():
