@@ -167,11 +167,12 @@ def test_zero3_fetches_one_matrix_at_a_time_until_it_knows_the_order_of_modules(
 
 def test_zero3_forgets_what_is_used_again_too_far_away():
     weights = [StoredTensor(f"{name}.weight", "layers.0", (100,), 2, 2, trains=True) for name in "abc"]
-    turns = [Turn(i + 1, i + 2, (weights[j],)) for i, j in enumerate((0, 1, 2, 2, 1, 0))]
+    turns = [Turn(i + 1, i + 2, (weights[j],), starts=i == 0) for i, j in enumerate((0, 1, 2, 2, 1, 0))]
     step = Step()
     sizes = Buckets(reduce=100, num_reduce=1, prefetch=100, persistence=0, reuse=300, live=1000, sub_group=1000)
     coordinator = Coordinator(step, ranks=2, sizes=sizes, packs=True)
-    coordinator.play(turns, knows_order=True)
+    coordinator.learn(turns)
+    coordinator.play(turns)
     coordinator.end(7)
     for _ in range(8):
         step.moment("", Phase.FORWARD)
@@ -186,13 +187,13 @@ def test_zero3_keeps_what_a_checkpoint_has_packed_and_gathers_it_again():
     trained, frozen = (
         StoredTensor("w.weight", "layers.0", (1024,), 2, 2, trains=trains) for trains in (True, False)
     )
-    for tensor, packs, expected in ((trained, True, [4, 4, 8]), (trained, False, [4, 0, 4]), (frozen, True, [4, 4, 8])):
+    for tensor, packs, expected in ((trained, True, [4, 4, 8]), (trained, False, [4, 0, 4]), (frozen, True, [4, 4, 4])):
         first = StoredTensor("v.weight", "layers.0", (1,), 2, 2, trains=True)
         turns = [Turn(1, 2, (tensor,), computes_again=True), Turn(2, 3, (first,)), Turn(3, 4, (tensor,))]
         step = Step()
         sizes = Buckets(reduce=1, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)
         coordinator = Coordinator(step, ranks=2, sizes=sizes, packs=packs)
-        coordinator.play(turns, knows_order=False)
+        coordinator.play(turns)
         coordinator.end(4)
         for _ in range(5):
             step.moment("", Phase.BACKWARD)
