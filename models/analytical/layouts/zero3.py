@@ -51,6 +51,8 @@ class Zero3(Partitions):
         self._turns: list[Turn] = []
         self._reductions: set[int] = set()
         self._entered = 0
+        self._began = 0
+        """When the network last began to run forward."""
         self._last = True
         self._throughout: dict[str, tuple[StoredTensor, ...]] = {}
         """Of each module the tensors that no operation of its forward is named after."""
@@ -100,7 +102,7 @@ class Zero3(Partitions):
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self._last = last
-        self._turns, self._turned = [], None
+        self._turns, self._turned, self._began = [], None, step.now
 
     def _play(self, step: Step) -> Coordinator:
         """The turns of a micro-batch, or of a network's forward alone; who has fetched for them."""
@@ -116,6 +118,7 @@ class Zero3(Partitions):
 
     def before_forward(self, step: Step, module: str) -> None:
         self._entered = step.now
+        self._began = step.now if module == "embedding" else self._began
 
     def after_forward(self, step: Step, module: str) -> None:
         if module in self._of_module:  # and not of another network that runs meanwhile
@@ -132,6 +135,8 @@ class Zero3(Partitions):
             again = self._turns_of(step, run.module, run.forward_start, ends, again=True)
             turns = within_first(turns, again) if self.packs else [*again, *turns]
             self._hold_last_result(step, run)
+        elif run.forward_start < self._began:
+            turns = self._never_done(turns, run.forward_start + run.template.num_forward)
         self._turns += turns
         run.keeps_gradients = False  # each goes into the bucket as soon as it is there
         weights = run.template.weight_gradient.nonzero()[0]
@@ -141,6 +146,12 @@ class Zero3(Partitions):
             if self._filled and sum(n for n, _ in self._filled) + elements > self.buckets.reduce:
                 self._reduce(step, now, ended_bytes(run, int(run.template.born[index])))
             self._filled.append((elements, now))
+
+    def _never_done(self, turns: list[Turn], ended: int) -> list[Turn]:
+        """Modules that ran forward once more without a graph, after `ended`, have forgotten which gradients they wait for
+        (`ds_grads_remaining` in `_post_backward_module_hook`): their weights stay until backward is over."""
+        called = {turn.name for turn in self._turns if turn.begins >= ended}
+        return [replace(turn, releases=False, stays=True) if turn.name in called else turn for turn in turns]
 
     def _hold_last_result(self, step: Step, run: Run) -> None:
         """Where a recomputation stops early: stage 3's own Linear, a function in Python, has its product by the time that
@@ -174,7 +185,7 @@ class Zero3(Partitions):
         if backward and module == "embedding":
             turns = [replace(turn, releases=False) for turn in turns]
         if self._of_root and module == ("head" if backward else "embedding"):
-            turns.insert(0, Turn(begins, begins + 1, self._of_root, "root", stays=True, releases=False))
+            turns[around - 1] = Turn(begins, begins + 1, self._of_root, "root", stays=True, releases=False)
         elif self._of_root and module == "head" and not again:
             reads = next(index for index, label in enumerate(labels) if label.startswith("lm_head."))
             turns.append(Turn(begins + reads, ends, self._of_root, "root", enters=False))
@@ -192,7 +203,7 @@ class Zero3(Partitions):
 
     def _around(self, module: str, *, backward: bool) -> int:
         """Modules that are entered as the block begins: its layer's; the network's, and peft's two around it."""
-        network = (2 if all(t.trains for t in self.tensors) else 4) - bool(self._of_root)
+        network = 2 if all(t.trains for t in self.tensors) else 4
         return {"embedding": 0 if backward else network, "head": network if backward else 0}.get(module, 1)
 
     def _reduce(self, step: Step, now: int, gone: int = 0) -> None:

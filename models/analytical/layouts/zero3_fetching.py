@@ -199,10 +199,11 @@ class Coordinator:
             self.step.hold("gathered", category, self._padded_bytes(tensor), born, now, tensor.module)
 
     def _drop_gathers(self, now: int) -> None:
-        """What was fetched ahead is waited for and let go."""
+        """What was fetched ahead is waited for and let go; several that came together are not copied out before."""
         for gather in {id(gather): gather for gather in self.gathers.values()}.values():
             self._hold_output(gather, now)
-            self.available.update(dict.fromkeys(gather.tensors - self.available.keys(), gather.born))
+            born = now if gather.coalesced_bytes else gather.born
+            self.available.update(dict.fromkeys(gather.tensors - self.available.keys(), born))
             for tensor in gather.tensors:
                 self._release(tensor, now)
         self.gathers.clear()

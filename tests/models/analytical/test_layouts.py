@@ -17,6 +17,7 @@ from peakcast.models.analytical.layouts.fsdp1 import FSDP1
 from peakcast.models.analytical.layouts.fsdp2 import FSDP2
 from peakcast.models.analytical.layouts.zero import Buckets
 from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
+from peakcast.models.analytical.layouts.zero3_order import Order
 from peakcast.models.analytical.layouts.zero3_turns import Turn
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
@@ -179,6 +180,17 @@ def test_zero3_forgets_what_is_used_again_too_far_away():
     # one ahead of each turn. `a` comes back after 400 elements and goes, `b` after 200 and stays; at the first `c` what
     # comes next and is not there is `a`
     assert (step.timeline().totals // 512).tolist() == [0, 2, 2, 3, 3, 2, 1, 0]
+
+
+def test_zero3_knows_an_order_from_its_second_time_until_another_module_comes():
+    order, seen = Order(), []
+    for names in ("ab", "ab", "abc", "ab"):
+        order.begin()
+        for name in names:
+            wrong = order.meet(Turn(0, 1, name=name))
+            seen.append("wrong" if wrong else "known" if order.known is not None else "new")
+            order.at += 1
+    assert seen == ["new"] * 2 + ["known"] * 2 + ["known"] * 2 + ["wrong"] + ["new"] * 2
 
 
 def test_zero3_keeps_what_a_checkpoint_has_packed_and_gathers_it_again():
