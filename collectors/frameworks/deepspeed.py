@@ -103,6 +103,7 @@ def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
     adapters). Raises: CollectorError for what is not run."""
     check(job)
     import deepspeed
+    import torch.utils._device
 
     _start_group()
     plain = job.replace(
@@ -111,8 +112,14 @@ def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
         offload=replace(job.offload, parameters=False, optimizer=False),
         precision=replace(job.precision, main_parameters=None),
     )
+    if job.loss.kind != "cross_entropy" and job.finetuning.method != "full" and job.parallelism.zero_stage == 3:
+        plain = plain.replace(  # as TRL's trainers have it (trl 1.16.0), whatever is said
+            finetuning=replace(job.finetuning, adapter_dtype=job.precision.parameters),
+            activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=True),
+        )
     config = configuration(job)
     splits = job.parallelism.zero_stage == 3
+    torch.utils._device._device_constructors()  # torch remembers them, not what zero.Init puts in their places meanwhile
     making = deepspeed.zero.Init(config_dict_or_path=config) if splits else None
     inner = huggingface.build(plain, device, making)
     if job.loss.kind != "cross_entropy":

@@ -30,8 +30,10 @@ NAME = "reference."
 
 
 def as_trained(job: TrainingJob) -> TrainingJob:
-    """`job` with the network as its trainer has it: no dropout, which GRPO alone leaves on, and of a classifier no table
-    that the head shares."""
+    """`job` with the network as its trainer has it: no dropout, which GRPO alone leaves on, of a classifier no table that
+    the head shares, and adapters under ZeRO-3 checkpointed with use_reentrant, whatever is said."""
+    if job.loss.kind != "cross_entropy" and job.finetuning.method != "full" and job.parallelism.zero_stage == 3:
+        job = job.replace(activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=True))
     if job.loss.kind in ("cross_entropy", "grpo"):
         return job
     shared = job.architecture.tie_word_embeddings and job.loss.kind != "reward"
@@ -69,7 +71,8 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
         timeline.hold_all(kl, Category.INPUTS)
     if job.reference in ("model", "adapter_off") and job.loss.kind != "grpo":
         begin, copied = timeline.now, job.reference == "model"
-        _run(timeline, _alone(job), NAME if copied else "")
+        for _ in range(2 if job.loss.kind == "kto" else 1):  # also of every prompt with another's completion
+            _run(timeline, _alone(job), NAME if copied else "")
         timeline.phases[begin:] = bytes((Phase.LOSS,)) * (timeline.now - begin)  # what gathers its weights too
     scored = scored_rows(policy) if policy.loss != "cross_entropy" else 0
     per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32)]
@@ -89,7 +92,7 @@ def forward_beforehand(timeline: Step, job: TrainingJob) -> None:
     """KTO's forward of every prompt with another's completion, of which only how likely that is remains."""
     unchecked = job.replace(activation_checkpointing=ActivationCheckpointing())
     begin = timeline.now
-    _run(timeline, unchecked, prefix="KL.", phase=Phase.FORWARD)
+    _run(timeline, unchecked, prefix="", phase=Phase.FORWARD)
     timeline.phases[begin:] = bytes((Phase.FORWARD,)) * (timeline.now - begin)  # its head too
 
 
@@ -142,9 +145,11 @@ def _fetch(timeline: Step, job: TrainingJob, prefix: str, runs: list[tuple[str, 
             dies = run.forward_start + run.template.num_forward
             timeline.hold("gathered", Category.COMMUNICATION_BUFFERS, size, run.forward_start, dies, run.module)
     if prefix == NAME and isinstance(policy := timeline.hooks, Zero3):
-        layout = layout_of(job, stored_parameters(job))
-        assert isinstance(layout, Zero3)
-        layout.run_forward_alone(timeline, runs, knows_order=policy.knows_order)
+        if policy.reference is None:
+            made = layout_of(job, stored_parameters(job))
+            assert isinstance(made, Zero3)
+            policy.reference, made.first_step = made, policy.first_step
+        policy.reference.run_forward_alone(timeline, runs)
 
 
 def hold_whole_head(timeline: Step, job: TrainingJob, head: Run) -> None:

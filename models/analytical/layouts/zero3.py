@@ -8,7 +8,7 @@ from dataclasses import replace
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero import BUFFERS, MAIN_BYTES, Buckets, Partitions, ended_bytes
 from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
-from peakcast.models.analytical.layouts.zero3_turns import Turn, turns_of
+from peakcast.models.analytical.layouts.zero3_turns import Turn, turns_of, within_first
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
@@ -37,19 +37,22 @@ class Zero3(Partitions):
             self._of_module.setdefault(tensor.module, []).append(tensor)
         table = [t for t in self._of_module.get("embedding", []) if t.name == "embed_tokens.weight"]
         self._tied = not any(t.name == "lm_head.weight" for t in tensors)
-        if self._tied:
+        if self._tied and not head_of_root:
             self._of_module.setdefault("head", []).extend(replace(t, name="lm_head.weight") for t in table)
         head = [t for t in self._of_module.get("head", []) if t.name.startswith("lm_head.")]
-        self._of_root = tuple(head) if head_of_root and not self._tied else ()
-        """What the network's own forward reads of a module that does not run: an external parameter of the root, fetched as
-        the root begins (`ZeROOrderedDict` and `register_external_parameter` of `partition_parameters.py`)."""
+        self._of_root = tuple(table if self._tied else head) if head_of_root else ()
+        """What the network's own forward reads of a module that does not run: an external parameter of the root, from its
+        second forward on fetched as the root begins (`ZeROOrderedDict`, `register_external_parameter`)."""
         if self._of_root:
             self._of_module["head"] = [t for t in self._of_module["head"] if t not in head]
         self._coordinator: Coordinator | None = None
+        self.reference: Zero3 | None = None
+        """The layout of a copy beside it, an engine of its own."""
         self._turns: list[Turn] = []
-        self.knows_order = False
-        """Whether the network has run before: not in a training's first micro-batch."""
+        self._reductions: set[int] = set()
         self._entered = 0
+        self._began = 0
+        """When the network last began to run forward."""
         self._last = True
         self._throughout: dict[str, tuple[StoredTensor, ...]] = {}
         """Of each module the tensors that no operation of its forward is named after."""
@@ -98,29 +101,43 @@ class Zero3(Partitions):
         return max(self.partition([t]) for t in self.trained)
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
-        self.knows_order, self._last = not (first and self.first_step), last
-        self._turns, self._turned = [], None
+        self._last = last
+        self._turns, self._turned, self._began = [], None, step.now
+
+    def _play(self, step: Step) -> Coordinator:
+        """The turns of a micro-batch, or of a network's forward alone; who has fetched for them."""
         if self._coordinator is None:
-            self._coordinator = Coordinator(step, self.ranks, self.buckets, self.packs)
-            if not self.first_step:  # gathered again when the last step ended
-                self._coordinator.available = {t: 0 for t in self.tensors if self.persists(t)}
+            self._coordinator = Coordinator(step, self.ranks, self.buckets, self.packs, unread=set(self._of_root))
+            if not self.first_step:
+                self._coordinator.learn(self._turns)
+                small = [t for t in self.tensors if self.persists(t)]
+                self._coordinator.available = dict.fromkeys(small, 0)  # gathered again when the last step ended
+        self._coordinator.reductions = self._reductions
+        self._coordinator.play(self._turns)
+        return self._coordinator
 
     def before_forward(self, step: Step, module: str) -> None:
         self._entered = step.now
+        self._began = step.now if module == "embedding" else self._began
 
     def after_forward(self, step: Step, module: str) -> None:
         if module in self._of_module:  # and not of another network that runs meanwhile
-            self._take_turns(step, module, self._entered, step.now)
+            self._turns += self._turns_of(step, module, self._entered, step.now)
 
     def before_backward(self, step: Step, module: str) -> None:
         self._turned = step.now if self._turned is None else self._turned
 
     def after_backward(self, step: Step, run: Run) -> None:
         begins = run.backward_start or 0
+        turns = self._turns_of(step, run.module, begins, step.now, backward=True)
         if self._turned is not None and run.forward_start >= self._turned:  # computed again
             ends = run.forward_start + run.template.num_forward
-            self._take_turns(step, run.module, run.forward_start, ends, again=True)
-        self._take_turns(step, run.module, begins, step.now, backward=True)
+            again = self._turns_of(step, run.module, run.forward_start, ends, again=True)
+            turns = within_first(turns, again) if self.packs else [*again, *turns]
+            self._hold_last_result(step, run)
+        elif run.forward_start < self._began:
+            turns = self._never_done(turns, run.forward_start + run.template.num_forward)
+        self._turns += turns
         run.keeps_gradients = False  # each goes into the bucket as soon as it is there
         weights = run.template.weight_gradient.nonzero()[0]
         for index in sorted(weights.tolist(), key=lambda i: int(run.template.born[i])):
@@ -130,11 +147,27 @@ class Zero3(Partitions):
                 self._reduce(step, now, ended_bytes(run, int(run.template.born[index])))
             self._filled.append((elements, now))
 
-    def _take_turns(
+    def _never_done(self, turns: list[Turn], ended: int) -> list[Turn]:
+        """Modules that ran forward once more without a graph, after `ended`, have forgotten which gradients they wait for
+        (`ds_grads_remaining` in `_post_backward_module_hook`): their weights stay until backward is over."""
+        called = {turn.name for turn in self._turns if turn.begins >= ended}
+        return [replace(turn, releases=False, stays=True) if turn.name in called else turn for turn in turns]
+
+    def _hold_last_result(self, step: Step, run: Run) -> None:
+        """Where a recomputation stops early: stage 3's own Linear, a function in Python, has its product by the time that
+        it keeps something (`zero/linear.py`)."""
+        template, at = run.template, run.template.num_recomputed
+        if run.stops_early and at < template.num_forward:
+            size = int(template.num_bytes[~template.born_backward & (template.born == at)].sum())
+            now = run.forward_start + at
+            step.hold("recomputed.result", Category.ACTIVATIONS, size, now, now + 1, run.module)
+
+    def _turns_of(
         self, step: Step, module: str, begins: int, ends: int, *, again: bool = False, backward: bool = False
-    ) -> None:
+    ) -> list[Turn]:
         around = self._around(module, backward=backward)
-        turns = turns_of(step.labels[begins:ends], begins, self._of_module.get(module, []), around=around)
+        labels = step.labels[begins:ends]
+        turns = turns_of(module, labels, begins, self._of_module.get(module, []), around=around)
         if again:  # which stops in the last operation that keeps something, before it would release
             turns = [replace(turn, computes_again=True) for turn in turns]
             turns[-1] = replace(turns[-1], releases=not self.packs)
@@ -143,28 +176,30 @@ class Zero3(Partitions):
             turns[0] = replace(turns[0], tensors=tuple(t for t in turns[0].tensors if t in kept))
         else:
             self._throughout[module] = turns[0].tensors
-        if self._tied:  # the lm_head's is the table itself
+        if self._tied and not self._of_root:  # the lm_head's is the table itself
             table = {t.name: t for t in self._of_module["embedding"]}["embed_tokens.weight"]
             turns = [
                 replace(turn, tensors=tuple(table if t.name == "lm_head.weight" else t for t in turn.tensors))
                 for turn in turns
             ]
-        releases = not backward or module != "embedding"
-        self._turns += self._turn_of_root(module == ("head" if backward else "embedding"), begins)
-        self._turns += turns if releases else [replace(turn, releases=False) for turn in turns]
+        if backward and module == "embedding":
+            turns = [replace(turn, releases=False) for turn in turns]
+        if self._of_root and module == ("head" if backward else "embedding"):
+            turns[around - 1] = Turn(begins, begins + 1, self._of_root, "root", stays=True, releases=False)
+        elif self._of_root and module == "head" and not again:
+            reads = next(index for index, label in enumerate(labels) if label.startswith("lm_head."))
+            turns.append(Turn(begins + reads, ends, self._of_root, "root", enters=False))
+        if module == "embedding" and not (backward or again):  # then comes what makes rotary tables, or drops out
+            turns = [replace(turns[0], starts=True), *turns[1:], Turn(ends - 1, ends, name="positions")]
+        return turns
 
-    def _turn_of_root(self, begins: bool, now: int) -> list[Turn]:
-        """The root's own turn, as its forward or backward begins; what is left then ends with the micro-batch."""
-        return [Turn(now, now + 1, self._of_root, releases=False)] if begins and self._of_root else []
-
-    def run_forward_alone(self, step: Step, runs: Iterable[tuple[str, Run]], *, knows_order: bool) -> None:
+    def run_forward_alone(self, step: Step, runs: Iterable[tuple[str, Run]]) -> None:
         """A network that is only run forward has been, as `runs`, by the names of their modules: fetch for it."""
-        coordinator, self._turns = Coordinator(step, self.ranks, self.buckets, self.packs), []
-        coordinator.available = {t: 0 for t in self.tensors if self.persists(t) and knows_order}
+        self._turns = []
         for module, run in runs:
-            self._take_turns(step, module, run.forward_start, run.forward_start + run.template.num_forward)
-        coordinator.play(self._turns, knows_order=knows_order)
-        coordinator.end(step.now, all_of_them=True)
+            ends = run.forward_start + run.template.num_forward
+            self._turns += self._turns_of(step, module, run.forward_start, ends)
+        self._play(step).stay()
 
     def _around(self, module: str, *, backward: bool) -> int:
         """Modules that are entered as the block begins: its layer's; the network's, and peft's two around it."""
@@ -174,10 +209,11 @@ class Zero3(Partitions):
     def _reduce(self, step: Step, now: int, gone: int = 0) -> None:
         """`reduce_scatter_coalesced`: several gradients are copied into one tensor, and one larger than the bucket has
         waited outside it."""
+        self._reductions.add(now)
         size = sum(-(-elements // self.ranks) * self.ranks for elements, _ in self._filled) * self.element_bytes
         narrower = self.gradient_bytes != self.element_bytes
         if len(self._filled) > 1 or narrower or size != self._filled[0][0] * self.element_bytes:
-            step.hold("reduce_scatter.input", BUFFERS, size, now, now + 1)
+            step.hold("reduce_scatter.input", BUFFERS, size - gone, now, now + 1)
         for elements, born in self._filled:
             if elements > self.buckets.reduce:
                 step.hold("gradient", Category.GRADIENTS, elements * self.gradient_bytes, born + 1, now + 1)
@@ -191,9 +227,7 @@ class Zero3(Partitions):
     def end_backward(self, step: Step) -> None:
         if self._filled:
             self._reduce(step, step.moment("reduce_gradients", Phase.BACKWARD))
-        if self._coordinator is not None:
-            self._coordinator.play(self._turns, knows_order=self.knows_order)
-            self._coordinator.end(step.now)
+        self._play(step).end(step.now)
 
     def clip(self, step: Step) -> None:
         """`step` begins with `_partition_all_parameters`."""

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero import Buckets
+from peakcast.models.analytical.layouts.zero3_order import Order
 from peakcast.models.analytical.layouts.zero3_turns import Turn
 from peakcast.models.analytical.step import Step
 from peakcast.timeline import Category
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
+REHEARSALS = 3
+"""Micro-batches after which what is known of their order does not change any more, where all are alike."""
 
 
 @dataclass(slots=True)
@@ -39,63 +42,113 @@ class Coordinator:
     ranks: int
     sizes: Buckets
     packs: bool
-    """Whether a checkpoint keeps the weights that it has computed again with, as memory that a release does not free
-    (`torch/utils/checkpoint.py`, not with use_reentrant: `x.detach()` in `_recomputation_hook`)."""
+    """Whether a checkpoint keeps the weights that it has computed again with, as memory that a release does not free, of
+    those that train (`torch/utils/checkpoint.py`, not with use_reentrant: `x.detach()` in `_recomputation_hook`)."""
+    order: Order = field(default_factory=Order)
     available: dict[StoredTensor, int] = field(default_factory=dict)
     """Tensor -> instant since which it is there."""
     gathers: dict[StoredTensor, Gather] = field(default_factory=dict)
+    unread: set[StoredTensor] = field(default_factory=set)
+    """Of modules that do not run: whoever reads them gathers them, and from then on as it begins."""
+    reductions: set[int] = field(default_factory=set)
+    """Instants at which gradients are reduced: when the operation is done, and what a checkpoint kept for it is gone."""
     elements: int = 0
-    """Gathered ones, as DeepSpeed counts them: from 0 in each micro-batch."""
+    """Gathered ones, as DeepSpeed counts them: from 0 each time that the network runs forward."""
+    _queue: deque[tuple[StoredTensor, int]] = field(default_factory=deque)
+    _next_use: dict[StoredTensor, int] = field(default_factory=dict)
+    _for_good: set[StoredTensor] = field(default_factory=set)
+    _decided: dict[tuple[str, int], tuple[StoredTensor, ...]] = field(default_factory=dict)
+    """What a module releases as the so-manieth turn, as it was when that was first asked, though the order may have changed
+    since (`lru_cache` around `__params_to_release`)."""
 
-    def play(self, turns: Sequence[Turn], *, knows_order: bool) -> None:
-        """All turns of a micro-batch. In the first of a training DeepSpeed only records their order: nothing is fetched
-        ahead, and a module's parameters, small ones too, are released as soon as it is done.
+    def learn(self, turns: Sequence[Turn]) -> None:
+        """Take up what is known after many micro-batches of these turns."""
+        if sum(turn.starts for turn in turns) == 1:  # and whatever is known is right
+            self.order.known = tuple(turn for turn in turns if turn.enters)
+        else:
+            rehearsal = replace(self, step=Step())
+            for _ in range(REHEARSALS):
+                rehearsal.play(turns)
+                rehearsal.end(0, all_of_them=True)
+        self.unread.clear()
+
+    def play(self, turns: Sequence[Turn]) -> None:
+        """All turns of a micro-batch. While DeepSpeed does not know their order, nothing is fetched ahead, and a module's
+        parameters, small ones too, are released as soon as it is done.
 
         Frozen ones that are fetched to compute again belong to the module whose backward is under way
         (`ds_recompute_parameters`): the first of the block, and with use_reentrant the whole network, which is never done.
         """
-        queue = deque((tensor, index) for index, turn in enumerate(turns) for tensor in turn.tensors)
-        next_use: dict[StoredTensor, int] = {}
-        packed, lent = set[StoredTensor](), set[StoredTensor]()
+        packed, lent, kept = set[StoredTensor](), set[StoredTensor](), set[StoredTensor]()
         for index, turn in enumerate(turns):
-            fresh = {t for t in turn.tensors if next_use.get(t, -1) < index}
-            self._gather([t for t in turn.tensors if t not in self.available and t not in self.gathers], turn.begins)
-            for tensor in turn.tensors:
+            if turn.starts:
+                self._restart(turn.begins)
+            if turn.enters and self.order.meet(turn):
+                self._drop_gathers(turn.begins)
+            self.unread -= set() if turn.enters else set(turn.tensors)
+            mine = [t for t in turn.tensors if not (turn.stays and t in self.unread)]
+            self._gather([t for t in mine if t not in self.available and t not in self.gathers], turn.begins)
+            for tensor in mine:
                 self._wait(tensor, turn.begins)
-            if knows_order:
-                while queue and fresh:
-                    tensor, at = queue.popleft()
-                    next_use[tensor] = at
-                    fresh.discard(tensor)
-                self._prefetch(queue, next_use, turn.begins)
-            released = list(self._to_release(turns, index, next_use) if knows_order else turn.tensors)
+            if self.order.known is not None and turn.enters:
+                self._fetch_ahead(mine, turn.begins)
+            self.order.at += turn.enters
+            released = list(mine)
+            if self.order.known is not None:
+                asked = turn.name, self.order.at
+                if asked not in self._decided:
+                    self._decided[asked] = tuple(self._to_release(mine))
+                released = list(self._decided[asked])
+            if turn.stays:
+                kept.update(mine)
+            elif not turn.enters:
+                kept.difference_update(mine)
             if turn.computes_again:
-                packed.update(turn.tensors if self.packs else ())
-                lent.update(t for t in turn.tensors if not t.trains)
-            elif turn.tensors:
-                packed.difference_update(turn.tensors)
+                packed.update(t for t in mine if self.packs and t.trains)
+                lent.update(t for t in mine if not t.trains)
+            elif mine:
+                packed.difference_update(mine)
                 if self.packs:
                     released += [t for t in lent if t.numel > self.sizes.persistence]
                     lent.clear()
-            for tensor in [t for t in released if t not in lent] if turn.releases else ():
+            for tensor in [t for t in released if t not in lent and t not in kept] if turn.releases else ():
                 later = (after.ends for after in turns[index + 1 :] if tensor in after.tensors)
-                self._release(tensor, next(later, turn.ends) if tensor in packed else turn.ends)
+                ends = next(later, turn.ends) if tensor in packed else turn.ends
+                self._release(tensor, ends - (tensor in packed and ends - 1 in self.reductions))
 
-    def _prefetch(self, queue: deque[tuple[StoredTensor, int]], next_use: dict[StoredTensor, int], now: int) -> None:
+    def _restart(self, now: int) -> None:
+        """`reset_step`: what was fetched ahead and did not come to its turn is let go."""
+        self._drop_gathers(now)
+        self.order.begin()
+        self._queue = deque((t, index) for index, turn in enumerate(self.order.known or ()) for t in turn.tensors)
+        self._next_use.clear()
+        self.elements = 0
+
+    def _fetch_ahead(self, mine: Sequence[StoredTensor], now: int) -> None:
+        """What this turn has is taken off the queue, and the next tensors are gathered."""
+        fresh = {t for t in mine if self._next_use.get(t, -1) < self.order.at}
+        while self._queue and fresh:
+            tensor, at = self._queue.popleft()
+            self._next_use[tensor] = at
+            fresh.discard(tensor)
+        self._prefetch(now)
+
+    def _prefetch(self, now: int) -> None:
         """The next tensors in order, until they make a bucket."""
         most, ahead = min(self.sizes.live - self.elements, self.sizes.prefetch), dict[StoredTensor, None]()
-        while queue and sum(t.numel for t in ahead) < most:
-            tensor, at = queue.popleft()
-            next_use[tensor] = max(next_use.get(tensor, -1), at)
+        while self._queue and sum(t.numel for t in ahead) < most:
+            tensor, at = self._queue.popleft()
+            self._next_use[tensor] = max(self._next_use.get(tensor, -1), at)
             if tensor not in self.available and tensor not in self.gathers:
                 ahead[tensor] = None
         self._gather(ahead, now)
 
-    def _to_release(self, turns: Sequence[Turn], index: int, next_use: dict[StoredTensor, int]) -> Iterable[StoredTensor]:
+    def _to_release(self, mine: Sequence[StoredTensor]) -> Iterable[StoredTensor]:
         """A turn's tensors, but for small ones, those that the prefetch has passed over, and those used again soon."""
-        found = [t for t in turns[index].tensors if t.numel > self.sizes.persistence and next_use.get(t, -1) <= index + 1]
+        at = self.order.at
+        found = [t for t in mine if t.numel > self.sizes.persistence and self._next_use.get(t, -1) <= at]
         passed = 0
-        for later in turns[index + 1 :]:
+        for later in self.order.coming:
             if passed >= self.sizes.reuse or not found:
                 break
             found = [t for t in found if t not in later.tensors]
@@ -131,6 +184,13 @@ class Coordinator:
         for size in gather.coalesced_bytes:
             self.step.hold("all_gather.output", BUFFERS, size, gather.born, ends)
 
+    def stay(self) -> None:
+        """No optimizer's step will part small tensors again: they are there for good."""
+        for tensor in self.available.keys() - self._for_good:
+            self._for_good.add(tensor)
+            size = self._padded_bytes(tensor)
+            self.step.hold("gathered", Category.PARAMETERS, size, self.available[tensor], module=tensor.module)
+
     def _release(self, tensor: StoredTensor, now: int) -> None:
         born = self.available.pop(tensor, None)
         if born is not None:
@@ -138,12 +198,20 @@ class Coordinator:
             category = BUFFERS if tensor.numel > self.sizes.persistence else Category.PARAMETERS
             self.step.hold("gathered", category, self._padded_bytes(tensor), born, now, tensor.module)
 
-    def end(self, now: int, *, all_of_them: bool = False) -> None:
-        """What is left, as the next forward begins (`reset_step`); small tensors stay, but for the optimizer's step."""
+    def _drop_gathers(self, now: int) -> None:
+        """What was fetched ahead is waited for and let go; several that came together are not copied out before."""
         for gather in {id(gather): gather for gather in self.gathers.values()}.values():
             self._hold_output(gather, now)
-            self.available.update(dict.fromkeys(gather.tensors - self.available.keys(), gather.born))
+            born = now if gather.coalesced_bytes else gather.born
+            self.available.update(dict.fromkeys(gather.tensors - self.available.keys(), born))
+            for tensor in gather.tensors:
+                self._release(tensor, now)
         self.gathers.clear()
+
+    def end(self, now: int, *, all_of_them: bool = False) -> None:
+        """What is left when backward ends (`release_backward_leftovers`); small tensors stay, but for the optimizer's
+        step."""
+        self._drop_gathers(now)
         for tensor in [t for t in self.available if all_of_them or t.numel > self.sizes.persistence]:
             self._release(tensor, now)
         self.elements = 0

@@ -7,7 +7,7 @@ Source: DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`, `_register_deepspe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peakcast.models.analytical.layouts.base import StoredTensor
 
@@ -27,15 +27,26 @@ class Turn:
     ends: int
     tensors: tuple[StoredTensor, ...] = ()
     """Its own parameters; a module that holds others has a turn of its own, without any."""
+    name: str = ""
+    """The module's, by which it is known when it comes again."""
     releases: bool = True
     """Not where no gradient flows on: the hook that would release hangs on its input's."""
     computes_again: bool = False
     """Forward once more, for checkpointing."""
+    starts: bool = False
+    """The network's forward, whether or not a backward follows."""
+    enters: bool = True
+    """Not where a module that goes on reads a weight which is not its own, and keeps it until it is done."""
+    stays: bool = False
+    """What it holds is not released by others until it is done itself, which is a turn that does not enter."""
 
 
-def turns_of(labels: Sequence[str], begins: int, tensors: Sequence[StoredTensor], *, around: int = 0) -> list[Turn]:
+def turns_of(
+    block: str, labels: Sequence[str], begins: int, tensors: Sequence[StoredTensor], *, around: int = 0
+) -> list[Turn]:
     """The turns of modules in a block's forward or backward, whose operations have these labels, the first at `begins`.
-    What no label names is used throughout, and has the first turn. `around`: how many modules are entered before."""
+    What no label names is used throughout, and has the first turn, but for adapters, which are switched off then.
+    `around`: how many modules are entered before."""
     modules: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         name = tensor.name.removesuffix(".weight").removesuffix(".bias")
@@ -43,7 +54,8 @@ def turns_of(labels: Sequence[str], begins: int, tensors: Sequence[StoredTensor]
         if does != name and any(label.startswith(f"{does}.") for label in labels):
             name = does if f"{does}.weight" not in {t.name for t in tensors} else name
         modules.setdefault(name, []).append(tensor)
-    turns = [Turn(begins, begins + 1)] * around
+    turns = [Turn(begins, begins + 1, name=f"{block} within {depth}") for depth in range(around)]
+    switched_off = not any(".lora_A" in label for label in labels)
     inside: tuple[str, ...] = ()
     last, named = "", set[str]()
     for index, label in enumerate(labels, begins):
@@ -52,18 +64,31 @@ def turns_of(labels: Sequence[str], begins: int, tensors: Sequence[StoredTensor]
         for module in path:
             if module == owner:
                 if {last, owner} == {owner.removesuffix(".lora_A"), f"{last.removesuffix('.lora_A')}.lora_A"}:
-                    turns.append(Turn(index, index + 1))  # between a Linear and its adapter, dropout
+                    dropout = f"{block} {owner.removesuffix('.lora_A')}.dropout"  # between a Linear and its adapter
+                    turns.append(Turn(index, index + 1, name=dropout))
                 if owner != last or owner not in inside:
-                    turns.append(Turn(index, index + 1, tuple(modules[owner])))
+                    turns.append(Turn(index, index + 1, tuple(modules[owner]), f"{block} {owner}"))
                 else:
-                    turns[-1] = Turn(turns[-1].begins, index + 1, turns[-1].tensors)
+                    turns[-1] = replace(turns[-1], ends=index + 1)
             elif module not in inside:  # peft reads the dtype of lora_A, which is then this module's too, and not released
                 read = modules.get(f"{module.removesuffix(ADAPTED)}.lora_A", ()) if module.endswith(ADAPTED) else ()
-                turns.append(Turn(index, index + 1, tuple(read), releases=not read))
+                done = not read or switched_off
+                turns.append(Turn(index, index + 1, tuple(read), f"{block} {module}", releases=done))
         inside, last = path, owner or last
         named.add(owner)
-    rest = tuple(t for name, found in modules.items() if name not in named for t in found)
-    return [Turn(begins, begins + len(labels), rest), *turns]
+    rest = tuple(t for name, found in modules.items() if name not in named and ".lora_" not in name for t in found)
+    return [Turn(begins, begins + len(labels), rest, block, enters=bool(rest)), *turns]
+
+
+def within_first(turns: Sequence[Turn], again: Sequence[Turn]) -> list[Turn]:
+    """The turns of a backward that computes a block again once an operation asks for what it would have kept: the first of
+    a module with weights, which is done when that operation is."""
+    found = (index for index, turn in enumerate(turns) if index and turn.tensors and turn.releases)
+    first = next(found, len(turns) - 1)
+    begins = again[0].begins
+    before = [replace(turn, begins=begins, ends=begins + 1) for turn in turns[1 : first + 1]]
+    before[-1] = replace(before[-1], stays=True, releases=False)
+    return [turns[0], *before, *again, replace(turns[first], enters=False), *turns[first + 1 :]]
 
 
 def _owner(label: str, modules: Mapping[str, object]) -> str:

@@ -17,6 +17,7 @@ from peakcast.models.analytical.layouts.fsdp1 import FSDP1
 from peakcast.models.analytical.layouts.fsdp2 import FSDP2
 from peakcast.models.analytical.layouts.zero import Buckets
 from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
+from peakcast.models.analytical.layouts.zero3_order import Order
 from peakcast.models.analytical.layouts.zero3_turns import Turn
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
@@ -167,11 +168,12 @@ def test_zero3_fetches_one_matrix_at_a_time_until_it_knows_the_order_of_modules(
 
 def test_zero3_forgets_what_is_used_again_too_far_away():
     weights = [StoredTensor(f"{name}.weight", "layers.0", (100,), 2, 2, trains=True) for name in "abc"]
-    turns = [Turn(i + 1, i + 2, (weights[j],)) for i, j in enumerate((0, 1, 2, 2, 1, 0))]
+    turns = [Turn(i + 1, i + 2, (weights[j],), starts=i == 0) for i, j in enumerate((0, 1, 2, 2, 1, 0))]
     step = Step()
     sizes = Buckets(reduce=100, num_reduce=1, prefetch=100, persistence=0, reuse=300, live=1000, sub_group=1000)
     coordinator = Coordinator(step, ranks=2, sizes=sizes, packs=True)
-    coordinator.play(turns, knows_order=True)
+    coordinator.learn(turns)
+    coordinator.play(turns)
     coordinator.end(7)
     for _ in range(8):
         step.moment("", Phase.FORWARD)
@@ -180,19 +182,30 @@ def test_zero3_forgets_what_is_used_again_too_far_away():
     assert (step.timeline().totals // 512).tolist() == [0, 2, 2, 3, 3, 2, 1, 0]
 
 
+def test_zero3_knows_an_order_from_its_second_time_until_another_module_comes():
+    order, seen = Order(), []
+    for names in ("ab", "ab", "abc", "ab"):
+        order.begin()
+        for name in names:
+            wrong = order.meet(Turn(0, 1, name=name))
+            seen.append("wrong" if wrong else "known" if order.known is not None else "new")
+            order.at += 1
+    assert seen == ["new"] * 2 + ["known"] * 2 + ["known"] * 2 + ["wrong"] + ["new"] * 2
+
+
 def test_zero3_keeps_what_a_checkpoint_has_packed_and_gathers_it_again():
     """Released after its recomputation, a weight's memory stays until its backward, for which it is gathered once more; a
     frozen one waits for the first module of the backward."""
     trained, frozen = (
         StoredTensor("w.weight", "layers.0", (1024,), 2, 2, trains=trains) for trains in (True, False)
     )
-    for tensor, packs, expected in ((trained, True, [4, 4, 8]), (trained, False, [4, 0, 4]), (frozen, True, [4, 4, 8])):
+    for tensor, packs, expected in ((trained, True, [4, 4, 8]), (trained, False, [4, 0, 4]), (frozen, True, [4, 4, 4])):
         first = StoredTensor("v.weight", "layers.0", (1,), 2, 2, trains=True)
         turns = [Turn(1, 2, (tensor,), computes_again=True), Turn(2, 3, (first,)), Turn(3, 4, (tensor,))]
         step = Step()
         sizes = Buckets(reduce=1, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)
         coordinator = Coordinator(step, ranks=2, sizes=sizes, packs=packs)
-        coordinator.play(turns, knows_order=False)
+        coordinator.play(turns)
         coordinator.end(4)
         for _ in range(5):
             step.moment("", Phase.BACKWARD)

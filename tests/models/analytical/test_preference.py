@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from peakcast.collectors.grid import expand
+from peakcast.conventions import adapter_dtype
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.errors import SpecError
 from peakcast.models.analytical.blocks.preference_heads import _cast
@@ -81,8 +82,6 @@ def test_rows_that_autocast_narrows_at_a_time(rows, vocabulary, forward, backwar
     [
         ({"micro_batch_size": 3}, "even micro_batch_size"),
         ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"}}, "under DDP, FSDP2 and ZeRO only"),
-        ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp2"}, "finetuning": LORA}, "not of a tied one"),
-        ({"parallelism": {"data_parallel_size": 2, "zero_stage": 3}, "finetuning": LORA}, "with a copy of the network"),
         ({"framework": "torch"}, "as TRL's trainers have it"),
         ({"finetuning": {**LORA, "method": "qlora", "quantization": "nf4"}}, "no trace"),
         ({"architecture": {"name": "mixtral-8x7b", "num_hidden_layers": 2}}, "without experts"),
@@ -92,6 +91,38 @@ def test_what_was_not_traced_is_out_of_scope_and_still_answered(changes, says):
     one = job(loss=DPO, **changes)
     assert says in out_of_scope(one)
     assert ledger(one).peak().num_bytes > 0
+
+
+def test_a_classifier_cannot_be_made_in_parts():
+    layouts = {stage: {"data_parallel_size": 2, "zero_stage": stage} for stage in (2, 3)}
+    said = {stage: out_of_scope(job(loss={"kind": "reward"}, parallelism=layout)) for stage, layout in layouts.items()}
+    assert said[2] == ""
+    assert "cannot make a classifier's weights in parts" in said[3]
+
+
+def gathered_to_the_end_of_backward(of):
+    timeline = ledger(of, step="first")
+    ends = [instant for instant, phase in enumerate(timeline.phases) if phase == Phase.BACKWARD][-1]
+    names = zip(timeline.names, timeline.modules, timeline.dies, timeline.num_bytes, strict=True)
+    return {module for name, module, dies, size in names if name == "gathered" and dies == ends + 1 and size > 2**20}
+
+
+def test_zero_3_lets_go_of_nothing_in_backward_once_adapters_were_switched_off():
+    """The forward without adapters comes after the policy's, and its modules forget that backward is to tell them."""
+    shares = {"data_parallel_size": 4, "zero_stage": 3}
+    network = {"name": "llama-3.2-1b", "num_hidden_layers": 2, "tie_word_embeddings": False}
+    losses = (DPO, PRECOMPUTED)
+    left = [
+        gathered_to_the_end_of_backward(job(loss=loss, finetuning=LORA, parallelism=shares, architecture=network))
+        for loss in losses
+    ]
+    assert left == [{"layers.0", "layers.1", "head"}, {"head"}]
+
+
+def test_trls_adapters_under_zero_3_are_of_the_networks_dtype():
+    shares = {"data_parallel_size": 4, "zero_stage": 3}
+    dtypes = [adapter_dtype(job(loss=loss, finetuning=LORA, parallelism=shares)) for loss in ({}, DPO)]
+    assert dtypes == ["float32", "bfloat16"]
 
 
 def test_sharding_a_reference_keeps_a_part_of_it_and_gathers_it():
