@@ -16,6 +16,7 @@ import numpy as np
 from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.lengths import steps as steps_of_lengths
 from peakcast.models.allocator import Replay, replay_run
+from peakcast.models.analytical.adapter_scope import require_adapters
 from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.host import host_bytes
 from peakcast.ranks import ranks_that_differ
@@ -109,6 +110,8 @@ def _of_the_ledger(job: TrainingJob, device: Device, rank: int | None) -> Baseli
 
 
 def _baseline(job: TrainingJob, device: Device, rank: int | None, ledger: Ledger) -> Baseline:
+    if job.finetuning.method != "full" and job.framework != "megatron":
+        require_adapters(job)
     candidates = ranks_that_differ(job) if rank is None else (rank,)
     steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
     worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)

@@ -300,7 +300,7 @@ class _Turns:
             if (received and one.name == HANDED_IN) or (recomputed and not one.born_backward):
                 continue
             until = one.until_on_top if top else one.until
-            dies = self.step.now if until is None else ended[until]
+            dies = self.step.now if until is None or until >= len(ended) else ended[until]  # frozen weights have no turns
             if until == INPUTS_DONE:
                 dies = inputs_done
             born = one.born + ((run.backward_start or 0) if one.born_backward else run.forward_start)
@@ -317,6 +317,8 @@ class _Turns:
         """The buffer of the gradient that came in, but for the time in which the last layer's backward counts it."""
         last = state.runs[max(state.runs)]
         run = last.recomputation or last
+        if HANDED_IN not in run.template.names:  # of BERT's layers, out of scope
+            return
         index, size = run.template.names.index(HANDED_IN), self.context.input_bytes
         begins = run.backward_start or 0
         buffers = Category.COMMUNICATION_BUFFERS

@@ -32,14 +32,15 @@ class TensorParallel:
     """The loss is computed over logits that stay split by vocabulary."""
 
     def layer(self, architecture: Architecture) -> Architecture:
-        """What a rank's part of a layer looks like: its heads, and its part of the feed-forward."""
+        """What a rank's part of a layer looks like: its heads (at least one, where there are fewer than ranks), and its
+        part of the feed-forward."""
         if self.ranks == 1:
             return architecture
         return replace(
             architecture,
             num_attention_heads=architecture.num_attention_heads // self.ranks,
-            num_key_value_heads=architecture.num_key_value_heads // self.ranks,
-            intermediate_size=architecture.intermediate_size // self.ranks,
+            num_key_value_heads=max(1, architecture.num_key_value_heads // self.ranks),
+            intermediate_size=max(1, architecture.intermediate_size // self.ranks),
         )
 
     def part(self, size: int) -> int:
