@@ -17,6 +17,7 @@ from peakcast.conventions import torch_release
 from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.lengths import steps as steps_of_lengths
 from peakcast.models.allocator import Replay, replay_run
+from peakcast.models.analytical.adapter_scope import require_adapters
 from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.host import host_bytes
 from peakcast.ranks import ranks_that_differ
@@ -115,6 +116,8 @@ def _baseline(
     job: TrainingJob, device: Device, rank: int | None, ledger: Ledger, before: Sequence[Timeline] = ()
 ) -> Baseline:
     """`before`: what the run does before its first step."""
+    if job.finetuning.method != "full" and job.framework != "megatron":
+        require_adapters(job)
     candidates = ranks_that_differ(job) if rank is None else (rank,)
     steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
     worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)

@@ -30,14 +30,15 @@ def host_bytes(job: TrainingJob, steady_step: Callable[[TrainingJob], Timeline])
     A paged optimizer's states count too: managed memory, which the driver moves between host and GPU as it is used.
     ZeRO's tensors are counted one by one (`layouts/zero_host.py`), its pageable ones too.
     """
+    megatron = job.framework == "megatron"  # whose optimizer is neither ZeRO's nor bitsandbytes'
     zero = job.parallelism.zero_stage > 0 and job.parallelism.num_replicas > 1
-    if zero and (job.offload.optimizer or job.offload.parameters):
+    if zero and not megatron and (job.offload.optimizer or job.offload.parameters):
         from peakcast.models.analytical.huggingface import zero_host_memory
 
         return zero_host_memory(job).num_bytes(pinned=bool(conventions(job).get("offload_pin_memory", True)))
     one_by_one = job.framework in ("huggingface", "torch") and job.offload.activations
     copies = sum(power_of_two(size) for size in pinned_activation_bytes(job)) if one_by_one else 0
-    if job.optimizer.name.startswith("paged_") and job.task == "train":
+    if job.optimizer.name.startswith("paged_") and job.task == "train" and not megatron:
         from peakcast.models.analytical.huggingface import paged_state_bytes
 
         copies += paged_state_bytes(job)

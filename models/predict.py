@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from peakcast.conventions import ASSUMED_TORCH, conventions
 from peakcast.lengths import NUM_STEPS, lengths_change
+from peakcast.models.analytical.adapter_scope import targets_passed_over
 from peakcast.models.baseline import Baseline, Ledger, baseline, communicator_bytes, context_bytes
 from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
 from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, Outside, difficulty, severity
@@ -265,6 +266,7 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
             f"the experts stay in {job.precision.parameters}: bitsandbytes quantizes nn.Linear, and transformers 5 has "
             "them as plain parameters; framework_options.quantized_experts=true counts them quantized."
         )
+    sentences.append(targets_passed_over(job))
     if lengths_change(job):
         sentences.append(
             f"tensors are those of steps whose sequences are all as long as sequence_length={job.sequence_length}; what is "
@@ -281,4 +283,4 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
             sentences.append(f"a node of {ranks} such ranks needs {total} of host memory for it.")
     else:
         sentences.append("host memory counts offloaded tensors only: none here.")
-    return sentences
+    return [sentence for sentence in sentences if sentence]

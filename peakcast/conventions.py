@@ -18,6 +18,8 @@ from peakcast.errors import SpecError, near_misses
 from peakcast.fields import FrozenMapping
 from peakcast.spec import TrainingJob
 
+DRIVEN_BY = {"deepspeed": "huggingface"}
+"""Whose conventions hold beside a framework's own: transformers' Trainer drives DeepSpeed's engine."""
 NEWEST = (2**31,)
 """Of a version without numbers ("main"): newer than every release."""
 
@@ -29,7 +31,7 @@ ASSUMED_TORCH = "2.11"
 def _stanzas() -> dict[str, list[dict[str, Any]]]:
     text = resources.files("peakcast").joinpath("catalog", "frameworks.toml").read_text(encoding="utf-8")
     stanzas: dict[str, list[dict[str, Any]]] = tomllib.loads(text)
-    return stanzas
+    return {name: [*stanzas.get(DRIVEN_BY.get(name, ""), []), *own] for name, own in stanzas.items()}
 
 
 def conventions(job: TrainingJob) -> Mapping[str, Any]:

@@ -36,7 +36,8 @@ def steps(job: TrainingJob, rank: int = 0) -> Iterator[tuple[TrainingJob, ...]]:
     """The steps of `rank`, without end: of each, its micro-batches as jobs whose lengths do not change.
 
     Lengths are drawn evenly from `batch.shortest_sequence` to `sequence_length`, one for each sequence; with batch.form
-    rows one for all, because rows without a mask are equally long.
+    rows one for all, because rows without a mask are equally long. Ranks that share a sequence get equal parts: the
+    longest is padded up to them.
     """
     drawn, longest = random.Random(f"{job.batch.seed}.{rank}.lengths"), longest_step(job, rank)
     for step in itertools.count():
@@ -51,4 +52,5 @@ def _micro_batch(job: TrainingJob, drawn: random.Random) -> TrainingJob:
     shortest = job.batch.shortest_sequence or 1
     lengths = [drawn.randint(shortest, job.sequence_length) for _ in range(1 if same else job.micro_batch_size)]
     batch = replace(at_its_longest(job).batch, num_tokens=None if same else sum(lengths))
-    return job.replace(sequence_length=max(lengths), batch=batch)
+    sharing = job.parallelism.sequence_sharing_ranks
+    return job.replace(sequence_length=-(-max(lengths) // sharing) * sharing, batch=batch)

@@ -159,6 +159,11 @@ class Parallelism:
         return self.data_parallel_size * self.context_parallel_size
 
     @property
+    def sequence_sharing_ranks(self) -> int:
+        """Ranks among which each sequence is divided between a layer's matrices."""
+        return self.context_parallel_size * (self.tensor_parallel_size if self.sequence_parallel else 1)
+
+    @property
     def world_size(self) -> int:
         """Number of ranks of the job."""
         return (
@@ -309,6 +314,13 @@ class TrainingJob:
                 parameter="parallelism.tensor_parallel_size",
                 value=t,
             )
+        if p == 1 and layout.virtual_pipeline_stages > 1:
+            raise SpecError(
+                f"parallelism.virtual_pipeline_stages={layout.virtual_pipeline_stages} divides the stages of a "
+                "pipeline, and pipeline_parallel_size=1 is none; use 1, or a larger pipeline_parallel_size.",
+                parameter="parallelism.virtual_pipeline_stages",
+                value=layout.virtual_pipeline_stages,
+            )
         num_stages = p * layout.virtual_pipeline_stages
         if layout.pipeline_layers:
             if len(layout.pipeline_layers) != num_stages or sum(layout.pipeline_layers) != architecture.num_hidden_layers:
@@ -326,7 +338,7 @@ class TrainingJob:
                 parameter="parallelism.pipeline_parallel_size",
                 value=p,
             )
-        if self.sequence_length % (layout.context_parallel_size * (t if layout.sequence_parallel else 1)):
+        if self.sequence_length % layout.sequence_sharing_ranks:
             raise SpecError(
                 f"sequence_length={self.sequence_length} is not divisible by the ranks that share it "
                 f"(context_parallel_size={layout.context_parallel_size}"

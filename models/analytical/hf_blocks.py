@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from peakcast.architecture import Architecture
 from peakcast.catalog import Device
-from peakcast.conventions import adapter_dtype, conventions
+from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions
 from peakcast.models.analytical.blocks.compiled_layer import compiled_layer, is_compiled_alone
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding
@@ -110,8 +110,8 @@ class Blocks:
 def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFContext:
     """What every block of `job` depends on, on global `rank`; `device` adds what kernels allocate inside
     themselves there."""
-    convention = conventions(job)
-    compiled = COMPILED[convention["compiled_regions"], job.framework] if job.compile else frozenset()
+    convention, stack = conventions(job), DRIVEN_BY.get(job.framework, job.framework)
+    compiled = COMPILED[convention["compiled_regions"], stack] if job.compile else frozenset()
     weight = int(DTYPE_BYTES[gathered_dtype(job)])
     autocast = bool(convention.get("autocast"))
     adapter = gathered_dtype(job) if gathered_dtype(job) != job.precision.parameters else adapter_dtype(job)

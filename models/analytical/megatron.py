@@ -265,7 +265,9 @@ class _Turns:
 
     def _hold_encoder_states(self, runs: list[Run]) -> None:
         """What an encoder hands to its decoder: every decoder layer keeps it and adds to its gradient."""
-        (end,) = (place for place, run in enumerate(runs) if run.module == "encoder")
+        end = next((place for place, run in enumerate(runs) if run.module == "encoder"), None)
+        if end is None:  # recomputed, or on another stage: out of scope
+            return
         made, read = runs[end], runs[end + 2 : -1]  # between them the decoder's embedding, after them the head
         first, last = (layer.template.elsewhere[ENCODER_STATES] for layer in (read[0], read[-1]))
         assert first.kept_until is not None

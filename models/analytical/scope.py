@@ -5,6 +5,7 @@ from __future__ import annotations
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.lengths import lengths_change
+from peakcast.models.analytical.adapter_scope import adapter_reason
 from peakcast.models.analytical.compile_scope import compile_reason
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.analytical.preference_scope import preference_reason
@@ -119,6 +120,12 @@ def _huggingface_reason(job: TrainingJob) -> str:
             job.task == "inference" and _outgrows_window(job),
             "generation beyond the sliding window is not modelled: such layers cut their cache and mask their attention.",
         ),
+        (
+            job.task == "inference" and job.architecture.mla is not None,
+            "generation with multi-latent attention is counted by transformers 5.17's source; traces of small networks "
+            "need up to a tenth less.",
+        ),
+        (bool(adapters := adapter_reason(job)), adapters),
         (bool(zero := _zero_reason(job)), zero),
         (bool(compiled := compile_reason(job)), compiled),
         (

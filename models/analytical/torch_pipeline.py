@@ -306,7 +306,7 @@ class _Turns:
             if (received and one.name == HANDED_IN) or (recomputed and not one.born_backward):
                 continue
             until = one.until_on_top if top else one.until
-            dies = self.step.now if until is None else ended[until]
+            dies = self.step.now if until is None or until >= len(ended) else ended[until]  # frozen weights have no turns
             if until == INPUTS_DONE:
                 dies = inputs_done
             born = one.born + ((run.backward_start or 0) if one.born_backward else run.forward_start)
@@ -325,7 +325,9 @@ class _Turns:
         last = state.runs[max(state.runs)]
         run = last.recomputation or last
         labels, size = run.template.backward_labels, self.context.input_bytes
-        added = max(index for index, label in enumerate(labels) if label.startswith(SECOND_NORM))
+        added = max((index for index, label in enumerate(labels) if label.startswith(SECOND_NORM)), default=None)
+        if added is None:  # of BERT's layers, out of scope
+            return
         begins, buffers = run.backward_start or 0, Category.COMMUNICATION_BUFFERS
         self.step.hold("received.output.grad", buffers, size, 0, begins, module)
         self.step.hold("received.output.grad", buffers, size, begins + added, module=module)

@@ -114,7 +114,8 @@ def tied_in_graph(context: HFContext) -> bool:
     the embedding's gradient (torch 2.13 `_inductor/fx_passes/post_grad.py` addmm), so it waits for that, and the logits'
     gradient and the final norm's result wait for it."""
     tied = context.trainable and context.architecture.tie_word_embeddings
-    return tied and context.compiled.issuperset(("ends", "loss"))
+    whole = context.loss == "cross_entropy" and not context.fused_loss  # else no product of its own makes the logits
+    return tied and whole and context.compiled.issuperset(("ends", "loss"))
 
 
 def embedding_variables(context: HFContext) -> tuple[bool, list[int]]:

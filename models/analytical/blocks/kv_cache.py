@@ -15,9 +15,13 @@ INT64 = 8
 
 def layer_cache_bytes(context: HFContext) -> tuple[int, int]:
     """Bytes of a layer's keys and of its values after this forward. Shapes: [batch, num_key_value_heads, length, head_dim]
-    each, with the tokens so far (dynamic) or all that there will be (static)."""
-    size = context.batch * context.key_length * context.architecture.key_value_size * context.compute_bytes
-    return size, size
+    each, with the tokens so far (dynamic) or all that there will be (static); of multi-latent attention the latent
+    and the rotated part, as one head each (transformers 5.17 models/deepseek_v3/modeling_deepseek_v3.py)."""
+    architecture, mla, tokens = context.architecture, context.architecture.mla, context.batch * context.key_length
+    keys = values = architecture.key_value_size
+    if mla is not None:
+        keys, values = mla.kv_lora_rank, mla.qk_rope_head_dim
+    return tokens * keys * context.compute_bytes, tokens * values * context.compute_bytes
 
 
 def update_cache(build: BlockBuilder, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.attention_kernels import attention
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.blocks.kv_cache import update_cache
 from peakcast.models.analytical.tape import Tape, Tensor
 
 
@@ -33,15 +34,21 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     latent = build.norm(latent, mla.kv_lora_rank, "self_attn.kv_a_layernorm")
     q_rot = _rotate_pairs(tape, q_rot, "self_attn.rotary_q")
     k_rot = _rotate_pairs(tape, k_rot, "self_attn.rotary_k")
+    tokens, expand = rows, build
+    if context.cache:  # compressed; what was cached earlier is expanded again with the rest
+        latent, k_rot = update_cache(build, latent, k_rot)
+        tokens = context.batch * context.key_length
+        expand = build.for_rows(tokens, 1)
     queries = tape.operation(
         "self_attn.join_q", [q_pass, q_rot], rows * query * size, gradients=[(q_pass, None), (q_rot, None)]
     )
-    expanded = build.projection(latent, mla.kv_lora_rank, heads * (plain + value), "self_attn.kv_b_proj", False)
-    k_pass, values = tape.split(expanded, [rows * heads * plain * size, rows * heads * value * size], "self_attn.split_kv")
+    expanded = expand.projection(latent, mla.kv_lora_rank, heads * (plain + value), "self_attn.kv_b_proj", False)
+    parts = [tokens * heads * plain * size, tokens * heads * value * size]
+    k_pass, values = tape.split(expanded, parts, "self_attn.split_kv")
     keys = tape.operation(  # one tensor, filled by two copies; each copy's backward clones the gradient
         "self_attn.join_k",
         [k_pass, k_rot],
-        rows * query * size,
+        tokens * query * size,
         gradients=[(k_pass, k_pass.num_bytes), (k_rot, k_rot.num_bytes)],
         backward_temporary_bytes=rows * query * size,
     )

@@ -39,17 +39,18 @@ class TensorParallel:
     """Parts of a layer that gather what their column-split matrices give, and split it again before the last."""
 
     def layer(self, architecture: Architecture) -> Architecture:
-        """What a rank's part of a layer looks like: its heads, and its part of the feed-forward."""
+        """What a rank's part of a layer looks like: its heads (at least one, where there are fewer than ranks), and its
+        part of the feed-forward."""
         if self.ranks == 1:
             return architecture
         if "self_attn" not in self.whole_parts:
             architecture = replace(
                 architecture,
                 num_attention_heads=architecture.num_attention_heads // self.ranks,
-                num_key_value_heads=architecture.num_key_value_heads // self.ranks,
+                num_key_value_heads=max(1, architecture.num_key_value_heads // self.ranks),
             )
         if "mlp" not in self.whole_parts:
-            architecture = replace(architecture, intermediate_size=architecture.intermediate_size // self.ranks)
+            architecture = replace(architecture, intermediate_size=max(1, architecture.intermediate_size // self.ranks))
         return architecture
 
     def gathers(self, name: str) -> bool:

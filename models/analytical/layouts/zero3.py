@@ -177,9 +177,9 @@ class Zero3(Partitions):
         else:
             self._throughout[module] = turns[0].tensors
         if self._tied and not self._of_root:  # the lm_head's is the table itself
-            table = {t.name: t for t in self._of_module["embedding"]}["embed_tokens.weight"]
-            turns = [
-                replace(turn, tensors=tuple(table if t.name == "lm_head.weight" else t for t in turn.tensors))
+            table = {t.name: t for t in self._of_module.get("embedding", [])}.get("embed_tokens.weight")
+            turns = [  # of a pipeline's last stage, which has no embedding, the lm_head's is its own
+                replace(turn, tensors=tuple(table if table and t.name == "lm_head.weight" else t for t in turn.tensors))
                 for turn in turns
             ]
         if backward and module == "embedding":

@@ -1,0 +1,71 @@
+"""Which named targets of adapters the ledger gives one, and the refusal where nothing would train.
+
+Source: peft 0.21 tuners/tuners_utils.py `inject_adapter`: names that match no module are passed over, unless none does.
+"""
+
+from __future__ import annotations
+
+from peakcast.conventions import conventions
+from peakcast.errors import SpecError, near_misses
+from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
+from peakcast.models.analytical.parameters import layer_parameters
+from peakcast.spec import TrainingJob
+
+ADAPTED_ROLES = ("attention", "mlp")
+"""Roles of the matrices that get adapters in the ledger."""
+ENDS = ("embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out")
+"""What families call the token table and the head."""
+EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""What families call the matrices of an expert, where each is a Linear."""
+
+
+def adapter_reason(job: TrainingJob) -> str:
+    """Which adapters that `finetuning.targets` asks for the ledger does not count, as one sentence; "" for none."""
+    targets = set(job.finetuning.targets)
+    if job.finetuning.method == "full" or job.task != "train":
+        return ""
+    if ends := sorted(targets.intersection(ENDS)):
+        return f"finetuning.targets names {', '.join(ends)}: adapters on the token table or the head are not counted."
+    shared = _projections(job, ("shared_expert",))
+    if targets.intersection((*shared, "all-linear") if shared else ()):
+        return f"adapters on the shared experts of {job.architecture.name!r} ({', '.join(shared)}) are not counted."
+    chosen = conventions(job)
+    linears = chosen.get("experts_implementation") == "loop" or chosen.get("quantized_experts")
+    if job.architecture.moe is not None and linears and targets.intersection((*EXPERTS, "all-linear")):
+        return f"adapters on the experts of {job.architecture.name!r} are not counted."
+    return ""
+
+
+def targets_passed_over(job: TrainingJob) -> str:
+    """The names of `finetuning.targets` that are none of this network, as an assumption; "" for none."""
+    known = {*_projections(job), *_projections(job, ("shared_expert",)), *ENDS, *EXPERTS, "all-linear"}
+    unknown = [repr(target) for target in job.finetuning.targets if target not in known]
+    if job.finetuning.method == "full" or not unknown:
+        return ""
+    return (
+        f"finetuning.targets {', '.join(unknown)}: no projection of {job.architecture.name!r} has that name; it is passed "
+        "over, as peft does."
+    )
+
+
+def require_adapters(job: TrainingJob) -> None:
+    """Refuse a job whose adapters are on nothing, as peft does. Raises: SpecError."""
+    projections, targets = _projections(job), job.finetuning.targets
+    if any(is_adapter_target(name, job.finetuning, job.architecture) for name in projections):
+        return
+    found = f"{list(targets)} names" if targets else "[], the usual projections for attention, is"
+    hint = near_misses(targets[0], projections) if targets else ""
+    raise SpecError(
+        f"finetuning.targets={found} none of those of {job.architecture.name!r} that can have an adapter here, so "
+        f"nothing would train{hint or '; name some of ' + ', '.join(projections) + '.'}",
+        parameter="finetuning.targets",
+        value=list(targets),
+    )
+
+
+def _projections(job: TrainingJob, roles: tuple[str, ...] = ADAPTED_ROLES) -> tuple[str, ...]:
+    """The last parts of the names of the matrices of `roles` inside layers, in the order of the network."""
+    architecture = job.architecture
+    matrices = (tensor for layer in range(architecture.num_layers) for tensor in layer_parameters(architecture, layer))
+    names = (m.name for m in matrices if len(m.shape) == 2 and m.role in roles)
+    return tuple(dict.fromkeys(name.removesuffix(".weight").rsplit(".", 1)[-1] for name in names))
