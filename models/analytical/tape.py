@@ -25,7 +25,7 @@ from peakcast.models.analytical.template import HANDED_IN, Elsewhere, Later, Tem
 from peakcast.timeline import Category
 from peakcast.units import round_up
 
-KEPT_KINDS = ("attention", "reduce_scatter", "topk")
+KEPT_KINDS = ("attention", "reduce_scatter", "topk", "all_to_all")
 """Operations that selective checkpointing never repeats: the first by every policy, the others by torchtitan's."""
 
 
