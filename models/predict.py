@@ -260,6 +260,8 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
             if equal
             else "every token is taken to be routed to this rank's experts (framework_options.moe_routing=worst_case)."
         )
+    elif job.parallelism.expert_parallel_size > 1:
+        sentences.append("the experts of every rank are taken to get an equal share of the tokens.")
     plain_experts = job.finetuning.quantization in ("nf4", "int8") and not conventions(job).get("quantized_experts")
     if plain_experts and job.architecture.moe is not None:
         sentences.append(

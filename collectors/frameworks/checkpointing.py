@@ -30,8 +30,8 @@ def checkpoint_arguments(job: TrainingJob) -> dict[str, Any]:
 
 def _keep_matmuls_and_attention(one_in: int, repeated: torch.Size | None = None) -> Any:
     """Contexts that keep the results of attention and of one in so many matrix products; with one in several, torchtitan's
-    op policy, those of reduce-scatters and of the router's top k too. `repeated`: products by a matrix of that shape are
-    neither kept nor counted."""
+    op policy, those of reduce-scatters, all-to-alls and the router's top k too. `repeated`: products by a matrix of that
+    shape are neither kept nor counted."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
@@ -41,7 +41,9 @@ def _keep_matmuls_and_attention(one_in: int, repeated: torch.Size | None = None)
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
     )
-    others = (torch.ops._c10d_functional.reduce_scatter_tensor.default, aten.topk.default) if one_in > 1 else ()
+    exchanges = torch.ops._c10d_functional
+    others = (exchanges.reduce_scatter_tensor.default, exchanges.all_to_all_single.default, aten.topk.default)
+    never_repeated = (*attention, *(others if one_in > 1 else ()))
     counts = {True: 0, False: 0}
 
     def policy(context: Any, function: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -50,7 +52,7 @@ def _keep_matmuls_and_attention(one_in: int, repeated: torch.Size | None = None)
         if function in matmuls:
             counts[context.is_recompute] += 1
         every_other = function in matmuls and (counts[context.is_recompute] - 1) % one_in == 0
-        kept = every_other or function in (*attention, *others)
+        kept = every_other or function in never_repeated
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from peakcast.architecture import Architecture
-from peakcast.collectors.frameworks import torchtitan_experts
+from peakcast.collectors.frameworks import torchtitan_expert_parallel, torchtitan_experts
 from peakcast.collectors.packages import imported
 from peakcast.conventions import conventions
 from peakcast.dialects.hf_reverse import hf_config_of
@@ -50,6 +50,8 @@ def model_of(job: TrainingJob) -> Any:
     model = auto.from_config(config, attn_implementation=attention, dtype=dtype)
     if torchtitan_experts.has_torchtitan_experts(job):
         torchtitan_experts.put_in_place(model, job)
+        if torchtitan_experts.are_divided(job):
+            torchtitan_expert_parallel.divide(model, job)
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from peakcast.collectors.frameworks.compiled import compiles_shards, is_compiled_whole
+from peakcast.collectors.frameworks.torchtitan_experts import are_divided
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.spec import Offload, Parallelism, TrainingJob
@@ -38,13 +39,19 @@ def _is_split(layout: Parallelism) -> bool:
 
 
 def _is_split_otherwise(layout: Parallelism) -> bool:
-    """By experts, by sequences in stages or under FSDP1, by tensors beside data parallelism that is not FSDP2's, or by
-    stages beside FSDP1."""
+    """By sequences under FSDP1, by tensors beside data parallelism that is not FSDP2's, or by stages beside FSDP1."""
     beside = layout.num_replicas > 1 and layout.sharding not in ("fsdp2", "hsdp")
     in_stages = layout.sharding == "none" and layout.tensor_parallel_size == 1
     ring = layout.context_parallel_size > 1
     in_ring = ring and layout.sharding not in ("none", "fsdp2", "hsdp")
-    return layout.expert_parallel_size > 1 or in_ring or (_is_split(layout) and beside and not in_stages)
+    return in_ring or (_is_split(layout) and beside and not in_stages)
+
+
+def _divides_experts(job: TrainingJob) -> bool:
+    """Otherwise than torchtitan does, under FSDP2 and beside nothing else."""
+    layout = job.parallelism
+    alone = layout.sharding == "fsdp2" and layout.world_size == layout.data_parallel_size and job.framework == "torch"
+    return layout.expert_parallel_size > 1 and not (are_divided(job) and alone)
 
 
 def _turns_in_no_ring(job: TrainingJob) -> bool:
@@ -141,7 +148,7 @@ SINGLE_GPU: dict[str, Rule] = {
         "it with sdpa in half precision of a decoder without a sliding window, whole rows",
     ),
     "parallelism": (
-        lambda j: j.parallelism.zero_stage > 0 or _is_split_otherwise(j.parallelism),
+        lambda j: j.parallelism.zero_stage > 0 or _is_split_otherwise(j.parallelism) or _divides_experts(j),
         lambda j: f"{j.parallelism.world_size} ranks (zero_stage {j.parallelism.zero_stage})",
         "one GPU, data parallelism with DDP or FSDP, or tensor, context and pipeline parallelism alone or with FSDP2, "
         "stages also with DDP (ZeRO: framework deepspeed)",

@@ -19,6 +19,11 @@ def has_torchtitan_experts(job: TrainingJob) -> bool:
     return job.architecture.moe is not None and conventions(job).get("experts_implementation") == "torchtitan"
 
 
+def are_divided(job: TrainingJob) -> bool:
+    """Whether ranks of `job` have torchtitan's experts divided among them."""
+    return job.parallelism.expert_parallel_size > 1 and has_torchtitan_experts(job)
+
+
 def modules() -> SimpleNamespace:
     """What of torchtitan makes up its experts. Raises: CollectorError where torchtitan is missing or another version."""
 
@@ -27,7 +32,7 @@ def modules() -> SimpleNamespace:
 
     return SimpleNamespace(
         moe=found("models.common.moe"),
-        dispatcher=found("models.common.token_dispatcher").LocalTokenDispatcher,
+        dispatchers=found("models.common.token_dispatcher"),
         linear=found("models.common.linear").Linear,
         feed_forward=found("models.common.feed_forward").FeedForward,
         backend=found("distributed.utils"),
@@ -44,10 +49,11 @@ def put_in_place(model: Any, job: TrainingJob) -> None:
     sizes = {"num_experts": moe.num_experts, "top_k": moe.num_experts_per_tok}
     experts = found.moe.GroupedExperts.Config(dim=width, hidden_dim=moe.moe_intermediate_size, num_experts=moe.num_experts)
     shared = moe.shared_expert_intermediate_size
+    kind = "AllToAllTokenDispatcher" if are_divided(job) else "LocalTokenDispatcher"
     config = found.moe.MoE.Config(
         num_experts=moe.num_experts,
         routed_experts=found.moe.RoutedExperts.Config(
-            inner_experts=experts, token_dispatcher=found.dispatcher.Config(**sizes)
+            inner_experts=experts, token_dispatcher=getattr(found.dispatchers, kind).Config(**sizes)
         ),
         router=found.moe.TokenChoiceTopKRouter.Config(
             gate=found.linear.Config(in_features=width, out_features=moe.num_experts),

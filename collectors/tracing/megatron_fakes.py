@@ -83,6 +83,17 @@ def _install_in_megatron() -> None:
         clipping.l2_norm_impl = _local_l2_norm
 
 
+def answer_counts(rows: int) -> None:
+    """Lists that the host reads from the GPU are counts of tokens: equal shares of `rows`."""
+
+    read = torch.Tensor.tolist
+
+    def counts(tensor: Any) -> Any:
+        return read(tensor) if tensor.is_floating_point() else [rows // tensor.numel()] * tensor.numel()
+
+    FakeTensor.tolist = counts  # type: ignore[method-assign]
+
+
 def _balance(rows: int) -> None:
     """Counts of tokens, which the host reads from the GPU, are equal shares of `rows`; so many a routing map selects."""
 
@@ -105,7 +116,7 @@ def _balance(rows: int) -> None:
 
     read = torch.Tensor.numpy
     FakeTensor.numpy = counts  # type: ignore[method-assign]
-    FakeTensor.tolist = lambda tensor: counts(tensor).tolist()  # type: ignore[method-assign]
+    answer_counts(rows)
     import megatron.core.transformer.moe.token_dispatcher as dispatching
 
     sort = dispatching.sort_chunks_by_idxs

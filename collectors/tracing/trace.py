@@ -97,6 +97,8 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         trl_fakes.install()
     if torchtitan_experts.has_torchtitan_experts(job):
         _import_torchtitan()
+    if torchtitan_experts.are_divided(job):
+        megatron_fakes.answer_counts(_routed_rows(job))
     tracer = Tracer()
     loops_itself = conventions(job).get("loop") == "trainer"  # the Trainer sets the device
     if loops_itself:

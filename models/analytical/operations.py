@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from peakcast.timeline import Category
 
-KEPT_KINDS = ("attention", "reduce_scatter", "topk")
+KEPT_KINDS = ("attention", "reduce_scatter", "topk", "all_to_all")
 """Operations that selective checkpointing never repeats: the first by every policy, the others by torchtitan's."""
 
 

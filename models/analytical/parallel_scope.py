@@ -114,10 +114,26 @@ def _adapts_whole_parts(job: TrainingJob) -> bool:
 
 
 def _expert_reason(job: TrainingJob) -> str:
-    size = f"expert_parallel_size={job.parallelism.expert_parallel_size} is modelled for framework='megatron'"
+    layout = job.parallelism
+    size = f"expert_parallel_size={layout.expert_parallel_size} is modelled for Megatron and torchtitan's experts"
     if expert_ranks(job) == 1:
         return f"{size}; with ZeRO or FSDP1 every rank is taken to have all experts."
-    return f"{size}; for {job.framework!r} experts are divided, and what the exchange of tokens allocates is left out."
+    if job.framework != "torch" or conventions(job).get("experts_implementation") != "torchtitan":
+        return f"{size}; for others experts are divided, and what the exchange of tokens allocates is left out."
+    checks = [
+        (
+            layout.sharding != "fsdp2" or layout.world_size > layout.data_parallel_size,
+            "under FSDP2 beside no other parallelism only.",
+        ),
+        (job.task != "train" or job.finetuning.method != "full", "where all weights train only."),
+        (job.optimizer.name != "adamw", f"with AdamW only, not optimizer.name={job.optimizer.name!r}."),
+        (job.offload != Offload(), "without offload only."),
+        (job.batch.form != "rows", "with full rows only."),
+        (job.precision.compute != "bfloat16", "computed in bfloat16 only."),
+        (job.activation_checkpointing.use_reentrant, "without reentrant checkpointing only."),
+        (job.loss.fused_linear_cross_entropy, "without a fused loss only."),
+    ]
+    return next((f"{size}: compared with its trace {sentence}" for fails, sentence in checks if fails), "")
 
 
 def _context_reason(job: TrainingJob) -> str:

@@ -122,10 +122,14 @@ def split(model: Any, job: TrainingJob) -> None:
 def mesh(job: TrainingJob) -> Any:
     """The device mesh over the job's ranks: an axis for each degree above 1, stages outermost, tensor parallelism
     innermost (torchtitan `distributed/parallel_dims.py`) and called as peft wants it."""
+    return mesh_of({name: size for name, size in _degrees(job) if size > 1})
+
+
+def mesh_of(degrees: dict[str, int]) -> Any:
+    """A device mesh of these axes over the job's ranks."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.device_mesh import init_device_mesh
 
-    degrees = {name: size for name, size in _degrees(job) if size > 1}
     with unset_fake_temporarily():  # a mesh keeps a real tensor of ranks
         return init_device_mesh(_device_type(), tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 

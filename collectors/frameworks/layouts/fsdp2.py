@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from peakcast.collectors.frameworks import torchtitan_expert_parallel, torchtitan_experts
 from peakcast.collectors.frameworks.compiled import outermost_layers
 from peakcast.collectors.frameworks.layouts import Alone, data_mesh
 from peakcast.collectors.frameworks.layouts.fsdp1 import decoder_layer_classes, mixed_precision_dtypes
@@ -31,6 +32,14 @@ class FullySharded(Alone):
         self.model.set_requires_gradient_sync(True)
 
 
+class SharesExperts(FullySharded):
+    """An FSDP2 model whose experts are sharded over other ranks than the rest."""
+
+    def clip(self, parameters: list[Any], max_norm: float) -> None:
+        """As torchtitan does, mesh by mesh."""
+        torchtitan_expert_parallel.clip(parameters, max_norm)
+
+
 def wrap(model: Any, job: TrainingJob) -> FullySharded:
     """`model` with its parameters as shards of dimension 0."""
     chosen = conventions(job)
@@ -42,12 +51,16 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
     # torchtitan: with pipelining each micro-batch would gather again
     reshards = bool(chosen["fsdp_reshard_after_forward"]) and job.parallelism.pipeline_parallel_size == 1
     keeps: dict[str, Any] = {"reshard_after_forward": reshards}
+    divided = torchtitan_experts.are_divided(job)
     for layer in outermost_layers(model, tuple(decoder_layer_classes(model))):
-        fully_shard(layer, **common, **keeps)
+        placed = torchtitan_expert_parallel.placement(layer, job, common["mesh"]) if divided else {}
+        fully_shard(layer, **common, **keeps, **placed)
     if chosen["fsdp2_units"] == "ends":
         _shard_ends(model, job, common, keeps)
     fully_shard(model, **common)
-    layout = FullySharded(model)
+    if divided:
+        torchtitan_expert_parallel.prefetch(model)
+    layout = SharesExperts(model) if divided else FullySharded(model)
     layout.synchronizes = not chosen["accumulates_without_sync"]
     return layout
 

@@ -25,7 +25,7 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tens
         mixed, [size * context.query, size * context.key_value, size * context.key_value], "split_qkv"
     )
     copied = False
-    if context.key_value_heads != context.heads:  # reshape of a strided view
+    if 1 < context.key_value_heads != context.heads:  # reshape of a strided view, which one group alone leaves one
         query = tape.operation("query_reshape", [query], query.num_bytes)
         copied = True
     if context.qk_norm:  # Transformer Engine's norms copy the strided views first and keep the copies

@@ -11,7 +11,7 @@ from __future__ import annotations
 from peakcast.architecture import MixtureOfExperts
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
-from peakcast.models.analytical.tape import Tensor, WeightGradient
+from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 
 FP32 = 4
 INT64 = 8
@@ -75,13 +75,17 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
     sorted_weights = tape.operation("mlp.experts.take_weights", [weights, order], pairs * FP32, saves=[order])
     token = tape.operation("mlp.experts.token", [order], pairs * INT64, gradients=[])
     taken = tape.operation("mlp.experts.take", [x, token], pairs * width * size, saves=[token])
+    places: Tensor | None = None
+    if context.expert_ranks > 1:
+        taken, places = _send(tape, taken, pairs)
     gate = _grouped(build, taken, moe, width, inner, "mlp.experts.w1")
     activated = ops.unary(tape, gate, "mlp.experts.act")
     up = _grouped(build, taken, moe, width, inner, "mlp.experts.w3")
     product = ops.multiply(tape, activated, up, "mlp.experts.product")
     down = _grouped(build, product, moe, inner, width, "mlp.experts.w2")
+    returned = down if places is None else _return(tape, down, places)
     summed = tape.operation("mlp.experts.zeros", [], context.rows * width * size)
-    widened = ops.cast(tape, down, pairs * width * FP32, "mlp.experts.to_float32") if size < FP32 else down
+    widened = ops.cast(tape, returned, pairs * width * FP32, "mlp.experts.to_float32") if size < FP32 else returned
     weighted = tape.operation(
         "mlp.experts.weighted",
         [widened, sorted_weights],
@@ -90,6 +94,7 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
         backward_temporary_bytes=pairs * width * FP32,  # the product that is summed to the weights' gradient
     )
     narrow = ops.cast(tape, weighted, pairs * width * size, "mlp.experts.to_narrow") if size < FP32 else weighted
+    tape.hold(returned)  # until the same name is given to what it was weighed to
     total = tape.operation(
         "mlp.experts.scatter_add",
         [summed, narrow, token],
@@ -99,7 +104,27 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
     )
     for variable in (taken, down, summed, token, sorted_weights):  # of the experts' forward and the dispatcher's
         tape.hold(variable)
+    if places is not None:
+        tape.hold(places)
     return total
+
+
+def _send(tape: Tape, taken: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+    """AllToAllTokenDispatcher.dispatch: what comes from all ranks for this one's experts, expert after expert, and where
+    each came from. Assumes: routing is balanced, as many come as go."""
+    sent = tape.operation("mlp.experts.send", [taken], taken.num_bytes, kind="all_to_all")
+    segments = tape.operation("mlp.experts.segments", [], pairs * INT64)
+    places = tape.operation("mlp.experts.places", [segments], pairs * INT64, forward_temporary_bytes=2 * pairs * INT64)
+    sorted_by_expert = tape.operation("mlp.experts.permute", [sent, places], taken.num_bytes, saves=[places])
+    for variable in (taken, sent, segments):
+        tape.hold(variable)
+    return sorted_by_expert, places
+
+
+def _return(tape: Tape, down: Tensor, places: Tensor) -> Tensor:
+    """AllToAllTokenDispatcher.combine up to the weighing: the experts' results on the rank that asked for them."""
+    unsorted = tape.operation("mlp.experts.unpermute", [down, places], down.num_bytes, saves=[places])
+    return tape.operation("mlp.experts.return", [unsorted], down.num_bytes, kind="all_to_all")
 
 
 def _grouped(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts, inputs: int, outputs: int, name: str) -> Tensor:

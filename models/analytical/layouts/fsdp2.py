@@ -36,6 +36,8 @@ class FSDP2(ShardedLayout):
         offloads: bool = False,
     ) -> None:
         super().__init__(tensors, units, prefetches=True, waits=waits)
+        self.prefetches_forward = any(tensor.expert_ranks > 1 for tensor in tensors)
+        """Whether a unit's forward has the next one sent: torchtitan 0.3 `apply_fsdp`, where experts are divided."""
         self.offloads = offloads
         """`CPUOffloadPolicy`: parts, their gradients and the optimizer's states are in host memory."""
         self.shards = shards
@@ -82,39 +84,59 @@ class FSDP2(ShardedLayout):
     # -- gathering --------------------------------------------------------------------------------------------------------
 
     def gather(self, step: Step, unit: Unit, phase: Phase = Phase.BACKWARD) -> None:
-        if not unit.sent:
-            self._all_gather(step, unit, phase)
-        unit.gathered += step.allocate(
-            "gathered", BUFFERS, (self._part_numel(t) * self._shards(t) * t.gathered_bytes for t in unit.tensors), unit.name
-        )
-        step.moment("all_gather.copy_out", phase)
-        if phase == Phase.BACKWARD:
-            step.free(unit.sent)
-        else:  # `wait_for_unshard` holds the previous one until it returns
-            step.free(self._copied_out)
-            self._copied_out, unit.sent = unit.sent, []
+        ahead = bool(unit.sent)
+        for group in _groups(unit):
+            if not ahead:
+                self._all_gather(step, unit, group, phase)
+            unit.gathered += step.allocate("gathered", BUFFERS, map(self._whole_bytes, group), unit.name)
+            step.moment("all_gather.copy_out", phase)
+            sent = [] if self._is_alone(group) else [unit.sent.pop(0)]
+            if phase == Phase.BACKWARD:
+                step.free(sent)
+            else:  # `wait_for_unshard` holds the previous one until it returns
+                step.free(self._copied_out)
+                self._copied_out = sent
 
-    def _all_gather(self, step: Step, unit: Unit, phase: Phase) -> None:
+    def _is_alone(self, group: Sequence[StoredTensor]) -> bool:
+        """Whether nobody shares the tensors of a group, as of experts that all ranks have divided: it is copied at once."""
+        return group[0].expert_ranks > 1 and self._shards(group[0]) == 1
+
+    def _whole_bytes(self, tensor: StoredTensor) -> int:
+        """Of what the ranks that share a tensor gather."""
+        return self._part_numel(tensor) * self._shards(tensor) * tensor.gathered_bytes
+
+    def _all_gather(self, step: Step, unit: Unit, group: Sequence[StoredTensor], phase: Phase) -> None:
         """Narrow copies of the shards, where they are wider, and the output of all ranks."""
-        copied = [t for t in unit.tensors if self.offloads or t.gathered_bytes != t.element_bytes]
+        if self._is_alone(group):
+            return
+        copied = [t for t in group if self.offloads or t.gathered_bytes != t.element_bytes]
         sizes = [self._part_numel(t) * t.gathered_bytes for t in copied]
         # copied from the host one by one, or narrowed into one tensor (`_get_param_all_gather_inputs`)
         made = sizes if self.offloads else [sum(sizes)]
         casts = step.allocate("all_gather.cast", BUFFERS, made, unit.name, stream=ALL_GATHER_COPY_IN)
-        self._send(step, unit, step.now)
+        self._send(step, unit, group, step.now)
         step.moment("all_gather", phase)
         step.free(casts)
 
-    def _send(self, step: Step, unit: Unit, born: int) -> None:
-        size = sum(self._part_numel(t) * self._shards(t) * t.gathered_bytes for t in unit.tensors)
-        unit.sent = step.allocate("all_gather.output", BUFFERS, [size], unit.name, born=born, stream=ALL_GATHER_COPY_IN)
+    def _send(self, step: Step, unit: Unit, group: Sequence[StoredTensor], born: int) -> None:
+        if self._is_alone(group):
+            return
+        size = sum(map(self._whole_bytes, group))
+        unit.sent += step.allocate("all_gather.output", BUFFERS, [size], unit.name, born=born, stream=ALL_GATHER_COPY_IN)
 
     def prefetch(self, step: Step, unit: Unit, *, born: int | None = None, phase: Phase = Phase.BACKWARD) -> None:
         if not unit.gathered and not unit.sent:
-            if born is None:
-                self._all_gather(step, unit, phase)
-            else:
-                self._send(step, unit, born)
+            for group in _groups(unit):
+                if born is None:
+                    self._all_gather(step, unit, group, phase)
+                else:
+                    self._send(step, unit, group, born)
+
+    def before_forward(self, step: Step, module: str) -> None:
+        super().before_forward(step, module)
+        for unit in self._of_module.get(module, []) if self.prefetches_forward else []:
+            if unit is not self.units[-1]:
+                self.prefetch(step, self.units[self.units.index(unit) + 1], phase=Phase.FORWARD)
 
     def after_forward(self, step: Step, module: str) -> None:
         super().after_forward(step, module)
@@ -200,3 +222,9 @@ class FSDP2(ShardedLayout):
         super().end_backward(step)
         step.free(self._reduced_from)
         step.free(self._all_reduced)
+
+
+def _groups(unit: Unit) -> list[list[StoredTensor]]:
+    """Tensors that are gathered at once: of a unit, experts that ranks have divided are on another mesh than the rest."""
+    divided = [[t for t in unit.tensors if (t.expert_ranks > 1) == expert] for expert in (False, True)]
+    return [group for group in divided if group]

@@ -6,10 +6,11 @@ import pytest
 
 from peakcast import catalog
 from peakcast.architecture import Architecture
+from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.models.analytical.stored_parameters import stored_parameters
-from peakcast.spec import Parallelism, TrainingJob
+from peakcast.spec import Loss, Optimizer, Parallelism, TrainingJob
 
 RANKS = 8
 
@@ -65,3 +66,35 @@ def test_the_scope_says_what_is_left_out(network):
     assert "exchange of tokens" in out_of_scope(job(network, 2, sharding="fsdp2"))
     assert "all experts" in out_of_scope(job(network, 2, zero_stage=1))
     assert out_of_scope(job(network, 1, sharding="fsdp2")) == ""
+
+
+TITAN = FrozenMapping({"torchtitan": "0.3"})
+
+
+def test_torchtitans_exchange_is_in_scope_under_fsdp2_alone(network):
+    titan = job(network, 2, sharding="fsdp2").replace(versions=TITAN)
+    assert out_of_scope(titan) == ""
+    for changed in ({"optimizer": Optimizer(name="adafactor")}, {"loss": Loss(fused_linear_cross_entropy=True)}):
+        assert "compared with its trace" in out_of_scope(titan.replace(**changed))
+    assert "no other parallelism" in out_of_scope(job(network, 2, sharding="hsdp").replace(versions=TITAN))
+
+
+def test_sent_tokens_stand_beside_what_was_sent_and_what_they_are_sorted_into(network):
+    """`_permute` runs while the caller still names the rows that it sent and those that came: three times all pairs."""
+    titan = job(network, 2, sharding="fsdp2").replace(versions=TITAN)
+    timeline = ledger(titan, step="steady")
+    instant = timeline.labels.index("mlp.experts.permute")
+    rows = 256 * network.moe.num_experts_per_tok * network.hidden_size * 2
+    alive = timeline.alive_at(instant)
+    named = ("mlp.experts.take", "mlp.experts.send", "mlp.experts.permute")
+    found = [int(timeline.num_bytes[i]) for i, name in enumerate(timeline.names) if alive[i] and name in named]
+    assert found == [rows] * 3
+    assert timeline.labels.count("mlp.experts.send") == 2 * network.num_hidden_layers  # and the gradients' way back
+
+
+def test_experts_of_one_rank_each_are_copied_and_never_gathered(network):
+    """Two groups in a layer: of the experts' there is no buffer of all ranks where nobody shares them."""
+    for experts, buffers in ((4, 2), (RANKS, 1)):
+        timeline = ledger(job(network, experts, sharding="fsdp2").replace(versions=TITAN), step="steady")
+        pairs = list(zip(timeline.names, timeline.modules, strict=True))
+        assert pairs.count(("all_gather.output", "layers.3")) == 2 * buffers  # in forward and in backward

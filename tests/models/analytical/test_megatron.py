@@ -92,6 +92,14 @@ def test_flash_and_fused_attention():
     assert kept_bytes(make(attention_backend="flash")) == 36 * SBH + statistics
 
 
+@pytest.mark.parametrize(("groups", "copies"), [(8, False), (4, True), (2, True), (1, False)])
+def test_queries_of_several_groups_are_copied_when_they_are_reshaped(groups, copies):
+    """Of one group on a rank they are a view of the projection, as they are where every head has keys of its own."""
+    job = make(group_query_attention=True, num_query_groups=groups)
+    labels = decoder_layer(layer_context(job, None)).forward_labels
+    assert ("query_reshape" in labels) == copies
+
+
 def test_fp32_softmax_keeps_seven_bytes_per_score():
     job = make(transformer_impl="local", no_masked_softmax_fusion=True)
     assert kept_bytes(job) == 34 * SBH + 7 * AS2B + STATISTICS
