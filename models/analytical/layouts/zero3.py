@@ -29,7 +29,10 @@ class Zero3(Partitions):
         offloads_parameters: bool = False,
         head_of_root: bool = False,
     ) -> None:
+        whole, tensors = [t for t in tensors if not t.sharded], [t for t in tensors if t.sharded]
         super().__init__(tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads)
+        self._whole = whole
+        """What hangs on parameters and is none (the constants of quantised weights)."""
         self.packs = packs
         self.offloads_parameters = offloads_parameters
         self._of_module: dict[str, list[StoredTensor]] = {}
@@ -69,6 +72,7 @@ class Zero3(Partitions):
         return sum(-(-t.numel // self.ranks) for t in group)
 
     def hold_resident(self, step: Step) -> None:
+        step.hold_all(((t.name, t.module, t.numel * t.element_bytes) for t in self._whole), Category.PARAMETERS)
         if not self.offloads_parameters:
             flat = sum(self.partition([t]) * t.element_bytes for t in self.trained)  # defragmented, frozen ones are not
             step.hold("partitions", Category.PARAMETERS, flat, 0)

@@ -80,6 +80,7 @@ class Coordinator:
         (`ds_recompute_parameters`): the first of the block, and with use_reentrant the whole network, which is never done.
         """
         packed, lent, kept = set[StoredTensor](), set[StoredTensor](), set[StoredTensor]()
+        last = {t: turn.ends for turn in turns for t in turn.tensors if self.packs and t.quantized}
         for index, turn in enumerate(turns):
             if turn.starts:
                 self._restart(turn.begins)
@@ -114,6 +115,8 @@ class Coordinator:
             for tensor in [t for t in released if t not in lent and t not in kept] if turn.releases else ():
                 later = (after.ends for after in turns[index + 1 :] if tensor in after.tensors)
                 ends = next(later, turn.ends) if tensor in packed else turn.ends
+                if tensor in mine:  # bitsandbytes' product keeps a quantised weight for its backward (`MatMul4Bit`)
+                    ends = last.get(tensor, ends)
                 self._release(tensor, ends - (tensor in packed and ends - 1 in self.reductions))
 
     def _restart(self, now: int) -> None:

@@ -49,7 +49,7 @@ def turns_of(
     `around`: how many modules are entered before."""
     modules: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
-        name = tensor.name.removesuffix(".weight").removesuffix(".bias")
+        name = tensor.name.removesuffix(".weight").removesuffix(".weight").removesuffix(".bias")  # a quantised one has two
         does = CALLED.get(name, name)
         if does != name and any(label.startswith(f"{does}.") for label in labels):
             name = does if f"{does}.weight" not in {t.name for t in tensors} else name
