@@ -25,6 +25,8 @@ DETAILS = (
     "stage3_max_live_parameters",
     "sub_group_size",
     "round_robin_gradients",
+    "contiguous_gradients",
+    "reduce_scatter",
 )
 """Conventions that are called the same in DeepSpeed's `zero_optimization`."""
 

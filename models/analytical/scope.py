@@ -159,10 +159,19 @@ def _zero_reason(job: TrainingJob) -> str:
         ),
         (bool(quantized) and job.offload != Offload(), "offloading with whole weights only, not quantised ones."),
         (
+            layout.zero_stage == 1 and conventions(job).get("overlap_comm") is True,
+            "without overlap_comm: with it gradients are reduced in backward, and counted as if after it.",
+        ),
+        (
+            not conventions(job).get("contiguous_gradients", True),
+            "with contiguous_gradients=true only: the buffers that are left out without it are counted.",
+        ),
+        (
             job.precision.parameters != job.precision.compute,
             f"computed in the dtype of the weights only, not {job.precision.parameters!r} in {job.precision.compute!r}.",
         ),
-        (job.architecture.kind != "decoder" or job.architecture.moe is not None, "on dense decoders only."),
+        (job.architecture.kind != "decoder", "on decoders only."),
+        (job.architecture.moe is not None and bool(quantized), "with whole experts only, not quantised ones."),
         (optimizer.name not in ("adamw", "adam"), f"with torch's AdamW only, not optimizer.name={optimizer.name!r}."),
         (job.activation_checkpointing.mode == "selective", "without selective checkpointing only."),
         (layout.world_size > layout.data_parallel_size, "beside no other parallelism."),

@@ -43,6 +43,11 @@ class StoredTensor:
         return math.prod(self.shape)
 
     @property
+    def stacked(self) -> bool:
+        """Whether it is the matrices of all experts of a layer, which no nn.Linear has."""
+        return len(self.shape) > 2
+
+    @property
     def quantized(self) -> bool:
         """Whether it is counted in bytes: several elements of the network's weight make one."""
         return self.element_bytes == 1 and not self.trains
