@@ -43,7 +43,9 @@ def adapter_dtype(job: TrainingJob) -> str:
     """The dtype of adapters: DeepSpeed's engine casts them to the network's, but for what stage 3 has partitioned
     (DeepSpeed 0.19 runtime/engine.py `_cast_module_mixed_precision`), which TRL's trainers make so (trl 1.16.0, `if
     args.deepspeed_plugin.zero_stage == 3`)."""
-    stages = (1, 2) if job.loss.kind == "cross_entropy" else (1, 2, 3)
+    whole = job.finetuning.quantization is not None  # transformers does not make such networks in parts
+    cast = job.loss.kind != "cross_entropy" or whole
+    stages = (1, 2, 3) if cast else (1, 2)
     if job.parallelism.zero_stage in stages and job.parallelism.num_replicas > 1:
         return job.precision.parameters
     chosen: str = job.finetuning.adapter_dtype or conventions(job).get("adapter_dtype", "float32")

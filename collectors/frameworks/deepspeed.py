@@ -25,6 +25,8 @@ DETAILS = (
     "stage3_max_live_parameters",
     "sub_group_size",
     "round_robin_gradients",
+    "contiguous_gradients",
+    "reduce_scatter",
 )
 """Conventions that are called the same in DeepSpeed's `zero_optimization`."""
 
@@ -118,7 +120,7 @@ def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
             activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=True),
         )
     config = configuration(job)
-    splits = job.parallelism.zero_stage == 3
+    splits = job.parallelism.zero_stage == 3 and not job.finetuning.quantization
     torch.utils._device._device_constructors()  # torch remembers them, not what zero.Init puts in their places meanwhile
     making = deepspeed.zero.Init(config_dict_or_path=config) if splits else None
     inner = huggingface.build(plain, device, making)

@@ -164,20 +164,31 @@ def _huggingface_reason(job: TrainingJob) -> str:
 def _zero_reason(job: TrainingJob) -> str:
     """What of DeepSpeed's ZeRO no trace has confirmed."""
     layout, optimizer = job.parallelism, job.optimizer
-    if layout.zero_stage == 0 or layout.data_parallel_size == 1:
+    if layout.zero_stage == 0:
         return ""
-    name = f"zero_stage={layout.zero_stage} is compared with DeepSpeed's trace"
+    quantized, name = job.finetuning.quantization, f"zero_stage={layout.zero_stage} is compared with DeepSpeed's trace"
     checks = [
         (job.offload.activations, "without offloaded activations only."),
+        (layout.data_parallel_size == 1, "on several ranks only: on one its buckets and fp32 copies are left out."),
         (
-            bool(job.finetuning.quantization),
-            f"with weights that are not quantised only, not finetuning.quantization={job.finetuning.quantization!r}.",
+            quantized not in (None, "nf4"),
+            f"with nf4 or whole weights only, not finetuning.quantization={quantized!r}.",
+        ),
+        (bool(quantized) and job.offload != Offload(), "offloading with whole weights only, not quantised ones."),
+        (
+            layout.zero_stage == 1 and conventions(job).get("overlap_comm") is True,
+            "without overlap_comm: with it gradients are reduced in backward, and counted as if after it.",
+        ),
+        (
+            not conventions(job).get("contiguous_gradients", True),
+            "with contiguous_gradients=true only: the buffers that are left out without it are counted.",
         ),
         (
             job.precision.parameters != job.precision.compute,
             f"computed in the dtype of the weights only, not {job.precision.parameters!r} in {job.precision.compute!r}.",
         ),
-        (job.architecture.kind != "decoder" or job.architecture.moe is not None, "on dense decoders only."),
+        (job.architecture.kind != "decoder", "on decoders only."),
+        (job.architecture.moe is not None and bool(quantized), "with whole experts only, not quantised ones."),
         (optimizer.name not in ("adamw", "adam"), f"with torch's AdamW only, not optimizer.name={optimizer.name!r}."),
         (job.activation_checkpointing.mode == "selective", "without selective checkpointing only."),
         (layout.world_size > layout.data_parallel_size, "beside no other parallelism."),

@@ -16,6 +16,10 @@ from peakcast.ranks import ranks_that_differ
 from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES, MIB
 
+LEAVES = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Families of whose layers ZeRO-3 takes the feed-forward as one module (DeepSpeed 0.19.8 `runtime/zero/leaf_module_config.py`
+DEFAULT_LEAF_MODULE_CLASSES)."""
+
 
 def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: int = 0, rank: int | None = None) -> Layout:
     """The layout of `job` for the network's `tensors`, on rank 0: no rank holds more. `logits_bytes`: of the model's
@@ -117,6 +121,7 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
         offloads=offloads,
         offloads_parameters=job.offload.parameters,
         head_of_root=job.loss.kind in REFERRING,
+        leaf="mlp" if job.architecture.model_type in LEAVES else "",
     )
 
 

@@ -43,6 +43,16 @@ class StoredTensor:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def stacked(self) -> bool:
+        """Whether it is the matrices of all experts of a layer, which no nn.Linear has."""
+        return len(self.shape) > 2
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is counted in bytes: several elements of the network's weight make one."""
+        return self.element_bytes == 1 and not self.trains
+
     def optimized(self, shape: tuple[int, ...]) -> TrainedTensor:
         """The part of `shape` of it, as the optimizer sees it."""
         return TrainedTensor(self.name, self.module, shape, self.element_bytes, self.decays, self.parts_in_optimizer)

@@ -44,6 +44,8 @@ class Zero12(Partitions):
         self.round_robin = round_robin
         self._mine: dict[StoredTensor, int] = {}
         """Elements of each tensor that lie in this rank's partition."""
+        self._slices: dict[StoredTensor, list[tuple[int, int]]] = {}
+        """Of each tensor, the ranks that it belongs to, and the elements that each has."""
         self.owners = self._owners_of_tensors()
         self._bucket: list[int] = []
         self._tied: list[int] = []
@@ -60,9 +62,12 @@ class Zero12(Partitions):
             size, offset = self.partition(group), 0
             for tensor in self._dealt(group):
                 owners[tensor] = range(offset // size, (offset + tensor.numel - 1) // size + 1)
-                begin, end = self.rank * size, (self.rank + 1) * size
-                self._mine[tensor] = max(0, min(offset + tensor.numel, end) - max(offset, begin))
-                offset += tensor.numel
+                ends = offset + tensor.numel
+                self._slices[tensor] = [
+                    (rank, min(ends, (rank + 1) * size) - max(offset, rank * size)) for rank in owners[tensor]
+                ]
+                self._mine[tensor] = dict(self._slices[tensor]).get(self.rank, 0)
+                offset = ends
         return owners
 
     def _dealt(self, group: list[StoredTensor]) -> list[StoredTensor]:
@@ -92,12 +97,12 @@ class Zero12(Partitions):
         self._waiting.append(Arrival(tensor, now))
 
     def _reduce(self, step: Step, now: int, gone: int = 0) -> None:
-        """The bucket is reduced, when the operation at `now` has let go of `gone` bytes: in a copy where it holds parts of
+        """The bucket is reduced, when the operation at `now` has let go of `gone` bytes: in copies where it holds parts of
         several ranks in turn. What lies in this rank's partition is then copied into `grads_in_partition`, which has room
         for all of every tensor that lies in it in part."""
         parts = [owner for one in self._waiting for owner in self.owners[one.tensor]]
-        elements = sum(one.tensor.numel for one in self._waiting)
-        copies = any(part != parts[0] for part in parts)
+        elements = self._copied()
+        copies = elements > 0
         placed = now + 1  # the copy, if any, is gone when gradients are put in their place
         if copies:
             step.hold("all_reduce.input", BUFFERS, elements * self.element_bytes - gone, now, now + 1)
@@ -117,6 +122,22 @@ class Zero12(Partitions):
                 step.hold("grads_in_partition", Category.GRADIENTS, size - gone, now, placed)
             handles = step.allocate("grads_in_partition", Category.GRADIENTS, [size], born=placed)
             self._earlier, self._partition_gradients = self._partition_gradients, handles
+
+    def _copied(self) -> int:
+        """Elements of the largest copy: parts of different ranks are sent together until they make a bucket, and one alone
+        is sent from where it is (`average_tensor`, `allreduce_and_scatter`)."""
+        slices: list[tuple[int, int]] = []
+        for rank, size in (part for one in self._waiting for part in self._slices[one.tensor]):
+            if slices and slices[-1][0] == rank:
+                size += slices.pop()[1]
+            slices.append((rank, size))
+        largest, together = 0, list[int]()
+        for index, (_, size) in enumerate(slices):
+            together.append(size)
+            if sum(together) > self.buckets.reduce or index == len(slices) - 1:
+                largest = max(largest, sum(together) if len(together) > 1 else 0)
+                together = []
+        return largest
 
     def _reduce_now(self, step: Step) -> None:
         now = step.moment("reduce_gradients", Phase.BACKWARD)

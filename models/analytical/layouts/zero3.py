@@ -28,9 +28,14 @@ class Zero3(Partitions):
         offloads: bool = False,
         offloads_parameters: bool = False,
         head_of_root: bool = False,
+        leaf: str = "",
     ) -> None:
+        whole, tensors = [t for t in tensors if not t.sharded], [t for t in tensors if t.sharded]
         super().__init__(tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads)
+        self._whole = whole
+        """What hangs on parameters and is none (the constants of quantised weights)."""
         self.packs = packs
+        self.leaf = leaf
         self.offloads_parameters = offloads_parameters
         self._of_module: dict[str, list[StoredTensor]] = {}
         for tensor in tensors:
@@ -69,6 +74,7 @@ class Zero3(Partitions):
         return sum(-(-t.numel // self.ranks) for t in group)
 
     def hold_resident(self, step: Step) -> None:
+        step.hold_all(((t.name, t.module, t.numel * t.element_bytes) for t in self._whole), Category.PARAMETERS)
         if not self.offloads_parameters:
             flat = sum(self.partition([t]) * t.element_bytes for t in self.trained)  # defragmented, frozen ones are not
             step.hold("partitions", Category.PARAMETERS, flat, 0)
@@ -139,13 +145,24 @@ class Zero3(Partitions):
             turns = self._never_done(turns, run.forward_start + run.template.num_forward)
         self._turns += turns
         run.keeps_gradients = False  # each goes into the bucket as soon as it is there
-        weights = run.template.weight_gradient.nonzero()[0]
-        for index in sorted(weights.tolist(), key=lambda i: int(run.template.born[i])):
-            elements = int(run.template.num_bytes[index]) // self.gradient_bytes
-            now = begins + int(run.template.born[index])
+        template = run.template
+        for at, index in self._arrivals(run):
+            elements, born = int(template.num_bytes[index]) // self.gradient_bytes, begins + int(template.born[index])
             if self._filled and sum(n for n, _ in self._filled) + elements > self.buckets.reduce:
-                self._reduce(step, now, ended_bytes(run, int(run.template.born[index])))
-            self._filled.append((elements, now))
+                self._reduce(step, begins + at, ended_bytes(run, at))
+            self._filled.append((elements, born))
+            if elements <= self.buckets.reduce and born < begins + at:
+                step.hold("gradient", Category.GRADIENTS, int(template.num_bytes[index]), born + 1, begins + at, run.module)
+
+    def _arrivals(self, run: Run) -> list[tuple[int, int]]:
+        """When each gradient of a block comes to the bucket, from the begin of its backward, and which it is: those of a leaf
+        when all of it is done (`reduce_leaf_module_grads`)."""
+        template, leaf = run.template, f"{self.leaf}."
+        inside = [at for at, label in enumerate(template.backward_labels) if label.startswith(leaf)]
+        weights = sorted(template.weight_gradient.nonzero()[0].tolist(), key=lambda i: int(template.born[i]))
+        whole = [bool(self.leaf) and template.names[i].startswith(leaf) for i in weights]
+        found = [(max(inside) if in_leaf else int(template.born[i]), i) for i, in_leaf in zip(weights, whole, strict=True)]
+        return sorted(found, key=lambda one: one[0])
 
     def _never_done(self, turns: list[Turn], ended: int) -> list[Turn]:
         """Modules that ran forward once more without a graph, after `ended`, have forgotten which gradients they wait for
@@ -167,7 +184,7 @@ class Zero3(Partitions):
     ) -> list[Turn]:
         around = self._around(module, backward=backward)
         labels = step.labels[begins:ends]
-        turns = turns_of(module, labels, begins, self._of_module.get(module, []), around=around)
+        turns = turns_of(module, labels, begins, self._of_module.get(module, []), around=around, leaf=self.leaf)
         if again:  # which stops in the last operation that keeps something, before it would release
             turns = [replace(turn, computes_again=True) for turn in turns]
             turns[-1] = replace(turns[-1], releases=not self.packs)

@@ -31,7 +31,8 @@ class Gather:
     coalesced_bytes: tuple[int, ...]
     """Of the flat outputs of several tensors, one for each dtype, which are copied out of it; none for one tensor alone,
     gathered in place."""
-    arrived: bool = False
+    arrived: int | None = None
+    """The instant at which somebody had waited for it."""
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class Coordinator:
         (`ds_recompute_parameters`): the first of the block, and with use_reentrant the whole network, which is never done.
         """
         packed, lent, kept = set[StoredTensor](), set[StoredTensor](), set[StoredTensor]()
+        last = {t: turn.ends for turn in turns for t in turn.tensors if self.packs and t.quantized}
         for index, turn in enumerate(turns):
             if turn.starts:
                 self._restart(turn.begins)
@@ -114,6 +116,12 @@ class Coordinator:
             for tensor in [t for t in released if t not in lent and t not in kept] if turn.releases else ():
                 later = (after.ends for after in turns[index + 1 :] if tensor in after.tensors)
                 ends = next(later, turn.ends) if tensor in packed else turn.ends
+                if tensor in mine:  # bitsandbytes' product keeps a quantised weight for its backward (`MatMul4Bit`)
+                    ends = last.get(tensor, ends)
+                if tensor in mine and tensor.stacked and self.packs:  # as autograd does, and a checkpoint does not
+                    after = [later for later in turns[index + 1 :] if tensor in later.tensors]
+                    if after and not any(later.computes_again for later in after):
+                        ends = max(ends, after[-1].ends)
                 self._release(tensor, ends - (tensor in packed and ends - 1 in self.reductions))
 
     def _restart(self, now: int) -> None:
@@ -172,13 +180,12 @@ class Coordinator:
         gather = self.gathers.pop(tensor, None)
         if gather is None:
             return
-        ends = now if gather.arrived else now + 1
-        if not gather.arrived:
-            gather.arrived = True
+        if gather.arrived is None:
+            gather.arrived = now
             self.available.update(dict.fromkeys(gather.tensors, now if gather.coalesced_bytes else gather.born))
         gather.tensors.remove(tensor)
         if not gather.tensors:
-            self._hold_output(gather, ends)
+            self._hold_output(gather, now + (gather.arrived == now))
 
     def _hold_output(self, gather: Gather, ends: int) -> None:
         for size in gather.coalesced_bytes:

@@ -42,14 +42,15 @@ class Turn:
 
 
 def turns_of(
-    block: str, labels: Sequence[str], begins: int, tensors: Sequence[StoredTensor], *, around: int = 0
+    block: str, labels: Sequence[str], begins: int, tensors: Sequence[StoredTensor], *, around: int = 0, leaf: str = ""
 ) -> list[Turn]:
     """The turns of modules in a block's forward or backward, whose operations have these labels, the first at `begins`.
     What no label names is used throughout, and has the first turn, but for adapters, which are switched off then.
-    `around`: how many modules are entered before."""
+    `around`: how many modules are entered before. `leaf`: a module that has the parameters of all within it."""
     modules: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
-        name = tensor.name.removesuffix(".weight").removesuffix(".bias")
+        name = tensor.name.removesuffix(".weight").removesuffix(".weight").removesuffix(".bias")  # a quantised one has two
+        name = leaf if leaf and name.startswith(f"{leaf}.") else name
         does = CALLED.get(name, name)
         if does != name and any(label.startswith(f"{does}.") for label in labels):
             name = does if f"{does}.weight" not in {t.name for t in tensors} else name
@@ -60,7 +61,7 @@ def turns_of(
     last, named = "", set[str]()
     for index, label in enumerate(labels, begins):
         owner = _owner(label, modules)
-        path = tuple(_path(label, owner, modules))
+        path = (leaf,) if leaf and owner == leaf else tuple(_path(label, owner, modules))
         for module in path:
             if module == owner:
                 if {last, owner} == {owner.removesuffix(".lora_A"), f"{last.removesuffix('.lora_A')}.lora_A"}:

@@ -222,6 +222,16 @@ def test_zero3_adapters_are_fp32_and_frozen_weights_keep_their_inputs_with_its_l
     assert kept == [False, True]
 
 
+def test_zero3_shares_quantised_weights_but_not_their_constants():
+    tuning = Finetuning(method="qlora", rank=4, quantization="nf4")
+    sizes = FrozenMapping({"stage3_param_persistence_threshold": 0})
+    adapted = [job("zero3", ranks=ranks, finetuning=tuning, framework_options=sizes) for ranks in (4, 8)]
+    assert {t.element_bytes for t in stored_parameters(adapted[0]) if t.trains} == {BF16}
+    constants = sum(t.numel for t in stored_parameters(adapted[0]) if not t.sharded)
+    held = [at_the_optimizer(ledger(one))[Category.PARAMETERS] for one in adapted]
+    assert 0 < constants < 2 * held[1] - held[0] <= constants + 200 * 512  # rounded
+
+
 def test_parts_are_padded_by_rows_in_fsdp2_and_at_the_end_in_fsdp1():
     tensors = [
         StoredTensor("w", "layers.0", (10, 7), 2, 2, trains=True),
@@ -325,6 +335,10 @@ def test_scope_names_what_is_left_out():
     assert out_of_scope(job("zero2", offload=Offload(optimizer=True))) == ""
     assert "without offloaded activations" in out_of_scope(job("zero2", offload=Offload(activations=True)))
     assert "computed in the dtype of the weights only" in out_of_scope(job("zero3", precision=MIXED))
+    assert "on several ranks only" in out_of_scope(job("zero2", ranks=1))
+    for method, said in (("nf4", ""), ("int8", "with nf4 or whole weights only")):
+        tuning = Finetuning(method="qlora", rank=8, quantization=method)
+        assert all(said in out_of_scope(job(f"zero{stage}", finetuning=tuning)) for stage in (2, 3))
     half = Precision(parameters="float16", compute="float16", gradients="float16", optimizer_states="float32")
     assert out_of_scope(job("zero3", precision=half)) == ""
     assert out_of_scope(job("fsdp1", finetuning=Finetuning(method="lora", rank=8))) == ""
