@@ -134,9 +134,10 @@ class _Turns:
         self.step = step
         self.context = context
         self.blocks = Blocks(job, self.context)
-        self.splits = job.parallelism.pipeline_schedule in SPLIT_BACKWARD
-        self.split_blocks = Blocks(job, replace(self.context, splits_backward=self.splits))
-        self.several = self.splits or len(chunks) > 1
+        self.split_blocks = Blocks(job, replace(self.context, splits_backward=True))
+        self.split: frozenset[tuple[int, int]] = frozenset()
+        """Micro-batches, each with its chunk, whose backward comes in two halves."""
+        self.several = job.parallelism.pipeline_schedule in SPLIT_BACKWARD or len(chunks) > 1
         self.alive: dict[tuple[int, int], _InFlight] = {}
         self.begun: set[int] = set()
         """Chunks whose gradients are there."""
@@ -150,6 +151,8 @@ class _Turns:
         simulated = simulated_micro_batches(layout, stage, micro_batches)
         self.layout.begin_turns()
         turns = turns_of_rank(layout, stage, simulated)
+        halves = (turn for turn in turns if turn.half == "inputs" and not self.chunks[turn.chunk].is_first)
+        self.split = frozenset((turn.micro_batch, turn.chunk) for turn in halves)
         for index, turn in enumerate(turns):
             self.layout.before_turn(self.step, turns[index:])
             self._run(turn)
@@ -177,8 +180,8 @@ class _Turns:
 
     def _forward(self, turn: Turn) -> None:
         chunk, step = self.chunks[turn.chunk], self.step
-        blocks = self.blocks if chunk.is_first or self.blocks.checkpointed[0] else self.split_blocks
-        ends = self.blocks if chunk.is_first else self.split_blocks
+        ends = self.split_blocks if (turn.micro_batch, turn.chunk) in self.split else self.blocks
+        blocks = self.blocks if self.blocks.checkpointed[0] else ends
         state = _InFlight(step.now, 0, {})
         if chunk.is_first:
             state.embedded = step.run_forward(blocks.embedding(), "embedding")
