@@ -117,6 +117,7 @@ class Tape:
         self._elsewhere: dict[str, Tensor] = {}
         self._gradient_from: dict[int, int] = {}
         self._loss_from: int | None = None
+        self._added_to_handed_in: int | None = None
 
     # -- building -----------------------------------------------------------------------------------------------------
 
@@ -351,6 +352,8 @@ class Tape:
                     total = _Gradient(tensor.num_bytes, instant, f"{operation.name}.gradient", 1)
                     touched[total] = None
                     held[id(tensor)] = total
+                elif existing.name == HANDED_IN and self._added_to_handed_in is None:
+                    self._added_to_handed_in = instant
             rows += [
                 (weight.name, _GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False)
                 for weight in operation.weight_gradients
@@ -409,4 +412,5 @@ class Tape:
             saved_bytes=[size for index in backward for size in self._operations[index].saved_bytes if size],
             loss_from=len(self._operations) if self._loss_from is None else self._loss_from,
             elsewhere=elsewhere,
+            added_to_handed_in=len(backward) if self._added_to_handed_in is None else self._added_to_handed_in,
         )

@@ -49,8 +49,6 @@ from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 
 INT64 = 8
-SECOND_NORM = "pre_feedforward_layernorm"
-"""Its backward adds to the gradient that a layer of Llama's kind was handed."""
 
 
 def pipeline_ledger(
@@ -323,12 +321,10 @@ class _Turns:
         del self.sent[:count]
 
     def _hold_received_gradient(self, state: _InFlight, module: str) -> None:
-        """The buffer of the gradient that came in, but for the time in which the last layer's backward counts it: to what
-        others hold nothing is added in place (`InputBuffer::accumulate`), so a second gradient gives a new tensor."""
+        """The buffer of the gradient that came in, but for the time in which the last layer's backward counts it."""
         last = state.runs[max(state.runs)]
         run = last.recomputation or last
-        labels, size = run.template.backward_labels, self.context.input_bytes
-        added = max(index for index, label in enumerate(labels) if label.startswith(SECOND_NORM))
+        added, size = run.template.added_to_handed_in, self.context.input_bytes
         begins, buffers = run.backward_start or 0, Category.COMMUNICATION_BUFFERS
         self.step.hold("received.output.grad", buffers, size, 0, begins, module)
         self.step.hold("received.output.grad", buffers, size, begins + added, module=module)
