@@ -115,6 +115,9 @@ class ActivationCheckpointing:
         require_positive(self, "every_n_layers", "num_layers", where="activation_checkpointing.")
 
 
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
     """The layout. `sharding` is of PyTorch's FSDP, `zero_stage` of DeepSpeed (1 with Megatron: distributed optimizer)."""
@@ -124,7 +127,7 @@ class Parallelism:
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     pipeline_parallel_size: int = 1
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v"] = "1f1b"
+    pipeline_schedule: PipelineSchedule = "1f1b"
     virtual_pipeline_stages: int = 1
     pipeline_layers: tuple[int, ...] = ()
     """Layers on each virtual stage in model order; empty means an even split."""

@@ -31,6 +31,7 @@ SCHEDULES = {
     ("zero_bubble", False): "ScheduleInterleavedZeroBubble",
     ("zero_bubble", True): "ScheduleInterleavedZeroBubble",
     ("zero_bubble_v", True): "ScheduleZBVZeroBubble",
+    ("dualpipe_v", True): "ScheduleDualPipeV",
 }
 """(`parallelism.pipeline_schedule`, whether a rank has several stages) -> torch's class."""
 
@@ -181,7 +182,7 @@ def build(
 def stages_of_rank(job: TrainingJob, rank: int) -> list[int]:
     """The stages of pipeline rank `rank`, in model order: every p-th one, or those of a V."""
     layout = job.parallelism
-    ranks, back = layout.pipeline_parallel_size, layout.pipeline_schedule == "zero_bubble_v"
+    ranks, back = layout.pipeline_parallel_size, layout.pipeline_schedule in ("zero_bubble_v", "dualpipe_v")
     return [
         chunk * ranks + (ranks - 1 - rank if back and chunk % 2 else rank)
         for chunk in range(layout.virtual_pipeline_stages)

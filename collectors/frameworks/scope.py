@@ -177,7 +177,7 @@ PIPELINE: dict[str, Rule] = {
         lambda j: (
             j.parallelism.num_replicas > 1
             and j.parallelism.sharding == "none"
-            and j.parallelism.pipeline_schedule.startswith("zero_bubble")
+            and j.parallelism.pipeline_schedule in ("zero_bubble", "zero_bubble_v", "dualpipe_v")
         ),
         lambda j: j.parallelism.pipeline_schedule,
         "another schedule under DDP, or FSDP2: weights' gradients come from torch.autograd.grad, which no hook of DDP sees",

@@ -43,6 +43,8 @@ class Backward:
     ) -> None:
         self.rows: list[Row] = []
         self.gradient_from: dict[int, int] = {}
+        self.added_to_handed_in: int | None = None
+        """As the template has it."""
         self._shared, self._turns, self._saves_on_cpu = shared, turns, saves_on_cpu
         self._held: dict[int, _Gradient] = {}
         self._hooked: dict[_Gradient, int] = {}
@@ -90,6 +92,8 @@ class Backward:
                 total = _Gradient(tensor.num_bytes, instant, f"{operation.name}.gradient", 1)
                 touched.append(total)
                 held[key] = total
+            elif existing.name == HANDED_IN and self.added_to_handed_in is None:
+                self.added_to_handed_in = instant
         if not later:
             for weight in operation.weight_gradients:
                 if weight.num_bytes > 0:

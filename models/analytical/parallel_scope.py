@@ -14,6 +14,7 @@ from peakcast.spec import ActivationCheckpointing, Offload, TrainingJob
 PIPELINE_SCHEDULES = {
     *(("gpipe", False), ("gpipe", True), ("1f1b", False), ("interleaved_1f1b", True)),
     *(("zero_bubble", False), ("zero_bubble", True), ("zero_bubble_v", True)),
+    ("dualpipe_v", True),
 }
 """(schedule, whether a rank has several stages) that torch has and the ledger knows."""
 
@@ -210,7 +211,7 @@ def _pipeline_reason(job: TrainingJob) -> str:
             or (layout.pipeline_schedule in V_SHAPED and layout.virtual_pipeline_stages != 2),
             f"pipeline_schedule={layout.pipeline_schedule!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} "
             "is not modelled; gpipe, 1f1b and zero_bubble with 1, gpipe, interleaved_1f1b and zero_bubble with more, "
-            "zero_bubble_v with 2 are.",
+            "zero_bubble_v and dualpipe_v with 2 are.",
         ),
         (
             split and job.activation_checkpointing not in (ActivationCheckpointing(), ActivationCheckpointing(mode="full")),
@@ -240,6 +241,12 @@ def _pipeline_reason(job: TrainingJob) -> str:
             and bool(job.gradient_accumulation_steps % rounds(job)),
             f"gradient_accumulation_steps={job.gradient_accumulation_steps} is no multiple of the {rounds(job)} rounds in "
             "which torch's interleaved schedules take them: they refuse that.",
+        ),
+        (
+            layout.pipeline_schedule == "dualpipe_v"
+            and job.gradient_accumulation_steps < 2 * layout.pipeline_parallel_size,
+            f"gradient_accumulation_steps={job.gradient_accumulation_steps} is fewer than the stages, of which dualpipe_v "
+            f"has 2 × pipeline_parallel_size={layout.pipeline_parallel_size}: torch refuses that.",
         ),
         (bool(job.framework_options.get("autocast")), "autocast in pipeline stages is not modelled."),
         (job.precision.compute == "float8", "float8 in pipeline stages is not modelled."),

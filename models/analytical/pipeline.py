@@ -6,7 +6,7 @@ are those of megatron-core 0.13.1 `pipeline_parallel/schedules.py`.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,9 +15,9 @@ from typing import Literal
 from peakcast.errors import SpecError
 from peakcast.spec import Parallelism
 
-SPLIT_BACKWARD = ("zero_bubble", "zero_bubble_v")
-"""Schedules whose backward comes in two halves."""
-V_SHAPED = ("zero_bubble_v",)
+SPLIT_BACKWARD = ("zero_bubble", "zero_bubble_v", "dualpipe_v")
+"""Schedules in which a backward may come in two halves."""
+V_SHAPED = ("zero_bubble_v", "dualpipe_v")
 """Schedules in which a rank's second stage is as far from the end as its first is from the beginning."""
 
 
@@ -162,6 +162,8 @@ def turns_of_rank(layout: Parallelism, stage: int, num_micro_batches: int) -> tu
         return (*forward, *backward)
     if layout.pipeline_schedule == "zero_bubble_v":
         return _zero_bubble_v(stages, stage, num_micro_batches)
+    if layout.pipeline_schedule == "dualpipe_v":
+        return _dualpipe_v(stages, stage, num_micro_batches)
     group = _round(layout, num_micro_batches)
     if layout.pipeline_schedule == "zero_bubble":
         return _zero_bubble(stages, virtual, stage, num_micro_batches, group)
@@ -212,6 +214,57 @@ def _zero_bubble_v(stages: int, stage: int, num_micro_batches: int) -> tuple[Tur
         while done[chunk, "weights"] < done[chunk, "inputs"]:
             run(chunk, "weights")
     return tuple(turn for turn in turns if turn.micro_batch < num_micro_batches)
+
+
+def _dualpipe_v(stages: int, stage: int, num_micro_batches: int) -> tuple[Turn, ...]:
+    """`ScheduleDualPipeV`, whose overlapped forwards and backwards torch runs one after the other: backwards are whole but
+    where the pipeline fills and drains."""
+    turns: list[Turn] = []
+    forwards, backwards = [0, 0], [0, 0]
+    later: deque[Turn] = deque()
+
+    def forward(chunk: int) -> None:
+        turns.append(Turn(True, forwards[chunk], chunk))
+        forwards[chunk] += 1
+
+    def backward(chunk: int, *, split: bool = False) -> None:
+        turns.append(Turn(False, backwards[chunk], chunk, "inputs" if split else ""))
+        if split:
+            later.append(Turn(False, backwards[chunk], chunk, "weights"))
+        backwards[chunk] += 1
+
+    def weights() -> None:
+        if later:
+            turns.append(later.popleft())
+
+    for _ in range(2 * (stages - stage - 1)):
+        forward(0)
+    for _ in range(stage + 1):
+        forward(0)
+        forward(1)
+    for _ in range(stages - stage - 1):
+        backward(1, split=True)
+        weights()
+        forward(1)
+    for _ in range(num_micro_batches - 2 * stages + stage + 1):
+        forward(0)
+        backward(1)
+        forward(1)
+        backward(0)
+    for _ in range(stages - stage - 1):
+        backward(1)
+        forward(1)
+        backward(0)
+    half, odd = (stage + 1) // 2, stage % 2 == 1
+    for done in range(stage + 1):
+        backward(1, split=done > half or (done == half and odd))
+        backward(0, split=done >= half)
+    for _ in range(stages - stage - 1):
+        weights()
+        backward(0, split=True)
+    for _ in range(stage + 1):
+        weights()
+    return tuple(turns)
 
 
 def _round(layout: Parallelism, num_micro_batches: int) -> int:

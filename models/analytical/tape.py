@@ -215,7 +215,7 @@ class Tape:
             for name, tensor in self._elsewhere.items()
             for saver in (tensor.storage.last_saver,)
         }
-        template = self._template(rows, backward, elsewhere)
+        template = self._template(rows, backward, elsewhere, ran.added_to_handed_in)
         return replace(template, later=self._later(turns, waiting)) if self._splits_backward else template
 
     def _later(self, turns: dict[int, int], waiting: list[Waiting]) -> Later:
@@ -249,7 +249,9 @@ class Tape:
         last = max((i for i in backward if any(self._operations[i].saved_bytes)), default=-1)
         return last if last >= 0 and self._operations[last].outputs[0].storage.kind == "matmul" else last + 1
 
-    def _template(self, rows: list[Row], backward: list[int], elsewhere: dict[str, Elsewhere]) -> Template:
+    def _template(
+        self, rows: list[Row], backward: list[int], elsewhere: dict[str, Elsewhere], added: int | None = None
+    ) -> Template:
         columns = list(zip(*rows, strict=True)) if rows else [()] * 10
         names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph, cached = columns
         instants = np.array((sizes, born, dies, without_graph), dtype=np.int64)
@@ -281,4 +283,5 @@ class Tape:
             saved_bytes=[size for index in backward for size in self._operations[index].saved_bytes if size],
             loss_from=len(self._operations) if self._loss_from is None else self._loss_from,
             elsewhere=elsewhere,
+            added_to_handed_in=len(backward) if added is None else added,
         )

@@ -86,6 +86,9 @@ class Template:
     """Sizes of the tensors that autograd keeps, each operation's counted for itself, parameters too."""
     loss_from: int
     """Forward instants from this one on belong to the loss, not to the model's forward."""
+    added_to_handed_in: int
+    """The backward instant at which a second gradient is first added in place to the one that was handed in. Where somebody
+    else holds that one, their sum is a new tensor (`InputBuffer::accumulate`), for which the entry then stands."""
     elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
     """By name, what becomes here of the tensors that other blocks own."""
     later: Later | None = None

@@ -49,8 +49,6 @@ from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 
 INT64 = 8
-SECOND_NORM = "pre_feedforward_layernorm"
-"""Its backward adds to the gradient that a layer of Llama's kind was handed."""
 
 
 def pipeline_ledger(
@@ -134,9 +132,10 @@ class _Turns:
         self.step = step
         self.context = context
         self.blocks = Blocks(job, self.context)
-        self.splits = job.parallelism.pipeline_schedule in SPLIT_BACKWARD
-        self.split_blocks = Blocks(job, replace(self.context, splits_backward=self.splits))
-        self.several = self.splits or len(chunks) > 1
+        self.split_blocks = Blocks(job, replace(self.context, splits_backward=True))
+        self.split: frozenset[tuple[int, int]] = frozenset()
+        """Micro-batches, each with its chunk, whose backward comes in two halves."""
+        self.several = job.parallelism.pipeline_schedule in SPLIT_BACKWARD or len(chunks) > 1
         self.alive: dict[tuple[int, int], _InFlight] = {}
         self.begun: set[int] = set()
         """Chunks whose gradients are there."""
@@ -150,6 +149,8 @@ class _Turns:
         simulated = simulated_micro_batches(layout, stage, micro_batches)
         self.layout.begin_turns()
         turns = turns_of_rank(layout, stage, simulated)
+        halves = (turn for turn in turns if turn.half == "inputs" and not self.chunks[turn.chunk].is_first)
+        self.split = frozenset((turn.micro_batch, turn.chunk) for turn in halves)
         for index, turn in enumerate(turns):
             self.layout.before_turn(self.step, turns[index:])
             self._run(turn)
@@ -177,8 +178,8 @@ class _Turns:
 
     def _forward(self, turn: Turn) -> None:
         chunk, step = self.chunks[turn.chunk], self.step
-        blocks = self.blocks if chunk.is_first or self.blocks.checkpointed[0] else self.split_blocks
-        ends = self.blocks if chunk.is_first else self.split_blocks
+        ends = self.split_blocks if (turn.micro_batch, turn.chunk) in self.split else self.blocks
+        blocks = self.blocks if self.blocks.checkpointed[0] else ends
         state = _InFlight(step.now, 0, {})
         if chunk.is_first:
             state.embedded = step.run_forward(blocks.embedding(), "embedding")
@@ -320,14 +321,10 @@ class _Turns:
         del self.sent[:count]
 
     def _hold_received_gradient(self, state: _InFlight, module: str) -> None:
-        """The buffer of the gradient that came in, but for the time in which the last layer's backward counts it: to what
-        others hold nothing is added in place (`InputBuffer::accumulate`), so a second gradient gives a new tensor."""
+        """The buffer of the gradient that came in, but for the time in which the last layer's backward counts it."""
         last = state.runs[max(state.runs)]
         run = last.recomputation or last
-        labels, size = run.template.backward_labels, self.context.input_bytes
-        added = max((index for index, label in enumerate(labels) if label.startswith(SECOND_NORM)), default=None)
-        if added is None:  # of BERT's layers, out of scope
-            return
+        added, size = run.template.added_to_handed_in, self.context.input_bytes
         begins, buffers = run.backward_start or 0, Category.COMMUNICATION_BUFFERS
         self.step.hold("received.output.grad", buffers, size, 0, begins, module)
         self.step.hold("received.output.grad", buffers, size, begins + added, module=module)

@@ -5,17 +5,15 @@ Source: torchtitan (mid-2025 to 2026) distributed/parallel_dims.py, distributed/
 
 from __future__ import annotations
 
-from typing import Literal
-
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.translation import Settings
 from peakcast.errors import SpecError
-from peakcast.spec import Parallelism
+from peakcast.spec import Parallelism, PipelineSchedule
 
-SCHEDULES: dict[str, tuple[Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"], int]] = {
+SCHEDULES: dict[str, tuple[PipelineSchedule, int]] = {
     "1f1b": ("1f1b", 1), "gpipe": ("gpipe", 1), "interleaved1f1b": ("interleaved_1f1b", 2),
-    "loopedbfs": ("gpipe", 2), "interleavedzerobubble": ("zero_bubble", 2), "zbvzerobubble": ("zero_bubble", 2),
-    "dualpipev": ("zero_bubble", 2),
+    "loopedbfs": ("gpipe", 2), "interleavedzerobubble": ("zero_bubble", 2), "zbvzerobubble": ("zero_bubble_v", 2),
+    "dualpipev": ("dualpipe_v", 2),
 }  # fmt: skip
 """Each schedule here, with the stages per rank that torchtitan gives it."""
 
@@ -82,7 +80,7 @@ def torchtitan_layout(settings: Settings, pasted: Pasted, num_layers: int) -> Pa
     )
 
 
-def _schedule(settings: Settings) -> tuple[Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"], int]:
+def _schedule(settings: Settings) -> tuple[PipelineSchedule, int]:
     key = "parallelism.pipeline_parallel_schedule"
     word = settings.text(key, "1F1B").lower()
     if word not in SCHEDULES:

@@ -187,7 +187,8 @@ def pipeline_parallel(share: Share) -> Iterator[Call]:
             source=source, once=once,
         )  # fmt: skip
 
-    forward, backward = sum(not chunk.is_last for chunk in share.chunks), sum(not chunk.is_first for chunk in share.chunks)
+    forward = sum(not (chunk.is_last or chunk.to_here) for chunk in share.chunks)
+    backward = sum(not (chunk.is_first or chunk.from_here) for chunk in share.chunks)
     yield call("send/recv", PIPELINE, "hidden states to the next stage", "end of a forward", forward, message, n, False)
     yield call("send/recv", PIPELINE, "gradients to the stage before", "end of a backward", backward, message, n, False)
     if job.architecture.tie_word_embeddings and n > 1 and (share.is_first or share.is_last):

@@ -21,6 +21,7 @@ SCHEDULES = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
     "zero_bubble": "ScheduleInterleavedZeroBubble",
     "zero_bubble_v": "ScheduleZBVZeroBubble",
+    "dualpipe_v": "ScheduleDualPipeV",
 }
 PIPELINES = {
     "gpipe_with_ddp": {
@@ -110,7 +111,8 @@ def test_turns_are_those_of_torchs_own_schedule(rank, micro_batches, name, kind)
     real.pp_group_size, real.n_local_stages, real._n_microbatches, real.num_stages = 4, 2, micro_batches, 8
     real.number_of_rounds = max(1, micro_batches // 4)
     real.microbatches_per_round = micro_batches // real.number_of_rounds
-    theirs = [action for action in real._calculate_single_rank_operations(rank) if action]
+    actions = [action for action in real._calculate_single_rank_operations(rank) if action]
+    theirs = [one for action in actions for one in action.sub_actions or (action,)]
     layout = Parallelism(pipeline_parallel_size=4, pipeline_schedule=name, virtual_pipeline_stages=2)
     ours = turns_of_rank(layout, rank, micro_batches)
     turns = [(a.computation_type.name, a.microbatch_index, a.stage_index // 4) for a in theirs]

@@ -287,4 +287,5 @@ def _template(context: HFContext, first: InductorGraph, second: InductorGraph) -
         asks_late_bytes=0,
         saved_bytes=[],
         loss_from=len(first.order),
+        added_to_handed_in=ends,
     )

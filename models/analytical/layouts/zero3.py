@@ -155,8 +155,8 @@ class Zero3(Partitions):
                 step.hold("gradient", Category.GRADIENTS, int(template.num_bytes[index]), born + 1, begins + at, run.module)
 
     def _arrivals(self, run: Run) -> list[tuple[int, int]]:
-        """When each gradient of a block comes to the bucket, from the begin of its backward, and which it is: those of a leaf
-        when all of it is done (`reduce_leaf_module_grads`)."""
+        """When each gradient of a block comes to the bucket, from the begin of its backward, and which it is: those of a
+        leaf when all of it is done (`reduce_leaf_module_grads`)."""
         template, leaf = run.template, f"{self.leaf}."
         inside = [at for at, label in enumerate(template.backward_labels) if label.startswith(leaf)]
         weights = sorted(template.weight_gradient.nonzero()[0].tolist(), key=lambda i: int(template.born[i]))

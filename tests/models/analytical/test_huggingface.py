@@ -86,6 +86,19 @@ def test_full_checkpointing_keeps_only_the_inputs_of_the_layers():
     assert checkpointed.peak(Phase.FORWARD).num_bytes < plain.peak(Phase.FORWARD).num_bytes
 
 
+def test_what_a_reentrant_checkpoint_hands_to_a_layer_stays_beside_the_sum_with_it():
+    """CheckpointFunction.backward names its arguments: one hidden state more where the layer's attention runs backward."""
+
+    def hidden_states(reentrant):
+        full = ActivationCheckpointing(mode="full", use_reentrant=reentrant)
+        steady = ledger(job(activation_checkpointing=full))
+        instant = max(i for i, label in enumerate(steady.labels) if label == "self_attn.o_proj")
+        named = [name in ("gradient", "recomputed_output") for name in steady.names]
+        return int(steady.num_bytes[steady.alive_at(instant) & named].sum()) // (2 * 128 * 256)
+
+    assert hidden_states(True) == hidden_states(False) + 2
+
+
 def test_lora_trains_only_its_adapters():
     tuning = Finetuning(method="lora", rank=8, targets=("q_proj", "v_proj"))
     timeline = ledger(job(finetuning=tuning))

@@ -60,6 +60,16 @@ def test_a_second_gradient_is_added_in_place_and_its_own_storage_is_freed_at_onc
     assert ("a.gradient", 2, 3) in gradients
 
 
+def test_a_template_says_when_the_gradient_that_was_handed_in_is_added_to():
+    """x + g(f(x)): the sum passes its gradient on, and f's is added to it. A chain adds nothing."""
+    tape = Tape()
+    x = tape.input(KIB)
+    y = tape.operation("g", [tape.operation("f", [x], KIB)], KIB)
+    added = tape.finish(ops.add(tape, x, y, "add"))
+    assert added.backward_labels[added.added_to_handed_in] == "f"
+    assert _finished(["a", "b"]).added_to_handed_in == 2
+
+
 def test_linear_keeps_its_input_only_when_its_weight_trains():
     for trainable in (True, False):
         tape = Tape()

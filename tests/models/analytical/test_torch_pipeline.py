@@ -65,10 +65,12 @@ def test_what_is_received_has_a_buffer_for_every_micro_batch(micro_batches):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8]), ("zero_bubble", [4, 4, 4, 4])]
+    ("schedule", "expected"),
+    [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8]), ("zero_bubble", [4, 4, 4, 4]), ("zero_bubble_v", [8, 8, 8, 8])],
 )
 def test_micro_batches_in_flight_by_schedule(schedule, expected):
-    layout = job(pipeline_schedule=schedule).parallelism
+    several = 2 if schedule == "zero_bubble_v" else 1
+    layout = job(pipeline_schedule=schedule, virtual_pipeline_stages=several).parallelism
     assert [most_in_flight(turns_of_rank(layout, rank, 8)) for rank in range(4)] == expected
 
 
@@ -85,6 +87,8 @@ def test_more_micro_batches_than_are_in_flight_cost_their_buffers_alone():
     ("changed", "words"),
     [
         (job(pipeline_schedule="interleaved_1f1b"), "virtual_pipeline_stages=1"),
+        (job(pipeline_schedule="zero_bubble_v"), "zero_bubble_v and dualpipe_v with 2"),
+        (job(7, pipeline_schedule="dualpipe_v", virtual_pipeline_stages=2), "fewer than the stages"),
         (
             job(pipeline_schedule="zero_bubble").replace(activation_checkpointing=ActivationCheckpointing(mode="selective")),
             "weight's backward",
