@@ -9,6 +9,7 @@ from peakcast.architecture import Architecture
 from peakcast.catalog import Device
 from peakcast.conventions import adapter_dtype, conventions
 from peakcast.models.analytical.blocks.compiled_layer import compiled_layer, is_compiled_alone
+from peakcast.models.analytical.blocks.compiled_network import compiled_network, is_compiled_whole
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding
 from peakcast.models.analytical.blocks.hf_traits import slides, traits
@@ -56,6 +57,15 @@ class Blocks:
         ]
         """Which layers run again before their backward; what other compiled ones compute again is inside their backward."""
         self._made: dict[tuple[int, bool, bool], Template] = {}
+
+    def network(self) -> Template | None:
+        """All of it as one block, where it is compiled so."""
+        if not is_compiled_whole(self.context):
+            return None
+        cached = _cached_matmuls(self.job)
+        contexts = [replace(one, cached_matmuls=cached) for one in dict.fromkeys(self.contexts)]
+        kinds = {kind: index for index, kind in enumerate(dict.fromkeys(self.contexts))}
+        return compiled_network(tuple(contexts), tuple(kinds[one] for one in self.contexts), tuple(self.recomputed))
 
     def embedding(self) -> Template:
         """The embedding, as the first layer needs its result."""

@@ -9,8 +9,11 @@ operation says with which others it would be fused, and is, unless they would th
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,33 @@ class _Kernel:
     index: int = 0
 
 
+class _Pool:
+    """Buffers that were released and that one of the same size may take, so that they are not released after all: at once,
+    or where the peak that Inductor estimates is not exceeded meanwhile (torch 2.13 `_inductor/codegen/wrapper.py`
+    AllocateLine). `levels`: that estimate, of every kernel."""
+
+    def __init__(self, levels: Sequence[int]) -> None:
+        self.levels = np.array(levels, dtype=np.int64)
+        self.most = max(levels, default=0)
+        self.free: dict[int, list[tuple[str, int]]] = {}
+
+    def give(self, name: str, size: int, instant: int) -> None:
+        """`name` was last read at `instant`."""
+        self.free.setdefault(size, []).append((name, instant))
+
+    def take(self, size: int, instant: int) -> str | None:
+        """The buffer whose memory one of `size`, made at `instant`, takes."""
+        if not size or not self.free.get(size):
+            return None
+        name, since = self.free[size][-1]
+        between = self.levels[since + 1 : instant]
+        if len(between) and size + between.max() > self.most:
+            return None
+        between += size
+        self.free[size].pop()
+        return name
+
+
 class InductorGraph:
     """`ops` in the order of the graph. `inputs`: what is handed in and dies with its last reader, with its bytes; what is
     read and neither made nor handed in so is owned by somebody else. Names in `results` leave the graph."""
@@ -61,6 +91,9 @@ class InductorGraph:
     def __init__(self, ops: Sequence[Op], inputs: Mapping[str, int], results: Iterable[str] = ()) -> None:
         self.inputs = dict(inputs)
         self.results = {name for op in ops if op.is_result for name in op.writes} | set(results)
+        used = self.results.union(*(op.reads for op in ops))
+        self._unused = {op.name: {name: op.writes[name] for name in op.writes.keys() - used} for op in ops if op.parts}
+        ops = [replace(op, writes={k: v for k, v in op.writes.items() if k in used}) if op.parts else op for op in ops]
         self.kernels = self._in_graph_order(_fused(ops))
         for index, kernel in enumerate(self.kernels):
             kernel.index = index
@@ -72,6 +105,10 @@ class InductorGraph:
                 self._readers.setdefault(name, []).append(kernel)
         self.order = min(self._orders(), key=self._peak)  # the first of equal ones
         self._at = {id(kernel): instant for instant, kernel in enumerate(self.order)}
+
+    def size_of(self, name: str) -> int:
+        """Bytes of the buffer `name`."""
+        return self._size[name]
 
     def peaks(self) -> list[int]:
         """Bytes at the peak in each of Inductor's orders, as it estimates them."""
@@ -86,26 +123,45 @@ class InductorGraph:
         return max((self._at[id(kernel)] + 1 for kernel in self._readers.get(name, ())), default=0)
 
     def lives(self) -> tuple[list[Life], dict[str, int]]:
-        """What is allocated, and the instant at which each of `inputs` is gone."""
-        owner: dict[str, str] = {}  # result -> the buffer whose memory it has
-        replaced: set[str] = set()
+        """What is allocated, and the instant at which each of `inputs` is gone. Of several that have the same memory one
+        after the other, each is there until the next one is."""
+        ends = {name: self._ends(name) for name in self._size}
+        released: dict[int, list[str]] = {}
+        for name, end in ends.items():
+            if name not in self.inputs and name not in self.results:
+                released.setdefault(end - 1, []).append(name)
+        replaced, inside = set[str](), self._inside()
+        pool = _Pool(self._levels(self.order))
         for instant, kernel in enumerate(self.order):
             for op in kernel.ops:
-                for result in op.writes:
+                for result, size in op.writes.items():
+                    if result in inside:
+                        continue
                     free = (name for name in op.replaces if self._is_free(op, kernel, instant, result, name))
                     if (taken := next((name for name in free if name not in replaced), None)) is not None:
                         replaced.add(taken)
-                        owner[result] = owner.get(taken, taken)
-        ends = {name: self._ends(name) for name in self._size}
-        for result, name in owner.items():
-            ends[name] = max(ends[name], ends[result])
+                    elif not (op.parts or kernel.part_of):
+                        taken = pool.take(size, instant)
+                    if taken is not None:
+                        ends[taken] = instant
+            for name in released.get(instant, ()):
+                if name not in replaced and name not in inside:
+                    pool.give(name, self._size[name], instant)
         lives = [
             Life(name, size, self._at[id(self._maker.get(kernel.part_of, kernel))], ends[name])
             for kernel in self.order
             for name, size in kernel.makes.items()
-            if size and name not in owner
+            if size and name not in inside
         ]
+        for instant, kernel in enumerate(self.order):  # what a call gives and nobody takes
+            unused = self._unused.get(kernel.ops[0].name, {})
+            lives += [Life(name, size, instant, instant + 1) for name, size in unused.items()]
         return lives, {name: ends[name] for name in self.inputs}
+
+    def _inside(self) -> set[str]:
+        """What only the kernel itself reads that makes it: no buffer, though Inductor's estimates count it as one."""
+        read = {name for kernel in self.kernels for op in kernel.ops for name in op.reads if name in kernel.makes}
+        return {name for name in read if not self._readers.get(name) and name not in self.results}
 
     def _ends(self, name: str) -> int:
         if name in self.results:
@@ -151,6 +207,9 @@ class InductorGraph:
         return sorted(found.values(), key=lambda one: one.index)
 
     def _peak(self, order: Sequence[_Kernel]) -> int:
+        return max(self._levels(order), default=0)
+
+    def _levels(self, order: Sequence[_Kernel]) -> list[int]:
         """`estimate_peak_memory`: every kernel allocates what it makes and then releases what nobody reads any more."""
         at = {id(kernel): step for step, kernel in enumerate(order)}
         change = [0] * (len(order) + 1)
@@ -162,11 +221,7 @@ class InductorGraph:
                 readers = [at[id(reader)] for reader in self._readers.get(name, ())]
                 readers += [at[id(self._maker[name])]] if name in self._maker else []
                 change[max(readers, default=0) + 1] -= size
-        peak = now = 0
-        for step in change:
-            now += step
-            peak = max(peak, now)
-        return peak
+        return list(itertools.accumulate(change))
 
     def _least_memory_first(self) -> list[_Kernel]:
         """`topological_sort_lpmf`: of the kernels that can run, one that stays below the peak so far and leaves least."""

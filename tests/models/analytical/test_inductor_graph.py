@@ -57,7 +57,7 @@ def test_the_orders_of_a_layers_backward_and_their_peaks_are_what_inductor_logs(
 def test_a_result_takes_the_place_of_what_only_it_still_reads():
     graph = InductorGraph([op("a"), op("b", "a x", replaces=("a", "x")), op("c", "b", replaces=("b",))], {"x": 10}, ["c"])
     lives, until = graph.lives()
-    assert lives == [Life("a", 10, 0, 3)]  # a, then b, then c
+    assert lives == [Life("a", 10, 0, 1), Life("b", 10, 1, 2), Life("c", 10, 2, 3)]
     assert until == {"x": 2}
 
 

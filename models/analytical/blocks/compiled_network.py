@@ -1,0 +1,127 @@
+"""A decoder that torch.compile compiles whole, with its loss: one graph forward and one backward.
+
+Its layers are those of `compiled_layer.py`, one after the other; what differs is what lies between them. Inductor schedules
+all of backward at once, so a weight's gradient may wait until its end where that does not raise the peak.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from peakcast.models.analytical.blocks.compiled_layer import FAMILIES, kept_of
+from peakcast.models.analytical.blocks.compiled_ops import FP32, INPUT, INT64, MASK, NARROWED, OUTPUT, LayerOps, named, op, recomputed
+from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
+from peakcast.models.analytical.blocks.hf_builder import HFContext
+from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.blocks.inductor_graph import InductorGraph, Op
+from peakcast.models.analytical.blocks.tensor_parallel import WHOLE
+from peakcast.models.analytical.template import HANDED_IN, Template
+from peakcast.timeline import Category
+
+WHOLE_NETWORK = frozenset({"layers", "ends", "loss", "mask"})
+TANGENT = "logits.tangent"
+"""The gradient of the logits, which are a result of the graph beside the loss: zeros as large as they are."""
+
+
+def is_compiled_whole(context: HFContext) -> bool:
+    """Whether these are the graphs of the context's network."""
+    dense = context.architecture.model_type in FAMILIES and context.architecture.moe is None
+    plain = context.trainable and context.group == WHOLE and not context.saves_on_cpu and context.loss == "cross_entropy"
+    return context.compiled == WHOLE_NETWORK and dense and plain and not context.fused_loss
+
+
+@lru_cache(maxsize=64)
+def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], again: tuple[bool, ...]) -> Template:
+    """A network whose layer i is of the kind `kinds[layers[i]]` and, where `again[i]`, checkpointed: ids in, loss and logits
+    out."""
+    first, second = graphs(tuple(kinds[kind] for kind in layers), again)
+    logits = first.size_of("logits")
+    return compiled_template(first, second, [Given(TANGENT, Category.LOGITS, logits, True)], module_of=_module_of)
+
+
+def _module_of(name: str) -> tuple[str, str]:
+    layer, _, own = name.partition(".")
+    if layer.isdecimal():
+        return f"layers.{layer}", own
+    return ("embedding" if layer.startswith("embed") else "head"), name
+
+
+def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[InductorGraph, InductorGraph]:
+    """Forward and backward of a network with these `layers`."""
+    one, size = layers[0], layers[0].compute_bytes
+    made = traits(one.architecture).scaled_embedding  # by an operation that could be repeated, as a lookup is not
+    parts = [LayerOps(layer, sums_again=again[index] or (index == 0 and not made)) for index, layer in enumerate(layers)]
+    stream = parts[0].stream
+    forward = [op("embedding", "", stream), op("sequences", "", one.rows * INT64)]
+    backward: list[Op] = []
+    kept = {"embedding", "sequences", MASK}
+    given, gradient = "embedding", "d_stream"
+    outer = {MASK: MASK, "sequences": "sequences"}
+    for index, (layer, ops) in enumerate(zip(layers, parts, strict=True)):
+        prefix, last = f"{index}.", index == len(layers) - 1
+        above = "d_stream" if last else f"{index + 1}.d_input"
+        inside = ops.forward()
+        if index == 0:  # made where it is first read
+            at = next(place for place, each in enumerate(inside) if each.name == "q_rotary")
+            inside.insert(at, op(MASK, "sequences", one.batch * one.sequence**2 * size))
+        forward += named(inside, prefix, outer | {INPUT: given})
+        kept |= {prefix + name for name in kept_of(layer, inside, again[index])}
+        if again[index] and not last:
+            kept.add(prefix + OUTPUT)
+        names = outer | {INPUT: given, HANDED_IN: above, NARROWED: f"{above}.narrow"}
+        backward = named(ops.backward(is_result=False), prefix, names) + backward
+        given = prefix + OUTPUT
+    del gradient
+    head, head_back = _head(one, parts[0], given)
+    forward += head
+    kept |= {name for each in head for name in each.writes}
+    if any(again):
+        kept.remove(MASK)
+    embedding = _embedding_back(one, backward.pop())
+    everything = recomputed(forward, [*head_back, *backward, *embedding], kept)
+    sizes = {name: num_bytes for each in forward for name, num_bytes in each.writes.items()}
+    needed = {name for each in everything for name in each.reads} & kept
+    first = InductorGraph(forward, {}, needed | {"logits", "loss"})
+    inputs = {name: num_bytes for name, num_bytes in sizes.items() if name in needed}
+    return first, InductorGraph(everything, inputs | {TANGENT: sizes["logits"]})
+
+
+def _head(context: HFContext, ops: LayerOps, given: str) -> tuple[list[Op], list[Op]]:
+    """Final norm, lm_head and loss, forward and backward."""
+    rows, architecture = context.rows, context.architecture
+    logits = rows * architecture.vocab_size * context.compute_bytes
+    weight = architecture.vocab_size * architecture.hidden_size
+    cast = [op("lm_head.cast", "", weight * context.compute_bytes)] if ops.casts else []
+    forward = [
+        op("final.rstd", given, rows * FP32, fuses=given),
+        op("final.norm", f"{given} final.rstd", ops.hidden, fuses="final.rstd"),
+        *cast,
+        op("logits", "final.norm lm_head.cast" if cast else "final.norm", logits),
+        op("labels", "", context.batch * (context.sequence + 1) * INT64),
+        op("loss.max", "logits", rows * FP32),
+        op("loss.sum", "logits", rows * FP32, fuses="loss.max"),
+        op("loss.log", "loss.sum", rows * FP32, fuses="loss.max", replaces="loss.sum"),
+        op("loss", "logits loss.max loss.log labels", FP32),
+    ]
+    of_norm = f"d_final_norm {given} final.rstd"
+    backward = [
+        op("d_logits", f"logits loss.max loss.log labels {TANGENT}", logits),
+        *ops.back("lm_head", "d_logits final.norm", "d_final_norm", "d_logits", ops.hidden, weight),
+        *ops.summed("final.weight", "final.partial", of_norm, architecture.hidden_size),
+        ops.stream_gradient("d_stream", of_norm, f"d_final_norm {given}"),
+    ]
+    return forward, backward
+
+
+def _embedding_back(context: HFContext, last: Op) -> list[Op]:
+    """The embedding's gradient: rows added up in fp32, by the kernel that makes them (`_decomp` embedding_dense_backward)."""
+    elements = context.architecture.vocab_size * context.architecture.hidden_size
+    name, wide = "embed_tokens.weight.grad", context.weight_bytes == FP32
+    if context.architecture.tie_word_embeddings:
+        raise NotImplementedError
+    table = name if wide else "embed_tokens.table"
+    added = op("embed_tokens.rows", f"{' '.join(last.reads)} {table}", 0)
+    ops = [op(table, "", elements * FP32, is_result=wide), added]
+    if not wide:
+        ops.append(op(name, f"{table} embed_tokens.rows", elements * context.weight_bytes, is_result=True))
+    return ops

@@ -1,0 +1,264 @@
+"""The operations of a decoder layer in a graph that torch.compile compiles, forward and backward, and so its buffers.
+
+Between matrix products everything elementwise is one kernel, of which only results are buffers. Names are those of one layer;
+`named` puts it into a network's graph.
+
+Source: graphs that torch 2.13 lowers of transformers' Llama, Mistral, Qwen2 and Qwen3 (`TORCH_LOGS=output_code`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from peakcast.models.analytical.blocks.hf_builder import HFContext
+from peakcast.models.analytical.blocks.inductor_graph import Op
+from peakcast.models.analytical.template import HANDED_IN
+from peakcast.units import round_up
+
+FP32 = 4
+INT64 = 8
+ROWS_SUMMED = 128
+"""A norm's weight and a bias get their gradients in two steps; the first sums so many rows each (read off the traces)."""
+INPUT, OUTPUT = "hidden_states", "output"
+MASK, NARROWED = "attention_mask", f"{HANDED_IN}.narrow"
+PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def op(
+    name: str,
+    reads: str,
+    size: int = 0,
+    *,
+    writes: dict[str, int] | None = None,
+    fuses: str = "",
+    replaces: str = "",
+    parts: bool = False,
+    is_result: bool = False,
+) -> Op:
+    """An operation whose names are written in one string."""
+    return Op(
+        name=name,
+        reads=tuple(reads.split()),
+        writes=writes or {name: size},
+        fuses=tuple(fuses.split()),
+        replaces=tuple(replaces.split()),
+        parts=parts,
+        is_result=is_result,
+    )
+
+
+def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]:
+    """`ops` with `prefix` before every name but `others`, which get theirs."""
+
+    def name(one: str) -> str:
+        return others.get(one) or prefix + one
+
+    return [
+        Op(
+            name=name(one.name),
+            reads=tuple(map(name, one.reads)),
+            writes={name(result): size for result, size in one.writes.items()},
+            fuses=tuple(map(name, one.fuses)),
+            replaces=tuple(map(name, one.replaces)),
+            parts=one.parts,
+            is_result=one.is_result,
+        )
+        for one in ops
+    ]
+
+
+class LayerOps:
+    """Of one layer. `sums_again`: whoever reads the stream after attention adds up the layer's input and what attention
+    gave, so it is no buffer. torch does so where the input comes from outside or from a lookup; where another sum made it,
+    that and its reader on the other side of attention are too far apart for a recomputation
+    (`_functorch/partitioners.py`, ban_recompute_used_far_apart)."""
+
+    def __init__(self, context: HFContext, *, sums_again: bool = True) -> None:
+        architecture, rows, size = context.architecture, context.rows, context.compute_bytes
+        self.context = context
+        self.sums_again = sums_again
+        self.casts = context.autocast and context.weight_bytes > size
+        """Whether weights are wider than products: each is converted before, and its gradient after."""
+        self.hidden, self.inner = rows * architecture.hidden_size * size, rows * architecture.intermediate_size * size
+        self.stream = rows * architecture.hidden_size * context.stream_bytes
+        self.q, self.k = rows * architecture.query_size * size, rows * architecture.key_value_size * size
+        self.masked = "mask" in context.compiled
+        self.expands = self.masked and self.q != self.k
+        """Whether keys and values are copied for every head, as the kernel wants them that takes a mask."""
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(self) -> list[Op]:
+        """From INPUT to OUTPUT."""
+        rows, hidden, inner = self.context.rows, self.hidden, self.inner
+        middle = f"{INPUT} o" if self.sums_again else "middle"
+        summed = [] if self.sums_again else [op("middle", f"{INPUT} o", self.stream, replaces="o")]
+        return [
+            op("rstd_1", INPUT, rows * FP32, fuses=f"d_middle {INPUT}"),
+            op("norm_1", f"{INPUT} rstd_1", hidden, fuses="d_input d_middle rstd_1"),
+            *self._projected("q", "norm_1", self.q),
+            *self._rotated_by_head("q", self.q),
+            *self._projected("k", "norm_1", self.k),
+            *self._rotated_by_head("k", self.k),
+            *self._projected("v", "norm_1", self.k),
+            *self._rotated("q", self.q),
+            *self._rotated("k", self.q if self.expands else self.k),
+            *([op("v_expanded", "v", self.q)] if self.expands else []),
+            self._attention(),
+            *self._projected("o", "attended", hidden),
+            *summed,
+            op("rstd_2", middle, rows * FP32, fuses="d_middle middle"),
+            op("norm_2", f"{middle} rstd_2", hidden, fuses="d_middle rstd_2"),
+            *self._projected("gate", "norm_2", inner),
+            *self._projected("up", "norm_2", inner),
+            op("product", "gate up", inner, fuses="d_up d_gate", replaces="gate up"),
+            *self._projected("down", "product", hidden),
+            op(OUTPUT, f"{middle} down", self.stream, replaces="o down"),
+        ]
+
+    def _projected(self, name: str, reads: str, size: int) -> list[Op]:
+        if not self.casts:
+            return [op(name, reads, size)]
+        return [op(f"{name}.cast", "", self._weight(name) * self.context.compute_bytes), op(name, f"{reads} {name}.cast", size)]
+
+    def _weight(self, name: str) -> int:
+        """Elements of a product's weight."""
+        architecture = self.context.architecture
+        columns = {"q": architecture.query_size, "o": architecture.query_size}
+        columns |= dict.fromkeys(("k", "v"), architecture.key_value_size)
+        return architecture.hidden_size * columns.get(name, architecture.intermediate_size)
+
+    def _rotated(self, name: str, size: int) -> list[Op]:
+        return [] if self.context.architecture.qk_norm != "none" else [op(f"{name}_rotary", name, size)]
+
+    def _rotated_by_head(self, name: str, size: int) -> list[Op]:
+        """With a norm of each head, which is one kernel with the rotation."""
+        if self.context.architecture.qk_norm == "none":
+            return []
+        rows = size // (self.context.architecture.head_dim * self.context.compute_bytes)
+        size = self.q if self.expands else size
+        return [op(f"{name}_rotary", name, writes={f"{name}_rstd": rows * FP32, f"{name}_rotary": size})]
+
+    def _attention(self) -> Op:
+        heads, context = self.context.architecture.num_attention_heads, self.context
+        if self.masked:  # the memory-efficient kernel: statistics of whole blocks of 32 queries
+            statistics = context.batch * heads * round_up(context.sequence, 32) * FP32
+            results = {"attended": self.q, "statistics": statistics, "seed": INT64, "offset": INT64}
+        else:
+            results = {"attended": self.q, "statistics": context.rows * heads * FP32, "seed": 16, "offset": INT64}
+        return op("attention", self._attention_reads, writes=results, parts=True)
+
+    @property
+    def _attention_reads(self) -> str:
+        value = "v_expanded" if self.expands else "v"
+        return f"q_rotary k_rotary {value}" + (f" {MASK}" if self.masked else "")
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def backward(self, *, is_result: bool = True) -> list[Op]:
+        """From HANDED_IN, and NARROWED where products are narrower, to `d_input`, which `is_result` or not."""
+        architecture, hidden, inner = self.context.architecture, self.hidden, self.inner
+        middle = f"o {INPUT}" if self.sums_again else "middle"
+        incoming, narrow = (NARROWED, "d_middle.narrow") if self.casts else (HANDED_IN, "d_middle")
+        ops = [
+            *self.back("down", f"product {incoming}", "d_product", incoming, inner),
+            op("d_up", "d_product gate", inner, replaces="d_product gate"),
+            *self.back("up", "d_up norm_2", "d_norm_2_of_up", "d_up", hidden),
+            op("d_gate", "d_product gate up", inner, fuses="d_up", replaces="d_product gate up"),
+            *self.back("gate", "d_gate norm_2", "d_norm_2_of_gate", "d_gate", hidden),
+        ]
+        of_middle = f"d_norm_2_of_up d_norm_2_of_gate rstd_2 {middle}"
+        ops += self._norm_weight("norm_2", of_middle)
+        ops.append(
+            self.stream_gradient(
+                "d_middle", f"{of_middle} {HANDED_IN}", f"d_norm_2_of_up d_norm_2_of_gate {middle} {HANDED_IN}"
+            )
+        )
+        ops += self.back("o", f"{narrow} attended", "d_attended", narrow, self.q)
+        attended_with = f"d_attended {self._attention_reads} attended statistics seed offset"
+        if self.expands:
+            gradients = {"d_q_rotary": self.q, "d_k_expanded": self.q, "d_v_expanded": self.q}
+        else:
+            gradients = {"d_q_rotary": self.q, "d_k_rotary": self.k, "d_v": self.k}
+        ops.append(op("d_attention", attended_with, writes=gradients, parts=True))
+        if self.masked:
+            ops += self._rotated_back("k", self.k) + self._rotated_back("q", self.q)
+            ops += [op("d_v", "d_v_expanded", self.k)] if self.expands else []
+        for name in ("v", "k", "q"):
+            size = self.q if name == "q" else self.k
+            if name != "v" and not self.masked:
+                ops += self._rotated_back(name, size)
+            ops += self.back(name, f"d_{name} norm_1", f"d_norm_1_of_{name}", f"d_{name}", hidden)
+            if architecture.attention_bias:
+                columns = size // (self.context.rows * self.context.compute_bytes)
+                ops += self.summed(f"{name}.bias", f"{name}.bias.partial", f"d_{name}", columns)
+        of_input = f"d_norm_1_of_v d_norm_1_of_k d_norm_1_of_q rstd_1 {INPUT}"
+        ops += self._norm_weight("norm_1", of_input, "norm_2.partial" if self.sums_again else "")
+        replaced = "d_middle d_norm_1_of_v d_norm_1_of_k d_norm_1_of_q"
+        return [*ops, self.stream_gradient("d_input", f"{of_input} d_middle", replaced, is_result=is_result)]
+
+    def back(self, name: str, reads: str, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
+        """Of a product: its weight's gradient, and that of what it read. `elements`: of the weight, where it is no layer's."""
+        elements = self._weight(name) if elements is None else elements
+        weight = elements * self.context.weight_bytes
+        if not self.casts:
+            return [op(f"{name}.weight.grad", reads, weight, is_result=True), op(result, gradient, size)]
+        return [
+            op(f"{name}.grad", reads, elements * self.context.compute_bytes),
+            op(result, f"{gradient} {name}.cast", size),
+            op(f"{name}.weight.grad", f"{name}.grad", weight, is_result=True),
+        ]
+
+    def stream_gradient(self, name: str, reads: str, replaces: str, *, is_result: bool = False) -> Op:
+        """Of the residual stream; where products are narrower they get a narrow one, made by the same kernel."""
+        writes = {name: self.stream}
+        if self.casts:
+            writes[f"{name}.narrow"] = self.hidden
+        return op(name, reads, writes=writes, replaces=replaces, is_result=is_result)
+
+    def _norm_weight(self, name: str, reads: str, fuses: str = "") -> list[Op]:
+        return self.summed(f"{name}.weight", f"{name}.partial", reads, self.context.architecture.hidden_size, fuses)
+
+    def summed(self, name: str, partial: str, reads: str, width: int, fuses: str = "") -> list[Op]:
+        """The gradient of `width` numbers with which every token's were multiplied, or to which they were added."""
+        size = -(-self.context.rows // ROWS_SUMMED) * width * FP32
+        return [
+            op(partial, reads, size, fuses=fuses),
+            op(f"{name}.grad", partial, width * self.context.weight_bytes, is_result=True),
+        ]
+
+    def _rotated_back(self, name: str, size: int) -> list[Op]:
+        """The gradient of a projection from that of what was rotated, and normalised before where each head is."""
+        given, ops = f"d_{name}_rotary", list[Op]()
+        if self.expands and name == "k":  # summed over the query heads of each key head, for both halves of the rotation
+            ops, given = [op("d_k_of_sines", "d_k_expanded", size)], "d_k_of_sines d_k_expanded"
+        if self.context.architecture.qk_norm == "none":
+            return [*ops, op(f"d_{name}", given, size)]
+        head, weight = self.context.architecture.head_dim, self.context.weight_bytes
+        partial = size // (self.context.compute_bytes * ROWS_SUMMED) * FP32
+        return [
+            *ops,
+            op(f"d_{name}_normed", given, size, fuses=f"d_{name}"),
+            op(f"{name}_norm.partial", f"d_{name}_normed {name} {name}_rstd", partial),
+            op(f"{name}_norm.weight.grad", f"{name}_norm.partial", head * weight, is_result=True),
+            op(f"d_{name}", f"d_{name}_normed {name} {name}_rstd", size, replaces=f"d_{name}_normed"),
+        ]
+
+
+def recomputed(forward: Sequence[Op], backward: Sequence[Op], kept: set[str]) -> list[Op]:
+    """`backward`, and of `forward` what it needs and does not find, each just before its first reader
+    (`_functorch/partitioners.py` reordering_to_mimic_autograd_engine)."""
+    maker = {name: one for one in forward for name in one.writes if name not in kept}
+    place = {one.name: index for index, one in enumerate(forward)}
+    ordered: dict[str, Op] = {}
+    for one in backward:
+        missing, stack = set[str](), [one]
+        while stack:
+            for name in stack.pop().reads:
+                if name in maker and maker[name].name not in ordered and maker[name].name not in missing:
+                    missing.add(maker[name].name)
+                    stack.append(maker[name])
+        for name in sorted(missing, key=place.__getitem__):
+            ordered[name] = forward[place[name]]
+        ordered[one.name] = one
+    return list(ordered.values())
