@@ -28,7 +28,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 def is_compiled_alone(context: HFContext) -> bool:
     """Whether these are the graphs of the context's layer."""
     dense = context.architecture.model_type in FAMILIES and not (context.routed or context.num_sequences)
-    plain = dense and context.trainable and not context.masked and context.weight_bytes == context.compute_bytes
+    plain = dense and context.trainable and not context.masked
     whole = context.group == WHOLE and not (context.splits_backward or context.saves_on_cpu)
     return "layers" in context.compiled and plain and whole and attention_kernel(context) == "flash"
 

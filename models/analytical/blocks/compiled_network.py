@@ -6,6 +6,7 @@ all of backward at once, so a weight's gradient may wait until its end where tha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.models.analytical.blocks.compiled_layer import FAMILIES, kept_of
@@ -69,7 +70,10 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
         if again[index] and not last:
             kept.add(prefix + OUTPUT)
         names = outer | {INPUT: given, HANDED_IN: above, NARROWED: f"{above}.narrow"}
-        backward = named(ops.backward(is_result=False), prefix, names) + backward
+        back = ops.backward(is_result=False)
+        if last and again[index]:
+            back = _with_mask_of_heads(layer, back)
+        backward = named(back, prefix, names) + backward
         given = prefix + OUTPUT
     del gradient
     head, head_back = _head(one, parts[0], given)
@@ -86,12 +90,23 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
     return first, InductorGraph(everything, inputs | {TANGENT: sizes["logits"]})
 
 
+def _with_mask_of_heads(context: HFContext, backward: list[Op]) -> list[Op]:
+    """The first attention that runs backward after a recomputation gets a mask that is written out for every head."""
+    size = context.batch * context.architecture.num_attention_heads * context.sequence**2 * context.compute_bytes
+    at = next(place for place, each in enumerate(backward) if each.name == "d_attention")
+    reads = tuple("mask_of_heads" if name == MASK else name for name in backward[at].reads)
+    return [*backward[:at], op("mask_of_heads", MASK, size), replace(backward[at], reads=reads), *backward[at + 1 :]]
+
+
 def _head(context: HFContext, ops: LayerOps, given: str) -> tuple[list[Op], list[Op]]:
     """Final norm, lm_head and loss, forward and backward."""
     rows, architecture = context.rows, context.architecture
     logits = rows * architecture.vocab_size * context.compute_bytes
     weight = architecture.vocab_size * architecture.hidden_size
     cast = [op("lm_head.cast", "", weight * context.compute_bytes)] if ops.casts else []
+    through = ops.back("lm_head", "d_logits final.norm", "d_final_norm", "d_logits", ops.hidden, weight)
+    if architecture.tie_word_embeddings:  # its weight's gradient comes at the end, with the embedding's
+        through = [each for each in through if each.name == "d_final_norm"]
     forward = [
         op("final.rstd", given, rows * FP32, fuses=given),
         op("final.norm", f"{given} final.rstd", ops.hidden, fuses="final.rstd"),
@@ -106,7 +121,7 @@ def _head(context: HFContext, ops: LayerOps, given: str) -> tuple[list[Op], list
     of_norm = f"d_final_norm {given} final.rstd"
     backward = [
         op("d_logits", f"logits loss.max loss.log labels {TANGENT}", logits),
-        *ops.back("lm_head", "d_logits final.norm", "d_final_norm", "d_logits", ops.hidden, weight),
+        *through,
         *ops.summed("final.weight", "final.partial", of_norm, architecture.hidden_size),
         ops.stream_gradient("d_stream", of_norm, f"d_final_norm {given}"),
     ]
@@ -117,11 +132,15 @@ def _embedding_back(context: HFContext, last: Op) -> list[Op]:
     """The embedding's gradient: rows added up in fp32, by the kernel that makes them (`_decomp` embedding_dense_backward)."""
     elements = context.architecture.vocab_size * context.architecture.hidden_size
     name, wide = "embed_tokens.weight.grad", context.weight_bytes == FP32
-    if context.architecture.tie_word_embeddings:
-        raise NotImplementedError
-    table = name if wide else "embed_tokens.table"
+    tied = context.architecture.tie_word_embeddings
+    table = name if wide and not tied else "embed_tokens.table"
     added = op("embed_tokens.rows", f"{' '.join(last.reads)} {table}", 0)
-    ops = [op(table, "", elements * FP32, is_result=wide), added]
-    if not wide:
+    ops = [op(table, "", elements * FP32, is_result=table == name), added]
+    if tied:
+        narrow = op("embed_tokens.narrow", f"{table} embed_tokens.rows", elements * context.weight_bytes)
+        # the head's product and the sum as one (`_inductor/fx_passes/post_grad.py` addmm)
+        both = op(name, "embed_tokens.narrow d_logits final.norm", elements * context.weight_bytes, is_result=True)
+        ops += [narrow, both]
+    elif not wide:
         ops.append(op(name, f"{table} embed_tokens.rows", elements * context.weight_bytes, is_result=True))
     return ops

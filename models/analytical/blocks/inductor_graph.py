@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -183,20 +183,13 @@ class InductorGraph:
     def _in_graph_order(self, kernels: list[_Kernel]) -> list[_Kernel]:
         """`topological_sort_schedule`: as written, each after what it needs."""
         maker = {name: kernel for kernel in kernels for name in kernel.makes}
-        order: dict[int, _Kernel] = {}
-        begun: set[int] = set()
+        place = {id(kernel): index for index, kernel in enumerate(kernels)}
 
-        def visit(kernel: _Kernel) -> None:
-            if id(kernel) not in begun:
-                begun.add(id(kernel))
-                needed = (maker[name] for name in sorted(kernel.reads) if name in maker)
-                for one in sorted(needed, key=kernels.index):
-                    visit(one)
-                order[id(kernel)] = kernel
+        def needed(kernel: _Kernel) -> list[_Kernel]:
+            makers = [maker[name] for name in sorted(kernel.reads) if name in maker]
+            return sorted(makers, key=lambda one: place[id(one)])
 
-        for kernel in kernels:
-            visit(kernel)
-        return list(order.values())
+        return _after_what_they_need(kernels, needed)
 
     def _before(self, kernel: _Kernel) -> list[_Kernel]:
         found = {id(self._maker[name]): self._maker[name] for name in kernel.reads if name in self._maker}
@@ -281,17 +274,28 @@ class InductorGraph:
             id(kernel): kernel.allocates + sum(self._size[name] for name in kernel.reads & self._size.keys())
             for kernel in self.kernels
         }
-        order: dict[int, _Kernel] = {}
+        def needed(kernel: _Kernel) -> list[_Kernel]:
+            return sorted(self._before(kernel), key=lambda one: (size[id(one)], one.index))
 
-        def visit(kernel: _Kernel) -> None:
-            if id(kernel) not in order:
-                for one in sorted(self._before(kernel), key=lambda k: (size[id(k)], k.index)):
-                    visit(one)
-                order[id(kernel)] = kernel
+        return _after_what_they_need(sorted(self.kernels, key=lambda one: (size[id(one)], one.index)), needed)
 
-        for kernel in sorted(self.kernels, key=lambda k: (size[id(k)], k.index)):
-            visit(kernel)
-        return list(order.values())
+
+def _after_what_they_need(
+    kernels: Iterable[_Kernel], needed: Callable[[_Kernel], Sequence[_Kernel]]
+) -> list[_Kernel]:
+    """`kernels` in their order, but each after what it needs, in the order that `needed` gives."""
+    order: dict[int, _Kernel] = {}
+    for kernel in kernels:
+        stack = [(kernel, iter(needed(kernel)))] if id(kernel) not in order else []
+        while stack:
+            one, waiting = stack[-1]
+            before = next((each for each in waiting if id(each) not in order), None)
+            if before is None:
+                stack.pop()
+                order[id(one)] = one
+            else:
+                stack.append((before, iter(needed(before))))
+    return list(order.values())
 
 
 def _fused(ops: Sequence[Op]) -> list[_Kernel]:
@@ -304,7 +308,7 @@ def _fused(ops: Sequence[Op]) -> list[_Kernel]:
             mine, theirs = groups[op.name], groups.get(other, [])
             if not theirs or mine is theirs:
                 continue
-            if not (_waits(mine, theirs, groups, maker) or _waits(theirs, mine, groups, maker)):
+            if not (_waits(mine, theirs, groups, maker, place) or _waits(theirs, mine, groups, maker, place)):
                 joined = sorted([*mine, *theirs], key=lambda one: place[one.name])
                 groups |= {one.name: joined for one in joined}
                 break
@@ -327,19 +331,27 @@ def _kernels(group: Sequence[Op]) -> list[_Kernel]:
 
 
 def _waits(
-    later: Sequence[Op], earlier: Sequence[Op], groups: Mapping[str, Sequence[Op]], maker: Mapping[str, str]
+    later: Sequence[Op],
+    earlier: Sequence[Op],
+    groups: Mapping[str, Sequence[Op]],
+    maker: Mapping[str, str],
+    place: Mapping[str, int],
 ) -> bool:
-    """Whether `later` needs, by way of some third kernel, what `earlier` makes."""
+    """Whether `later` needs, by way of some third kernel, what `earlier` makes. Operations are in an order in which nothing
+    needs what comes after it, so what lies before all of `earlier` is not followed."""
     seen: set[int] = {id(later)}
     stack: list[Sequence[Op]] = [later]
-    direct = True
+    first = place[earlier[0].name]
     while stack:
-        needed = [groups[maker[name]] for op in stack.pop() for name in op.reads if name in maker]
-        for group in needed:
-            if group is earlier and not direct:
-                return True
-            if group is not earlier and id(group) not in seen:
-                seen.add(id(group))
-                stack.append(group)
-        direct = False
+        behind = stack.pop()
+        for op in behind:
+            for name in op.reads:
+                if name not in maker:
+                    continue
+                group = groups[maker[name]]
+                if group is earlier and behind is not later:
+                    return True
+                if id(group) not in seen and group is not earlier and place[group[-1].name] > first:
+                    seen.add(id(group))
+                    stack.append(group)
     return False
