@@ -16,6 +16,7 @@ def compile_reason(job: TrainingJob) -> str:
     if not job.compile:
         return ""
     architecture, convention, checkpointing = job.architecture, conventions(job), job.activation_checkpointing
+    autocast = bool(convention.get("autocast"))
     whole, accelerate = convention.get("compiled_regions") == "network", job.framework == "huggingface"
     checks = (
         (job.framework not in ("huggingface", "torch"), f"with framework={job.framework!r}"),
@@ -23,16 +24,19 @@ def compile_reason(job: TrainingJob) -> str:
         (job.task != "train" or job.finetuning.method != "full", "other than for full training"),
         (architecture.model_type not in FAMILIES or architecture.moe is not None, f"of {architecture.name!r}"),
         (
-            whole and checkpointing.mode != "none",
-            "of a whole network with checkpointing, which is scheduled with all of backward,",
+            whole and not (checkpointing.mode in ("none", "full") and checkpointing.every_n_layers == 1),
+            "of a whole network with checkpointing of some layers, or of some operations,",
         ),
         (checkpointing.mode != "none" and checkpointing.use_reentrant, "with reentrant checkpointing"),
         (job.attention != "sdpa", f"with attention={job.attention!r}"),
         (
-            gathered_dtype(job) != "bfloat16" or job.precision.compute != "bfloat16",
+            not (autocast and job.precision.parameters == "float32") and gathered_dtype(job) != "bfloat16",
             "of other weights than bfloat16",
         ),
-        (bool(convention.get("autocast")) and not (accelerate and _in_shards(job)), "under autocast"),
+        (job.precision.compute != "bfloat16", "of products in other than bfloat16"),
+        (autocast and _narrow_weights(job), "under autocast of weights that are not float32"),
+        (autocast and not (whole or accelerate), "of layers under autocast, without accelerate,"),
+        (autocast and whole and architecture.qk_norm != "none", "under autocast of a network that normalises each head"),
         (
             checkpointing.mode == "selective" and accelerate and _in_shards(job),
             "with selective checkpointing around layers that are compiled in place",
@@ -41,12 +45,13 @@ def compile_reason(job: TrainingJob) -> str:
         (job.loss.fused_linear_cross_entropy or bool(convention.get("liger_kernels")), "with Liger's kernels"),
         (bool(convention.get("neftune")), "with neftune"),
         (slides(architecture, 0, job.sequence_length), "beyond the sliding window"),
-        (
-            whole and architecture.vocab_size < 4 * architecture.hidden_size,
-            "of a whole network with so small a vocabulary, whose peak is among the buffers of a layer's backward,",
-        ),
     )
     return next((f"compile=true {how} is not modelled{TRACE}" for asked, how in checks if asked), "")
+
+
+def _narrow_weights(job: TrainingJob) -> bool:
+    """Weights that are narrow before anything converts them; FSDP2 gathers them so."""
+    return job.precision.parameters != "float32"
 
 
 def _in_shards(job: TrainingJob) -> bool:

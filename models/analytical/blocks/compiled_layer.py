@@ -21,7 +21,7 @@ from peakcast.models.analytical.blocks.tensor_parallel import WHOLE
 from peakcast.models.analytical.template import HANDED_IN, Template
 from peakcast.timeline import Category
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
 """RMSNorm, rotary positions, silu·up."""
 
 

@@ -53,10 +53,10 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
     made = traits(one.architecture).scaled_embedding  # by an operation that could be repeated, as a lookup is not
     parts = [LayerOps(layer, sums_again=again[index] or (index == 0 and not made)) for index, layer in enumerate(layers)]
     stream = parts[0].stream
-    forward = [op("embedding", "", stream), op("sequences", "", one.rows * INT64)]
+    forward = [op("embedding", "", stream, wide=parts[0].casts), op("sequences", "", one.rows * INT64)]
     backward: list[Op] = []
     kept = {"embedding", "sequences", MASK}
-    given, gradient = "embedding", "d_stream"
+    given, summed = "embedding", ""
     outer = {MASK: MASK, "sequences": "sequences"}
     for index, (layer, ops) in enumerate(zip(layers, parts, strict=True)):
         prefix, last = f"{index}.", index == len(layers) - 1
@@ -74,9 +74,9 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
         if last and again[index]:
             back = _with_mask_of_heads(layer, back)
         backward = named(back, prefix, names) + backward
+        summed = f"{given} {prefix}o {prefix}down"
         given = prefix + OUTPUT
-    del gradient
-    head, head_back = _head(one, parts[0], given)
+    head, head_back = _head(one, parts[0], given, summed if again[-1] else given)
     forward += head
     kept |= {name for each in head for name in each.writes}
     if any(again):
@@ -98,32 +98,32 @@ def _with_mask_of_heads(context: HFContext, backward: list[Op]) -> list[Op]:
     return [*backward[:at], op("mask_of_heads", MASK, size), replace(backward[at], reads=reads), *backward[at + 1 :]]
 
 
-def _head(context: HFContext, ops: LayerOps, given: str) -> tuple[list[Op], list[Op]]:
-    """Final norm, lm_head and loss, forward and backward."""
+def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tuple[list[Op], list[Op]]:
+    """Final norm, lm_head and loss, forward and backward, which finds what the norm read in `given_again`."""
     rows, architecture = context.rows, context.architecture
     logits = rows * architecture.vocab_size * context.compute_bytes
     weight = architecture.vocab_size * architecture.hidden_size
     cast = [op("lm_head.cast", "", weight * context.compute_bytes)] if ops.casts else []
     through = ops.back("lm_head", "d_logits final.norm", "d_final_norm", "d_logits", ops.hidden, weight)
     if architecture.tie_word_embeddings:  # its weight's gradient comes at the end, with the embedding's
-        through = [each for each in through if each.name == "d_final_norm"]
+        through = [each for each in through if not each.is_result]
     forward = [
-        op("final.rstd", given, rows * FP32, fuses=given),
+        op("final.rstd", given, rows * FP32, wide=True, fuses=given),
         op("final.norm", f"{given} final.rstd", ops.hidden, fuses="final.rstd"),
         *cast,
         op("logits", "final.norm lm_head.cast" if cast else "final.norm", logits),
         op("labels", "", context.batch * (context.sequence + 1) * INT64),
-        op("loss.max", "logits", rows * FP32),
-        op("loss.sum", "logits", rows * FP32, fuses="loss.max"),
-        op("loss.log", "loss.sum", rows * FP32, fuses="loss.max", replaces="loss.sum"),
+        op("loss.max", "logits", rows * FP32, wide=True),
+        op("loss.sum", "logits", rows * FP32, wide=True, fuses="loss.max"),
+        op("loss.log", "loss.sum", rows * FP32, wide=True, fuses="loss.max", replaces="loss.sum"),
         op("loss", "logits loss.max loss.log labels", FP32),
     ]
-    of_norm = f"d_final_norm {given} final.rstd"
+    of_norm = f"d_final_norm {given_again} final.rstd"
     backward = [
         op("d_logits", f"logits loss.max loss.log labels {TANGENT}", logits),
         *through,
         *ops.summed("final.weight", "final.partial", of_norm, architecture.hidden_size),
-        ops.stream_gradient("d_stream", of_norm, f"d_final_norm {given}"),
+        ops.stream_gradient("d_stream", of_norm, f"d_final_norm {given_again}"),
     ]
     return forward, backward
 
@@ -135,12 +135,10 @@ def _embedding_back(context: HFContext, last: Op) -> list[Op]:
     tied = context.architecture.tie_word_embeddings
     table = name if wide and not tied else "embed_tokens.table"
     added = op("embed_tokens.rows", f"{' '.join(last.reads)} {table}", 0)
-    ops = [op(table, "", elements * FP32, is_result=table == name), added]
-    if tied:
-        narrow = op("embed_tokens.narrow", f"{table} embed_tokens.rows", elements * context.weight_bytes)
-        # the head's product and the sum as one (`_inductor/fx_passes/post_grad.py` addmm)
-        both = op(name, "embed_tokens.narrow d_logits final.norm", elements * context.weight_bytes, is_result=True)
-        ops += [narrow, both]
-    elif not wide:
-        ops.append(op(name, f"{table} embed_tokens.rows", elements * context.weight_bytes, is_result=True))
-    return ops
+    ops, size = [op(table, "", elements * FP32, wide=True, is_result=table == name), added], elements * context.weight_bytes
+    if tied and wide:
+        return [*ops, op(name, f"{table} embed_tokens.rows lm_head.grad", size, wide=True, replaces=table, is_result=True)]
+    if tied:  # the head's product and the sum are one operation (`_inductor/fx_passes/post_grad.py` addmm)
+        narrow = op("embed_tokens.narrow", f"{table} embed_tokens.rows", size)
+        return [*ops, narrow, op(name, "embed_tokens.narrow d_logits final.norm", size, is_result=True)]
+    return ops if wide else [*ops, op(name, f"{table} embed_tokens.rows", size, is_result=True)]

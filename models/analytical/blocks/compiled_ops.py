@@ -34,6 +34,7 @@ def op(
     replaces: str = "",
     parts: bool = False,
     is_result: bool = False,
+    wide: bool = False,
 ) -> Op:
     """An operation whose names are written in one string."""
     return Op(
@@ -44,6 +45,7 @@ def op(
         replaces=tuple(replaces.split()),
         parts=parts,
         is_result=is_result,
+        wide=wide,
     )
 
 
@@ -62,6 +64,7 @@ def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]
             replaces=tuple(map(name, one.replaces)),
             parts=one.parts,
             is_result=one.is_result,
+            wide=one.wide,
         )
         for one in ops
     ]
@@ -92,9 +95,9 @@ class LayerOps:
         """From INPUT to OUTPUT."""
         rows, hidden, inner = self.context.rows, self.hidden, self.inner
         middle = f"{INPUT} o" if self.sums_again else "middle"
-        summed = [] if self.sums_again else [op("middle", f"{INPUT} o", self.stream, replaces="o")]
+        summed = [] if self.sums_again else [op("middle", f"{INPUT} o", self.stream, wide=self.casts, replaces="o")]
         return [
-            op("rstd_1", INPUT, rows * FP32, fuses=f"d_middle {INPUT}"),
+            op("rstd_1", INPUT, rows * FP32, wide=True, fuses=f"d_middle {INPUT}"),
             op("norm_1", f"{INPUT} rstd_1", hidden, fuses="d_input d_middle rstd_1"),
             *self._projected("q", "norm_1", self.q),
             *self._rotated_by_head("q", self.q),
@@ -107,13 +110,13 @@ class LayerOps:
             self._attention(),
             *self._projected("o", "attended", hidden),
             *summed,
-            op("rstd_2", middle, rows * FP32, fuses="d_middle middle"),
+            op("rstd_2", middle, rows * FP32, wide=True, fuses="d_middle middle"),
             op("norm_2", f"{middle} rstd_2", hidden, fuses="d_middle rstd_2"),
             *self._projected("gate", "norm_2", inner),
             *self._projected("up", "norm_2", inner),
             op("product", "gate up", inner, fuses="d_up d_gate", replaces="gate up"),
             *self._projected("down", "product", hidden),
-            op(OUTPUT, f"{middle} down", self.stream, replaces="o down"),
+            op(OUTPUT, f"{middle} down", self.stream, wide=self.casts, replaces="o down"),
         ]
 
     def _projected(self, name: str, reads: str, size: int) -> list[Op]:
@@ -206,7 +209,7 @@ class LayerOps:
         return [
             op(f"{name}.grad", reads, elements * self.context.compute_bytes),
             op(result, f"{gradient} {name}.cast", size),
-            op(f"{name}.weight.grad", f"{name}.grad", weight, is_result=True),
+            op(f"{name}.weight.grad", f"{name}.grad", weight, wide=True, is_result=True),
         ]
 
     def stream_gradient(self, name: str, reads: str, replaces: str, *, is_result: bool = False) -> Op:
@@ -214,7 +217,7 @@ class LayerOps:
         writes = {name: self.stream}
         if self.casts:
             writes[f"{name}.narrow"] = self.hidden
-        return op(name, reads, writes=writes, replaces=replaces, is_result=is_result)
+        return op(name, reads, writes=writes, wide=self.casts, replaces=replaces, is_result=is_result)
 
     def _norm_weight(self, name: str, reads: str, fuses: str = "") -> list[Op]:
         return self.summed(f"{name}.weight", f"{name}.partial", reads, self.context.architecture.hidden_size, fuses)
@@ -223,8 +226,8 @@ class LayerOps:
         """The gradient of `width` numbers with which every token's were multiplied, or to which they were added."""
         size = -(-self.context.rows // ROWS_SUMMED) * width * FP32
         return [
-            op(partial, reads, size, fuses=fuses),
-            op(f"{name}.grad", partial, width * self.context.weight_bytes, is_result=True),
+            op(partial, reads, size, wide=True, fuses=fuses),
+            op(f"{name}.grad", partial, width * self.context.weight_bytes, wide=self.casts, is_result=True),
         ]
 
     def _rotated_back(self, name: str, size: int) -> list[Op]:
@@ -239,8 +242,8 @@ class LayerOps:
         return [
             *ops,
             op(f"d_{name}_normed", given, size, fuses=f"d_{name}"),
-            op(f"{name}_norm.partial", f"d_{name}_normed {name} {name}_rstd", partial),
-            op(f"{name}_norm.weight.grad", f"{name}_norm.partial", head * weight, is_result=True),
+            op(f"{name}_norm.partial", f"d_{name}_normed {name} {name}_rstd", partial, wide=True),
+            op(f"{name}_norm.weight.grad", f"{name}_norm.partial", head * weight, wide=self.casts, is_result=True),
             op(f"d_{name}", f"d_{name}_normed {name} {name}_rstd", size, replaces=f"d_{name}_normed"),
         ]
 

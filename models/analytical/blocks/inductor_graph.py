@@ -31,6 +31,8 @@ class Op:
     """Whether its results are parts of what one call gives (a kernel of a library): each is a node of its own."""
     is_result: bool = False
     """Whether what it writes leaves the graph."""
+    wide: bool = False
+    """Whether its results have wider elements than most, but those that are `.narrow` beside one that is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +60,29 @@ class _Kernel:
 
 
 class _Pool:
-    """Buffers that were released and that one of the same size may take, so that they are not released after all: at once,
+    """Buffers that were released and that one of the same size and dtype may take, so that they are not released after all: at once,
     or where the peak that Inductor estimates is not exceeded meanwhile (torch 2.13 `_inductor/codegen/wrapper.py`
     AllocateLine). `levels`: that estimate, of every kernel."""
 
     def __init__(self, levels: Sequence[int]) -> None:
         self.levels = np.array(levels, dtype=np.int64)
         self.most = max(levels, default=0)
-        self.free: dict[int, list[tuple[str, int]]] = {}
+        self.free: dict[tuple[int, bool], list[tuple[str, int]]] = {}
 
-    def give(self, name: str, size: int, instant: int) -> None:
+    def give(self, name: str, size: int, wide: bool, instant: int) -> None:
         """`name` was last read at `instant`."""
-        self.free.setdefault(size, []).append((name, instant))
+        self.free.setdefault((size, wide), []).append((name, instant))
 
-    def take(self, size: int, instant: int) -> str | None:
+    def take(self, size: int, wide: bool, instant: int) -> str | None:
         """The buffer whose memory one of `size`, made at `instant`, takes."""
-        if not size or not self.free.get(size):
+        if not size or not self.free.get((size, wide)):
             return None
-        name, since = self.free[size][-1]
+        name, since = self.free[size, wide][-1]
         between = self.levels[since + 1 : instant]
         if len(between) and size + between.max() > self.most:
             return None
         between += size
-        self.free[size].pop()
+        self.free[size, wide].pop()
         return name
 
 
@@ -131,6 +133,8 @@ class InductorGraph:
             if name not in self.inputs and name not in self.results:
                 released.setdefault(end - 1, []).append(name)
         replaced, inside = set[str](), self._inside()
+        wides = {name for kernel in self.kernels for op in kernel.ops if op.wide for name in op.writes}
+        wide = {name for name in wides if not name.endswith(".narrow")}
         pool = _Pool(self._levels(self.order))
         for instant, kernel in enumerate(self.order):
             for op in kernel.ops:
@@ -141,12 +145,12 @@ class InductorGraph:
                     if (taken := next((name for name in free if name not in replaced), None)) is not None:
                         replaced.add(taken)
                     elif not (op.parts or kernel.part_of):
-                        taken = pool.take(size, instant)
+                        taken = pool.take(size, result in wide, instant)
                     if taken is not None:
                         ends[taken] = instant
             for name in released.get(instant, ()):
                 if name not in replaced and name not in inside:
-                    pool.give(name, self._size[name], instant)
+                    pool.give(name, self._size[name], name in wide, instant)
         lives = [
             Life(name, size, self._at[id(self._maker.get(kernel.part_of, kernel))], ends[name])
             for kernel in self.order
