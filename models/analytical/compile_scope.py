@@ -10,6 +10,9 @@ from peakcast.spec import Batch, Offload, TrainingJob
 
 TRACE = "; `peakcast explain --trace` compiles the step and shows it, on a machine with torch."
 
+PLAIN = ("llama", "mistral", "qwen2")
+"""Families whose compiled networks were traced under autocast and with checkpointing."""
+
 
 def compile_reason(job: TrainingJob) -> str:
     """Why the ledger does not cover the compiled `job`, as one sentence; "" when it does, or nothing is compiled."""
@@ -36,7 +39,11 @@ def compile_reason(job: TrainingJob) -> str:
         (job.precision.compute != "bfloat16", "of products in other than bfloat16"),
         (autocast and _narrow_weights(job), "under autocast of weights that are not float32"),
         (autocast and not (whole or accelerate), "of layers under autocast, without accelerate,"),
-        (autocast and whole and architecture.qk_norm != "none", "under autocast of a network that normalises each head"),
+        (autocast and architecture.model_type not in PLAIN, f"under autocast of {architecture.name!r}"),
+        (
+            whole and checkpointing.mode != "none" and architecture.model_type not in PLAIN,
+            f"of all of {architecture.name!r} with checkpointing",
+        ),
         (
             checkpointing.mode == "selective" and accelerate and _in_shards(job),
             "with selective checkpointing around layers that are compiled in place",

@@ -57,7 +57,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
     backward: list[Op] = []
     kept = {"embedding", "sequences", MASK}
     given, summed = "embedding", ""
-    outer = {MASK: MASK, "sequences": "sequences"}
+    outer = {name: name for name in (MASK, "sequences", "final.partial")}
     for index, (layer, ops) in enumerate(zip(layers, parts, strict=True)):
         prefix, last = f"{index}.", index == len(layers) - 1
         above = "d_stream" if last else f"{index + 1}.d_input"
@@ -72,7 +72,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
         names = outer | {INPUT: given, HANDED_IN: above, NARROWED: f"{above}.narrow"}
         back = ops.backward(is_result=False)
         if last and again[index]:
-            back = _with_mask_of_heads(layer, back)
+            back = _after_recomputation(layer, back)
         backward = named(back, prefix, names) + backward
         summed = f"{given} {prefix}o {prefix}down"
         given = prefix + OUTPUT
@@ -90,12 +90,19 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
     return first, InductorGraph(everything, inputs | {TANGENT: sizes["logits"]})
 
 
-def _with_mask_of_heads(context: HFContext, backward: list[Op]) -> list[Op]:
-    """The first attention that runs backward after a recomputation gets a mask that is written out for every head."""
+def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
+    """Of the layer that is first computed again: its attention gets a mask that is written out for every head, and what it
+    computed is read for the final norm too, so that the sums over rows of both norms are one kernel."""
     size = context.batch * context.architecture.num_attention_heads * context.sequence**2 * context.compute_bytes
-    at = next(place for place, each in enumerate(backward) if each.name == "d_attention")
-    reads = tuple("mask_of_heads" if name == MASK else name for name in backward[at].reads)
-    return [*backward[:at], op("mask_of_heads", MASK, size), replace(backward[at], reads=reads), *backward[at + 1 :]]
+    found = []
+    for one in backward:
+        if one.name == "d_attention":
+            found.append(op("mask_of_heads", MASK, size))
+            one = replace(one, reads=tuple("mask_of_heads" if name == MASK else name for name in one.reads))
+        elif one.name == "norm_2.partial":
+            one = replace(one, fuses=("final.partial",))
+        found.append(one)
+    return found
 
 
 def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tuple[list[Op], list[Op]]:

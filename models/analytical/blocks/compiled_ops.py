@@ -86,8 +86,10 @@ class LayerOps:
         self.stream = rows * architecture.hidden_size * context.stream_bytes
         self.q, self.k = rows * architecture.query_size * size, rows * architecture.key_value_size * size
         self.masked = "mask" in context.compiled
-        self.expands = self.masked and self.q != self.k
-        """Whether keys and values are copied for every head, as the kernel wants them that takes a mask."""
+        self.grouped = self.masked and self.q != self.k
+        self.expands = self.grouped and architecture.num_key_value_heads > 1
+        """Whether keys and values are copied for every head, as the kernel wants them that takes a mask; of a single one
+        the heads are views."""
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -179,14 +181,14 @@ class LayerOps:
         )
         ops += self.back("o", f"{narrow} attended", "d_attended", narrow, self.q)
         attended_with = f"d_attended {self._attention_reads} attended statistics seed offset"
-        if self.expands:
+        if self.grouped:
             gradients = {"d_q_rotary": self.q, "d_k_expanded": self.q, "d_v_expanded": self.q}
         else:
             gradients = {"d_q_rotary": self.q, "d_k_rotary": self.k, "d_v": self.k}
         ops.append(op("d_attention", attended_with, writes=gradients, parts=True))
         if self.masked:
             ops += self._rotated_back("k", self.k) + self._rotated_back("q", self.q)
-            ops += [op("d_v", "d_v_expanded", self.k)] if self.expands else []
+            ops += [op("d_v", "d_v_expanded", self.k)] if self.grouped else []
         for name in ("v", "k", "q"):
             size = self.q if name == "q" else self.k
             if name != "v" and not self.masked:
@@ -233,7 +235,7 @@ class LayerOps:
     def _rotated_back(self, name: str, size: int) -> list[Op]:
         """The gradient of a projection from that of what was rotated, and normalised before where each head is."""
         given, ops = f"d_{name}_rotary", list[Op]()
-        if self.expands and name == "k":  # summed over the query heads of each key head, for both halves of the rotation
+        if self.grouped and name == "k":  # summed over the query heads of each key head, for both halves of the rotation
             ops, given = [op("d_k_of_sines", "d_k_expanded", size)], "d_k_of_sines d_k_expanded"
         if self.context.architecture.qk_norm == "none":
             return [*ops, op(f"d_{name}", given, size)]

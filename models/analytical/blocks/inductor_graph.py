@@ -26,7 +26,7 @@ class Op:
     fuses: tuple[str, ...] = ()
     """Operations of whose kernel it would be a part, the most wanted first."""
     replaces: tuple[str, ...] = ()
-    """Of what it reads, those read at the very elements that it writes: the result may take their place."""
+    """Of what it reads, those read at the very elements that it writes: its (first) result may take their place."""
     parts: bool = False
     """Whether its results are parts of what one call gives (a kernel of a library): each is a node of its own."""
     is_result: bool = False
@@ -138,10 +138,10 @@ class InductorGraph:
         pool = _Pool(self._levels(self.order))
         for instant, kernel in enumerate(self.order):
             for op in kernel.ops:
-                for result, size in op.writes.items():
+                for nth, (result, size) in enumerate(op.writes.items()):
                     if result in inside:
                         continue
-                    free = (name for name in op.replaces if self._is_free(op, kernel, instant, result, name))
+                    free = (name for name in op.replaces[: None if not nth else 0] if self._is_free(op, kernel, instant, result, name))
                     if (taken := next((name for name in free if name not in replaced), None)) is not None:
                         replaced.add(taken)
                     elif not (op.parts or kernel.part_of):
