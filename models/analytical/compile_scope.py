@@ -20,6 +20,7 @@ def compile_reason(job: TrainingJob) -> str:
         return ""
     architecture, convention, checkpointing = job.architecture, conventions(job), job.activation_checkpointing
     autocast = bool(convention.get("autocast"))
+    cast = autocast and job.parallelism.world_size == 1  # the weights themselves; FSDP2 gathers them narrow
     whole, accelerate = convention.get("compiled_regions") == "network", job.framework == "huggingface"
     checks = (
         (job.framework not in ("huggingface", "torch"), f"with framework={job.framework!r}"),
@@ -33,13 +34,18 @@ def compile_reason(job: TrainingJob) -> str:
         (checkpointing.mode != "none" and checkpointing.use_reentrant, "with reentrant checkpointing"),
         (job.attention != "sdpa", f"with attention={job.attention!r}"),
         (
-            not (autocast and job.precision.parameters == "float32") and gathered_dtype(job) != "bfloat16",
-            "of other weights than bfloat16",
+            gathered_dtype(job) != ("float32" if cast else "bfloat16"),
+            "of other weights than bfloat16, or float32 under autocast,",
         ),
         (job.precision.compute != "bfloat16", "of products in other than bfloat16"),
-        (autocast and _narrow_weights(job), "under autocast of weights that are not float32"),
-        (autocast and not (whole or accelerate), "of layers under autocast, without accelerate,"),
-        (autocast and architecture.model_type not in PLAIN, f"under autocast of {architecture.name!r}"),
+        (
+            autocast and not (accelerate or (whole and cast)),
+            "under autocast, in shards or layer by layer, without accelerate,",
+        ),
+        (
+            cast and (whole or architecture.model_type != "qwen3") and architecture.model_type not in PLAIN,
+            f"under autocast of {architecture.name!r}",
+        ),
         (
             whole and checkpointing.mode != "none" and architecture.model_type not in PLAIN,
             f"of all of {architecture.name!r} with checkpointing",
@@ -54,11 +60,6 @@ def compile_reason(job: TrainingJob) -> str:
         (slides(architecture, 0, job.sequence_length), "beyond the sliding window"),
     )
     return next((f"compile=true {how} is not modelled{TRACE}" for asked, how in checks if asked), "")
-
-
-def _narrow_weights(job: TrainingJob) -> bool:
-    """Weights that are narrow before anything converts them; FSDP2 gathers them so."""
-    return job.precision.parameters != "float32"
 
 
 def _in_shards(job: TrainingJob) -> bool:

@@ -60,7 +60,8 @@ class Blocks:
 
     def network(self) -> Template | None:
         """All of it as one block, where it is compiled so."""
-        if not is_compiled_whole(self.context):
+        alone = self.job.parallelism.world_size == 1 and not self.job.offload.activations
+        if not (alone and is_compiled_whole(self.context)):
             return None
         cached = _cached_matmuls(self.job)
         contexts = [replace(one, cached_matmuls=cached) for one in dict.fromkeys(self.contexts)]

@@ -10,7 +10,18 @@ from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.models.analytical.blocks.compiled_layer import FAMILIES, kept_of
-from peakcast.models.analytical.blocks.compiled_ops import FP32, INPUT, INT64, MASK, NARROWED, OUTPUT, LayerOps, named, op, recomputed
+from peakcast.models.analytical.blocks.compiled_ops import (
+    FP32,
+    INPUT,
+    INT64,
+    MASK,
+    NARROWED,
+    OUTPUT,
+    LayerOps,
+    named,
+    op,
+    recomputed,
+)
 from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_traits import traits
@@ -33,8 +44,8 @@ def is_compiled_whole(context: HFContext) -> bool:
 
 @lru_cache(maxsize=64)
 def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], again: tuple[bool, ...]) -> Template:
-    """A network whose layer i is of the kind `kinds[layers[i]]` and, where `again[i]`, checkpointed: ids in, loss and logits
-    out."""
+    """A network whose layer i is of the kind `kinds[layers[i]]` and, where `again[i]`, checkpointed: ids in, loss and
+    logits out."""
     first, second = graphs(tuple(kinds[kind] for kind in layers), again)
     logits = first.size_of("logits")
     return compiled_template(first, second, [Given(TANGENT, Category.LOGITS, logits, True)], module_of=_module_of)
@@ -136,7 +147,7 @@ def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tu
 
 
 def _embedding_back(context: HFContext, last: Op) -> list[Op]:
-    """The embedding's gradient: rows added up in fp32, by the kernel that makes them (`_decomp` embedding_dense_backward)."""
+    """The embedding's gradient: rows added up in fp32 (`_decomp` embedding_dense_backward), by the kernel that makes them."""
     elements = context.architecture.vocab_size * context.architecture.hidden_size
     name, wide = "embed_tokens.weight.grad", context.weight_bytes == FP32
     tied = context.architecture.tie_word_embeddings

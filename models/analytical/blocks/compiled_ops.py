@@ -1,7 +1,7 @@
 """The operations of a decoder layer in a graph that torch.compile compiles, forward and backward, and so its buffers.
 
-Between matrix products everything elementwise is one kernel, of which only results are buffers. Names are those of one layer;
-`named` puts it into a network's graph.
+Between matrix products everything elementwise is one kernel, of which only results are buffers. Names are those of one
+layer; `named` puts it into a network's graph.
 
 Source: graphs that torch 2.13 lowers of transformers' Llama, Mistral, Qwen2 and Qwen3 (`TORCH_LOGS=output_code`).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from peakcast.models.analytical.blocks.attention_kernels import flash_backward_bytes
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.inductor_graph import Op
 from peakcast.models.analytical.template import HANDED_IN
@@ -124,7 +125,8 @@ class LayerOps:
     def _projected(self, name: str, reads: str, size: int) -> list[Op]:
         if not self.casts:
             return [op(name, reads, size)]
-        return [op(f"{name}.cast", "", self._weight(name) * self.context.compute_bytes), op(name, f"{reads} {name}.cast", size)]
+        cast = op(f"{name}.cast", "", self._weight(name) * self.context.compute_bytes)
+        return [cast, op(name, f"{reads} {name}.cast", size)]
 
     def _weight(self, name: str) -> int:
         """Elements of a product's weight."""
@@ -158,6 +160,13 @@ class LayerOps:
         value = "v_expanded" if self.expands else "v"
         return f"q_rotary k_rotary {value}" + (f" {MASK}" if self.masked else "")
 
+    def _inside_backward(self) -> dict[str, int]:
+        """What the attention's backward kernel allocates for itself."""
+        if not self.context.kernel_temporaries:
+            return {}
+        sums = FP32 * self.context.rows * self.context.architecture.num_attention_heads  # "delta" (attention_backward.cu)
+        return {"d_attention.temporary": sums if self.masked else flash_backward_bytes(self.context)}
+
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def backward(self, *, is_result: bool = True) -> list[Op]:
@@ -185,7 +194,7 @@ class LayerOps:
             gradients = {"d_q_rotary": self.q, "d_k_expanded": self.q, "d_v_expanded": self.q}
         else:
             gradients = {"d_q_rotary": self.q, "d_k_rotary": self.k, "d_v": self.k}
-        ops.append(op("d_attention", attended_with, writes=gradients, parts=True))
+        ops.append(op("d_attention", attended_with, writes=gradients | self._inside_backward(), parts=True))
         if self.masked:
             ops += self._rotated_back("k", self.k) + self._rotated_back("q", self.q)
             ops += [op("d_v", "d_v_expanded", self.k)] if self.grouped else []
@@ -203,7 +212,7 @@ class LayerOps:
         return [*ops, self.stream_gradient("d_input", f"{of_input} d_middle", replaced, is_result=is_result)]
 
     def back(self, name: str, reads: str, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
-        """Of a product: its weight's gradient, and that of what it read. `elements`: of the weight, where it is no layer's."""
+        """Of a product: its weight's gradient, and that of what it read. `elements`: of a weight that is no layer's."""
         elements = self._weight(name) if elements is None else elements
         weight = elements * self.context.weight_bytes
         if not self.casts:

@@ -60,9 +60,9 @@ class _Kernel:
 
 
 class _Pool:
-    """Buffers that were released and that one of the same size and dtype may take, so that they are not released after all: at once,
-    or where the peak that Inductor estimates is not exceeded meanwhile (torch 2.13 `_inductor/codegen/wrapper.py`
-    AllocateLine). `levels`: that estimate, of every kernel."""
+    """Buffers that nobody needs any more and that one of the same size and dtype may take, so that they are not released
+    after all: at once, or where Inductor's estimate of the peak is not exceeded meanwhile (torch 2.13
+    `_inductor/codegen/wrapper.py` AllocateLine). `levels`: that estimate, of every kernel."""
 
     def __init__(self, levels: Sequence[int]) -> None:
         self.levels = np.array(levels, dtype=np.int64)
@@ -141,8 +141,9 @@ class InductorGraph:
                 for nth, (result, size) in enumerate(op.writes.items()):
                     if result in inside:
                         continue
-                    free = (name for name in op.replaces[: None if not nth else 0] if self._is_free(op, kernel, instant, result, name))
-                    if (taken := next((name for name in free if name not in replaced), None)) is not None:
+                    wanted = [name for name in op.replaces if not nth and name not in replaced]
+                    free = (name for name in wanted if self._is_free(op, kernel, instant, result, name))
+                    if (taken := next(free, None)) is not None:
                         replaced.add(taken)
                     elif not (op.parts or kernel.part_of):
                         taken = pool.take(size, result in wide, instant)
