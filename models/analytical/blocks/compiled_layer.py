@@ -16,7 +16,8 @@ from peakcast.models.analytical.blocks.attention_kernels import attention_kernel
 from peakcast.models.analytical.blocks.compiled_ops import INPUT, NARROWED, OUTPUT, PRODUCTS, LayerOps, op, recomputed
 from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
 from peakcast.models.analytical.blocks.hf_builder import HFContext
-from peakcast.models.analytical.blocks.inductor_graph import InductorGraph, Op
+from peakcast.models.analytical.blocks.inductor_graph import InductorGraph
+from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.blocks.tensor_parallel import WHOLE
 from peakcast.models.analytical.template import HANDED_IN, Template
 from peakcast.timeline import Category

@@ -25,7 +25,8 @@ from peakcast.models.analytical.blocks.compiled_ops import (
 from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_traits import traits
-from peakcast.models.analytical.blocks.inductor_graph import InductorGraph, Op
+from peakcast.models.analytical.blocks.inductor_graph import InductorGraph
+from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.blocks.tensor_parallel import WHOLE
 from peakcast.models.analytical.template import HANDED_IN, Template
 from peakcast.timeline import Category
@@ -147,7 +148,7 @@ def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tu
 
 
 def _embedding_back(context: HFContext, last: Op) -> list[Op]:
-    """The embedding's gradient: rows added up in fp32 (`_decomp` embedding_dense_backward), by the kernel that makes them."""
+    """The embedding's gradient: rows added up in fp32 (`_decomp` embedding_dense_backward), by their kernel."""
     elements = context.architecture.vocab_size * context.architecture.hidden_size
     name, wide = "embed_tokens.weight.grad", context.weight_bytes == FP32
     tied = context.architecture.tie_word_embeddings

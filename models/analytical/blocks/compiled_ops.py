@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from peakcast.models.analytical.blocks.attention_kernels import flash_backward_bytes
 from peakcast.models.analytical.blocks.hf_builder import HFContext
-from peakcast.models.analytical.blocks.inductor_graph import Op
+from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.template import HANDED_IN
 from peakcast.units import round_up
 

@@ -1,9 +1,8 @@
 """A compiled graph as Inductor runs it: which operations are one kernel, in which order kernels run, which buffer takes the
 place of which, and so the life of each.
 
-Source: torch 2.13 `_inductor/scheduler.py` (fuse_nodes, topological_sort_schedule, decide_inplace_update) and
-`_inductor/memory.py` (reorder_for_peak_memory and its three orders). What is not here: how Inductor scores fusions; an
-operation says with which others it would be fused, and is, unless they would then wait for each other.
+Source: torch 2.13 `_inductor/scheduler.py` (topological_sort_schedule, decide_inplace_update) and `_inductor/memory.py`
+(reorder_for_peak_memory and its three orders).
 """
 
 from __future__ import annotations
@@ -15,24 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
-    """One operation: the buffers it reads, and those it writes with their bytes."""
-
-    name: str
-    reads: tuple[str, ...]
-    writes: Mapping[str, int]
-    fuses: tuple[str, ...] = ()
-    """Operations of whose kernel it would be a part, the most wanted first."""
-    replaces: tuple[str, ...] = ()
-    """Of what it reads, those read at the very elements that it writes: its (first) result may take their place."""
-    parts: bool = False
-    """Whether its results are parts of what one call gives (a kernel of a library): each is a node of its own."""
-    is_result: bool = False
-    """Whether what it writes leaves the graph."""
-    wide: bool = False
-    """Whether its results have wider elements than most, but those that are `.narrow` beside one that is not."""
+from peakcast.models.analytical.blocks.inductor_kernels import Kernel, Op, fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +25,6 @@ class Life:
     num_bytes: int
     born: int
     dies: int
-
-
-@dataclass(eq=False, slots=True)
-class _Kernel:
-    """Operations that run as one."""
-
-    ops: tuple[Op, ...]
-    reads: frozenset[str]
-    makes: dict[str, int]
-    """The buffers that it makes, with the bytes that are released with each."""
-    allocates: int
-    part_of: str = ""
-    """Of a part of what a call gave: the call's name."""
-    index: int = 0
 
 
 class _Pool:
@@ -96,12 +64,12 @@ class InductorGraph:
         used = self.results.union(*(op.reads for op in ops))
         self._unused = {op.name: {name: op.writes[name] for name in op.writes.keys() - used} for op in ops if op.parts}
         ops = [replace(op, writes={k: v for k, v in op.writes.items() if k in used}) if op.parts else op for op in ops]
-        self.kernels = self._in_graph_order(_fused(ops))
+        self.kernels = self._in_graph_order(fused(ops))
         for index, kernel in enumerate(self.kernels):
             kernel.index = index
         self._maker = {name: kernel for kernel in self.kernels for name in kernel.makes}
         self._size = self.inputs | {name: size for kernel in self.kernels for name, size in kernel.makes.items()}
-        self._readers: dict[str, list[_Kernel]] = {}
+        self._readers: dict[str, list[Kernel]] = {}
         for kernel in self.kernels:
             for name in sorted(kernel.reads):
                 self._readers.setdefault(name, []).append(kernel)
@@ -173,7 +141,7 @@ class InductorGraph:
             return len(self.order)
         return self.last_read(name) or (self._at[id(self._maker[name])] + 1 if name in self._maker else 0)
 
-    def _is_free(self, op: Op, kernel: _Kernel, instant: int, result: str, name: str) -> bool:
+    def _is_free(self, op: Op, kernel: Kernel, instant: int, result: str, name: str) -> bool:
         """Whether `name` is as large as `result` and nobody but `op` still needs it, later or in its own kernel."""
         if name in self.results or self._size.get(name) != self._size[result]:
             return False
@@ -182,32 +150,32 @@ class InductorGraph:
 
     # -- the order ----------------------------------------------------------------------------------------------------
 
-    def _orders(self) -> tuple[list[_Kernel], ...]:
+    def _orders(self) -> tuple[list[Kernel], ...]:
         return self.kernels, self._least_memory_first(), self._breadth_first(), self._depth_first()
 
-    def _in_graph_order(self, kernels: list[_Kernel]) -> list[_Kernel]:
+    def _in_graph_order(self, kernels: list[Kernel]) -> list[Kernel]:
         """`topological_sort_schedule`: as written, each after what it needs."""
         maker = {name: kernel for kernel in kernels for name in kernel.makes}
         place = {id(kernel): index for index, kernel in enumerate(kernels)}
 
-        def needed(kernel: _Kernel) -> list[_Kernel]:
+        def needed(kernel: Kernel) -> list[Kernel]:
             makers = [maker[name] for name in sorted(kernel.reads) if name in maker]
             return sorted(makers, key=lambda one: place[id(one)])
 
         return _after_what_they_need(kernels, needed)
 
-    def _before(self, kernel: _Kernel) -> list[_Kernel]:
+    def _before(self, kernel: Kernel) -> list[Kernel]:
         found = {id(self._maker[name]): self._maker[name] for name in kernel.reads if name in self._maker}
         return sorted(found.values(), key=lambda one: one.index)
 
-    def _after(self, kernel: _Kernel) -> list[_Kernel]:
+    def _after(self, kernel: Kernel) -> list[Kernel]:
         found = {id(reader): reader for name in kernel.makes for reader in self._readers.get(name, ())}
         return sorted(found.values(), key=lambda one: one.index)
 
-    def _peak(self, order: Sequence[_Kernel]) -> int:
+    def _peak(self, order: Sequence[Kernel]) -> int:
         return max(self._levels(order), default=0)
 
-    def _levels(self, order: Sequence[_Kernel]) -> list[int]:
+    def _levels(self, order: Sequence[Kernel]) -> list[int]:
         """`estimate_peak_memory`: every kernel allocates what it makes and then releases what nobody reads any more."""
         at = {id(kernel): step for step, kernel in enumerate(order)}
         change = [0] * (len(order) + 1)
@@ -221,7 +189,7 @@ class InductorGraph:
                 change[max(readers, default=0) + 1] -= size
         return list(itertools.accumulate(change))
 
-    def _least_memory_first(self) -> list[_Kernel]:
+    def _least_memory_first(self) -> list[Kernel]:
         """`topological_sort_lpmf`: of the kernels that can run, one that stays below the peak so far and leaves least."""
         waits = {id(kernel): len(self._before(kernel)) for kernel in self.kernels}
         left = {name: len(self._readers.get(name, ())) + (name in self.results) for name in self._size}
@@ -233,7 +201,7 @@ class InductorGraph:
         gap = max(live, sum(self._size[name] for name in self.results if name in self._size)) - live
         most = live + gap
         ready = [kernel for kernel in self.kernels if not waits[id(kernel)]]
-        order: list[_Kernel] = []
+        order: list[Kernel] = []
         while ready:
             ranks = [(k.allocates if k.allocates > gap else 0, k.allocates - freed[id(k)], k.index) for k in ready]
             chosen = ready[ranks.index(min(ranks))]
@@ -254,15 +222,15 @@ class InductorGraph:
                         freed[id(reader)] += self._size[name]
         return order
 
-    def _breadth_first(self) -> list[_Kernel]:
+    def _breadth_first(self) -> list[Kernel]:
         """`topological_sort_bfs`: next is the kernel whose predecessors ran earliest."""
         waits = {id(kernel): len(self._before(kernel)) for kernel in self.kernels}
-        heap: list[tuple[list[int], int, _Kernel]] = []
+        heap: list[tuple[list[int], int, Kernel]] = []
         for kernel in self.kernels:
             if not waits[id(kernel)]:
                 heapq.heappush(heap, ([], kernel.index, kernel))
         ran: dict[int, int] = {}
-        order: list[_Kernel] = []
+        order: list[Kernel] = []
         while heap:
             _, _, kernel = heapq.heappop(heap)
             ran[id(kernel)] = len(order)
@@ -273,23 +241,23 @@ class InductorGraph:
                     heapq.heappush(heap, (sorted(ran[id(one)] for one in self._before(after)), after.index, after))
         return order
 
-    def _depth_first(self) -> list[_Kernel]:
+    def _depth_first(self) -> list[Kernel]:
         """`topological_sort_dfs`: those that read and write least first, each after what it needs."""
         size = {
             id(kernel): kernel.allocates + sum(self._size[name] for name in kernel.reads & self._size.keys())
             for kernel in self.kernels
         }
-        def needed(kernel: _Kernel) -> list[_Kernel]:
+        def needed(kernel: Kernel) -> list[Kernel]:
             return sorted(self._before(kernel), key=lambda one: (size[id(one)], one.index))
 
         return _after_what_they_need(sorted(self.kernels, key=lambda one: (size[id(one)], one.index)), needed)
 
 
 def _after_what_they_need(
-    kernels: Iterable[_Kernel], needed: Callable[[_Kernel], Sequence[_Kernel]]
-) -> list[_Kernel]:
+    kernels: Iterable[Kernel], needed: Callable[[Kernel], Sequence[Kernel]]
+) -> list[Kernel]:
     """`kernels` in their order, but each after what it needs, in the order that `needed` gives."""
-    order: dict[int, _Kernel] = {}
+    order: dict[int, Kernel] = {}
     for kernel in kernels:
         stack = [(kernel, iter(needed(kernel)))] if id(kernel) not in order else []
         while stack:
@@ -301,62 +269,3 @@ def _after_what_they_need(
             else:
                 stack.append((before, iter(needed(before))))
     return list(order.values())
-
-
-def _fused(ops: Sequence[Op]) -> list[_Kernel]:
-    """`ops` as kernels, each at the place of its first operation."""
-    groups = {op.name: [op] for op in ops}
-    maker = {name: op.name for op in ops for name in op.writes}
-    place = {op.name: index for index, op in enumerate(ops)}
-    for op in ops:
-        for other in op.fuses:
-            mine, theirs = groups[op.name], groups.get(other, [])
-            if not theirs or mine is theirs:
-                continue
-            if not (_waits(mine, theirs, groups, maker, place) or _waits(theirs, mine, groups, maker, place)):
-                joined = sorted([*mine, *theirs], key=lambda one: place[one.name])
-                groups |= {one.name: joined for one in joined}
-                break
-    distinct = {id(group): group for group in groups.values()}.values()
-    return [kernel for group in sorted(distinct, key=lambda one: place[one[0].name]) for kernel in _kernels(group)]
-
-
-def _kernels(group: Sequence[Op]) -> list[_Kernel]:
-    """One, or a call and each of its results: the call allocates them all, and each is released by itself."""
-    makes = {name: size for op in group for name, size in op.writes.items()}
-    reads = frozenset(name for op in group for name in op.reads) - makes.keys()
-    if not group[0].parts:
-        return [_Kernel(tuple(group), reads, makes, sum(makes.values()))]
-    call = group[0].name
-    parts = [
-        _Kernel((Op(name=name, reads=(call,), writes={name: size}),), frozenset((call,)), {name: size}, 0, call)
-        for name, size in makes.items()
-    ]
-    return [_Kernel(tuple(group), reads, {call: 0}, sum(makes.values())), *parts]
-
-
-def _waits(
-    later: Sequence[Op],
-    earlier: Sequence[Op],
-    groups: Mapping[str, Sequence[Op]],
-    maker: Mapping[str, str],
-    place: Mapping[str, int],
-) -> bool:
-    """Whether `later` needs, by way of some third kernel, what `earlier` makes. Operations are in an order in which nothing
-    needs what comes after it, so what lies before all of `earlier` is not followed."""
-    seen: set[int] = {id(later)}
-    stack: list[Sequence[Op]] = [later]
-    first = place[earlier[0].name]
-    while stack:
-        behind = stack.pop()
-        for op in behind:
-            for name in op.reads:
-                if name not in maker:
-                    continue
-                group = groups[maker[name]]
-                if group is earlier and behind is not later:
-                    return True
-                if id(group) not in seen and group is not earlier and place[group[-1].name] > first:
-                    seen.add(id(group))
-                    stack.append(group)
-    return False

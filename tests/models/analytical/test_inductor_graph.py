@@ -6,7 +6,8 @@ import pytest
 
 from peakcast.collectors.grid import expand
 from peakcast.models.analytical.blocks import compiled_layer as layer
-from peakcast.models.analytical.blocks.inductor_graph import InductorGraph, Life, Op
+from peakcast.models.analytical.blocks.inductor_graph import InductorGraph, Life
+from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
 
 SMALL = {
