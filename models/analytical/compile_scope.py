@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from peakcast.conventions import conventions
-from peakcast.models.analytical.blocks.compiled_layer import FAMILIES
 from peakcast.models.analytical.blocks.hf_traits import slides
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.spec import Batch, Offload, TrainingJob
@@ -18,6 +17,8 @@ def compile_reason(job: TrainingJob) -> str:
     """Why the ledger does not cover the compiled `job`, as one sentence; "" when it does, or nothing is compiled."""
     if not job.compile:
         return ""
+    from peakcast.models.analytical.blocks.compiled_layer import FAMILIES
+
     architecture, convention, checkpointing = job.architecture, conventions(job), job.activation_checkpointing
     autocast = bool(convention.get("autocast"))
     cast = autocast and job.parallelism.world_size == 1  # the weights themselves; FSDP2 gathers them narrow
