@@ -18,6 +18,7 @@ from peakcast.models.analytical.blocks.compiled_ops import (
     NARROWED,
     OUTPUT,
     LayerOps,
+    adapted,
     named,
     op,
     recomputed,
@@ -39,8 +40,15 @@ TANGENT = "logits.tangent"
 def is_compiled_whole(context: HFContext) -> bool:
     """Whether these are the graphs of the context's network."""
     dense = context.architecture.model_type in FAMILIES and context.architecture.moe is None
-    plain = context.trainable and context.group == WHOLE and not context.saves_on_cpu and context.loss == "cross_entropy"
+    plain = _trains_as_traced(context) and context.group == WHOLE and not context.saves_on_cpu and context.loss == "cross_entropy"
     return context.compiled == WHOLE_NETWORK and dense and plain and not context.fused_loss
+
+
+def _trains_as_traced(context: HFContext) -> bool:
+    """Everything, or fp32 adapters of queries, keys and values alone."""
+    tuning = context.finetuning
+    plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.autocast)
+    return context.trainable or (plain and context.adapter_bytes == FP32 and adapted(context) <= {"q", "k", "v"})
 
 
 @lru_cache(maxsize=64)
@@ -63,9 +71,11 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
     """Forward and backward of a network with these `layers`."""
     one, size = layers[0], layers[0].compute_bytes
     made = traits(one.architecture).scaled_embedding  # by an operation that could be repeated, as a lookup is not
-    parts = [LayerOps(layer, sums_again=again[index] or (index == 0 and not made)) for index, layer in enumerate(layers)]
+    looked_up = one.trainable and not made  # a table that does not train is looked up again instead
+    parts = [LayerOps(layer, sums_again=again[index] or (index == 0 and looked_up)) for index, layer in enumerate(layers)]
     stream = parts[0].stream
-    forward = [op("embedding", "", stream, wide=parts[0].casts), op("sequences", "", one.rows * INT64)]
+    embedded = [op("embedding", "", stream, wide=parts[0].casts)] if one.trainable else []
+    forward = [*embedded, op("sequences", "", one.rows * INT64)]
     backward: list[Op] = []
     kept = {"embedding", "sequences", MASK}
     given, summed = "embedding", ""
@@ -93,13 +103,25 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
     kept |= {name for each in head for name in each.writes}
     if any(again):
         kept.remove(MASK)
-    embedding = _embedding_back(one, backward.pop())
-    everything = recomputed(forward, [*head_back, *backward, *embedding], kept)
+    last_of_all = backward.pop()
+    embedding = _embedding_back(one, last_of_all) if one.trainable else []
+    everything = recomputed(forward, _wanted([*head_back, *backward, *embedding]), kept)
     sizes = {name: num_bytes for each in forward for name, num_bytes in each.writes.items()}
     needed = {name for each in everything for name in each.reads} & kept
     first = InductorGraph(forward, {}, needed | {"logits", "loss"})
     inputs = {name: num_bytes for name, num_bytes in sizes.items() if name in needed}
     return first, InductorGraph(everything, inputs | {TANGENT: sizes["logits"]})
+
+
+def _wanted(ops: list[Op]) -> list[Op]:
+    """Those of `ops` that a result needs."""
+    read: set[str] = set()
+    found = []
+    for one in reversed(ops):
+        if one.is_result or not read.isdisjoint(one.writes):
+            found.append(one)
+            read.update(one.reads)
+    return found[::-1]
 
 
 def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from peakcast.models.analytical.blocks.attention_kernels import flash_backward_bytes
-from peakcast.models.analytical.blocks.hf_builder import HFContext
+from peakcast.models.analytical.blocks.hf_builder import HFContext, is_adapter_target
 from peakcast.models.analytical.blocks.inductor_kernels import Op
+from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.template import HANDED_IN
 from peakcast.units import round_up
 
@@ -71,6 +72,17 @@ def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]
     ]
 
 
+def adapted(context: HFContext) -> frozenset[str]:
+    """The products with adapters."""
+    if context.trainable:
+        return frozenset()
+    leaves = leaf_names(context.architecture)
+    targets = {name: getattr(leaves, "out" if name == "o" else name) for name in PRODUCTS}
+    return frozenset(
+        name for name, leaf in targets.items() if is_adapter_target(leaf, context.finetuning, context.architecture)
+    )
+
+
 class LayerOps:
     """Of one layer. `sums_again`: whoever reads the stream after attention adds up the layer's input and what attention
     gave, so it is no buffer. torch does so where the input comes from outside or from a lookup; where another sum made it,
@@ -81,6 +93,7 @@ class LayerOps:
         architecture, rows, size = context.architecture, context.rows, context.compute_bytes
         self.context = context
         self.sums_again = sums_again
+        self.trains = context.trainable
         self.casts = context.autocast and context.weight_bytes > size
         """Whether weights are wider than products: each is converted before, and its gradient after."""
         self.hidden, self.inner = rows * architecture.hidden_size * size, rows * architecture.intermediate_size * size
@@ -91,6 +104,9 @@ class LayerOps:
         self.expands = self.grouped and architecture.num_key_value_heads > 1
         """Whether keys and values are copied for every head, as the kernel wants them that takes a mask; of a single one
         the heads are views."""
+        self.adapted = adapted(context)
+        self.widened = self.hidden // size * context.adapter_bytes
+        """Of a norm's result: its copy for adapters, which share one."""
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -102,6 +118,7 @@ class LayerOps:
         return [
             op("rstd_1", INPUT, rows * FP32, wide=True, fuses=f"d_middle {INPUT}"),
             op("norm_1", f"{INPUT} rstd_1", hidden, fuses="d_input d_middle rstd_1"),
+            *([op("norm_1.wide", f"{INPUT} rstd_1", self.widened, wide=True, fuses="norm_1")] if self.adapted else []),
             *self._projected("q", "norm_1", self.q),
             *self._rotated_by_head("q", self.q),
             *self._projected("k", "norm_1", self.k),
@@ -109,7 +126,7 @@ class LayerOps:
             *self._projected("v", "norm_1", self.k),
             *self._rotated("q", self.q),
             *self._rotated("k", self.q if self.expands else self.k),
-            *([op("v_expanded", "v", self.q)] if self.expands else []),
+            *([op(self._value, self._result("v"), self.q if self.expands else self.k)] if self._value != "v" else []),
             self._attention(),
             *self._projected("o", "attended", hidden),
             *summed,
@@ -123,10 +140,26 @@ class LayerOps:
         ]
 
     def _projected(self, name: str, reads: str, size: int) -> list[Op]:
+        if name in self.adapted:
+            rows, wide = self.context.rows, self.context.adapter_bytes
+            return [
+                op(name, reads, size),
+                op(f"{name}.lora_A", f"{reads}.wide", rows * self.rank * wide, wide=True),
+                op(f"{name}.lora_B", f"{name}.lora_A", size // self.context.compute_bytes * wide, wide=True),
+            ]
         if not self.casts:
             return [op(name, reads, size)]
         cast = op(f"{name}.cast", "", self._weight(name) * self.context.compute_bytes)
         return [cast, op(name, f"{reads} {name}.cast", size)]
+
+    def _result(self, name: str) -> str:
+        """Of a product, with what its adapter adds, which whoever reads it does."""
+        return f"{name} {name}.lora_B" if name in self.adapted else name
+
+    @property
+    def rank(self) -> int:
+        """Of the adapters."""
+        return self.context.finetuning.rank or 0
 
     def _weight(self, name: str) -> int:
         """Elements of a product's weight."""
@@ -136,7 +169,7 @@ class LayerOps:
         return architecture.hidden_size * columns.get(name, architecture.intermediate_size)
 
     def _rotated(self, name: str, size: int) -> list[Op]:
-        return [] if self.context.architecture.qk_norm != "none" else [op(f"{name}_rotary", name, size)]
+        return [] if self.context.architecture.qk_norm != "none" else [op(f"{name}_rotary", self._result(name), size)]
 
     def _rotated_by_head(self, name: str, size: int) -> list[Op]:
         """With a norm of each head, which is one kernel with the rotation."""
@@ -156,9 +189,14 @@ class LayerOps:
         return op("attention", self._attention_reads, writes=results, parts=True)
 
     @property
+    def _value(self) -> str:
+        if self.expands:
+            return "v_expanded"
+        return "v_adapted" if "v" in self.adapted else "v"
+
+    @property
     def _attention_reads(self) -> str:
-        value = "v_expanded" if self.expands else "v"
-        return f"q_rotary k_rotary {value}" + (f" {MASK}" if self.masked else "")
+        return f"q_rotary k_rotary {self._value}" + (f" {MASK}" if self.masked else "")
 
     def _inside_backward(self) -> dict[str, int]:
         """What the attention's backward kernel allocates for itself."""
@@ -198,21 +236,26 @@ class LayerOps:
         if self.masked:
             ops += self._rotated_back("k", self.k) + self._rotated_back("q", self.q)
             ops += [op("d_v", "d_v_expanded", self.k)] if self.grouped else []
+            ops += self._widened("v", "d_v_expanded" if self.grouped else "d_v", self.k)
         for name in ("v", "k", "q"):
             size = self.q if name == "q" else self.k
             if name != "v" and not self.masked:
                 ops += self._rotated_back(name, size)
+            ops += self._adapter_back(name)
             ops += self.back(name, f"d_{name} norm_1", f"d_norm_1_of_{name}", f"d_{name}", hidden)
-            if architecture.attention_bias:
+            if self.trains and architecture.attention_bias:
                 columns = size // (self.context.rows * self.context.compute_bytes)
                 ops += self.summed(f"{name}.bias", f"{name}.bias.partial", f"d_{name}", columns)
         of_input = f"d_norm_1_of_v d_norm_1_of_k d_norm_1_of_q rstd_1 {INPUT}"
+        of_input += "".join(f" d_norm_1.wide_of_{name}" for name in sorted(self.adapted))
         ops += self._norm_weight("norm_1", of_input, "norm_2.partial" if self.sums_again else "")
         replaced = "d_middle d_norm_1_of_v d_norm_1_of_k d_norm_1_of_q"
         return [*ops, self.stream_gradient("d_input", f"{of_input} d_middle", replaced, is_result=is_result)]
 
     def back(self, name: str, reads: str, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
         """Of a product: its weight's gradient, and that of what it read. `elements`: of a weight that is no layer's."""
+        if not self.trains:
+            return [op(result, gradient, size)]
         elements = self._weight(name) if elements is None else elements
         weight = elements * self.context.weight_bytes
         if not self.casts:
@@ -221,6 +264,24 @@ class LayerOps:
             op(f"{name}.grad", reads, elements * self.context.compute_bytes),
             op(result, f"{gradient} {name}.cast", size),
             op(f"{name}.weight.grad", f"{name}.grad", weight, wide=True, is_result=True),
+        ]
+
+    def _widened(self, name: str, given: str, size: int) -> list[Op]:
+        """The gradient of a product's result as its adapter gets it."""
+        wide = size // self.context.compute_bytes * self.context.adapter_bytes
+        return [op(f"d_{name}.wide", given, wide, wide=True, fuses=f"d_{name}")] if name in self.adapted else []
+
+    def _adapter_back(self, name: str) -> list[Op]:
+        if name not in self.adapted:
+            return []
+        size, architecture = self.rank * self.context.adapter_bytes, self.context.architecture
+        columns = self._weight(name) // architecture.hidden_size
+        inner = f"d_{name}.lora_A"
+        return [
+            op(f"{name}.lora_B.weight.grad", f"d_{name}.wide {name}.lora_A", columns * size, wide=True, is_result=True),
+            op(inner, f"d_{name}.wide", self.context.rows * size, wide=True),
+            op(f"{name}.lora_A.weight.grad", f"{inner} norm_1.wide", architecture.hidden_size * size, wide=True, is_result=True),
+            op(f"d_norm_1.wide_of_{name}", inner, self.widened, wide=True),
         ]
 
     def stream_gradient(self, name: str, reads: str, replaces: str, *, is_result: bool = False) -> Op:
@@ -235,6 +296,8 @@ class LayerOps:
 
     def summed(self, name: str, partial: str, reads: str, width: int, fuses: str = "") -> list[Op]:
         """The gradient of `width` numbers with which every token's were multiplied, or to which they were added."""
+        if not self.trains:
+            return []
         size = -(-self.context.rows // ROWS_SUMMED) * width * FP32
         return [
             op(partial, reads, size, wide=True, fuses=fuses),
@@ -247,7 +310,7 @@ class LayerOps:
         if self.grouped and name == "k":  # summed over the query heads of each key head, for both halves of the rotation
             ops, given = [op("d_k_of_sines", "d_k_expanded", size)], "d_k_of_sines d_k_expanded"
         if self.context.architecture.qk_norm == "none":
-            return [*ops, op(f"d_{name}", given, size)]
+            return [*ops, op(f"d_{name}", given, size), *self._widened(name, given, size)]
         head, weight = self.context.architecture.head_dim, self.context.weight_bytes
         partial = size // (self.context.compute_bytes * ROWS_SUMMED) * FP32
         return [
