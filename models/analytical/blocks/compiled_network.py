@@ -15,10 +15,9 @@ from peakcast.models.analytical.blocks.compiled_ops import (
     INPUT,
     INT64,
     MASK,
-    NARROWED,
+    OF_HANDED_IN,
     OUTPUT,
     LayerOps,
-    adapted,
     named,
     op,
     recomputed,
@@ -40,15 +39,16 @@ TANGENT = "logits.tangent"
 def is_compiled_whole(context: HFContext) -> bool:
     """Whether these are the graphs of the context's network."""
     dense = context.architecture.model_type in FAMILIES and context.architecture.moe is None
-    plain = _trains_as_traced(context) and context.group == WHOLE and not context.saves_on_cpu and context.loss == "cross_entropy"
-    return context.compiled == WHOLE_NETWORK and dense and plain and not context.fused_loss
+    plain = _trains_as_traced(context) and context.group == WHOLE and not context.saves_on_cpu
+    whole_loss = context.loss == "cross_entropy" and not context.fused_loss
+    return context.compiled == WHOLE_NETWORK and dense and plain and whole_loss
 
 
 def _trains_as_traced(context: HFContext) -> bool:
-    """Everything, or fp32 adapters of queries, keys and values alone."""
+    """Everything, or fp32 adapters alone."""
     tuning = context.finetuning
     plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.autocast)
-    return context.trainable or (plain and context.adapter_bytes == FP32 and adapted(context) <= {"q", "k", "v"})
+    return context.trainable or (plain and context.adapter_bytes == FP32)
 
 
 @lru_cache(maxsize=64)
@@ -91,7 +91,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
         kept |= {prefix + name for name in kept_of(layer, inside, again[index])}
         if again[index] and not last:
             kept.add(prefix + OUTPUT)
-        names = outer | {INPUT: given, HANDED_IN: above, NARROWED: f"{above}.narrow"}
+        names = outer | {INPUT: given} | {name: name.replace(HANDED_IN, above) for name in OF_HANDED_IN}
         back = ops.backward(is_result=False)
         if last and again[index]:
             back = _after_recomputation(layer, back)

@@ -23,6 +23,7 @@ ROWS_SUMMED = 128
 """A norm's weight and a bias get their gradients in two steps; the first sums so many rows each (read off the traces)."""
 INPUT, OUTPUT = "hidden_states", "output"
 MASK, NARROWED = "attention_mask", f"{HANDED_IN}.narrow"
+OF_HANDED_IN = (HANDED_IN, NARROWED, f"{HANDED_IN}.wide", f"{HANDED_IN}.copy")
 PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -105,8 +106,6 @@ class LayerOps:
         """Whether keys and values are copied for every head, as the kernel wants them that takes a mask; of a single one
         the heads are views."""
         self.adapted = adapted(context)
-        self.widened = self.hidden // size * context.adapter_bytes
-        """Of a norm's result: its copy for adapters, which share one."""
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -114,11 +113,12 @@ class LayerOps:
         """From INPUT to OUTPUT."""
         rows, hidden, inner = self.context.rows, self.hidden, self.inner
         middle = f"{INPUT} o" if self.sums_again else "middle"
-        summed = [] if self.sums_again else [op("middle", f"{INPUT} o", self.stream, wide=self.casts, replaces="o")]
+        summed = [op("middle", f"{INPUT} {self._result('o')}", self.stream, wide=self.casts, replaces="o")]
+        gate, up = self._added("gate"), self._added("up")
         return [
             op("rstd_1", INPUT, rows * FP32, wide=True, fuses=f"d_middle {INPUT}"),
             op("norm_1", f"{INPUT} rstd_1", hidden, fuses="d_input d_middle rstd_1"),
-            *([op("norm_1.wide", f"{INPUT} rstd_1", self.widened, wide=True, fuses="norm_1")] if self.adapted else []),
+            *self._widened("norm_1", f"{INPUT} rstd_1", hidden, "qkv"),
             *self._projected("q", "norm_1", self.q),
             *self._rotated_by_head("q", self.q),
             *self._projected("k", "norm_1", self.k),
@@ -126,24 +126,29 @@ class LayerOps:
             *self._projected("v", "norm_1", self.k),
             *self._rotated("q", self.q),
             *self._rotated("k", self.q if self.expands else self.k),
+            *([op("k_of_sines", "k k.lora_B", self.k)] if self.expands and "k" in self.adapted else []),
             *([op(self._value, self._result("v"), self.q if self.expands else self.k)] if self._value != "v" else []),
             self._attention(),
-            *self._projected("o", "attended", hidden),
-            *summed,
+            *self._projected("o", "attended", hidden, self._widened("attended", "attended", self.q, "o")),
+            *([] if self.sums_again else summed),
             op("rstd_2", middle, rows * FP32, wide=True, fuses="d_middle middle"),
             op("norm_2", f"{middle} rstd_2", hidden, fuses="d_middle rstd_2"),
+            *self._widened("norm_2", f"{middle} rstd_2", hidden, ("gate", "up")),
             *self._projected("gate", "norm_2", inner),
             *self._projected("up", "norm_2", inner),
-            op("product", "gate up", inner, fuses="d_up d_gate", replaces="gate up"),
-            *self._projected("down", "product", hidden),
-            op(OUTPUT, f"{middle} down", self.stream, wide=self.casts, replaces="o down"),
+            *([op(gate, self._result("gate"), inner, replaces="gate")] if "gate" in self.adapted else []),
+            *([op(up, self._result("up"), inner, fuses=gate, replaces="up")] if "up" in self.adapted else []),
+            op("product", f"{gate} {up}", inner, fuses="d_up d_gate up_added gate_added", replaces="gate up"),
+            *self._projected("down", "product", hidden, self._widened("product", f"{gate} {up}", inner, ("down",))),
+            op(OUTPUT, f"{middle} {self._result('down')}", self.stream, wide=self.casts, replaces="o down"),
         ]
 
-    def _projected(self, name: str, reads: str, size: int) -> list[Op]:
+    def _projected(self, name: str, reads: str, size: int, widened: Sequence[Op] = ()) -> list[Op]:
         if name in self.adapted:
             rows, wide = self.context.rows, self.context.adapter_bytes
             return [
                 op(name, reads, size),
+                *widened,
                 op(f"{name}.lora_A", f"{reads}.wide", rows * self.rank * wide, wide=True),
                 op(f"{name}.lora_B", f"{name}.lora_A", size // self.context.compute_bytes * wide, wide=True),
             ]
@@ -155,6 +160,14 @@ class LayerOps:
     def _result(self, name: str) -> str:
         """Of a product, with what its adapter adds, which whoever reads it does."""
         return f"{name} {name}.lora_B" if name in self.adapted else name
+
+    def _added(self, name: str) -> str:
+        return f"{name}_added" if name in self.adapted else name
+
+    def _widened(self, name: str, reads: str, size: int, of: Iterable[str]) -> list[Op]:
+        """The copy of `name` that the adapters of products `of` read, made by the same kernel."""
+        wide = size // self.context.compute_bytes * self.context.adapter_bytes
+        return [op(f"{name}.wide", reads, wide, wide=True, fuses=name)] if self.adapted.intersection(of) else []
 
     @property
     def rank(self) -> int:
@@ -192,7 +205,7 @@ class LayerOps:
     def _value(self) -> str:
         if self.expands:
             return "v_expanded"
-        return "v_adapted" if "v" in self.adapted else "v"
+        return self._added("v")
 
     @property
     def _attention_reads(self) -> str:
@@ -212,22 +225,42 @@ class LayerOps:
         architecture, hidden, inner = self.context.architecture, self.hidden, self.inner
         middle = f"o {INPUT}" if self.sums_again else "middle"
         incoming, narrow = (NARROWED, "d_middle.narrow") if self.casts else (HANDED_IN, "d_middle")
+        if "down" in self.adapted:
+            incoming = f"{HANDED_IN}.copy"
+        if "o" in self.adapted:
+            narrow = "d_middle.copy"
+        gate, up = self._added("gate"), self._added("up")
+        d_product = "d_product d_product.wide" if "down" in self.adapted else "d_product"
+        of_product = "" if self.adapted.intersection(("gate", "up", "down")) else f"d_product {gate}"
         ops = [
+            *self._adapter_back("down", f"{HANDED_IN}.wide", "product", "d_product.wide", inner),
             *self.back("down", f"product {incoming}", "d_product", incoming, inner),
-            op("d_up", "d_product gate", inner, replaces="d_product gate"),
+            op("d_up", f"{d_product} {gate}", inner, replaces=of_product),
+            *self._widened("d_up", f"{d_product} {gate}", inner, ("up",)),
+            *self._adapter_back("up", "d_up.wide", "norm_2", "d_norm_2.wide_of_up", hidden),
             *self.back("up", "d_up norm_2", "d_norm_2_of_up", "d_up", hidden),
-            op("d_gate", "d_product gate up", inner, fuses="d_up", replaces="d_product gate up"),
+            op("d_gate", f"{d_product} {gate} {up}", inner, fuses="d_up", replaces=of_product and f"{of_product} {up}"),
+            *self._widened("d_gate", f"{d_product} {gate} {up}", inner, ("gate",)),
+            *self._adapter_back("gate", "d_gate.wide", "norm_2", "d_norm_2.wide_of_gate", hidden),
             *self.back("gate", "d_gate norm_2", "d_norm_2_of_gate", "d_gate", hidden),
         ]
         of_middle = f"d_norm_2_of_up d_norm_2_of_gate rstd_2 {middle}"
+        of_middle += "".join(f" d_norm_2.wide_of_{name}" for name in ("gate", "up") if name in self.adapted)
         ops += self._norm_weight("norm_2", of_middle)
         ops.append(
             self.stream_gradient(
-                "d_middle", f"{of_middle} {HANDED_IN}", f"d_norm_2_of_up d_norm_2_of_gate {middle} {HANDED_IN}"
+                "d_middle",
+                f"{of_middle} {HANDED_IN}",
+                f"d_norm_2_of_up d_norm_2_of_gate {middle} {HANDED_IN}",
+                read_by="o",
             )
         )
+        ops += self._adapter_back("o", "d_middle.wide", "attended", "d_attended.wide", self.q)
         ops += self.back("o", f"{narrow} attended", "d_attended", narrow, self.q)
-        attended_with = f"d_attended {self._attention_reads} attended statistics seed offset"
+        d_attended = "d_attended_added" if "o" in self.adapted else "d_attended"
+        if "o" in self.adapted:
+            ops.append(op(d_attended, "d_attended d_attended.wide", self.q, replaces="d_attended"))
+        attended_with = f"{d_attended} {self._attention_reads} attended statistics seed offset"
         if self.grouped:
             gradients = {"d_q_rotary": self.q, "d_k_expanded": self.q, "d_v_expanded": self.q}
         else:
@@ -236,18 +269,18 @@ class LayerOps:
         if self.masked:
             ops += self._rotated_back("k", self.k) + self._rotated_back("q", self.q)
             ops += [op("d_v", "d_v_expanded", self.k)] if self.grouped else []
-            ops += self._widened("v", "d_v_expanded" if self.grouped else "d_v", self.k)
+            ops += self._widened("d_v", "d_v_expanded" if self.grouped else "d_v", self.k, "v")
         for name in ("v", "k", "q"):
             size = self.q if name == "q" else self.k
             if name != "v" and not self.masked:
                 ops += self._rotated_back(name, size)
-            ops += self._adapter_back(name)
+            ops += self._adapter_back(name, f"d_{name}.wide", "norm_1", f"d_norm_1.wide_of_{name}", hidden)
             ops += self.back(name, f"d_{name} norm_1", f"d_norm_1_of_{name}", f"d_{name}", hidden)
             if self.trains and architecture.attention_bias:
                 columns = size // (self.context.rows * self.context.compute_bytes)
                 ops += self.summed(f"{name}.bias", f"{name}.bias.partial", f"d_{name}", columns)
         of_input = f"d_norm_1_of_v d_norm_1_of_k d_norm_1_of_q rstd_1 {INPUT}"
-        of_input += "".join(f" d_norm_1.wide_of_{name}" for name in sorted(self.adapted))
+        of_input += "".join(f" d_norm_1.wide_of_{name}" for name in "vkq" if name in self.adapted)
         ops += self._norm_weight("norm_1", of_input, "norm_2.partial" if self.sums_again else "")
         replaced = "d_middle d_norm_1_of_v d_norm_1_of_k d_norm_1_of_q"
         return [*ops, self.stream_gradient("d_input", f"{of_input} d_middle", replaced, is_result=is_result)]
@@ -266,29 +299,31 @@ class LayerOps:
             op(f"{name}.weight.grad", f"{name}.grad", weight, wide=True, is_result=True),
         ]
 
-    def _widened(self, name: str, given: str, size: int) -> list[Op]:
-        """The gradient of a product's result as its adapter gets it."""
-        wide = size // self.context.compute_bytes * self.context.adapter_bytes
-        return [op(f"d_{name}.wide", given, wide, wide=True, fuses=f"d_{name}")] if name in self.adapted else []
-
-    def _adapter_back(self, name: str) -> list[Op]:
+    def _adapter_back(self, name: str, gradient: str, read: str, result: str, size: int) -> list[Op]:
+        """Of a product's adapter, which read a copy of `read`."""
         if name not in self.adapted:
             return []
-        size, architecture = self.rank * self.context.adapter_bytes, self.context.architecture
-        columns = self._weight(name) // architecture.hidden_size
-        inner = f"d_{name}.lora_A"
+        context, row = self.context, self.rank * self.context.adapter_bytes
+        inputs = size // (context.rows * context.compute_bytes)
+        outputs, inner = self._weight(name) // inputs, f"d_{name}.lora_A"
         return [
-            op(f"{name}.lora_B.weight.grad", f"d_{name}.wide {name}.lora_A", columns * size, wide=True, is_result=True),
-            op(inner, f"d_{name}.wide", self.context.rows * size, wide=True),
-            op(f"{name}.lora_A.weight.grad", f"{inner} norm_1.wide", architecture.hidden_size * size, wide=True, is_result=True),
-            op(f"d_norm_1.wide_of_{name}", inner, self.widened, wide=True),
+            op(f"{name}.lora_B.weight.grad", f"{gradient} {name}.lora_A", outputs * row, wide=True, is_result=True),
+            op(inner, gradient, context.rows * row, wide=True),
+            op(f"{name}.lora_A.weight.grad", f"{inner} {read}.wide", inputs * row, wide=True, is_result=True),
+            op(result, inner, size // context.compute_bytes * context.adapter_bytes, wide=True),
         ]
 
-    def stream_gradient(self, name: str, reads: str, replaces: str, *, is_result: bool = False) -> Op:
-        """Of the residual stream; where products are narrower they get a narrow one, made by the same kernel."""
+    def stream_gradient(
+        self, name: str, reads: str, replaces: str, *, is_result: bool = False, read_by: str = "down"
+    ) -> Op:
+        """Of the residual stream. By the same kernel the product that reads it gets a narrow one, where products are
+        narrower, or where it has an adapter a copy and a wide one."""
         writes = {name: self.stream}
         if self.casts:
             writes[f"{name}.narrow"] = self.hidden
+        if read_by in self.adapted:
+            wide = self.hidden // self.context.compute_bytes * self.context.adapter_bytes
+            writes |= {f"{name}.wide": wide, f"{name}.copy": self.hidden}
         return op(name, reads, writes=writes, wide=self.casts, replaces=replaces, is_result=is_result)
 
     def _norm_weight(self, name: str, reads: str, fuses: str = "") -> list[Op]:
@@ -310,7 +345,7 @@ class LayerOps:
         if self.grouped and name == "k":  # summed over the query heads of each key head, for both halves of the rotation
             ops, given = [op("d_k_of_sines", "d_k_expanded", size)], "d_k_of_sines d_k_expanded"
         if self.context.architecture.qk_norm == "none":
-            return [*ops, op(f"d_{name}", given, size), *self._widened(name, given, size)]
+            return [*ops, op(f"d_{name}", given, size), *self._widened(f"d_{name}", given, size, name)]
         head, weight = self.context.architecture.head_dim, self.context.weight_bytes
         partial = size // (self.context.compute_bytes * ROWS_SUMMED) * FP32
         return [

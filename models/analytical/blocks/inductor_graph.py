@@ -101,8 +101,8 @@ class InductorGraph:
             if name not in self.inputs and name not in self.results:
                 released.setdefault(end - 1, []).append(name)
         replaced, inside = set[str](), self._inside()
-        wides = {name for kernel in self.kernels for op in kernel.ops if op.wide for name in op.writes}
-        wide = {name for name in wides if not name.endswith(".narrow")}
+        written = ((name, op.wide) for kernel in self.kernels for op in kernel.ops for name in op.writes)
+        wide = {name for name, of_op in written if name.endswith(".wide") or (of_op and not name.endswith(".narrow"))}
         pool = _Pool(self._levels(self.order))
         for instant, kernel in enumerate(self.order):
             for op in kernel.ops:

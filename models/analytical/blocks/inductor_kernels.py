@@ -26,7 +26,7 @@ class Op:
     is_result: bool = False
     """Whether what it writes leaves the graph."""
     wide: bool = False
-    """Whether its results have wider elements than most, but those that are `.narrow` beside one that is not."""
+    """Whether its results have wider elements than most; one named `.narrow` has not, one named `.wide` always."""
 
 
 @dataclass(eq=False, slots=True)
