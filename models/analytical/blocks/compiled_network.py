@@ -110,7 +110,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
     needed = {name for each in everything for name in each.reads} & kept
     first = InductorGraph(forward, {}, needed | {"logits", "loss"})
     inputs = {name: num_bytes for name, num_bytes in sizes.items() if name in needed}
-    return first, InductorGraph(everything, inputs | {TANGENT: sizes["logits"]})
+    return first, InductorGraph(everything, inputs)
 
 
 def _wanted(ops: list[Op]) -> list[Op]:
