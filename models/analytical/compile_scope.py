@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peakcast.conventions import conventions
+from peakcast.conventions import adapter_dtype, conventions
 from peakcast.models.analytical.blocks.hf_traits import slides
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.spec import Batch, Offload, TrainingJob
@@ -20,13 +20,23 @@ def compile_reason(job: TrainingJob) -> str:
     from peakcast.models.analytical.blocks.compiled_layer import FAMILIES
 
     architecture, convention, checkpointing = job.architecture, conventions(job), job.activation_checkpointing
+    tuning, adapts = job.finetuning, job.finetuning.method != "full"
     autocast = bool(convention.get("autocast"))
     cast = autocast and job.parallelism.world_size == 1  # the weights themselves; FSDP2 gathers them narrow
     whole, accelerate = convention.get("compiled_regions") == "network", job.framework == "huggingface"
     checks = (
         (job.framework not in ("huggingface", "torch"), f"with framework={job.framework!r}"),
         (job.parallelism.world_size > 1 and not _in_shards(job), "on several ranks, but for layers that FSDP2 shards,"),
-        (job.task != "train" or job.finetuning.method != "full", "other than for full training"),
+        (job.task != "train", "other than for training"),
+        (
+            adapts and not (whole and job.parallelism.world_size == 1 and checkpointing.mode == "none"),
+            "with adapters, but in a whole network without checkpointing,",
+        ),
+        (
+            adapts and (tuning.method != "lora" or bool(tuning.quantization) or tuning.dropout > 0),
+            "with adapters other than plain ones without dropout",
+        ),
+        (adapts and (autocast or adapter_dtype(job) != "float32"), "with adapters that are not float32, or under autocast,"),
         (architecture.model_type not in FAMILIES or architecture.moe is not None, f"of {architecture.name!r}"),
         (
             whole and not (checkpointing.mode in ("none", "full") and checkpointing.every_n_layers == 1),

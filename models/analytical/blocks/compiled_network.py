@@ -175,10 +175,10 @@ def _embedding_back(context: HFContext, last: Op) -> list[Op]:
     name, wide = "embed_tokens.weight.grad", context.weight_bytes == FP32
     tied = context.architecture.tie_word_embeddings
     table = name if wide and not tied else "embed_tokens.table"
-    added = op("embed_tokens.rows", f"{' '.join(last.reads)} {table}", 0)
+    added = op("embed_tokens.rows", f"{' '.join(last.reads)} {table}", 0, is_result=True)  # in place
     ops, size = [op(table, "", elements * FP32, wide=True, is_result=table == name), added], elements * context.weight_bytes
     if tied and wide:
-        return [*ops, op(name, f"{table} embed_tokens.rows lm_head.grad", size, wide=True, replaces=table, is_result=True)]
+        return [*ops, op(name, f"{table} embed_tokens.rows lm_head.grad", size, wide=True, is_result=True)]
     if tied:  # the head's product and the sum are one operation (`_inductor/fx_passes/post_grad.py` addmm)
         narrow = op("embed_tokens.narrow", f"{table} embed_tokens.rows", size)
         return [*ops, narrow, op(name, "embed_tokens.narrow d_logits final.norm", size, is_result=True)]

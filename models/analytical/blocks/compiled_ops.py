@@ -105,6 +105,8 @@ class LayerOps:
         self.expands = self.grouped and architecture.num_key_value_heads > 1
         """Whether keys and values are copied for every head, as the kernel wants them that takes a mask; of a single one
         the heads are views."""
+        self.lays_out = self.masked and self.trains and architecture.qk_norm == "none"
+        """Whether what comes back by head is laid out by token in a kernel of its own, in place."""
         self.adapted = adapted(context)
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -274,6 +276,8 @@ class LayerOps:
             size = self.q if name == "q" else self.k
             if name != "v" and not self.masked:
                 ops += self._rotated_back(name, size)
+            elif name != "v" and self.lays_out:
+                ops.append(op(f"d_{name}", f"d_{name}_by_head", size, replaces=f"d_{name}_by_head"))
             ops += self._adapter_back(name, f"d_{name}.wide", "norm_1", f"d_norm_1.wide_of_{name}", hidden)
             ops += self.back(name, f"d_{name} norm_1", f"d_norm_1_of_{name}", f"d_{name}", hidden)
             if self.trains and architecture.attention_bias:
@@ -345,7 +349,8 @@ class LayerOps:
         if self.grouped and name == "k":  # summed over the query heads of each key head, for both halves of the rotation
             ops, given = [op("d_k_of_sines", "d_k_expanded", size)], "d_k_of_sines d_k_expanded"
         if self.context.architecture.qk_norm == "none":
-            return [*ops, op(f"d_{name}", given, size), *self._widened(f"d_{name}", given, size, name)]
+            result = f"d_{name}_by_head" if self.lays_out else f"d_{name}"
+            return [*ops, op(result, given, size), *self._widened(f"d_{name}", given, size, name)]
         head, weight = self.context.architecture.head_dim, self.context.weight_bytes
         partial = size // (self.context.compute_bytes * ROWS_SUMMED) * FP32
         return [

@@ -23,6 +23,7 @@ COVERED = {
     "checkpointed": {**LAYERS, "activation_checkpointing": {"mode": "full"}},
     "whole, checkpointed": {"activation_checkpointing": {"mode": "full"}},
     "whole, with a small vocabulary": {"architecture": {"name": "llama-2-7b", "vocab_size": 1024}},
+    "whole, with adapters": {"finetuning": {"method": "lora", "rank": 8, "targets": ["all-linear"]}},
     "whole, of Gemma": {"architecture": "gemma-2b"},
     "Trainer with bf16 and torch_compile": AUTOCAST,
     "the same, checkpointed": {**AUTOCAST, "activation_checkpointing": {"mode": "full"}},
@@ -53,7 +54,12 @@ NAMED = {
         "framework": "torch",
         "framework_options": {"autocast": True, "compiled_regions": "layers"},
     },
-    "other than for full training": {"finetuning": {"method": "lora", "rank": 8}},
+    "in a whole network without checkpointing": {**LAYERS, "finetuning": {"method": "lora", "rank": 8}},
+    "plain ones without dropout": {"finetuning": {"method": "lora", "rank": 8, "dropout": 0.1}},
+    "adapters that are not float32": {
+        "finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"},
+        "framework_options": {"adapter_dtype": "bfloat16"},
+    },
     "attention='eager'": {"attention": "eager"},
     "sliding window": {"architecture": "mistral-7b", "sequence_length": 8192},
 }
