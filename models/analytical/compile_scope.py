@@ -36,7 +36,10 @@ def compile_reason(job: TrainingJob) -> str:
             adapts and (tuning.method != "lora" or bool(tuning.quantization) or tuning.dropout > 0),
             "with adapters other than plain ones without dropout",
         ),
-        (adapts and (autocast or adapter_dtype(job) != "float32"), "with adapters that are not float32, or under autocast,"),
+        (
+            adapts and (autocast or adapter_dtype(job) != "float32"),
+            "with adapters that are not float32, or under autocast,",
+        ),
         (architecture.model_type not in FAMILIES or architecture.moe is not None, f"of {architecture.name!r}"),
         (
             whole and not (checkpointing.mode in ("none", "full") and checkpointing.every_n_layers == 1),

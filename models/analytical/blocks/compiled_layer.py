@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from peakcast.models.analytical.blocks.attention_kernels import attention_kernel
-from peakcast.models.analytical.blocks.compiled_ops import INPUT, NARROWED, OUTPUT, PRODUCTS, LayerOps, op, recomputed
+from peakcast.models.analytical.blocks.compiled_backward import LayerOps
+from peakcast.models.analytical.blocks.compiled_ops import INPUT, NARROWED, OUTPUT, PRODUCTS, op, recomputed
 from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.inductor_graph import InductorGraph

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from peakcast.models.analytical.blocks.compiled_backward import LayerOps
 from peakcast.models.analytical.blocks.compiled_layer import FAMILIES, kept_of
 from peakcast.models.analytical.blocks.compiled_ops import (
     FP32,
@@ -17,7 +18,6 @@ from peakcast.models.analytical.blocks.compiled_ops import (
     MASK,
     OF_HANDED_IN,
     OUTPUT,
-    LayerOps,
     named,
     op,
     recomputed,
