@@ -2,37 +2,68 @@
 
 from __future__ import annotations
 
-from peakcast.conventions import conventions
-from peakcast.models.analytical.blocks.compiled_layer import FAMILIES
+from peakcast.conventions import adapter_dtype, conventions
 from peakcast.models.analytical.blocks.hf_traits import slides
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.spec import Batch, Offload, TrainingJob
 
 TRACE = "; `peakcast explain --trace` compiles the step and shows it, on a machine with torch."
 
+PLAIN = ("llama", "mistral", "qwen2")
+"""Families whose compiled networks were traced under autocast and with checkpointing."""
+
 
 def compile_reason(job: TrainingJob) -> str:
     """Why the ledger does not cover the compiled `job`, as one sentence; "" when it does, or nothing is compiled."""
     if not job.compile:
         return ""
+    from peakcast.models.analytical.blocks.compiled_layer import FAMILIES
+
     architecture, convention, checkpointing = job.architecture, conventions(job), job.activation_checkpointing
+    tuning, adapts = job.finetuning, job.finetuning.method != "full"
+    autocast = bool(convention.get("autocast"))
+    cast = autocast and job.parallelism.world_size == 1  # the weights themselves; FSDP2 gathers them narrow
     whole, accelerate = convention.get("compiled_regions") == "network", job.framework == "huggingface"
     checks = (
         (job.framework not in ("huggingface", "torch"), f"with framework={job.framework!r}"),
         (job.parallelism.world_size > 1 and not _in_shards(job), "on several ranks, but for layers that FSDP2 shards,"),
-        (job.task != "train" or job.finetuning.method != "full", "other than for full training"),
+        (job.task != "train", "other than for training"),
+        (
+            adapts and not (whole and job.parallelism.world_size == 1 and checkpointing.mode == "none"),
+            "with adapters, but in a whole network without checkpointing,",
+        ),
+        (
+            adapts and (tuning.method != "lora" or bool(tuning.quantization) or tuning.dropout > 0),
+            "with adapters other than plain ones without dropout",
+        ),
+        (
+            adapts and (autocast or adapter_dtype(job) != "float32"),
+            "with adapters that are not float32, or under autocast,",
+        ),
         (architecture.model_type not in FAMILIES or architecture.moe is not None, f"of {architecture.name!r}"),
         (
-            whole and checkpointing.mode != "none",
-            "of a whole network with checkpointing, which is scheduled with all of backward,",
+            whole and not (checkpointing.mode in ("none", "full") and checkpointing.every_n_layers == 1),
+            "of a whole network with checkpointing of some layers, or of some operations,",
         ),
         (checkpointing.mode != "none" and checkpointing.use_reentrant, "with reentrant checkpointing"),
         (job.attention != "sdpa", f"with attention={job.attention!r}"),
         (
-            gathered_dtype(job) != "bfloat16" or job.precision.compute != "bfloat16",
-            "of other weights than bfloat16",
+            gathered_dtype(job) != ("float32" if cast else "bfloat16"),
+            "of other weights than bfloat16, or float32 under autocast,",
         ),
-        (bool(convention.get("autocast")) and not (accelerate and _in_shards(job)), "under autocast"),
+        (job.precision.compute != "bfloat16", "of products in other than bfloat16"),
+        (
+            autocast and not (accelerate or (whole and cast)),
+            "under autocast, in shards or layer by layer, without accelerate,",
+        ),
+        (
+            cast and (whole or architecture.model_type != "qwen3") and architecture.model_type not in PLAIN,
+            f"under autocast of {architecture.name!r}",
+        ),
+        (
+            whole and checkpointing.mode != "none" and architecture.model_type not in PLAIN,
+            f"of all of {architecture.name!r} with checkpointing",
+        ),
         (
             checkpointing.mode == "selective" and accelerate and _in_shards(job),
             "with selective checkpointing around layers that are compiled in place",
@@ -41,10 +72,6 @@ def compile_reason(job: TrainingJob) -> str:
         (job.loss.fused_linear_cross_entropy or bool(convention.get("liger_kernels")), "with Liger's kernels"),
         (bool(convention.get("neftune")), "with neftune"),
         (slides(architecture, 0, job.sequence_length), "beyond the sliding window"),
-        (
-            whole and architecture.vocab_size < 4 * architecture.hidden_size,
-            "of a whole network with so small a vocabulary, whose peak is among the buffers of a layer's backward,",
-        ),
     )
     return next((f"compile=true {how} is not modelled{TRACE}" for asked, how in checks if asked), "")
 

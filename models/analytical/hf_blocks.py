@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from peakcast.architecture import Architecture
 from peakcast.catalog import Device
 from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions
-from peakcast.models.analytical.blocks.compiled_layer import compiled_layer, is_compiled_alone
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding
 from peakcast.models.analytical.blocks.hf_traits import slides, traits
@@ -48,7 +47,7 @@ class Blocks:
             for layer in range(job.architecture.num_hidden_layers)
         ]
         self.recomputed = recomputed
-        self.compiled = [is_compiled_alone(one) and not job.offload.activations for one in self.contexts]
+        self.compiled = _compiled_alone(job, self.contexts)
         # accelerate's FSDP2 compiles layers in place: their hooks break the graph, inside the checkpoint
         around = job.framework == "huggingface" and job.parallelism.world_size > 1
         self.checkpointed = [
@@ -56,6 +55,20 @@ class Blocks:
         ]
         """Which layers run again before their backward; what other compiled ones compute again is inside their backward."""
         self._made: dict[tuple[int, bool, bool], Template] = {}
+
+    def network(self) -> Template | None:
+        """All of it as one block, where it is compiled so."""
+        alone = self.job.parallelism.world_size == 1 and not self.job.offload.activations
+        if not (self.job.compile and alone):
+            return None
+        from peakcast.models.analytical.blocks.compiled_network import compiled_network, is_compiled_whole
+
+        if not is_compiled_whole(self.context):
+            return None
+        cached = _cached_matmuls(self.job)
+        contexts = [replace(one, cached_matmuls=cached) for one in dict.fromkeys(self.contexts)]
+        kinds = {kind: index for index, kind in enumerate(dict.fromkeys(self.contexts))}
+        return compiled_network(tuple(contexts), tuple(kinds[one] for one in self.contexts), tuple(self.recomputed))
 
     def embedding(self) -> Template:
         """The embedding, as the first layer needs its result."""
@@ -71,7 +84,7 @@ class Blocks:
             if input_held or self.checkpointed[index]:
                 one = replace(one, checkpointed=True)
             inside = self.recomputed[index] and not self.checkpointed[index]
-            self._made[key] = compiled_layer(one, inside) if self.compiled[index] else layer_template(one)
+            self._made[key] = _compiled(one, inside) if self.compiled[index] else layer_template(one)
         return self._made[key]
 
     def forward(
@@ -105,6 +118,21 @@ class Blocks:
             else:
                 run.keeps_gradients = keeps_gradients
                 step.run_backward(run)
+
+
+def _compiled_alone(job: TrainingJob, contexts: Sequence[HFContext]) -> list[bool]:
+    """Which layers are compiled by themselves. Modules of compiled graphs are loaded where something is compiled."""
+    if not job.compile or job.offload.activations:
+        return [False] * len(contexts)
+    from peakcast.models.analytical.blocks.compiled_layer import is_compiled_alone
+
+    return [is_compiled_alone(one) for one in contexts]
+
+
+def _compiled(context: HFContext, recomputes: bool) -> Template:
+    from peakcast.models.analytical.blocks.compiled_layer import compiled_layer
+
+    return compiled_layer(context, recomputes)
 
 
 def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFContext:

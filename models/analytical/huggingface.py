@@ -223,6 +223,14 @@ def _micro_batch(
     if job.loss.kind == "kto":
         forward_beforehand(timeline, job)
     start, blocks = timeline.now, Blocks(job, context)
+    if (network := blocks.network()) is not None:
+        loss = timeline.run_forward(network, "network", keeps_gradients=keeps_gradients)
+        timeline.run_backward(loss)
+        if not keeps_gradients:  # results of one graph, which are added to others when it has ended
+            loss.gradients_die = timeline.now
+        timeline.end_backward()
+        _hold_logits(timeline, job, context, loss, last)
+        return loss
     layers = range(job.architecture.num_hidden_layers)
     embedded = timeline.run_forward(blocks.embedding(), "embedding", keeps_gradients=keeps_gradients)
     runs = blocks.forward(timeline, layers, keeps_gradients=keeps_gradients)
@@ -270,7 +278,8 @@ def _hold_logits(timeline: Step, job: TrainingJob, context: HFContext, loss: Run
         dies = timeline.now if conventions(job).get("trainer") or not last else FOREVER
         born = loss.forward_start + loss.template.num_forward
         if "loss" in context.compiled and loss.backward_start is not None:  # kept as they are until the loss's backward
-            born = loss.backward_start + 1
+            labels = loss.template.backward_labels
+            born = loss.backward_start + 1 + (labels.index("d_logits") if "d_logits" in labels else 0)
         timeline.hold("outputs.logits", Category.LOGITS, size, born, dies, "head")
         for name, num_bytes in _leaf_kept_by_outputs(job, context):
             timeline.hold(name, Category.ACTIVATIONS, num_bytes, timeline.now, dies, "embedding")

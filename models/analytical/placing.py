@@ -86,7 +86,7 @@ def place(runs: Sequence[Run]) -> Placed:
             kept.append((firsts[keeping] + template.gradient_columns).ravel())
         names += template.names * len(members)
         for run in members:
-            modules += [run.module] * entries
+            modules += template.modules or [run.module] * entries
     num_bytes, born, dies = columns
     return Placed(names, modules, categories, num_bytes, born, dies, np.concatenate(kept), np.concatenate(gradients))
 

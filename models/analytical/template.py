@@ -91,6 +91,8 @@ class Template:
     else holds that one, their sum is a new tensor (`InputBuffer::accumulate`), for which the entry then stands."""
     elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
     """By name, what becomes here of the tensors that other blocks own."""
+    modules: list[str] = field(default_factory=list)
+    """Of every entry, where the block is more than one module; empty: all are of the module as which it is placed."""
     later: Later | None = None
     """Of a backward in two halves: this template has the first, the inputs' gradients."""
 

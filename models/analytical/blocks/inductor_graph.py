@@ -1,33 +1,20 @@
 """A compiled graph as Inductor runs it: which operations are one kernel, in which order kernels run, which buffer takes the
 place of which, and so the life of each.
 
-Source: torch 2.13 `_inductor/scheduler.py` (fuse_nodes, topological_sort_schedule, decide_inplace_update) and
-`_inductor/memory.py` (reorder_for_peak_memory and its three orders). What is not here: how Inductor scores fusions; an
-operation says with which others it would be fused, and is, unless they would then wait for each other.
+Source: torch 2.13 `_inductor/scheduler.py` (topological_sort_schedule, decide_inplace_update) and `_inductor/memory.py`
+(reorder_for_peak_memory and its three orders).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
-    """One operation: the buffers it reads, and those it writes with their bytes."""
-
-    name: str
-    reads: tuple[str, ...]
-    writes: Mapping[str, int]
-    fuses: tuple[str, ...] = ()
-    """Operations of whose kernel it would be a part, the most wanted first."""
-    replaces: tuple[str, ...] = ()
-    """Of what it reads, those read at the very elements that it writes: the result may take their place."""
-    parts: bool = False
-    """Whether its results are parts of what one call gives (a kernel of a library): each is a node of its own."""
-    is_result: bool = False
-    """Whether what it writes leaves the graph."""
+from peakcast.models.analytical.blocks.inductor_kernels import Kernel, Op, fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +27,31 @@ class Life:
     dies: int
 
 
-@dataclass(eq=False, slots=True)
-class _Kernel:
-    """Operations that run as one."""
+class _Pool:
+    """Buffers that nobody needs any more and that one of the same size and dtype may take, so that they are not released
+    after all: at once, or where Inductor's estimate of the peak is not exceeded meanwhile (torch 2.13
+    `_inductor/codegen/wrapper.py` AllocateLine). `levels`: that estimate, of every kernel."""
 
-    ops: tuple[Op, ...]
-    reads: frozenset[str]
-    makes: dict[str, int]
-    """The buffers that it makes, with the bytes that are released with each."""
-    allocates: int
-    part_of: str = ""
-    """Of a part of what a call gave: the call's name."""
-    index: int = 0
+    def __init__(self, levels: Sequence[int]) -> None:
+        self.levels = np.array(levels, dtype=np.int64)
+        self.most = max(levels, default=0)
+        self.free: dict[tuple[int, bool], list[tuple[str, int]]] = {}
+
+    def give(self, name: str, size: int, wide: bool, instant: int) -> None:
+        """`name` was last read at `instant`."""
+        self.free.setdefault((size, wide), []).append((name, instant))
+
+    def take(self, size: int, wide: bool, instant: int) -> str | None:
+        """The buffer whose memory one of `size`, made at `instant`, takes."""
+        if not size or not self.free.get((size, wide)):
+            return None
+        name, since = self.free[size, wide][-1]
+        between = self.levels[since + 1 : instant]
+        if len(between) and size + between.max() > self.most:
+            return None
+        between += size
+        self.free[size, wide].pop()
+        return name
 
 
 class InductorGraph:
@@ -61,17 +61,24 @@ class InductorGraph:
     def __init__(self, ops: Sequence[Op], inputs: Mapping[str, int], results: Iterable[str] = ()) -> None:
         self.inputs = dict(inputs)
         self.results = {name for op in ops if op.is_result for name in op.writes} | set(results)
-        self.kernels = self._in_graph_order(_fused(ops))
+        used = self.results.union(*(op.reads for op in ops))
+        self._unused = {op.name: {name: op.writes[name] for name in op.writes.keys() - used} for op in ops if op.parts}
+        ops = [replace(op, writes={k: v for k, v in op.writes.items() if k in used}) if op.parts else op for op in ops]
+        self.kernels = self._in_graph_order(fused(ops))
         for index, kernel in enumerate(self.kernels):
             kernel.index = index
         self._maker = {name: kernel for kernel in self.kernels for name in kernel.makes}
         self._size = self.inputs | {name: size for kernel in self.kernels for name, size in kernel.makes.items()}
-        self._readers: dict[str, list[_Kernel]] = {}
+        self._readers: dict[str, list[Kernel]] = {}
         for kernel in self.kernels:
             for name in sorted(kernel.reads):
                 self._readers.setdefault(name, []).append(kernel)
         self.order = min(self._orders(), key=self._peak)  # the first of equal ones
         self._at = {id(kernel): instant for instant, kernel in enumerate(self.order)}
+
+    def size_of(self, name: str) -> int:
+        """Bytes of the buffer `name`."""
+        return self._size[name]
 
     def peaks(self) -> list[int]:
         """Bytes at the peak in each of Inductor's orders, as it estimates them."""
@@ -86,33 +93,55 @@ class InductorGraph:
         return max((self._at[id(kernel)] + 1 for kernel in self._readers.get(name, ())), default=0)
 
     def lives(self) -> tuple[list[Life], dict[str, int]]:
-        """What is allocated, and the instant at which each of `inputs` is gone."""
-        owner: dict[str, str] = {}  # result -> the buffer whose memory it has
-        replaced: set[str] = set()
+        """What is allocated, and the instant at which each of `inputs` is gone. Of several that have the same memory one
+        after the other, each is there until the next one is."""
+        ends = {name: self._ends(name) for name in self._size}
+        released: dict[int, list[str]] = {}
+        for name, end in ends.items():
+            if name not in self.inputs and name not in self.results:
+                released.setdefault(end - 1, []).append(name)
+        replaced, inside = set[str](), self._inside()
+        written = ((name, op.wide) for kernel in self.kernels for op in kernel.ops for name in op.writes)
+        wide = {name for name, of_op in written if name.endswith(".wide") or (of_op and not name.endswith(".narrow"))}
+        pool = _Pool(self._levels(self.order))
         for instant, kernel in enumerate(self.order):
             for op in kernel.ops:
-                for result in op.writes:
-                    free = (name for name in op.replaces if self._is_free(op, kernel, instant, result, name))
-                    if (taken := next((name for name in free if name not in replaced), None)) is not None:
+                for nth, (result, size) in enumerate(op.writes.items()):
+                    if result in inside:
+                        continue
+                    wanted = [name for name in op.replaces if not nth and name not in replaced]
+                    free = (name for name in wanted if self._is_free(op, kernel, instant, result, name))
+                    if (taken := next(free, None)) is not None:
                         replaced.add(taken)
-                        owner[result] = owner.get(taken, taken)
-        ends = {name: self._ends(name) for name in self._size}
-        for result, name in owner.items():
-            ends[name] = max(ends[name], ends[result])
+                    elif not (op.parts or kernel.part_of):
+                        taken = pool.take(size, result in wide, instant)
+                    if taken is not None:
+                        ends[taken] = instant
+            for name in released.get(instant, ()):
+                if name not in replaced and name not in inside:
+                    pool.give(name, self._size[name], name in wide, instant)
         lives = [
             Life(name, size, self._at[id(self._maker.get(kernel.part_of, kernel))], ends[name])
             for kernel in self.order
             for name, size in kernel.makes.items()
-            if size and name not in owner
+            if size and name not in inside
         ]
+        for instant, kernel in enumerate(self.order):  # what a call gives and nobody takes
+            unused = self._unused.get(kernel.ops[0].name, {})
+            lives += [Life(name, size, instant, instant + 1) for name, size in unused.items()]
         return lives, {name: ends[name] for name in self.inputs}
+
+    def _inside(self) -> set[str]:
+        """What only the kernel itself reads that makes it: no buffer, though Inductor's estimates count it as one."""
+        read = {name for kernel in self.kernels for op in kernel.ops for name in op.reads if name in kernel.makes}
+        return {name for name in read if not self._readers.get(name) and name not in self.results}
 
     def _ends(self, name: str) -> int:
         if name in self.results:
             return len(self.order)
         return self.last_read(name) or (self._at[id(self._maker[name])] + 1 if name in self._maker else 0)
 
-    def _is_free(self, op: Op, kernel: _Kernel, instant: int, result: str, name: str) -> bool:
+    def _is_free(self, op: Op, kernel: Kernel, instant: int, result: str, name: str) -> bool:
         """Whether `name` is as large as `result` and nobody but `op` still needs it, later or in its own kernel."""
         if name in self.results or self._size.get(name) != self._size[result]:
             return False
@@ -121,36 +150,32 @@ class InductorGraph:
 
     # -- the order ----------------------------------------------------------------------------------------------------
 
-    def _orders(self) -> tuple[list[_Kernel], ...]:
+    def _orders(self) -> tuple[list[Kernel], ...]:
         return self.kernels, self._least_memory_first(), self._breadth_first(), self._depth_first()
 
-    def _in_graph_order(self, kernels: list[_Kernel]) -> list[_Kernel]:
+    def _in_graph_order(self, kernels: list[Kernel]) -> list[Kernel]:
         """`topological_sort_schedule`: as written, each after what it needs."""
         maker = {name: kernel for kernel in kernels for name in kernel.makes}
-        order: dict[int, _Kernel] = {}
-        begun: set[int] = set()
+        place = {id(kernel): index for index, kernel in enumerate(kernels)}
 
-        def visit(kernel: _Kernel) -> None:
-            if id(kernel) not in begun:
-                begun.add(id(kernel))
-                needed = (maker[name] for name in sorted(kernel.reads) if name in maker)
-                for one in sorted(needed, key=kernels.index):
-                    visit(one)
-                order[id(kernel)] = kernel
+        def needed(kernel: Kernel) -> list[Kernel]:
+            makers = [maker[name] for name in sorted(kernel.reads) if name in maker]
+            return sorted(makers, key=lambda one: place[id(one)])
 
-        for kernel in kernels:
-            visit(kernel)
-        return list(order.values())
+        return _after_what_they_need(kernels, needed)
 
-    def _before(self, kernel: _Kernel) -> list[_Kernel]:
+    def _before(self, kernel: Kernel) -> list[Kernel]:
         found = {id(self._maker[name]): self._maker[name] for name in kernel.reads if name in self._maker}
         return sorted(found.values(), key=lambda one: one.index)
 
-    def _after(self, kernel: _Kernel) -> list[_Kernel]:
+    def _after(self, kernel: Kernel) -> list[Kernel]:
         found = {id(reader): reader for name in kernel.makes for reader in self._readers.get(name, ())}
         return sorted(found.values(), key=lambda one: one.index)
 
-    def _peak(self, order: Sequence[_Kernel]) -> int:
+    def _peak(self, order: Sequence[Kernel]) -> int:
+        return max(self._levels(order), default=0)
+
+    def _levels(self, order: Sequence[Kernel]) -> list[int]:
         """`estimate_peak_memory`: every kernel allocates what it makes and then releases what nobody reads any more."""
         at = {id(kernel): step for step, kernel in enumerate(order)}
         change = [0] * (len(order) + 1)
@@ -162,13 +187,9 @@ class InductorGraph:
                 readers = [at[id(reader)] for reader in self._readers.get(name, ())]
                 readers += [at[id(self._maker[name])]] if name in self._maker else []
                 change[max(readers, default=0) + 1] -= size
-        peak = now = 0
-        for step in change:
-            now += step
-            peak = max(peak, now)
-        return peak
+        return list(itertools.accumulate(change))
 
-    def _least_memory_first(self) -> list[_Kernel]:
+    def _least_memory_first(self) -> list[Kernel]:
         """`topological_sort_lpmf`: of the kernels that can run, one that stays below the peak so far and leaves least."""
         waits = {id(kernel): len(self._before(kernel)) for kernel in self.kernels}
         left = {name: len(self._readers.get(name, ())) + (name in self.results) for name in self._size}
@@ -180,7 +201,7 @@ class InductorGraph:
         gap = max(live, sum(self._size[name] for name in self.results if name in self._size)) - live
         most = live + gap
         ready = [kernel for kernel in self.kernels if not waits[id(kernel)]]
-        order: list[_Kernel] = []
+        order: list[Kernel] = []
         while ready:
             ranks = [(k.allocates if k.allocates > gap else 0, k.allocates - freed[id(k)], k.index) for k in ready]
             chosen = ready[ranks.index(min(ranks))]
@@ -201,15 +222,15 @@ class InductorGraph:
                         freed[id(reader)] += self._size[name]
         return order
 
-    def _breadth_first(self) -> list[_Kernel]:
+    def _breadth_first(self) -> list[Kernel]:
         """`topological_sort_bfs`: next is the kernel whose predecessors ran earliest."""
         waits = {id(kernel): len(self._before(kernel)) for kernel in self.kernels}
-        heap: list[tuple[list[int], int, _Kernel]] = []
+        heap: list[tuple[list[int], int, Kernel]] = []
         for kernel in self.kernels:
             if not waits[id(kernel)]:
                 heapq.heappush(heap, ([], kernel.index, kernel))
         ran: dict[int, int] = {}
-        order: list[_Kernel] = []
+        order: list[Kernel] = []
         while heap:
             _, _, kernel = heapq.heappop(heap)
             ran[id(kernel)] = len(order)
@@ -220,71 +241,31 @@ class InductorGraph:
                     heapq.heappush(heap, (sorted(ran[id(one)] for one in self._before(after)), after.index, after))
         return order
 
-    def _depth_first(self) -> list[_Kernel]:
+    def _depth_first(self) -> list[Kernel]:
         """`topological_sort_dfs`: those that read and write least first, each after what it needs."""
         size = {
             id(kernel): kernel.allocates + sum(self._size[name] for name in kernel.reads & self._size.keys())
             for kernel in self.kernels
         }
-        order: dict[int, _Kernel] = {}
+        def needed(kernel: Kernel) -> list[Kernel]:
+            return sorted(self._before(kernel), key=lambda one: (size[id(one)], one.index))
 
-        def visit(kernel: _Kernel) -> None:
-            if id(kernel) not in order:
-                for one in sorted(self._before(kernel), key=lambda k: (size[id(k)], k.index)):
-                    visit(one)
-                order[id(kernel)] = kernel
-
-        for kernel in sorted(self.kernels, key=lambda k: (size[id(k)], k.index)):
-            visit(kernel)
-        return list(order.values())
+        return _after_what_they_need(sorted(self.kernels, key=lambda one: (size[id(one)], one.index)), needed)
 
 
-def _fused(ops: Sequence[Op]) -> list[_Kernel]:
-    """`ops` as kernels, each at the place of its first operation."""
-    groups = {op.name: [op] for op in ops}
-    maker = {name: op.name for op in ops for name in op.writes}
-    place = {op.name: index for index, op in enumerate(ops)}
-    for op in ops:
-        for other in op.fuses:
-            mine, theirs = groups[op.name], groups.get(other, [])
-            if not theirs or mine is theirs:
-                continue
-            if not (_waits(mine, theirs, groups, maker) or _waits(theirs, mine, groups, maker)):
-                joined = sorted([*mine, *theirs], key=lambda one: place[one.name])
-                groups |= {one.name: joined for one in joined}
-                break
-    distinct = {id(group): group for group in groups.values()}.values()
-    return [kernel for group in sorted(distinct, key=lambda one: place[one[0].name]) for kernel in _kernels(group)]
-
-
-def _kernels(group: Sequence[Op]) -> list[_Kernel]:
-    """One, or a call and each of its results: the call allocates them all, and each is released by itself."""
-    makes = {name: size for op in group for name, size in op.writes.items()}
-    reads = frozenset(name for op in group for name in op.reads) - makes.keys()
-    if not group[0].parts:
-        return [_Kernel(tuple(group), reads, makes, sum(makes.values()))]
-    call = group[0].name
-    parts = [
-        _Kernel((Op(name=name, reads=(call,), writes={name: size}),), frozenset((call,)), {name: size}, 0, call)
-        for name, size in makes.items()
-    ]
-    return [_Kernel(tuple(group), reads, {call: 0}, sum(makes.values())), *parts]
-
-
-def _waits(
-    later: Sequence[Op], earlier: Sequence[Op], groups: Mapping[str, Sequence[Op]], maker: Mapping[str, str]
-) -> bool:
-    """Whether `later` needs, by way of some third kernel, what `earlier` makes."""
-    seen: set[int] = {id(later)}
-    stack: list[Sequence[Op]] = [later]
-    direct = True
-    while stack:
-        needed = [groups[maker[name]] for op in stack.pop() for name in op.reads if name in maker]
-        for group in needed:
-            if group is earlier and not direct:
-                return True
-            if group is not earlier and id(group) not in seen:
-                seen.add(id(group))
-                stack.append(group)
-        direct = False
-    return False
+def _after_what_they_need(
+    kernels: Iterable[Kernel], needed: Callable[[Kernel], Sequence[Kernel]]
+) -> list[Kernel]:
+    """`kernels` in their order, but each after what it needs, in the order that `needed` gives."""
+    order: dict[int, Kernel] = {}
+    for kernel in kernels:
+        stack = [(kernel, iter(needed(kernel)))] if id(kernel) not in order else []
+        while stack:
+            one, waiting = stack[-1]
+            before = next((each for each in waiting if id(each) not in order), None)
+            if before is None:
+                stack.pop()
+                order[id(one)] = one
+            else:
+                stack.append((before, iter(needed(before))))
+    return list(order.values())

@@ -9,6 +9,10 @@ from peakcast.timeline import Phase
 
 UNTIED = {"architecture": "llama-2-7b"}
 LAYERS = {"framework_options": {"compiled_regions": "layers"}}
+AUTOCAST = {
+    "precision": {"parameters": "float32", "compute": "bfloat16"},
+    "framework_options": {"autocast": True},
+}
 COVERED = {
     "whole": UNTIED,
     "whole, with one table": {},
@@ -17,6 +21,13 @@ COVERED = {
     "torchtitan": {"framework": "torch", "versions": {"torchtitan": "0.2"}},
     "accumulated": {**LAYERS, "gradient_accumulation_steps": 4},
     "checkpointed": {**LAYERS, "activation_checkpointing": {"mode": "full"}},
+    "whole, checkpointed": {"activation_checkpointing": {"mode": "full"}},
+    "whole, with a small vocabulary": {"architecture": {"name": "llama-2-7b", "vocab_size": 1024}},
+    "whole, with adapters": {"finetuning": {"method": "lora", "rank": 8, "targets": ["all-linear"]}},
+    "whole, of Gemma": {"architecture": "gemma-2b"},
+    "Trainer with bf16 and torch_compile": AUTOCAST,
+    "the same, checkpointed": {**AUTOCAST, "activation_checkpointing": {"mode": "full"}},
+    "the same, layer by layer": {**AUTOCAST, "framework_options": {"autocast": True, "compiled_regions": "layers"}},
     "torchtitan's layers in shards": {
         "framework": "torch",
         "versions": {"torchtitan": "0.2"},
@@ -28,14 +39,29 @@ COVERED = {
 NAMED = {
     "several ranks": {"parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"}},
     "of 'gpt2'": {"architecture": "gpt2"},
-    "whole network with checkpointing": {"activation_checkpointing": {"mode": "full"}},
+    "checkpointing of some layers": {"activation_checkpointing": {"mode": "full", "every_n_layers": 2}},
+    "or of some operations": {"activation_checkpointing": {"mode": "selective"}},
+    "of all of 'qwen3-0.6b' with checkpointing": {
+        "architecture": "qwen3-0.6b",
+        "activation_checkpointing": {"mode": "full"},
+    },
     "reentrant": {**LAYERS, "activation_checkpointing": {"mode": "full", "use_reentrant": True}},
     "other weights": {"precision": {"parameters": "float32", "compute": "float32"}},
-    "autocast": {"framework_options": {"autocast": True}},
-    "other than for full training": {"finetuning": {"method": "lora", "rank": 8}},
+    "or float32 under autocast": {"framework_options": {"autocast": True}},
+    "under autocast of 'qwen3-0.6b'": {**AUTOCAST, "architecture": "qwen3-0.6b"},
+    "without accelerate": {
+        **AUTOCAST,
+        "framework": "torch",
+        "framework_options": {"autocast": True, "compiled_regions": "layers"},
+    },
+    "in a whole network without checkpointing": {**LAYERS, "finetuning": {"method": "lora", "rank": 8}},
+    "plain ones without dropout": {"finetuning": {"method": "lora", "rank": 8, "dropout": 0.1}},
+    "adapters that are not float32": {
+        "finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"},
+        "framework_options": {"adapter_dtype": "bfloat16"},
+    },
     "attention='eager'": {"attention": "eager"},
     "sliding window": {"architecture": "mistral-7b", "sequence_length": 8192},
-    "so small a vocabulary": {"architecture": {"name": "llama-2-7b", "vocab_size": 1024}},
 }
 
 

@@ -6,13 +6,16 @@ import pytest
 
 from peakcast.collectors.grid import expand
 from peakcast.models.analytical.blocks import compiled_layer as layer
-from peakcast.models.analytical.blocks.inductor_graph import InductorGraph, Life, Op
+from peakcast.models.analytical.blocks import compiled_network as network
+from peakcast.models.analytical.blocks.inductor_graph import InductorGraph, Life
+from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
 
 SMALL = {
     "name": "llama-3.1-8b", "hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }  # fmt: skip
+CHECKPOINTED = {"activation_checkpointing": {"mode": "full"}}
 HIDDEN = 8192 * 512 * 2
 """Bytes of the stream between layers, in which the estimates below are given."""
 
@@ -57,7 +60,7 @@ def test_the_orders_of_a_layers_backward_and_their_peaks_are_what_inductor_logs(
 def test_a_result_takes_the_place_of_what_only_it_still_reads():
     graph = InductorGraph([op("a"), op("b", "a x", replaces=("a", "x")), op("c", "b", replaces=("b",))], {"x": 10}, ["c"])
     lives, until = graph.lives()
-    assert lives == [Life("a", 10, 0, 3)]  # a, then b, then c
+    assert lives == [Life("a", 10, 0, 1), Life("b", 10, 1, 2), Life("c", 10, 2, 3)]
     assert until == {"x": 2}
 
 
@@ -84,3 +87,54 @@ def test_the_parts_of_a_call_are_allocated_with_it_and_released_one_by_one():
     lives = {life.name: life for life in graph.lives()[0]}
     assert lives["q"].born == lives["k"].born == 0
     assert lives["q"].dies != lives["k"].dies
+
+
+WIDE = {"precision": {"parameters": "float32", "compute": "bfloat16"}, "framework_options": {"autocast": True}}
+TINY = {
+    "name": "llama-3.1-8b", "num_hidden_layers": 3, "vocab_size": 1000, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_attention_heads": 16, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "estimates"),
+    [
+        # of the backward graph, as torch 2.13 logs them: graph order, least memory first, breadth first, depth first
+        ({}, (157460528, 161556528, 161556528, 184594448)),
+        (CHECKPOINTED, (127961104, 190918704, 190918704, 184594448)),
+        (
+            {**CHECKPOINTED, "architecture": {**TINY, "name": "qwen2.5-0.5b"}, "micro_batch_size": 2},
+            (201383952, 289660976, 316923952, 323051536),
+        ),
+        ({**WIDE, "architecture": {**TINY, "name": "qwen3-8b"}}, (276148272, 273952816, 280244272, 278294576)),
+        ({**WIDE, "architecture": {**TINY, "name": "llama-3.2-1b"}}, (217231408, 215035952, 221327408, 221425712)),
+        ({"finetuning": {"method": "lora", "rank": 16}}, (134828080, 134828080, 134828080, 134828080)),
+        (
+            {"finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]}},
+            (236671024, 236671024, 236671024, 279253008),
+        ),
+    ],
+)
+def test_the_orders_of_a_whole_networks_backward_have_the_peaks_that_inductor_logs(changes, estimates):
+    job = expand({"include": [{"compile": True, "architecture": TINY, "sequence_length": 1024, **changes}]})[0]
+    blocks = Blocks(job, block_context(job, None))
+    _, backward = network.graphs(tuple(blocks.contexts), tuple(blocks.recomputed))
+    assert tuple(backward.peaks()) == estimates
+
+
+@pytest.mark.parametrize(("before", "waits"), [([], False), ([op("more", size=70)], True)])
+def test_memory_that_nobody_needs_any_more_waits_for_who_asks_for_as_much_where_the_peak_allows_it(before, waits):
+    """`wide` and `wider` together are 60, the peak, unless 70 was there before: then `b` may wait beside them for `e`."""
+    ops = [*before, op("a"), op("b", "a"), op("wide", "b", 30), op("wider", "wide", 30), op("e", "wider", is_result=True)]
+    lives = {life.name: life for life in InductorGraph(ops, {}).lives()[0]}
+    assert (lives["b"].dies == lives["e"].born) == waits
+    assert (lives["b"].dies == lives["wider"].born) != waits
+
+
+def test_what_only_its_own_kernel_reads_and_what_nobody_takes_from_a_call_is_no_buffer_that_waits():
+    sums = [op("mean", "x", 4), op("norm", "x mean", fuses=("mean",)), op("product", "norm", is_result=True)]
+    assert [life.name for life in InductorGraph(sums, {"x": 10}).lives()[0]] == ["norm", "product"]
+    call = Op(name="call", reads=("x",), writes={"q": 10, "seed": 8}, parts=True)
+    graph = InductorGraph([call, op("of_q", "q", is_result=True)], {"x": 10})
+    assert Life("seed", 8, 0, 1) in graph.lives()[0]
+    assert graph.peaks()[0] == 20  # x and q, then q and what is made of it: nobody counts the seed

@@ -1,0 +1,80 @@
+"""How operations of compiled graphs are written down, put into a larger graph, and done again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from peakcast.models.analytical.blocks.inductor_kernels import Op
+from peakcast.models.analytical.template import HANDED_IN
+
+FP32 = 4
+INT64 = 8
+INPUT, OUTPUT = "hidden_states", "output"
+MASK, NARROWED = "attention_mask", f"{HANDED_IN}.narrow"
+OF_HANDED_IN = (HANDED_IN, NARROWED, f"{HANDED_IN}.wide", f"{HANDED_IN}.copy")
+PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def op(
+    name: str,
+    reads: str,
+    size: int = 0,
+    *,
+    writes: dict[str, int] | None = None,
+    fuses: str = "",
+    replaces: str = "",
+    parts: bool = False,
+    is_result: bool = False,
+    wide: bool = False,
+) -> Op:
+    """An operation whose names are written in one string."""
+    return Op(
+        name=name,
+        reads=tuple(reads.split()),
+        writes=writes or {name: size},
+        fuses=tuple(fuses.split()),
+        replaces=tuple(replaces.split()),
+        parts=parts,
+        is_result=is_result,
+        wide=wide,
+    )
+
+
+def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]:
+    """`ops` with `prefix` before every name but `others`, which get theirs."""
+
+    def name(one: str) -> str:
+        return others.get(one) or prefix + one
+
+    return [
+        Op(
+            name=name(one.name),
+            reads=tuple(map(name, one.reads)),
+            writes={name(result): size for result, size in one.writes.items()},
+            fuses=tuple(map(name, one.fuses)),
+            replaces=tuple(map(name, one.replaces)),
+            parts=one.parts,
+            is_result=one.is_result,
+            wide=one.wide,
+        )
+        for one in ops
+    ]
+
+
+def recomputed(forward: Sequence[Op], backward: Sequence[Op], kept: set[str]) -> list[Op]:
+    """`backward`, and of `forward` what it needs and does not find, each just before its first reader
+    (`_functorch/partitioners.py` reordering_to_mimic_autograd_engine)."""
+    maker = {name: one for one in forward for name in one.writes if name not in kept}
+    place = {one.name: index for index, one in enumerate(forward)}
+    ordered: dict[str, Op] = {}
+    for one in backward:
+        missing, stack = set[str](), [one]
+        while stack:
+            for name in stack.pop().reads:
+                if name in maker and maker[name].name not in ordered and maker[name].name not in missing:
+                    missing.add(maker[name].name)
+                    stack.append(maker[name])
+        for name in sorted(missing, key=place.__getitem__):
+            ordered[name] = forward[place[name]]
+        ordered[one.name] = one
+    return list(ordered.values())
