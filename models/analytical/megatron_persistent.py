@@ -151,7 +151,8 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
     in a steady step."""
     context, device = share.context, share.device
     for number, chunk in enumerate(share.chunks):  # every RotaryEmbedding caches its answer: a model's, a latent layer's
-        for _ in chunk.layers if context.latent is not None else (chunk,):
+        predicted = share.job.architecture.num_nextn_predict_layers if chunk.is_last else 0
+        for _ in range(len(chunk.layers) + predicted if context.latent is not None else 1):
             width = context.rotary_dim if context.latent is None else context.latent.rope_dim
             step.hold("rotary_table", Category.OTHER, context.sequence * width * FP32, 0, module=f"chunk.{number}")
     step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")

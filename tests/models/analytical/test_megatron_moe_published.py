@@ -126,3 +126,9 @@ def test_dispatchers_keep_the_fused_map_of_rows_between_steps_predicted_layers_t
     assert {size for _, size in standing} == {tokens * (2 * experts + 1) * 4 + tokens * experts}
     assert len(standing) == 8 + 1
     assert "mtp.0" in dict(standing)
+
+
+def test_every_latent_layer_keeps_a_rotary_table_predicted_ones_too():
+    steady = last_rank(from_megatron(told({**BASE, **DEEPSEEK_LIKE}), 8, DETERMINISTIC).job, "H100-80GB")
+    tables = [int(size) for name, size in zip(steady.names, steady.num_bytes, strict=True) if name == "rotary_table"]
+    assert tables == [4096 * 64 * 4] * (8 + 1)
