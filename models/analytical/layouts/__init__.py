@@ -20,8 +20,8 @@ from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES, MIB
 
 LEAVES = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""Families of whose layers ZeRO-3 takes the feed-forward as one module (DeepSpeed 0.19.8 `runtime/zero/leaf_module_config.py`
-DEFAULT_LEAF_MODULE_CLASSES)."""
+"""Families of whose layers ZeRO-3 takes the feed-forward as one module (DeepSpeed 0.19.8 `runtime/zero/
+leaf_module_config.py` DEFAULT_LEAF_MODULE_CLASSES)."""
 
 
 def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: int = 0, rank: int | None = None) -> Layout:
