@@ -7,6 +7,7 @@ from peakcast.conventions import conventions
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.adapter_scope import adapter_reason
 from peakcast.models.analytical.compile_scope import compile_reason
+from peakcast.models.analytical.layouts import LEAVES
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.analytical.preference_scope import preference_reason
 from peakcast.spec import Offload, TrainingJob
@@ -189,6 +190,10 @@ def _zero_reason(job: TrainingJob) -> str:
         ),
         (job.architecture.kind != "decoder", "on decoders only."),
         (job.architecture.moe is not None and bool(quantized), "with whole experts only, not quantised ones."),
+        (
+            job.architecture.moe is not None and layout.zero_stage == 3 and job.architecture.model_type not in LEAVES,
+            f"with experts of {', '.join(LEAVES)} only, whose feed-forwards are modules without parts.",
+        ),
         (optimizer.name not in ("adamw", "adam"), f"with torch's AdamW only, not optimizer.name={optimizer.name!r}."),
         (job.activation_checkpointing.mode == "selective", "without selective checkpointing only."),
         (layout.world_size > layout.data_parallel_size, "beside no other parallelism."),

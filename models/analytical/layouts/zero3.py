@@ -152,7 +152,8 @@ class Zero3(Partitions):
                 self._reduce(step, begins + at, ended_bytes(run, at))
             self._filled.append((elements, born))
             if elements <= self.buckets.reduce and born < begins + at:
-                step.hold("gradient", Category.GRADIENTS, int(template.num_bytes[index]), born + 1, begins + at, run.module)
+                size = int(template.num_bytes[index])
+                step.hold("gradient", Category.GRADIENTS, size, born + 1, begins + at + 1, run.module)
 
     def _arrivals(self, run: Run) -> list[tuple[int, int]]:
         """When each gradient of a block comes to the bucket, from the begin of its backward, and which it is: those of a
@@ -185,6 +186,9 @@ class Zero3(Partitions):
         around = self._around(module, backward=backward)
         labels = step.labels[begins:ends]
         turns = turns_of(module, labels, begins, self._of_module.get(module, []), around=around, leaf=self.leaf)
+        if module in ("embedding", "head"):
+            everything = tuple(self.tensors)
+            turns = [replace(turn, inside=everything) if turn.inside else turn for turn in turns]
         if again:  # which stops in the last operation that keeps something, before it would release
             turns = [replace(turn, computes_again=True) for turn in turns]
             turns[-1] = replace(turns[-1], releases=not self.packs)
@@ -202,7 +206,7 @@ class Zero3(Partitions):
         if backward and module == "embedding":
             turns = [replace(turn, releases=False) for turn in turns]
         if self._of_root and module == ("head" if backward else "embedding"):
-            turns[around - 1] = Turn(begins, begins + 1, self._of_root, "root", stays=True, releases=False)
+            turns[around - 1] = replace(turns[around - 1], tensors=self._of_root, name="root", stays=True, releases=False)
         elif self._of_root and module == "head" and not again:
             reads = next(index for index, label in enumerate(labels) if label.startswith("lm_head."))
             turns.append(Turn(begins + reads, ends, self._of_root, "root", enters=False))

@@ -89,9 +89,10 @@ class Coordinator:
                 self._drop_gathers(turn.begins)
             self.unread -= set() if turn.enters else set(turn.tensors)
             mine = [t for t in turn.tensors if not (turn.stays and t in self.unread)]
-            self._gather([t for t in mine if t not in self.available and t not in self.gathers], turn.begins)
+            missing = [t for t in mine if t not in self.available and t not in self.gathers]
+            self._gather(missing, turn.begins)
             for tensor in mine:
-                self._wait(tensor, turn.begins)
+                self._wait(tensor, turn.begins, meanwhile=bool(missing))
             if self.order.known is not None and turn.enters:
                 self._fetch_ahead(mine, turn.begins)
             self.order.at += turn.enters
@@ -99,7 +100,7 @@ class Coordinator:
             if self.order.known is not None:
                 asked = turn.name, self.order.at
                 if asked not in self._decided:
-                    self._decided[asked] = tuple(self._to_release(mine))
+                    self._decided[asked] = tuple(self._to_release(mine, leaf=turn.leaf))
                 released = list(self._decided[asked])
             if turn.stays:
                 kept.update(mine)
@@ -121,7 +122,7 @@ class Coordinator:
                 if tensor in mine and tensor.stacked and self.packs:  # as autograd does, and a checkpoint does not
                     after = [later for later in turns[index + 1 :] if tensor in later.tensors]
                     if after and not any(later.computes_again for later in after):
-                        ends = max(ends, after[-1].ends)
+                        ends = max(ends, after[-1].done.get(tensor.name, after[-1].ends))
                 self._release(tensor, ends - (tensor in packed and ends - 1 in self.reductions))
 
     def _restart(self, now: int) -> None:
@@ -151,16 +152,20 @@ class Coordinator:
                 ahead[tensor] = None
         self._gather(ahead, now)
 
-    def _to_release(self, mine: Sequence[StoredTensor]) -> Iterable[StoredTensor]:
-        """A turn's tensors, but for small ones, those that the prefetch has passed over, and those used again soon."""
+    def _to_release(self, mine: Sequence[StoredTensor], *, leaf: bool) -> Iterable[StoredTensor]:
+        """A turn's tensors, but for small ones, those that the prefetch has passed over, and those used again soon. A leaf
+        counts what is within the modules that come, and only a leaf does (`recurse` in `__params_to_release`)."""
         at = self.order.at
         found = [t for t in mine if t.numel > self.sizes.persistence and self._next_use.get(t, -1) <= at]
         passed = 0
         for later in self.order.coming:
             if passed >= self.sizes.reuse or not found:
                 break
-            found = [t for t in found if t not in later.tensors]
-            passed += sum(t.numel for t in later.tensors)
+            counted = later.tensors
+            if later.leaf or later.inside:
+                counted = (*later.tensors, *later.inside) if leaf else () if later.leaf else later.tensors
+            found = [t for t in found if t not in counted]
+            passed += sum(t.numel for t in counted)
         return found
 
     def _gather(self, tensors: Iterable[StoredTensor], now: int) -> None:
@@ -175,8 +180,9 @@ class Coordinator:
     def _padded_bytes(self, tensor: StoredTensor) -> int:
         return -(-tensor.numel // self.ranks) * self.ranks * tensor.gathered_bytes
 
-    def _wait(self, tensor: StoredTensor, now: int) -> None:
-        """The tensor is there, and with it all gathered with it; their flat buffer goes with the last to be used."""
+    def _wait(self, tensor: StoredTensor, now: int, *, meanwhile: bool) -> None:
+        """The tensor is there, and with it all gathered with it; their flat buffer goes with the last to be used, after
+        what is gathered for the turn itself (`meanwhile`)."""
         gather = self.gathers.pop(tensor, None)
         if gather is None:
             return
@@ -185,7 +191,7 @@ class Coordinator:
             self.available.update(dict.fromkeys(gather.tensors, now if gather.coalesced_bytes else gather.born))
         gather.tensors.remove(tensor)
         if not gather.tensors:
-            self._hold_output(gather, now + (gather.arrived == now))
+            self._hold_output(gather, now + (gather.arrived == now or meanwhile))
 
     def _hold_output(self, gather: Gather, ends: int) -> None:
         for size in gather.coalesced_bytes:

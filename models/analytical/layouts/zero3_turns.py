@@ -7,7 +7,7 @@ Source: DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`, `_register_deepspe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from peakcast.models.analytical.layouts.base import StoredTensor
 
@@ -29,6 +29,12 @@ class Turn:
     """Its own parameters; a module that holds others has a turn of its own, without any."""
     name: str = ""
     """The module's, by which it is known when it comes again."""
+    leaf: bool = False
+    """Whether it is one module for all within it."""
+    done: Mapping[str, int] = field(default_factory=dict)
+    """Of a leaf's tensors, by name, the instants at which their own operations are over."""
+    inside: tuple[StoredTensor, ...] = ()
+    """Those of the modules within it, where it is a layer or the network."""
     releases: bool = True
     """Not where no gradient flows on: the hook that would release hangs on its input's."""
     computes_again: bool = False
@@ -55,9 +61,10 @@ def turns_of(
         if does != name and any(label.startswith(f"{does}.") for label in labels):
             name = does if f"{does}.weight" not in {t.name for t in tensors} else name
         modules.setdefault(name, []).append(tensor)
-    turns = [Turn(begins, begins + 1, name=f"{block} within {depth}") for depth in range(around)]
+    inside = tuple(tensors)
+    turns = [Turn(begins, begins + 1, name=f"{block} within {depth}", inside=inside) for depth in range(around)]
     switched_off = not any(".lora_A" in label for label in labels)
-    inside: tuple[str, ...] = ()
+    entered: tuple[str, ...] = ()
     last, named = "", set[str]()
     for index, label in enumerate(labels, begins):
         owner = _owner(label, modules)
@@ -67,15 +74,18 @@ def turns_of(
                 if {last, owner} == {owner.removesuffix(".lora_A"), f"{last.removesuffix('.lora_A')}.lora_A"}:
                     dropout = f"{block} {owner.removesuffix('.lora_A')}.dropout"  # between a Linear and its adapter
                     turns.append(Turn(index, index + 1, name=dropout))
-                if owner != last or owner not in inside:
-                    turns.append(Turn(index, index + 1, tuple(modules[owner]), f"{block} {owner}"))
+                if owner != last or owner not in entered:
+                    own = tuple(modules[owner])
+                    turns.append(Turn(index, index + 1, own, f"{block} {owner}", leaf=bool(leaf) and owner == leaf))
                 else:
                     turns[-1] = replace(turns[-1], ends=index + 1)
-            elif module not in inside:  # peft reads the dtype of lora_A, which is then this module's too, and not released
+            elif module not in entered:  # peft reads the dtype of lora_A, which is then this module's too, and not released
                 read = modules.get(f"{module.removesuffix(ADAPTED)}.lora_A", ()) if module.endswith(ADAPTED) else ()
                 done = not read or switched_off
                 turns.append(Turn(index, index + 1, tuple(read), f"{block} {module}", releases=done))
-        inside, last = path, owner or last
+        if leaf and owner == leaf:
+            turns[-1] = replace(turns[-1], done={**turns[-1].done, label: index + 1})
+        entered, last = path, owner or last
         named.add(owner)
     rest = tuple(t for name, found in modules.items() if name not in named and ".lora_" not in name for t in found)
     return [Turn(begins, begins + len(labels), rest, block, enters=bool(rest)), *turns]

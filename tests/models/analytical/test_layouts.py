@@ -19,6 +19,7 @@ from peakcast.models.analytical.layouts.zero import Buckets
 from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
 from peakcast.models.analytical.layouts.zero3_order import Order
 from peakcast.models.analytical.layouts.zero3_turns import Turn
+from peakcast.models.analytical.layouts.zero12 import Arrival, Zero12
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.models.analytical.step import Step
@@ -182,6 +183,18 @@ def test_zero3_forgets_what_is_used_again_too_far_away():
     assert (step.timeline().totals // 512).tolist() == [0, 2, 2, 3, 3, 2, 1, 0]
 
 
+def test_zero2_copies_parts_of_different_ranks_together_until_they_make_a_bucket():
+    """A tensor of 96 elements on four ranks: 24 each; a part alone is sent from where it is."""
+    tensor = StoredTensor("w.weight", "layers.0", (96,), 2, 2, trains=True)
+    copied = []
+    for bucket in (20, 24, 47, 60, 96):
+        sizes = Buckets(reduce=bucket, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)
+        layout = Zero12([tensor], stage=2, ranks=4, element_bytes=2, buckets=sizes)
+        layout._waiting.append(Arrival(tensor, 0))
+        copied.append(layout._copied())
+    assert copied == [0, 48, 48, 72, 96]
+
+
 def test_zero3_knows_an_order_from_its_second_time_until_another_module_comes():
     order, seen = Order(), []
     for names in ("ab", "ab", "abc", "ab"):
@@ -335,6 +348,10 @@ def test_scope_names_what_is_left_out():
     assert out_of_scope(job("zero2", offload=Offload(optimizer=True))) == ""
     assert "without offloaded activations" in out_of_scope(job("zero2", offload=Offload(activations=True)))
     assert "computed in the dtype of the weights only" in out_of_scope(job("zero3", precision=MIXED))
+    options = ({"overlap_comm": True}, {"contiguous_gradients": False})
+    for option, said in zip(options, ("without overlap_comm", "with contiguous_gradients=true"), strict=True):
+        assert said in out_of_scope(job("zero1", framework_options=FrozenMapping(option)))
+    assert out_of_scope(job("zero2", framework_options=FrozenMapping(options[0]))) == ""
     assert "on several ranks only" in out_of_scope(job("zero2", ranks=1))
     for method, said in (("nf4", ""), ("int8", "with nf4 or whole weights only")):
         tuning = Finetuning(method="qlora", rank=8, quantization=method)
