@@ -75,7 +75,7 @@ def test_ranks_that_share_a_sequence_or_a_layer_reach_the_job_and_are_said(key):
 
 
 def test_ranks_that_do_not_divide_the_run_are_refused_with_the_way_out():
-    with pytest.raises(SpecError, match="sequence_parallel_degree=8 makes groups of 8 GPUs.*say --num-gpus"):
+    with pytest.raises(SpecError, match=r"sequence_parallel_degree=8 makes groups of 8 GPUs.*say --num-gpus"):
         read(sequence_parallel_degree=8)
 
 

@@ -69,5 +69,5 @@ def test_paged_states_are_paged():
 
 
 def test_a_teacher_beside_the_student_is_refused():
-    with pytest.raises(SpecError, match="teacher_model._component_.* is a teacher"):
+    with pytest.raises(SpecError, match=r"teacher_model._component_.* is a teacher"):
         read(teacher_model={"_component_": "torchtune.models.llama3_1.llama3_1_8b"})
