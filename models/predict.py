@@ -69,7 +69,7 @@ def predict(
     reasons = reasons_outside(job, device, row, calibration, scope=_scope(job))
     verdict = combine(job, base, row, calibration, reasons)
     fits, why = judge(verdict.intervals, device.cuda_memory_bytes)
-    warnings = [warning, *(reason.sentence for reason in reasons), why, _retries(base)]
+    warnings = [warning, _beyond_positions(job), *(reason.sentence for reason in reasons), why, _retries(base)]
     return Prediction(
         gpu=device.name,
         rank=base.rank,
@@ -221,6 +221,17 @@ def judge(intervals: Mapping[str, Interval], capacity_bytes: int) -> tuple[Fits,
             "tensors might: it may run slowly, giving cached memory back and retrying; try expandable_segments."
         )
     return "no", ""
+
+
+def _beyond_positions(job: TrainingJob) -> str:
+    longest = max(job.sequence_length, job.decoder_sequence_length or 0)
+    rows = job.architecture.most_positions
+    if rows is None or longest <= rows:
+        return ""
+    return (
+        f"sequence_length={longest} is beyond the {rows} positions that {job.architecture.name!r} has a table of, and the "
+        f"run would fail; use at most {rows}, or a network with max_position_embeddings={longest}."
+    )
 
 
 def _retries(base: Baseline) -> str:

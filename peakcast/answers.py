@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError
 from peakcast.questions import Question
 
@@ -24,6 +25,7 @@ def answer(asked: Question, calibration: Calibration | str | Path | None = None)
 
     from peakcast.models.calibration import load_calibration
     from peakcast.models.predict import predict as predict_job
+    from peakcast.models.widening import widened
 
     if isinstance(calibration, (str, Path)):
         calibration = load_calibration(Path(calibration))
@@ -37,8 +39,7 @@ def answer(asked: Question, calibration: Calibration | str | Path | None = None)
         assumptions=tuple(dict.fromkeys((*notes.assumptions, *prediction.assumptions))),
         warnings=tuple(dict.fromkeys((*notes.warnings, *notes.unsupported, *prediction.warnings))),
     )
-    severity = _severity(asked)
-    return _widened(prediction, severity) if severity else prediction
+    return widened(prediction, severity_of(notes))
 
 
 def full_answer(
@@ -52,7 +53,7 @@ def full_answer(
     from peakcast.prediction import Answer
 
     prediction = answer(asked, calibration)
-    gpus = outlook.gpu_verdicts(asked.job, asked.device, asked.rank, _severity(asked))
+    gpus = outlook.gpu_verdicts(asked.job, asked.device, asked.rank, severity_of(asked.translation))
     return Answer(
         **vars(prediction),
         gpus=tuple(replace(item, fits=prediction.fits) if item.gpu == prediction.gpu else item for item in gpus),
@@ -65,37 +66,6 @@ def full_answer(
     )
 
 
-def _severity(asked: Question) -> int:
-    notes = asked.translation
+def severity_of(notes: Translation) -> int:
+    """How far outside of what a job can say a configuration lies."""
     return UNSUPPORTED_SEVERITY * len(notes.unsupported) + UNKNOWN_SEVERITY * len(notes.unknown)
-
-
-def _widened(prediction: Prediction, severity: int) -> Prediction:
-    """The same point with bars for what the configuration asks beyond the job; no longer inside the calibrated domain."""
-    import math
-    from dataclasses import replace
-
-    from peakcast.models.domain import MOST_SEVERE
-    from peakcast.models.predict import judge, nested, widen
-    from peakcast.prediction import QUANTITIES, Interval
-
-    intervals: dict[str, Interval] = {}
-    for quantity in QUANTITIES:
-        bar: Interval = getattr(prediction, quantity)
-        intervals[quantity] = bar
-        if bar.point > 0 and bar.lower > 0:
-            half_width, upper = widen(
-                math.log(bar.upper / bar.point), math.log(bar.upper_95 / bar.point), min(severity, MOST_SEVERE), quantity
-            )
-            intervals[quantity] = Interval(
-                baseline=bar.baseline,
-                point=bar.point,
-                lower=math.floor(bar.point * math.exp(-half_width)),
-                upper=math.ceil(bar.point * math.exp(half_width)),
-                upper_95=math.ceil(bar.point * math.exp(upper)),
-            )
-    intervals = nested(intervals)
-    fits, why = judge(intervals, prediction.capacity_bytes)
-    warnings = (*prediction.warnings, why) if why and why not in prediction.warnings else prediction.warnings
-    changed: dict[str, Any] = {**intervals, "fits": fits, "warnings": warnings, "inside_calibrated_domain": False}
-    return replace(prediction, **changed)

@@ -154,13 +154,18 @@ def search(
     biggest "model" of the catalog. `job` as in `predict`; what it says of GPUs and batch stands where no argument does.
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
+    from dataclasses import replace
+
     from peakcast import catalog
+    from peakcast.answers import severity_of
     from peakcast.searching.door import ask
 
     device = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
-    asked = translation_of(job).job
+    read = translation_of(job)
     options = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
-    return ask(asked, device, find, num_gpus, global_batch_size, options)
+    options["severity"] = severity_of(read)
+    found = ask(read.job, device, find, num_gpus, global_batch_size, options)
+    return replace(found, warnings=(*read.warnings, *read.unsupported))
 
 
 def web(host: str = "127.0.0.1", port: int = 7860, *, progress: Progress | None = None) -> None:

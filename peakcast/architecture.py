@@ -232,6 +232,11 @@ class Architecture:
         return self.num_hidden_layers + self.num_decoder_layers
 
     @property
+    def most_positions(self) -> int | None:
+        """The longest sequence that a table of learned positions has rows for; None where no table ends."""
+        return self.max_position_embeddings if self.position_embedding == "learned" else None
+
+    @property
     def query_size(self) -> int:
         """Width of all query heads together, elements."""
         return self.num_attention_heads * self.head_dim

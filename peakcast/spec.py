@@ -44,6 +44,12 @@ OptimizerName = Literal[
 ]
 
 
+MOST_RANKS = 2**20
+MOST_TOKENS = 2**36
+"""Of a job, and of a micro-batch: far beyond any that was run, and small enough that an answer takes a bounded time and
+its bytes can be counted in 64 bits."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """Element types. `main_parameters` is a separate master copy (Megatron, ZeRO), null for none."""
@@ -252,6 +258,7 @@ class TrainingJob:
         require_positive(
             self, "micro_batch_size", "sequence_length", "decoder_sequence_length", "gradient_accumulation_steps"
         )
+        self._check_size()
         self._check_batch()
         self.loss.reference_beside(adapters=self.finetuning.method != "full")
         self._check_layout()
@@ -265,6 +272,25 @@ class TrainingJob:
     def num_tokens(self) -> int:
         """Tokens of a micro-batch that are no padding."""
         return self.batch.num_tokens or self.micro_batch_size * self.sequence_length
+
+    def _check_size(self) -> None:
+        """Refuse what nobody runs."""
+        tokens, longest = self.micro_batch_size * self.sequence_length, max(self.micro_batch_size, self.sequence_length)
+        if tokens > MOST_TOKENS:
+            name = "sequence_length" if longest == self.sequence_length else "micro_batch_size"
+            raise SpecError(
+                f"{name}={longest} makes micro_batch_size × sequence_length={tokens:,} tokens and must leave them at most "
+                f"{MOST_TOKENS:,}; lower it.",
+                parameter=name,
+                value=longest,
+            )
+        if self.parallelism.world_size > MOST_RANKS:
+            raise SpecError(
+                f"parallelism of {self.parallelism.world_size:,} ranks must be of at most {MOST_RANKS:,}; lower "
+                f"data_parallel_size={self.parallelism.data_parallel_size} or another of its sizes.",
+                parameter="parallelism.data_parallel_size",
+                value=self.parallelism.data_parallel_size,
+            )
 
     def _check_batch(self) -> None:
         most, asked = self.micro_batch_size * self.sequence_length, self.batch.num_tokens
@@ -323,6 +349,13 @@ class TrainingJob:
                 "pipeline, and pipeline_parallel_size=1 is none; use 1, or a larger pipeline_parallel_size.",
                 parameter="parallelism.virtual_pipeline_stages",
                 value=layout.virtual_pipeline_stages,
+            )
+        if layout.zero_stage and layout.sharding in ("fsdp1", "fsdp2", "hsdp") and self.framework != "megatron":
+            raise SpecError(
+                f"parallelism.sharding={layout.sharding!r} and zero_stage={layout.zero_stage} shard the same things, the "
+                "one of PyTorch, the other of DeepSpeed; set sharding: none or zero_stage: 0.",
+                parameter="parallelism.sharding",
+                value=layout.sharding,
             )
         num_stages = p * layout.virtual_pipeline_stages
         if layout.pipeline_layers:

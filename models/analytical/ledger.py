@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from peakcast.catalog import Device
+from peakcast.errors import SpecError
 from peakcast.models.analytical.huggingface import huggingface_ledger
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
@@ -19,6 +20,18 @@ def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None =
     themselves on that GPU type; without it the timeline is what a trace sees.
     A job outside `scope.out_of_scope` is answered as far as the ledger goes: ask that function first.
     """
+    try:
+        return _ledger(job, device, rank, step)
+    except OverflowError as error:
+        raise SpecError(
+            f"this job has tensors of more bytes than 64 bits count; lower sequence_length={job.sequence_length}, "
+            f"micro_batch_size={job.micro_batch_size} or the network's sizes.",
+            parameter="sequence_length",
+            value=job.sequence_length,
+        ) from error
+
+
+def _ledger(job: TrainingJob, device: Device | None, rank: int | None, step: Step) -> Timeline:
     if job.framework == "megatron":
         from peakcast.models.analytical.megatron import megatron_ledger
 

@@ -123,8 +123,7 @@ def search(
     Exits with 0 when something surely fits, 3 when nothing does, 4 when that is uncertain.
     """
     from peakcast import api, render
-    from peakcast.searching.found import Found
-    from peakcast.searching.text import found_text, largest_text
+    from peakcast.searching.text import search_text
 
     if gpu is None:
         raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
@@ -140,8 +139,7 @@ def search(
             processes=processes,
             progress=progress,
         )
-    text = found_text(found) if isinstance(found, Found) else largest_text(found)
-    print(render.json_text(found.to_mapping()) if json else text)
+    print(render.json_text(found.to_mapping()) if json else search_text(found))
     raise typer.Exit(FITS_EXIT_CODES[found.fits])
 
 

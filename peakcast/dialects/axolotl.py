@@ -9,11 +9,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from peakcast.dialects.accelerate import launcher_beside, refuse_twice
+from peakcast.dialects.axolotl_layout import divided
 from peakcast.dialects.generation import READ, Generation, generation_of
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import with_method
-from peakcast.dialects.translation import Notes, Settings, Translation, note_unsupported, renamed, speller, words
+from peakcast.dialects.translation import (
+    Notes,
+    Settings,
+    Translation,
+    note_unsupported,
+    refuse_teacher,
+    renamed,
+    speller,
+    words,
+)
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 
@@ -49,6 +59,8 @@ ATTENTION = {
     "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
     "flex_attention": "flex_attention", "xformers_attention": "xformers", "sage_attention": "sage",
 }  # fmt: skip
+OFFLOADED = ("legacy", "disk", "hidden_states")
+"""Values of `activation_offloading` that move what true does, elsewhere or otherwise."""
 SHORT = {"flash": "flash_attention_2", "flex": "flex_attention"}
 """Values of the newer key `attention` that transformers calls otherwise."""
 KERNELS = {
@@ -64,8 +76,9 @@ KERNELS = {
     "lisa_n_layers": "LISA",
     "loraplus_lr_ratio": "LoRA+", "gptq": "GPTQ loading", "qat": "quantization-aware training", "mora": "MoRA",
     "use_scattermoe": "ScatterMoE", "kd_trainer": "distillation", "llama4_linearized_experts": "linearized experts",
-    "tensor_parallel_size": "tensor parallelism", "context_parallel_size": "sequence parallelism over GPUs",
-    "sequence_parallel_degree": "sequence parallelism over GPUs", "dp_replicate_size": "hybrid sharding",
+    "tensor_parallel_size": "the Trainer's tensor parallelism beside sharding",
+    "context_parallel_size": "what ring-flash-attn keeps and passes on",
+    "sequence_parallel_degree": "what ring-flash-attn keeps and passes on", "dp_replicate_size": "hybrid sharding",
     "expert_parallel_size": "expert parallelism",
     "process_reward_model": "process reward modelling", "resize_token_embeddings_to_32x": "a padded vocabulary",
     "gradient_checkpointing_offload": "activation offloading",
@@ -128,6 +141,9 @@ def from_axolotl(pasted: Pasted) -> Translation:
     notes = Notes()
     settings = Settings(pasted.values, notes, "axolotl")
     training = renamed(settings, TRAINING)
+    if (where := str(training.get("activation_offloading")).lower()) in OFFLOADED:
+        training["activation_offloading"] = True
+        notes.assumptions.append(f"activation_offloading={where!r} is taken as true: activations move to host memory.")
     if "per_device_train_batch_size" not in training:
         steps, total = settings.integer("gradient_accumulation_steps"), settings.integer("batch_size")
         training["per_device_train_batch_size"] = total // steps if steps and total else settings.size("micro_batch_size")
@@ -141,6 +157,7 @@ def from_axolotl(pasted: Pasted) -> Translation:
     model = pasted.model or named
     if not model:
         raise settings.refuse("base_model", "is required: the model's hub id, its folder, or its config.json", None)
+    refuse_teacher(settings, "gkd_teacher")
     _precision(settings, training)
     _memory(settings, training)
     adapter = _adapter(settings, training)
@@ -166,7 +183,7 @@ def from_axolotl(pasted: Pasted) -> Translation:
     if settings.switch("quantize_moe_experts") and job.finetuning.quantization and job.architecture.moe is not None:
         job = job.replace(framework_options=FrozenMapping({**job.framework_options, "quantized_experts": True}))
     job = with_method(
-        job,
+        divided(job, settings),
         method,
         "rl",
         notes,

@@ -15,7 +15,7 @@ from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_opti
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, layout_and_offload, mapping_at
 from peakcast.dialects.huggingface_quantization import quantization_of
 from peakcast.dialects.job_file import resolve_architecture
-from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.dialects.translation import Notes, Settings, Translation, refuse_teacher
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.spec import (
@@ -56,7 +56,7 @@ def from_huggingface(
     """
     if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1:
         raise SpecError(
-            f"num_gpus={num_gpus!r} must be a whole number of at least 1.", parameter="num_gpus", value=num_gpus
+            f"num_gpus={num_gpus!r} must be a whole number of at least 1, such as 8.", parameter="num_gpus", value=num_gpus
         )
     notes = Notes()
     model = dict(config) if isinstance(config, Mapping) else {}
@@ -69,6 +69,11 @@ def from_huggingface(
     if isinstance(strategy, str):
         raise training.refuse("deepspeed", "is a path; give the mapping in that file as `deepspeed`")
     shards = fsdp_settings(fsdp, training, notes)
+    if engine is not None and shards is not None:
+        raise SpecError(
+            "fsdp and deepspeed are both given, and both shard the run; keep one of them.", parameter="fsdp", value=fsdp
+        )
+    refuse_teacher(training, "teacher_model_name_or_path")
     quantization = quantization_of(model, training, config)
     options: dict[str, Any] = {}
     finetuning = _finetuning(adapter, quantization, notes, options)

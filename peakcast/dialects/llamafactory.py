@@ -34,7 +34,7 @@ ADAPTER = {
 }  # fmt: skip
 ATTENTION = {"auto": "sdpa", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 OPTIMIZERS = {
-    "use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_badam": "adamw_torch", "use_adam_mini": "adamw_torch",
+    "use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_adam_mini": "adamw_torch",
     "use_muon": "adamw_torch",
 }  # fmt: skip
 """Switches of optimizers, with the nearest of transformers'."""
@@ -113,6 +113,12 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     kind = settings.one_of("finetuning_type", "lora", ("lora", "full", "freeze", "oft"))
     if kind in ("freeze", "oft"):
         raise settings.refuse("finetuning_type", "is not modelled; lora and full are")
+    if settings.switch("use_badam"):
+        raise settings.refuse(
+            "use_badam",
+            "trains one block of layers at a time, which is not modelled, and far less than full training needs; leave it "
+            "out, or ask with finetuning_type: lora",
+        )
     engine = settings.raw("deepspeed")
     deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
     launcher = launcher_beside(pasted, notes)
@@ -154,7 +160,7 @@ def _precision(settings: Settings, training: dict[str, Any], *, upcast: bool) ->
         training["fp16"] = True
     if half is not None:
         training["torch_dtype"] = half
-    if upcast and not pure and not settings.switch("use_badam"):
+    if upcast and not pure:
         training["torch_dtype"] = "float32"
         settings.notes.assumptions.append("LLaMA-Factory casts trained parameters to float32 (pure_bf16: true keeps them).")
 

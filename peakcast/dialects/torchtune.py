@@ -11,7 +11,7 @@ from typing import Any, Literal
 from peakcast.dialects.job_file import resolve_architecture
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.post_training import with_method
-from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.dialects.translation import Notes, Settings, Translation, refuse_teacher
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.spec import (
@@ -79,6 +79,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
             parameter="model._component_",
             value=component,
         )
+    refuse_teacher(settings, "teacher_model._component_")
     architecture = resolve_architecture(pasted.model or BUILDERS[name])
     dtype = DTYPES[settings.one_of("dtype", "bf16", DTYPES)]
     tensor = settings.integer("tensor_parallel_dim", 1) or 1

@@ -166,6 +166,18 @@ class Settings:
         return SpecError(f"{name}={value!r} {rule}.", parameter=name, value=value)
 
 
+def refuse_teacher(settings: Settings, *names: str) -> None:
+    """Refuse a run that distils from a teacher: a whole network beside the one that trains, of which an answer without it
+    would say nothing. Raises: SpecError."""
+    for key in names:
+        if settings.raw(key):
+            raise settings.refuse(
+                key,
+                "is a teacher, a second network on the GPU that is not modelled; leave it out to ask about the student "
+                "alone, and add the teacher's weights and logits to the answer",
+            )
+
+
 def words(text: str) -> frozenset[str]:
     """The words of `text`, for tables of keys."""
     return frozenset(text.split())

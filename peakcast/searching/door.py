@@ -23,6 +23,7 @@ def ask(
     options: dict[str, Any],
 ) -> Found | Largest:
     """The answer to one search. Raises: SpecError."""
+    _refuse_unheard(find, num_gpus, global_batch_size)
     if find not in ASKED:
         hint = near_misses(find, ASKED) or "."
         raise SpecError(f"find={find!r} is no question{hint} Known: {', '.join(ASKED)}.", parameter="find", value=find)
@@ -33,5 +34,18 @@ def ask(
     if find == "num_gpus":
         return fewest_gpus(job, device, global_batch_size, **options)
     if find == "model":
-        return biggest_model(job, device, options["progress"])
-    return largest(job, device, find)
+        return biggest_model(job, device, options["progress"], options["severity"])
+    return largest(job, device, find, options["severity"])
+
+
+def _refuse_unheard(find: str, num_gpus: int | None, global_batch_size: int | None) -> None:
+    """Refuse what an inverse question does not ask about: of a layout it takes the job's own."""
+    heard = {"plans": ("num_gpus", "global_batch_size"), "num_gpus": ("global_batch_size",)}.get(find, ())
+    for name, value in (("num_gpus", num_gpus), ("global_batch_size", global_batch_size)):
+        if value is not None and name not in heard:
+            way = (
+                "leave it out"
+                if find == "num_gpus"
+                else "say in the job how it is laid out, such as --data-parallel-size 8 --sharding fsdp2, and leave it out"
+            )
+            raise SpecError(f"{name}={value} is not heard by find={find!r}; {way}.", parameter=name, value=value)

@@ -50,6 +50,8 @@ class Found:
     num_ruled_out: int
     """Candidates whose weights, gradients and optimizer states alone are more than the GPU has."""
     plans: tuple[Plan, ...]
+    warnings: tuple[str, ...] = ()
+    """What reading the configuration left out or could not say; every bar is widened for it."""
 
     @property
     def fits(self) -> Fits:
@@ -62,6 +64,7 @@ class Found:
             **{name: getattr(self, name) for name in ("gpu", "num_gpus", "global_batch_size")},
             **{name: getattr(self, name) for name in ("num_candidates", "num_ruled_out")},
             "plans": [plan.to_mapping() for plan in self.plans],
+            "warnings": list(self.warnings),
         }
 
 
@@ -75,6 +78,7 @@ class Largest:
     plan: Plan | None
     beyond: int | str | None
     beyond_fits: Fits | None
+    warnings: tuple[str, ...] = ()
 
     @property
     def fits(self) -> Fits:
@@ -84,7 +88,8 @@ class Largest:
     def to_mapping(self) -> dict[str, Any]:
         """As JSON has it."""
         plan = self.plan.to_mapping() if self.plan is not None else None
-        return {**{n: getattr(self, n) for n in ("asked", "value", "beyond", "beyond_fits")}, "plan": plan}
+        asked = {n: getattr(self, n) for n in ("asked", "value", "beyond", "beyond_fits")}
+        return {**asked, "plan": plan, "warnings": list(self.warnings)}
 
 
 def changes_of(job: TrainingJob) -> Mapping[str, Any]:

@@ -15,27 +15,27 @@ from peakcast.spec import TrainingJob
 
 MOST = {"micro_batch_size": 65_536, "sequence_length": 2**24}
 STEP = {"micro_batch_size": 1, "sequence_length": 128}
-"""Lengths are searched in steps of 128 tokens, times what the layout must divide."""
+"""Lengths are searched in steps of 128 tokens, times what the layout must divide; where a table of positions ends soon, in
+the smallest that the layout can divide."""
+FEW = 64
 
 
-def largest(job: TrainingJob, device: Device, name: str) -> Largest:
+def largest(job: TrainingJob, device: Device, name: str, severity: int = 0) -> Largest:
     """The largest `name` ("micro_batch_size" or "sequence_length") with which `job` surely fits. Memory grows with both, so
-    halving finds it."""
-    layout = job.parallelism
-    step = STEP[name]
-    if name == "sequence_length":
-        step *= 2 * layout.context_parallel_size * layout.tensor_parallel_size
+    halving finds it. `severity`: of what a configuration asks beyond `job`."""
+    step, least, most = _range(job, name)
 
     def plan_of(times: int) -> Plan | None:
-        return planned(job.replace(**{name: times * step}), device, 0)
+        return planned(job.replace(**{name: times * step}), device, 0, severity)
 
-    low, high, best, beyond = 0, 1, None, None
-    while high * step <= MOST[name]:
+    high, last = -(-least // step), most // step
+    low, best, beyond = high - 1, None, None
+    while low < last:
         plan = plan_of(high)
         if plan is None or plan.fits != "yes":
             beyond = plan
             break
-        low, high, best = high, high * 2, plan
+        low, high, best = high, min(high * 2, last) if high < last else last + 1, plan
     while high - low > 1:
         middle = (low + high) // 2
         plan = plan_of(middle)
@@ -45,11 +45,22 @@ def largest(job: TrainingJob, device: Device, name: str) -> Largest:
             high, beyond = middle, plan
     return Largest(
         asked=name,
-        value=low * step or None,
+        value=low * step if best is not None else None,
         plan=best,
-        beyond=high * step if high * step <= MOST[name] else None,
+        beyond=high * step if high <= last else None,
         beyond_fits=beyond.fits if beyond is not None else None,
     )
+
+
+def _range(job: TrainingJob, name: str) -> tuple[int, int, int]:
+    """In which steps `name` is searched, the least that the batch of `job` needs, and the most that is asked."""
+    layout, tokens = job.parallelism, job.batch.num_tokens or 1
+    if name == "micro_batch_size":
+        return STEP[name], -(-tokens // job.sequence_length), MOST[name]
+    most = min(MOST[name], job.architecture.most_positions or MOST[name])
+    divided = 2 * layout.context_parallel_size * layout.tensor_parallel_size
+    step = divided * (STEP[name] if most >= FEW * divided * STEP[name] else 1)
+    return step, max(job.batch.shortest_sequence or 1, -(-tokens // job.micro_batch_size)), most
 
 
 def fewest_gpus(
@@ -70,13 +81,15 @@ def fewest_gpus(
     return Largest(asked="num_gpus", value=None, plan=None, beyond=most, beyond_fits="no")
 
 
-def biggest_model(job: TrainingJob, device: Device, progress: Callable[[str], None] | None = None) -> Largest:
+def biggest_model(
+    job: TrainingJob, device: Device, progress: Callable[[str], None] | None = None, severity: int = 0
+) -> Largest:
     """The architecture of the catalog with the most parameters with which `job`, else as it is, surely fits."""
     beyond, verdict = None, None
     for number, (name, candidate) in enumerate(_by_size(job)):
         if progress:
             progress(f"{number} architectures do not fit; trying {name}")
-        plan = planned(candidate, device, 0)
+        plan = planned(candidate, device, 0, severity)
         if plan is not None and plan.fits == "yes":
             return Largest(asked="model", value=name, plan=plan, beyond=beyond, beyond_fits=verdict)
         beyond, verdict = name, plan.fits if plan is not None else "no"

@@ -14,11 +14,12 @@ from peakcast.catalog import Device
 from peakcast.errors import PeakcastError, SpecError
 from peakcast.models.baseline import context_bytes
 from peakcast.models.predict import could_surely_fit, predict
+from peakcast.models.widening import widened
 from peakcast.searching import costs
 from peakcast.searching.found import Found, Plan
 from peakcast.searching.space import GPUS_PER_NODE, candidates
 from peakcast.searching.walk import Candidate, Question, Workers, in_order, series, standing
-from peakcast.spec import TrainingJob
+from peakcast.spec import MOST_RANKS, TrainingJob
 
 Progress = Callable[[str], None]
 TRIED = 6
@@ -35,16 +36,17 @@ def search(
     gpus_per_node: int = GPUS_PER_NODE,
     processes: int = 1,
     progress: Progress | None = None,
+    severity: int = 0,
 ) -> Found:
     """The `top` plans for `job` on `num_gpus` of `device`: those that surely fit first, then those that may; within each
     the least recomputation, then the least offloading, then the least communication. `global_batch_size` None: that of
-    `job`, but at least a micro-batch for each GPU.
+    `job`, but at least a micro-batch for each GPU. `severity`: of what a configuration asks beyond `job`.
 
     Raises: SpecError when there is no candidate at all.
     """
     for name, value in (("num_gpus", num_gpus), ("top", top), ("gpus_per_node", gpus_per_node)):
-        if value < 1:
-            raise SpecError(f"{name}={value} must be at least 1.", parameter=name, value=value)
+        if not 1 <= value <= MOST_RANKS:
+            raise SpecError(f"{name}={value} must be from 1 to {MOST_RANKS:,}.", parameter=name, value=value)
     own = job.micro_batch_size * job.gradient_accumulation_steps * job.parallelism.data_parallel_size
     batch = global_batch_size or max(own, job.micro_batch_size * num_gpus)
     say = progress or (lambda message: None)
@@ -66,7 +68,7 @@ def search(
     def tell(message: str) -> None:
         say(f"{len(every):,} candidates, {num_left:,} of them not too heavy; {message}")
 
-    with Workers(Question(every, device, room), processes) as workers:
+    with Workers(Question(every, device, room, severity), processes) as workers:
         plans = _plans(workers, in_order(workers, left, tell), top, tell)
     plans.sort(key=lambda p: (p.fits != "yes", *costs.price(p.job), p.sent_bytes, p.peak_device_bytes.point))
     return Found(
@@ -114,13 +116,13 @@ def _plans(workers: Workers, walked: Iterator[Candidate], top: int, say: Progres
 
 
 def _planned(question: Question, candidate: Candidate) -> Plan | None:
-    return planned(question.every[candidate.index], question.device, candidate.sent_bytes)
+    return planned(question.every[candidate.index], question.device, candidate.sent_bytes, question.severity)
 
 
-def planned(job: TrainingJob, device: Device, sent: int | None = None) -> Plan | None:
+def planned(job: TrainingJob, device: Device, sent: int | None = None, severity: int = 0) -> Plan | None:
     """The plan of one candidate; None where it cannot be answered."""
     try:
-        answer = predict(job, device)
+        answer = widened(predict(job, device), severity)
     except (PeakcastError, NotImplementedError):
         return None
     return Plan(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from peakcast.searching.found import Found, Largest, Plan
 from peakcast.spec import TrainingJob
 from peakcast.units import GIB
 
+WIDTH = 110
 VERDICTS = {"yes": "fits", "uncertain": "may fit", "no": "does not fit"}
 SHORT = (
     ("tensor_parallel_size", "tp"),
@@ -21,6 +24,13 @@ NAMES = {
     "num_gpus": "number of GPUs",
     "model": "architecture",
 }
+
+
+def search_text(found: Found | Largest) -> str:
+    """The answer, and a line for each warning."""
+    answer = found_text(found) if isinstance(found, Found) else largest_text(found)
+    warnings = [textwrap.fill(f"Warning: {w}", WIDTH, subsequent_indent="  ") for w in found.warnings]
+    return "\n".join([answer, *([""] if warnings else []), *warnings])
 
 
 def found_text(found: Found) -> str:

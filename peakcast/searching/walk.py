@@ -46,6 +46,8 @@ class Question:
     every: Sequence[TrainingJob]
     device: Device
     room_bytes: int
+    severity: int = 0
+    """How much bars widen for what the configuration asks beyond a job (`answers.severity_of`)."""
 
 
 class Workers:

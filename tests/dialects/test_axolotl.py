@@ -9,6 +9,7 @@ import pytest
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.recognise import Beside, translated
 from peakcast.dialects.translation import Translation
+from peakcast.errors import SpecError
 
 LIGER = {"liger_rope": True, "liger_rms_norm": True, "liger_glu_activation": True}
 QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8, "lora_target_linear": True}
@@ -57,3 +58,32 @@ def test_units_of_another_rule_than_layers_are_said(prefix):
     assert (layers.unsupported, layers.unknown, layers.job.parallelism.sharding) == ((), (), "fsdp2")
     sizes = read(fsdp_config={f"{prefix}auto_wrap_policy": "SIZE_BASED_WRAP"}, fsdp_version=2)
     assert any("SIZE_BASED_WRAP" in sentence for sentence in sizes.unsupported)
+
+
+FSDP2 = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+
+
+@pytest.mark.parametrize("key", ["context_parallel_size", "sequence_parallel_degree"])
+def test_ranks_that_share_a_sequence_or_a_layer_reach_the_job_and_are_said(key):
+    found = read(**FSDP2, **{key: 2}, sample_packing=True, flash_attention=True)
+    layout = found.job.parallelism
+    assert (layout.context_parallel_size, layout.data_parallel_size, layout.world_size) == (2, 1, 2)
+    assert found.job.batch.form == "rows"
+    assert any(f"({key})" in sentence for sentence in found.unsupported)
+    tensor = read(**FSDP2, tensor_parallel_size=2).job.parallelism
+    assert (tensor.tensor_parallel_size, tensor.world_size) == (2, 2)
+
+
+def test_ranks_that_do_not_divide_the_run_are_refused_with_the_way_out():
+    with pytest.raises(SpecError, match=r"sequence_parallel_degree=8 makes groups of 8 GPUs.*say --num-gpus"):
+        read(sequence_parallel_degree=8)
+
+
+@pytest.mark.parametrize("way", ["legacy", "disk", True])
+def test_every_way_of_offloading_activations_offloads_them(way):
+    assert read(activation_offloading=way, gradient_checkpointing=True).job.offload.activations
+
+
+def test_a_teacher_beside_the_student_is_refused():
+    with pytest.raises(SpecError, match="gkd_teacher='Qwen/Qwen3-4B' is a teacher"):
+        read(gkd_teacher="Qwen/Qwen3-4B")

@@ -304,3 +304,13 @@ def test_a_padding_free_batch_without_flash_attention_is_warned_of():
     warned = translate(padding_free=True, attn_implementation="sdpa")
     assert any("mask of tokens" in warning for warning in warned.warnings)
     assert not translate(padding_free=True, attn_implementation="flash_attention_2").warnings
+
+
+def test_two_ways_to_shard_at_once_are_refused():
+    with pytest.raises(SpecError, match="fsdp and deepspeed are both given"):
+        from_huggingface("gpt2", {}, deepspeed={"zero_optimization": {"stage": 3}}, fsdp={"version": 2}, num_gpus=4)
+
+
+def test_a_teacher_beside_the_student_is_refused():
+    with pytest.raises(SpecError, match="teacher_model_name_or_path='Qwen/Qwen3-8B' is a teacher"):
+        from_huggingface("gpt2", {"teacher_model_name_or_path": "Qwen/Qwen3-8B"})

@@ -54,3 +54,8 @@ def test_the_v1_configurations_are_refused_with_the_way_out():
     values = {"model": "Qwen/Qwen3-0.6B", "model_class": "llm", "train_dataset": "data.yaml", "cutoff_len": 2048}
     with pytest.raises(SpecError, match="LLaMA-Factory's v1"):
         translated(Pasted(values=values))
+
+
+def test_one_block_of_layers_at_a_time_is_refused_and_not_taken_for_all():
+    with pytest.raises(SpecError, match="use_badam=True trains one block of layers at a time"):
+        read(finetuning_type="full", use_badam=True)

@@ -9,6 +9,7 @@ import pytest
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.recognise import Beside, translated
 from peakcast.dialects.translation import Translation
+from peakcast.errors import SpecError
 
 
 def read(builder: str = "llama3_1.llama3_1_8b", *, num_gpus: int = 8, **values: Any) -> Translation:
@@ -65,3 +66,8 @@ def test_weights_that_stay_gathered_are_said():
 def test_paged_states_are_paged():
     found = read(num_gpus=1, optimizer={"_component_": "bitsandbytes.optim.PagedAdamW8bit"})
     assert (found.job.optimizer.name, found.unsupported) == ("paged_adamw_8bit", ())
+
+
+def test_a_teacher_beside_the_student_is_refused():
+    with pytest.raises(SpecError, match=r"teacher_model._component_.* is a teacher"):
+        read(teacher_model={"_component_": "torchtune.models.llama3_1.llama3_1_8b"})

@@ -202,7 +202,7 @@ def test_the_biggest_model_fits_and_nothing_bigger_was_found_to():
     [
         ({"find": "layouts"}, "find='layouts' is no question"),
         ({"num_gpus": 3, "global_batch_size": 4}, "no layout on num_gpus=3 makes global_batch_size=4"),
-        ({"top": 0}, "top=0 must be at least 1"),
+        ({"top": 0}, "top=0 must be from 1 to"),
     ],
 )
 def test_bad_questions_are_a_sentence(options, words):

@@ -153,3 +153,19 @@ def test_deepspeed_driven_by_the_trainer_is_the_trainer_where_it_shards_nothing(
         for framework in ("huggingface", "deepspeed")
     ]
     assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameter"),
+    [
+        ({"micro_batch_size": 10**12}, "micro_batch_size"),
+        ({"sequence_length": 10**12}, "sequence_length"),
+        ({"sequence_length": 6 * 10**10, "attention": "eager"}, "sequence_length"),
+        ({"parallelism": {"data_parallel_size": 10**9}}, "parallelism.data_parallel_size"),
+        ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp2", "zero_stage": 3}}, "parallelism.sharding"),
+    ],
+)
+def test_what_nobody_runs_is_refused_by_name(changes: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        peakcast.predict({"architecture": "llama-3.1-8b", **changes}, "H100-80GB")
+    assert refused.value.parameter == parameter
