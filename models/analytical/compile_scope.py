@@ -10,7 +10,7 @@ from peakcast.spec import Batch, Offload, TrainingJob
 TRACE = "; `peakcast explain --trace` compiles the step and shows it, on a machine with torch."
 
 PLAIN = ("llama", "mistral", "qwen2")
-"""Families whose compiled networks were traced under autocast and with checkpointing."""
+"""Families whose networks compiled whole were traced with checkpointing."""
 
 
 def compile_reason(job: TrainingJob) -> str:
@@ -56,10 +56,7 @@ def compile_reason(job: TrainingJob) -> str:
             autocast and not (accelerate or (whole and cast)),
             "under autocast, in shards or layer by layer, without accelerate,",
         ),
-        (
-            cast and (whole or architecture.model_type != "qwen3") and architecture.model_type not in PLAIN,
-            f"under autocast of {architecture.name!r}",
-        ),
+        (cast and architecture.model_type == "gemma", f"under autocast of {architecture.name!r}"),
         (
             whole and checkpointing.mode != "none" and architecture.model_type not in PLAIN,
             f"of all of {architecture.name!r} with checkpointing",

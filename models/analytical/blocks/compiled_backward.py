@@ -53,7 +53,7 @@ class LayerOps(LayerForward):
             self.stream_gradient(
                 "d_middle",
                 f"{of_middle} {HANDED_IN}",
-                f"d_norm_2_of_up d_norm_2_of_gate {middle} {HANDED_IN}",
+                f"{HANDED_IN} d_norm_2_of_up d_norm_2_of_gate {middle}",
                 read_by="o",
             )
         )
@@ -146,16 +146,19 @@ class LayerOps(LayerForward):
     def _rotated_back(self, name: str, size: int) -> list[Op]:
         """The gradient of a projection from that of what was rotated, and normalised before where each head is."""
         given, ops = f"d_{name}_rotary", list[Op]()
+        by_head = self.context.architecture.qk_norm != "none"
+        wide = self.casts and by_head  # a norm's weight widens what it multiplies, and so what is rotated
+        through = size // self.context.compute_bytes * FP32 if wide else size
         if self.grouped and name == "k":  # summed over the query heads of each key head, for both halves of the rotation
-            ops, given = [op("d_k_of_sines", "d_k_expanded", size)], "d_k_of_sines d_k_expanded"
-        if self.context.architecture.qk_norm == "none":
+            ops, given = [op("d_k_of_sines", "d_k_expanded", through, wide=wide)], "d_k_of_sines d_k_expanded"
+        if not by_head:
             result = f"d_{name}_by_head" if self.lays_out else f"d_{name}"
             return [*ops, op(result, given, size), *self._widened(f"d_{name}", given, size, name)]
         head, weight = self.context.architecture.head_dim, self.context.weight_bytes
         partial = size // (self.context.compute_bytes * ROWS_SUMMED) * FP32
         return [
             *ops,
-            op(f"d_{name}_normed", given, size, fuses=f"d_{name}"),
+            op(f"d_{name}_normed", given, through, wide=wide, fuses=f"d_{name}"),
             op(f"{name}_norm.partial", f"d_{name}_normed {name} {name}_rstd", partial, wide=True),
             op(f"{name}_norm.weight.grad", f"{name}_norm.partial", head * weight, wide=self.casts, is_result=True),
             op(f"d_{name}", f"d_{name}_normed {name} {name}_rstd", size, replaces=f"d_{name}_normed"),

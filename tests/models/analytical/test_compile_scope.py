@@ -48,7 +48,7 @@ NAMED = {
     "reentrant": {**LAYERS, "activation_checkpointing": {"mode": "full", "use_reentrant": True}},
     "other weights": {"precision": {"parameters": "float32", "compute": "float32"}},
     "or float32 under autocast": {"framework_options": {"autocast": True}},
-    "under autocast of 'qwen3-0.6b'": {**AUTOCAST, "architecture": "qwen3-0.6b"},
+    "under autocast of 'gemma-2b'": {**AUTOCAST, "architecture": "gemma-2b"},
     "without accelerate": {
         **AUTOCAST,
         "framework": "torch",
