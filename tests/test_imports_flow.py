@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,22 @@ FORBIDDEN = {
 def test_imports_run_one_way(module: str) -> None:
     backwards = [name for name in imports(MODULES[module]) if within(name, *FORBIDDEN[layer(module)])]
     assert backwards == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {
+        module: {named for name in imports(path) if (named := _module_of(name)) and named != module}
+        for module, path in MODULES.items()
+        if module not in EXPORTS_LAZILY
+    }
+    TopologicalSorter(graph).prepare()
+
+
+def _module_of(name: str) -> str | None:
+    """The module of this project that an imported name is, or is a part of; a package is its `__init__`."""
+    outer = name.rpartition(".")[0]
+    candidates = (name, f"{name}.__init__", outer, f"{outer}.__init__")
+    return next((module for module in candidates if module in MODULES), None)
 
 
 def test_only_tracking_imports_mlflow() -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from peakcast.collectors.frameworks import huggingface
+from peakcast.collectors.frameworks.huggingface_training import MAX_GRAD_NORM, HuggingFaceTraining, causal_model
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.spec import Parallelism, TrainingJob
@@ -34,7 +35,7 @@ DETAILS = (
 class DeepSpeedTraining:
     """A Hugging Face run whose model and optimizer are DeepSpeed's engine."""
 
-    def __init__(self, job: TrainingJob, inner: huggingface.HuggingFaceTraining, config: dict[str, Any]) -> None:
+    def __init__(self, job: TrainingJob, inner: HuggingFaceTraining, config: dict[str, Any]) -> None:
         import deepspeed
 
         self.job = job
@@ -69,7 +70,7 @@ class DeepSpeedTraining:
 
     def facts(self) -> dict[str, Any]:
         """What was really chosen."""
-        attention = huggingface.causal_model(self.model).config._attn_implementation
+        attention = causal_model(self.model).config._attn_implementation
         return {
             "attention_implementation": attention,
             "optimizer": f"{type(self.optimizer).__name__} of {type(self.optimizer.optimizer).__name__}",
@@ -93,7 +94,7 @@ def configuration(job: TrainingJob) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": job.micro_batch_size,
         "gradient_accumulation_steps": job.gradient_accumulation_steps,
-        "gradient_clipping": huggingface.MAX_GRAD_NORM,
+        "gradient_clipping": MAX_GRAD_NORM,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         **({half: {"enabled": True}} if half else {}),

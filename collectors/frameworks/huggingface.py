@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import transformers
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from peakcast.collectors.frameworks import layouts, scope, spreading
@@ -17,148 +14,11 @@ from peakcast.collectors.frameworks.batches import batch_of, random_tokens
 from peakcast.collectors.frameworks.checkpointing import checkpoint_arguments, every_n_layers
 from peakcast.collectors.frameworks.compiled import compile_layers, is_compiled_whole
 from peakcast.collectors.frameworks.huggingface_model import in_float8, model_of, with_adapters
-from peakcast.collectors.frameworks.optimizers import LEARNING_RATE, build_optimizer
+from peakcast.collectors.frameworks.huggingface_training import NEFTUNE_NOISE_ALPHA, HuggingFaceTraining, causal_model
 from peakcast.collectors.packages import imported
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
-from peakcast.lengths import lengths_change, steps
 from peakcast.spec import TrainingJob
-
-MAX_GRAD_NORM = 1.0
-NEFTUNE_NOISE_ALPHA = 5.0
-
-
-class HuggingFaceTraining:
-    """One training run of a causal language model."""
-
-    def __init__(self, job: TrainingJob, model: Any, layout: layouts.Layout, batch: dict[str, torch.Tensor]) -> None:
-        self.job = job
-        self.layout = layout
-        self.model = layout.model
-        self.optimizer = build_optimizer(job, self.model)
-        self.batch = batch
-        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._unwrapped = model
-        self._outputs: Any = None
-        half = job.framework_options.get("autocast") and job.precision.compute == "float16"
-        self.scaler = torch.amp.GradScaler("cuda") if half else None
-        """As accelerate makes one for fp16=True: gradients are fp32, the loss is scaled."""
-        self._micro_batch = 0
-        self._steps = steps(job, dist.get_rank() if dist.is_initialized() else 0)
-        self._lengths: tuple[TrainingJob, ...] = ()
-        """Of the step at hand, where they change."""
-        self._around = contextlib.ExitStack()
-        """What a micro-batch enters before its forward and leaves after its backward."""
-
-    def forward(self, on_loss: Callable[[], None]) -> Any:
-        """The model with labels, as its users call it: the loss is part of its forward."""
-        self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
-        self._draw_lengths()
-        self._share_sequences()
-        with (
-            announcing_loss(self._unwrapped, self.job, on_loss),
-            self._accumulation(),
-            self._autocast(),
-            self._saves(),
-            self.layout.computing_loss(),
-        ):
-            switches = {"use_cache": False} if self.job.architecture.kind in ("decoder", "hybrid") else {}
-            outputs = self.model(**self.batch, **switches, **self._positions())
-        if self.job.framework == "torch":
-            self._outputs = outputs  # a plain loop keeps them until it assigns them again
-        return outputs.loss
-
-    def _draw_lengths(self) -> None:
-        """Where lengths change from step to step: a batch of its own for each micro-batch."""
-        if not lengths_change(self.job):
-            return
-        if self._micro_batch == 1:
-            self._lengths = next(self._steps)
-        with self.batch["input_ids"].device:
-            self.batch = {}
-            self.batch = batch_of(self._lengths[self._micro_batch - 1])
-
-    def _share_sequences(self) -> None:
-        """Under context parallelism: a batch of its own for each micro-batch, of which only this rank's part stays."""
-        if self.job.parallelism.context_parallel_size == 1:
-            return
-        from peakcast.collectors.frameworks.layouts import context
-
-        self.batch = {}
-        with torch.device("cuda"):
-            self.batch = context.inputs(batch_of(self.job))
-        self._around.enter_context(context.sharing(self.batch, self.job))
-
-    def _positions(self) -> dict[str, Any]:
-        """Sequence parallelism hides the length of the sequence from the model, which would count a part's positions."""
-        if not self.job.parallelism.sequence_parallel or "position_ids" in self.batch:
-            return {}
-        return {"position_ids": torch.arange(self.job.sequence_length, device=self.batch["input_ids"].device)[None]}
-
-    def _accumulation(self) -> contextlib.AbstractContextManager[Any]:
-        """What the layout does around a micro-batch that is not the last of its step."""
-        last = self._micro_batch == self.job.gradient_accumulation_steps
-        return contextlib.nullcontext() if last else self.layout.accumulating()
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.job.framework_options.get("autocast"):
-            context: contextlib.AbstractContextManager[Any] = torch.autocast(
-                "cuda", dtype=getattr(torch, self.job.precision.compute)
-            )
-            return context
-        return contextlib.nullcontext()
-
-    def _saves(self) -> contextlib.AbstractContextManager[Any]:
-        """Where what autograd keeps is held."""
-        if self.job.offload.activations and self.job.activation_checkpointing.mode == "none":
-            context: contextlib.AbstractContextManager[Any] = torch.autograd.graph.save_on_cpu(pin_memory=True)
-            return context
-        return contextlib.nullcontext()
-
-    def backward(self, loss: Any) -> None:
-        """Backward of the loss; LOMO's own, which updates on the way (accelerate `lomo_backward`)."""
-        with self._accumulation(), self.layout.computing_loss():
-            self._backward(loss)
-        self._around.close()
-
-    def _backward(self, loss: Any) -> None:
-        if hasattr(self.optimizer, "fused_backward"):
-            self.optimizer.fused_backward(loss, LEARNING_RATE)
-        elif self.scaler is not None:
-            self.scaler.scale(loss).backward()
-        else:
-            loss.backward()
-
-    def clip(self) -> None:
-        """As the Trainer does by default."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        self.layout.clip(self.trained, MAX_GRAD_NORM)
-
-    def step(self) -> None:
-        """The optimizer's step."""
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        elif not hasattr(self.optimizer, "fused_backward"):
-            self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        """Release the gradients (set_to_none is the default)."""
-        self.optimizer.zero_grad()
-
-    def facts(self) -> dict[str, Any]:
-        """What was really chosen."""
-        chosen = causal_model(self._unwrapped).config._attn_implementation
-        options = self.optimizer.defaults
-        return {
-            "attention_implementation": chosen,
-            "optimizer": type(self.optimizer).__name__,
-            "optimizer_fused": options.get("fused"),
-            "optimizer_foreach": options.get("foreach"),
-            **({"compiled": "inductor"} if self.job.compile else {}),
-            "transformers": transformers.__version__,
-        }
 
 
 def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManager[Any] | None = None) -> Any:
@@ -243,43 +103,6 @@ def _in_stages(job: TrainingJob, device: str) -> Any:
             return random_tokens(job.replace(micro_batch_size=sequences), job.sequence_length)
 
     return pipeline.build(job, new_network, draw, (lambda stage: spreading.settle(stage, job, device)) if spread else None)
-
-
-def causal_model(model: Any) -> Any:
-    """The network itself, out of peft's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-@contextlib.contextmanager
-def announcing_loss(model: Any, job: TrainingJob, on_loss: Callable[[], None]) -> Iterator[None]:
-    """Within it, the network's forward calls `on_loss()` when the loss begins; one compiled whole cannot."""
-    if is_compiled_whole(job):
-        yield
-        return
-    inner = causal_model(model)
-    loss_function = inner.loss_function
-
-    def announced(*arguments: Any, **keywords: Any) -> Any:
-        on_loss()
-        return loss_function(*arguments, **keywords)
-
-    inner.loss_function = announced
-    before = _module_before_loss(inner, job)
-    announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
-    try:
-        yield
-    finally:
-        inner.loss_function = loss_function
-        if announcement is not None:
-            announcement.remove()
-
-
-def _module_before_loss(inner: Any, job: TrainingJob) -> Any:
-    """The module after which the loss begins, where the model does not call its `loss_function`."""
-    if job.loss.fused_linear_cross_entropy:
-        return inner.base_model
-    own_loss = ("encoder", "encoder_decoder", "undescribed")
-    return inner.get_output_embeddings() if job.architecture.kind in own_loss else None
 
 
 def _with_liger_kernels(model: Any, job: TrainingJob) -> None:

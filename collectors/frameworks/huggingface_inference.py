@@ -10,8 +10,8 @@ import transformers
 
 from peakcast.collectors.frameworks import scope
 from peakcast.collectors.frameworks.batches import random_tokens
-from peakcast.collectors.frameworks.huggingface import causal_model
 from peakcast.collectors.frameworks.huggingface_model import model_of
+from peakcast.collectors.frameworks.huggingface_training import causal_model
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 

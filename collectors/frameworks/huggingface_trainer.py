@@ -18,8 +18,13 @@ import transformers
 
 from peakcast.collectors.frameworks import scope
 from peakcast.collectors.frameworks.checkpointing import checkpoint_arguments
-from peakcast.collectors.frameworks.huggingface import MAX_GRAD_NORM, NEFTUNE_NOISE_ALPHA, announcing_loss, causal_model
 from peakcast.collectors.frameworks.huggingface_model import model_of, with_adapters
+from peakcast.collectors.frameworks.huggingface_training import (
+    MAX_GRAD_NORM,
+    NEFTUNE_NOISE_ALPHA,
+    announcing_loss,
+    causal_model,
+)
 from peakcast.collectors.frameworks.optimizers import LEARNING_RATE
 from peakcast.collectors.stepping import Follower
 from peakcast.conventions import conventions

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import OffloadPolicy
 from peakcast.collectors.frameworks import layouts
 from peakcast.collectors.frameworks.batches import random_tokens
 from peakcast.collectors.frameworks.checkpointing import checkpoint_arguments
-from peakcast.collectors.frameworks.huggingface import HuggingFaceTraining, causal_model
 from peakcast.collectors.frameworks.huggingface_model import model_of
+from peakcast.collectors.frameworks.huggingface_training import HuggingFaceTraining, causal_model
 from peakcast.collectors.packages import imported
 from peakcast.conventions import conventions, release
 from peakcast.errors import CollectorError

@@ -176,9 +176,9 @@ MIB = 2**20
 
 def test_host_memory_that_came_and_went_is_the_rows(stand_in, monkeypatch):
     """64 MiB of the process's own, held during one step and given back, beside what is pinned."""
-    from peakcast.collectors.frameworks import huggingface
+    from peakcast.collectors.frameworks import huggingface_training
 
-    step = huggingface.HuggingFaceTraining.step
+    step = huggingface_training.HuggingFaceTraining.step
 
     def heavy(self):
         held = b"1" * (64 * MIB)
@@ -186,7 +186,7 @@ def test_host_memory_that_came_and_went_is_the_rows(stand_in, monkeypatch):
         del held
         step(self)
 
-    monkeypatch.setattr(huggingface.HuggingFaceTraining, "step", heavy)
+    monkeypatch.setattr(huggingface_training.HuggingFaceTraining, "step", heavy)
     stand_in.pinned = 2 * MIB
     row = measured(job(**{"offload.activations": True}))
     readings = row.environment["readings"]
@@ -220,7 +220,7 @@ def test_paged_states_are_host_memory(stand_in):
 def test_what_each_part_of_a_run_adds_outside_the_allocator_is_told_apart(stand_in, monkeypatch):
     """The driver's number grows by 400 MiB with the context, by 30 in the first forward and by 7 in the optimizer's step,
     while PyTorch's own 100 MiB are taken off."""
-    from peakcast.collectors.frameworks import huggingface
+    from peakcast.collectors.frameworks import huggingface_training
 
     def adding(size, function):
         def added(*arguments, **keywords):
@@ -233,7 +233,7 @@ def test_what_each_part_of_a_run_adds_outside_the_allocator_is_told_apart(stand_
         stand_in.reserved = 100 * MIB
         stand_in.used += 500 * MIB
 
-    training = huggingface.HuggingFaceTraining
+    training = huggingface_training.HuggingFaceTraining
     monkeypatch.setattr(probes, "open_context", context)
     monkeypatch.setattr(training, "forward", adding(30 * MIB, training.forward))
     monkeypatch.setattr(training, "step", adding(7 * MIB, training.step))

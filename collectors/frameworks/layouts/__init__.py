@@ -6,14 +6,16 @@ move nothing (`torch.testing._internal.distributed.fake_pg`), so what NCCL itsel
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from typing import Any, Protocol
+from typing import Any
 
 from peakcast.collectors import gang
+from peakcast.collectors.frameworks.layouts.alone import Alone, Layout
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
+
+__all__ = ["Alone", "Layout"]
 
 STACKS = {
     "none": "peakcast.collectors.frameworks.layouts.ddp",
@@ -23,51 +25,6 @@ STACKS = {
     "hsdp": "peakcast.collectors.frameworks.layouts.fsdp2",
 }
 """`parallelism.sharding` -> module. HSDP is FSDP2 on a mesh of two dimensions."""
-
-
-class Layout(Protocol):
-    """A model wrapped for data parallelism, and what the training loop does differently because of it."""
-
-    model: Any
-    splits_loss: bool
-    """Whether the loss is computed over parts of the vocabulary."""
-
-    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """Around a micro-batch that is not the last of its step."""
-
-    def computing_loss(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward with its loss, and around the backward."""
-
-    def clip(self, parameters: list[Any], max_norm: float) -> None:
-        """Gradient clipping over all ranks."""
-
-
-class Alone:
-    """One rank: nothing is wrapped."""
-
-    splits_loss = False
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def computing_loss(self) -> contextlib.AbstractContextManager[Any]:
-        """torch's loss over logits that are split by vocabulary, where tensor parallelism leaves them so."""
-        if not self.splits_loss:
-            return contextlib.nullcontext()
-        from torch.distributed.tensor.parallel import loss_parallel
-
-        context: contextlib.AbstractContextManager[Any] = loss_parallel()
-        return context
-
-    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing differs."""
-        return contextlib.nullcontext()
-
-    def clip(self, parameters: list[Any], max_norm: float) -> None:
-        """As the Trainer does by default."""
-        import torch
-
-        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
 def start_group(job: TrainingJob, rank: int = 0) -> None:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peakcast.collectors import gang
 from peakcast.collectors.frameworks import layouts
-from peakcast.collectors.frameworks.layouts import Alone
+from peakcast.collectors.frameworks.layouts.alone import Alone
 from peakcast.conventions import conventions
 from peakcast.spec import TrainingJob
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
 from peakcast.collectors import gang
-from peakcast.collectors.frameworks.layouts import Alone
+from peakcast.collectors.frameworks.layouts.alone import Alone
 from peakcast.conventions import conventions
 from peakcast.spec import TrainingJob
 

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from peakcast.collectors.frameworks import torchtitan_expert_parallel, torchtitan_experts
 from peakcast.collectors.frameworks.compiled import outermost_layers
-from peakcast.collectors.frameworks.layouts import Alone, data_mesh
+from peakcast.collectors.frameworks.layouts import data_mesh
+from peakcast.collectors.frameworks.layouts.alone import Alone
 from peakcast.collectors.frameworks.layouts.fsdp1 import decoder_layer_classes, mixed_precision_dtypes
 from peakcast.conventions import conventions
 from peakcast.spec import TrainingJob

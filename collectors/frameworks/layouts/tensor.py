@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from peakcast.collectors.frameworks.layouts import Alone
+from peakcast.collectors.frameworks.layouts.alone import Alone
 from peakcast.conventions import conventions
 from peakcast.spec import TrainingJob
 
