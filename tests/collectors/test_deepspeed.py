@@ -118,7 +118,7 @@ def test_the_configuration_says_what_the_job_says():
     ("parameter", "changes"),
     [
         ("parallelism.zero_stage", {"parallelism": {"data_parallel_size": 2}}),
-        ("parallelism.sharding", {"parallelism": {"data_parallel_size": 2, "zero_stage": 1, "sharding": "fsdp2"}}),
+        ("parallelism.sharding", {"parallelism": {"data_parallel_size": 2, "zero_stage": 1, "sharding": "no_shard"}}),
         ("parallelism", {"parallelism": {"data_parallel_size": 2, "zero_stage": 1, "tensor_parallel_size": 2}}),
         ("precision.optimizer_states", {"precision": {"main_parameters": "float32"}}),
         ("precision.main_parameters", {"precision": {"optimizer_states": "float32"}}),

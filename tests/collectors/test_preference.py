@@ -44,7 +44,7 @@ def test_without_trl_a_run_says_what_to_install(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(CollectorError, match="pip install trl"):
-        preference._trl("utils")
+        preference._trl("utils", job("dpo"))
 
 
 def test_what_is_not_run_with_trls_losses_is_refused_by_name():
