@@ -5,6 +5,9 @@ Source: peft 0.21 tuners/tuners_utils.py `inject_adapter`: names that match no m
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.errors import SpecError, near_misses
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
@@ -26,7 +29,7 @@ def adapter_reason(job: TrainingJob) -> str:
         return ""
     if ends := sorted(targets.intersection(ENDS)):
         return f"finetuning.targets names {', '.join(ends)}: adapters on the token table or the head are not counted."
-    shared = _projections(job, ("shared_expert",))
+    shared = _projections(job.architecture, ("shared_expert",))
     if targets.intersection((*shared, "all-linear") if shared else ()):
         return f"adapters on the shared experts of {job.architecture.name!r} ({', '.join(shared)}) are not counted."
     chosen = conventions(job)
@@ -38,9 +41,12 @@ def adapter_reason(job: TrainingJob) -> str:
 
 def targets_passed_over(job: TrainingJob) -> str:
     """The names of `finetuning.targets` that are none of this network, as an assumption; "" for none."""
-    known = {*_projections(job), *_projections(job, ("shared_expert",)), *ENDS, *EXPERTS, "all-linear"}
+    if job.finetuning.method == "full" or not job.finetuning.targets:
+        return ""
+    projections = _projections(job.architecture), _projections(job.architecture, ("shared_expert",))
+    known = {*projections[0], *projections[1], *ENDS, *EXPERTS, "all-linear"}
     unknown = [repr(target) for target in job.finetuning.targets if target not in known]
-    if job.finetuning.method == "full" or not unknown:
+    if not unknown:
         return ""
     return (
         f"finetuning.targets {', '.join(unknown)}: no projection of {job.architecture.name!r} has that name; it is passed "
@@ -50,7 +56,7 @@ def targets_passed_over(job: TrainingJob) -> str:
 
 def require_adapters(job: TrainingJob) -> None:
     """Refuse a job whose adapters are on nothing, as peft does. Raises: SpecError."""
-    projections, targets = _projections(job), job.finetuning.targets
+    projections, targets = _projections(job.architecture), job.finetuning.targets
     if any(is_adapter_target(name, job.finetuning, job.architecture) for name in projections):
         return
     found = f"{list(targets)} names" if targets else "[], the usual projections for attention, is"
@@ -63,9 +69,9 @@ def require_adapters(job: TrainingJob) -> None:
     )
 
 
-def _projections(job: TrainingJob, roles: tuple[str, ...] = ADAPTED_ROLES) -> tuple[str, ...]:
+@lru_cache(maxsize=256)
+def _projections(architecture: Architecture, roles: tuple[str, ...] = ADAPTED_ROLES) -> tuple[str, ...]:
     """The last parts of the names of the matrices of `roles` inside layers, in the order of the network."""
-    architecture = job.architecture
     matrices = (tensor for layer in range(architecture.num_layers) for tensor in layer_parameters(architecture, layer))
     names = (m.name for m in matrices if len(m.shape) == 2 and m.role in roles)
     return tuple(dict.fromkeys(name.removesuffix(".weight").rsplit(".", 1)[-1] for name in names))
