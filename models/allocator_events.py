@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
+from peakcast.texts import Texts
 from peakcast.timeline import Category, Timeline
 
 Ints = npt.NDArray[np.int64]
@@ -81,13 +81,11 @@ def _take_over(step: Timeline, before: Timeline, outlives: Ints, holders: Ints) 
     nobody continues."""
     standing = np.flatnonzero((step.born <= 0) & (step.dies > 0) & (step.num_bytes > 0))
     ours, theirs = _digests(step, standing), _digests(before, outlives)
-    order = np.argsort(theirs)
-    ends = np.searchsorted(theirs, ours, side="right", sorter=order)  # of those alike; 0 where all are larger
-    begins = np.searchsorted(theirs, ours, side="left", sorter=order)
-    here = np.flatnonzero(ends - begins == 1)
-    there = order[begins[here]]
-    if len(here) == len(theirs) and np.bincount(there, minlength=1).max() == 1:  # each goes on as just one
-        return standing[here], holders[outlives[there]], np.zeros(0, dtype=np.int64)
+    order = np.argsort(ours)
+    ours = ours[order]
+    first, last = (np.searchsorted(ours, theirs, side=side) for side in ("left", "right"))  # of those alike
+    if (last - first == 1).all() and np.bincount(first, minlength=1).max() <= 1:  # each goes on as just one
+        return standing[order[first]], holders[outlives], np.zeros(0, dtype=np.int64)
     wanted = list(zip(_identities(step, standing), standing.tolist(), strict=True))
     taken, left = _matched(wanted, list(zip(_identities(before, outlives), holders[outlives].tolist(), strict=True)))
     found = np.array(list(taken.items()), dtype=np.int64).reshape(-1, 2)
@@ -106,13 +104,9 @@ def _identities(step: Timeline, which: Ints) -> list[_Identity]:
 
 def _digests(step: Timeline, which: Ints) -> npt.NDArray[np.uint64]:
     """Identities as numbers of 64 bits: equal ones are equal, others differ but for a chance of one in 10**12."""
-    if not len(which):
-        return np.zeros(0, dtype=np.uint64)
-    chosen = itemgetter(*which.tolist(), 0)  # one more, so that it gives a tuple in any case
     digests = (step.num_bytes[which] * len(Category) + step.categories[which]).astype(np.uint64)
     for texts, odd in ((step.names, 0x9E3779B97F4A7C15), (step.modules, 0xC2B2AE3D27D4EB4F)):
-        hashes = np.fromiter(map(hash, chosen(texts)[:-1]), np.int64, len(which)).astype(np.uint64)
-        digests = digests * np.uint64(odd) + hashes
+        digests = digests * np.uint64(odd) + Texts.of(texts).numbers[which].astype(np.uint64)
     return digests
 
 

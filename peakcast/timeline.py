@@ -15,6 +15,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from peakcast.texts import Texts
+
 
 class Category(IntEnum):
     """What a tensor is for. A closed set: every byte is exactly one of these."""
@@ -143,14 +145,14 @@ class Timeline:
     def largest_at(self, instant: int, count: int = 5) -> list[tuple[str, Category, int, int]]:
         """The `count` biggest (name, category, bytes, how many tensors) at `instant`, alike tensors added up."""
         alive = np.flatnonzero(self.alive_at(instant))
-        names = self.names
-        keys = list(zip([names[i] for i in alive.tolist()], self.categories[alive].tolist(), strict=True))
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-        group = np.array([numbers[key] for key in keys], dtype=np.int64)
-        totals = np.zeros(len(numbers), dtype=np.int64)
+        alike = Texts.of(self.names).numbers[alive] * len(Category) + self.categories[alive]
+        _, firsts, group = np.unique(alike, return_index=True, return_inverse=True)
+        totals = np.zeros(len(firsts), dtype=np.int64)
         np.add.at(totals, group, self.num_bytes[alive])
-        counts = np.bincount(group, minlength=len(numbers))
-        ordered, of_group = np.argsort(-totals, kind="stable")[:count].tolist(), list(numbers)
+        counts = np.bincount(group, minlength=len(firsts))
+        largest = np.lexsort((firsts, -totals))[:count].tolist()
+        entries = alive[firsts]
         return [
-            (of_group[i][0], Category(of_group[i][1]), int(totals[i]), int(counts[i])) for i in ordered
+            (self.names[entries[i]], Category(self.categories[entries[i]]), int(totals[i]), int(counts[i]))
+            for i in largest
         ]

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from peakcast.models.analytical.columns import BORN, DIES, MODULE, NUM_BYTES, STREAM, WIDTH
 from peakcast.models.analytical.template import Template
+from peakcast.texts import Texts
 
 FOREVER = 2**62
 """A `dies` beyond every instant: alive to the end of the step."""
@@ -38,27 +40,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Entries of runs in columns, each [num_entries], template by template. What waits for the end of the step, which is
-    not known yet, counts from FOREVER."""
+    """Entries of runs in columns, template by template. What waits for the end of the step, which is not known yet, counts
+    from FOREVER. `columns`: [7, num_entries], as in `columns.py`."""
 
-    names: list[str]
-    modules: list[str]
-    categories: npt.NDArray[np.int8]
-    num_bytes: Ints
-    born: Ints
-    dies: Ints
+    columns: Ints
+    waits: bool
+    """Whether any entry is born with the end of the step only."""
     kept: Ints
     """Which entries are `.grad` tensors: they die with `Step.gradients_die`."""
     gradients: Ints
     """Which entries are a parameter's gradient, kept or added to one that exists."""
-
-    def ended(self, num_instants: int, gradients_die: int) -> tuple[Ints, Ints]:
-        """`born` and `dies` once the number of instants is known, and the one at which `.grad` tensors are released."""
-        born, dies = self.born, self.dies.copy()
-        dies[self.kept] = gradients_die
-        if len(born) and born.max() >= FOREVER:
-            born = np.where(born >= FOREVER, born - FOREVER + num_instants, born)
-        return born, dies
 
 
 def place(runs: Sequence[Run]) -> Placed:
@@ -66,29 +57,24 @@ def place(runs: Sequence[Run]) -> Placed:
     groups: dict[int, list[Run]] = {}
     for run in runs:
         groups.setdefault(id(run.template), []).append(run)
-    total = sum(len(members) * len(members[0].template.names) for members in groups.values())
-    categories, columns = np.empty(total, dtype=np.int8), np.empty((3, total), dtype=np.int64)
-    names: list[str] = []
-    modules: list[str] = []
+    columns = np.empty((WIDTH, sum(len(of) * of[0].template.num_entries for of in groups.values())), dtype=np.int64)
+    columns[STREAM] = 0
     kept, gradients = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     end = 0
     for members in groups.values():
         template = members[0].template
-        entries = len(template.names)
-        start, end = end, end + len(members) * entries
-        categories[start:end].reshape(-1, entries)[:] = template.categories
-        of_template = columns[:, start:end].reshape(3, -1, entries)
-        of_template[0] = template.num_bytes
-        keeping = _place(template, members, *of_template[1:])
+        start, end = end, end + len(members) * template.num_entries
+        of_runs = columns[:, start:end].reshape(WIDTH, len(members), -1)
+        of_runs[: NUM_BYTES + 1] = template.descriptions[:, None]
+        if not template.modules:
+            of_runs[MODULE] = Texts.of([run.module for run in members]).numbers[:, None]
+        keeping = _place(template, members, of_runs[BORN], of_runs[DIES])
         if len(template.gradient_columns):
-            firsts = np.arange(start, end, entries)[:, None]
+            firsts = np.arange(start, end, template.num_entries)[:, None]
             gradients.append((firsts + template.gradient_columns).ravel())
             kept.append((firsts[keeping] + template.gradient_columns).ravel())
-        names += template.names * len(members)
-        for run in members:
-            modules += template.modules or [run.module] * entries
-    num_bytes, born, dies = columns
-    return Placed(names, modules, categories, num_bytes, born, dies, np.concatenate(kept), np.concatenate(gradients))
+    waits = bool(columns[BORN].max(initial=0) >= FOREVER)
+    return Placed(columns, waits, np.concatenate(kept), np.concatenate(gradients))
 
 
 def _place(template: Template, runs: Sequence[Run], born: Ints, dies: Ints) -> npt.NDArray[np.bool_]:

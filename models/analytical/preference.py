@@ -52,10 +52,9 @@ def hold_reference(timeline: Step, job: TrainingJob) -> None:
     if job.reference == "model":
         kept = Step()
         layout_of(_alone(job), stored_parameters(_alone(job))).hold_resident(kept)
-        recorded = kept.record()
-        kinds, sizes = recorded.columns[:2].tolist()
-        held = zip(recorded.names, recorded.modules, kinds, sizes, strict=True)
-        weights = [(name, NAME + module, size) for name, module, kind, size in held if kind == Category.PARAMETERS]
+        held = kept.timeline()
+        rows = zip(held.names, held.modules, held.categories.tolist(), held.num_bytes.tolist(), strict=True)
+        weights = [(name, NAME + module, size) for name, module, kind, size in rows if kind == Category.PARAMETERS]
         timeline.hold_all(weights, Category.REFERENCE_PARAMETERS)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.models.analytical.blocks.hf_traits import traits
-from peakcast.models.analytical.columns import Recording
+from peakcast.models.analytical.columns import BORN, DIES, NUM_BYTES, Recording
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.spec import ActivationCheckpointing, TrainingJob
 from peakcast.timeline import Phase
@@ -87,5 +87,5 @@ def _alike(job: TrainingJob) -> bool:
 
 
 def _all_along(recorded: Recording) -> int:
-    _, sizes, born, dies, _ = recorded.columns
+    sizes, born, dies = recorded.columns[NUM_BYTES], recorded.columns[BORN], recorded.columns[DIES]
     return int(sizes[(born == 0) & (dies == FOREVER)].sum())

@@ -12,15 +12,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
-from peakcast.models.analytical.columns import Recording, Rows, Tensors
+from peakcast.models.analytical.columns import (
+    BORN,
+    CATEGORY,
+    DIES,
+    MODULE,
+    NAME,
+    NUM_BYTES,
+    STREAM,
+    WIDTH,
+    Recording,
+    tensors_held,
+)
 from peakcast.models.analytical.placing import FOREVER, Placed, Run, place
 from peakcast.models.analytical.template import Template
 from peakcast.models.analytical.update_in_backward import UpdateInBackward, updated_in_backward
+from peakcast.texts import Texts, number_of
 from peakcast.timeline import Category, Phase, Timeline
 from peakcast.units import round_up
 
+Columns = npt.NDArray[np.int64]
 __all__ = ["FOREVER", "Hooks", "Run", "Step"]
 
 
@@ -54,10 +68,10 @@ class Step:
     """Runs of the step that this one was forked from."""
     _own: tuple[int, Placed] | None = None
     """So many of `_runs`, placed for the forks to share."""
-    _held: list[Recording | Rows] = field(default_factory=list)
-    """In the order in which they were held, single ones together."""
-    _rows: Rows | None = None
-    """The last of `_held` where single ones may still be added to it."""
+    _held: list[Columns] = field(default_factory=list)
+    """What `Recording.columns` has, in the order in which it was held."""
+    _single: list[int] = field(default_factory=list)
+    """Tensors held one by one since, the numbers of each after the other."""
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
     update_in_backward: UpdateInBackward | None = None
@@ -160,48 +174,36 @@ class Step:
     ) -> None:
         """One tensor alive from `born` until before `dies`; its bytes are rounded as the allocator does."""
         if num_bytes > 0:
-            rows = self._rows
-            if rows is None:
-                rows = self._rows = Rows([], [], [])
-                self._held.append(rows)
-            rows.names.append(name)
-            rows.modules.append(module)
-            rows.numbers += (int(category), round_up(num_bytes, MIN_BLOCK_BYTES), born, dies, stream)
+            texts = number_of(name), number_of(module)
+            self._single += (*texts, int(category), round_up(num_bytes, MIN_BLOCK_BYTES), born, dies, stream)
 
-    def _hold(self, recorded: Recording) -> None:
-        self._held.append(recorded)
-        self._rows = None
+    def _gather(self) -> list[Columns]:
+        """All that is held."""
+        if self._single:
+            self._held.append(np.array(self._single, dtype=np.int64).reshape(-1, WIDTH).T)
+            self._single.clear()
+        return self._held
 
     def hold_all(
-        self, tensors: Tensors | Iterable[tuple[str, str, int]], category: Category, born: int = 0, dies: int = FOREVER
+        self, tensors: Iterable[tuple[str, str, int]], category: Category, born: int = 0, dies: int = FOREVER
     ) -> None:
-        """Tensors, or (name, module, bytes) of tensors, of one category with one life, such as all parameters."""
-        tensors = tensors if isinstance(tensors, Tensors) else Tensors.of(tensors)
-        num = len(tensors.names)
-        columns = np.array([int(category), 0, born, dies, 0]).repeat(num).reshape(5, num)
-        columns[1] = tensors.num_bytes
-        self._hold(Recording(tensors.names, tensors.modules, columns))
+        """(name, module, bytes) of tensors of one category with one life, such as all parameters."""
+        self._gather().append(tensors_held(tensors, int(category), born, dies))
 
     def record(self) -> Recording:
         """What this step holds and runs, blocks apart. Instant 0 stands for the beginning of any step; further instants
         follow where it is run again."""
-        columns = [held.columns for held in self._held]
-        return Recording(
-            names=[name for held in self._held for name in held.names],
-            modules=[module for held in self._held for module in held.modules],
-            columns=np.concatenate(columns, axis=1) if columns else np.zeros((5, 0), np.int64),
-            phases=bytes(self.phases[1:]),
-            labels=tuple(self.labels[1:]),
-        )
+        columns = np.concatenate([np.zeros((WIDTH, 0), np.int64), *self._gather()], axis=1)
+        return Recording(columns, phases=bytes(self.phases[1:]), labels=tuple(self.labels[1:]))
 
     def run_again(self, recorded: Recording) -> None:
         """Hold and run here what was recorded on another step."""
         columns = recorded.columns
         if recorded.phases:
             columns = columns.copy()
-            times = columns[2:4]
+            times = columns[BORN : DIES + 1]
             times[(times > 0) & (times < FOREVER)] += self.now - 1
-        self._hold(Recording(recorded.names, recorded.modules, columns))
+        self._gather().append(columns)
         self.phases += recorded.phases
         self.labels += recorded.labels
 
@@ -245,8 +247,8 @@ class Step:
             _own=None,
             _runs=[],
             _backward_ends=self._backward_ends.copy(),
-            _held=[first, *(held if isinstance(held, Recording) else held.copy() for held in self._held)],
-            _rows=None,
+            _held=[first.columns, *self._gather()],
+            _single=[],
             _allocated=self._allocated.copy(),
         )
 
@@ -257,31 +259,29 @@ class Step:
             self.hold(name, category, num_bytes, since, FOREVER, module, stream)
         self._allocated.clear()
         placed = [*self._placed, place(self._runs)] if self._runs else self._placed
-        lives = [runs.ended(n, self.gradients_die) for runs in placed]
-        names: list[str] = []
-        modules: list[str] = []
-        for part in (*placed, *self._held):
-            names += part.names
-            modules += part.modules
-        columns = [held.columns for held in self._held]
-        none = [np.zeros(0, dtype=np.int64)]
-        of_runs = np.zeros(sum(len(runs.names) for runs in placed), dtype=np.int8)
-        categories = [*(runs.categories for runs in placed), *(part[0] for part in columns)]
-        dies = np.concatenate([*none, *(dies for _, dies in lives), *(part[3] for part in columns)])
+        none = np.zeros((WIDTH, 0), dtype=np.int64)
+        columns = np.concatenate([none, *(runs.columns for runs in placed), *self._gather()], axis=1)
+        firsts = list(itertools.accumulate((runs.columns.shape[1] for runs in placed), initial=0))[:-1]
+        born, dies = columns[BORN], columns[DIES]
+        for first, runs in zip(firsts, placed, strict=True):
+            dies[first + runs.kept] = self.gradients_die
+            if runs.waits:
+                born[born >= FOREVER] += n - FOREVER
         timeline = Timeline(
-            names=names,
-            modules=modules,
-            categories=np.concatenate([*none, *categories], dtype=np.int8, casting="unsafe"),
-            num_bytes=np.concatenate([*none, *(runs.num_bytes for runs in placed), *(part[1] for part in columns)]),
-            born=np.concatenate([*none, *(born for born, _ in lives), *(part[2] for part in columns)]),
+            names=Texts(columns[NAME]),
+            modules=Texts(columns[MODULE]),
+            categories=columns[CATEGORY].astype(np.int8),
+            num_bytes=columns[NUM_BYTES],
+            born=born,
             dies=np.minimum(dies, n, out=dies),
             phases=np.frombuffer(bytes(self.phases), dtype=np.int8),
             labels=self.labels,
-            streams=np.concatenate([of_runs, *(part[4] for part in columns)], dtype=np.int8, casting="unsafe"),
+            streams=columns[STREAM].astype(np.int8),
         )
         if self.update_in_backward is None:
             return timeline
-        firsts = itertools.accumulate((len(runs.names) for runs in placed), initial=0)
-        gradients = np.concatenate([*none, *(first + runs.gradients for first, runs in zip(firsts, placed, strict=False))])
+        gradients = np.concatenate(
+            [none[0], *(first + runs.gradients for first, runs in zip(firsts, placed, strict=True))]
+        )
         made = gradients[timeline.born[gradients] < n]
         return updated_in_backward(timeline, made, self._backward_ends, self.update_in_backward)

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from peakcast.texts import Texts
 from peakcast.timeline import Phase
 
 HANDED_IN = "gradient"
@@ -95,6 +96,17 @@ class Template:
     """Of every entry, where the block is more than one module; empty: all are of the module as which it is placed."""
     later: Later | None = None
     """Of a backward in two halves: this template has the first, the inputs' gradients."""
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of one run."""
+        return len(self.names)
+
+    @cached_property
+    def descriptions(self) -> npt.NDArray[np.int64]:
+        """What no run changes, [4, num_entries]: the first rows of `columns.py`."""
+        modules = Texts.of(self.modules).numbers if self.modules else np.zeros(len(self.names), dtype=np.int64)
+        return np.stack([Texts.of(self.names).numbers, modules, self.categories, self.num_bytes])
 
     @cached_property
     def gradient_columns(self) -> npt.NDArray[np.int64]:

@@ -1,0 +1,68 @@
+"""Columns of texts of which few differ, such as the names of a timeline's entries: held as numbers, compared as numbers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+class _Numbers(dict[str, int]):
+    """The number of every text that was met in this process, counted from 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self._lock = threading.Lock()
+
+    def __missing__(self, text: str) -> int:
+        with self._lock:
+            if text not in self:
+                self.texts.append(text)
+                self[text] = len(self.texts) - 1
+            return self[text]
+
+
+_KNOWN = _Numbers()
+
+
+def number_of(text: str) -> int:
+    """The number that stands for `text` in this process."""
+    return _KNOWN[text]
+
+
+class Texts(Sequence[str]):
+    """Texts by their `numbers` [num_texts]: equal texts have equal numbers, in one process."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, numbers: Ints) -> None:
+        self.numbers = numbers
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> Texts:
+        """`texts` as such a column."""
+        if isinstance(texts, Texts):
+            return texts
+        return cls(np.fromiter(map(_KNOWN.__getitem__, texts), np.int64, len(texts)))
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Texts: ...
+    def __getitem__(self, index: int | slice) -> str | Texts:
+        return Texts(self.numbers[index]) if isinstance(index, slice) else _KNOWN.texts[self.numbers[index]]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[str]:
+        return map(_KNOWN.texts.__getitem__, self.numbers.tolist())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Texts.of, (list(self),)
