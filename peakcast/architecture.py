@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peakcast.errors import SpecError
-from peakcast.fields import require_not_negative, require_positive, unsaid
+from peakcast.fields import HashedOnce, require_not_negative, require_positive, unsaid
 
 Normalization = Literal["rmsnorm", "layernorm", "layernorm_no_bias", "nonparametric"]
 PositionEmbedding = Literal["rope", "learned", "alibi", "relative", "none"]
@@ -97,10 +97,12 @@ class StateSpace:
         return 2 * self.inner_size if self.version == 1 else self.inner_size + self.conv_size + self.num_heads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
+@dataclass(frozen=True, kw_only=True)
+class Architecture(HashedOnce):
     """A transformer: a decoder, or by `kind` an encoder, an encoder with a decoder, or another shape, of which less is
     known."""
+
+    __hash__ = HashedOnce.__hash__
 
     name: str
     model_type: str

@@ -67,7 +67,8 @@ def _shared_out(readings: Sequence[Reading], processes: int) -> Iterator[dict[st
     from concurrent.futures import ProcessPoolExecutor
 
     distinct = list(dict.fromkeys(text for _, text, refusal in readings if refusal is None))
-    windows = (sorted(distinct[start : start + NEIGHBOURS]) for start in range(0, len(distinct), NEIGHBOURS))
+    starts = range(0, len(distinct), NEIGHBOURS)
+    windows = (sorted(distinct[start : start + NEIGHBOURS], key=_but_for_gpu) for start in starts)
     ordered = list(itertools.chain.from_iterable(windows))
     answers: dict[str, str] = {}
     with ProcessPoolExecutor(processes, initializer=_begin_worker) as pool:
@@ -76,6 +77,11 @@ def _shared_out(readings: Sequence[Reading], processes: int) -> Iterator[dict[st
             while refusal is None and text not in answers:
                 answers.update([next(arriving)])
             yield refusal or {"id": name, **json.loads(answers[text])}
+
+
+def _but_for_gpu(text: str) -> str:
+    """A question without its GPU type, which comes first."""
+    return text.partition(",")[2]
 
 
 def _begin_worker() -> None:

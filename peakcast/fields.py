@@ -20,6 +20,30 @@ def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+@functools.cache
+def _keys(cls: Any) -> dict[str, bool]:
+    """The fields that can be given, and whether they must be."""
+    unset = dataclasses.MISSING
+    return {f.name: f.default is unset and f.default_factory is unset for f in dataclasses.fields(cls) if f.init}
+
+
+class HashedOnce:
+    """A frozen dataclass that is a key of many caches: without this each look-up walks through all of it. It has to say
+    `__hash__ = HashedOnce.__hash__`, or gets one of its own."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        cls: Any = type(self)
+        return hash(tuple(map(self.__dict__.__getitem__, _keys(cls))))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which holds for this process alone."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+
 def build(cls: type[T], mapping: object, where: str = "") -> T:
     """An instance of the dataclass `cls` from `mapping`, whose keys are the field names.
 
@@ -33,7 +57,7 @@ def build(cls: type[T], mapping: object, where: str = "") -> T:
             parameter=where.rstrip(".") or None,
             value=mapping,
         )
-    known = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    known = _keys(cls)  # type: ignore[arg-type]
     for key in mapping:
         if key not in known:
             raise SpecError(
@@ -42,11 +66,7 @@ def build(cls: type[T], mapping: object, where: str = "") -> T:
                 value=mapping[key],
             )
     values = {key: _coerce(hints[key], value, where + key) for key, value in mapping.items()}
-    missing = [
-        f.name
-        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if f.init and f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
+    missing = [key for key, required in known.items() if required and key not in values]
     if missing:
         raise SpecError(
             f"{where}{missing[0]} is required and missing; add it to the mapping.", parameter=where + missing[0]
@@ -79,9 +99,10 @@ def _left_unsaid(field: dataclasses.Field[Any], value: object) -> bool:
 class FrozenMapping(Mapping[str, Any]):
     """A hashable mapping of names to plain values, in sorted order; for open-ended options of a job."""
 
-    __slots__ = ("_items",)
+    __slots__ = ("_hash", "_items")
 
     def __init__(self, mapping: Mapping[str, Any] | None = None) -> None:
+        self._hash: int | None = None
         self._items = {
             key: tuple(value) if isinstance(value, list) else value for key, value in sorted((mapping or {}).items())
         }
@@ -96,7 +117,13 @@ class FrozenMapping(Mapping[str, Any]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(tuple(self._items.items()))
+        if self._hash is None:
+            self._hash = hash(tuple(self._items.items()))
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the hash, which holds for this process alone."""
+        return FrozenMapping, (self._items,)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, FrozenMapping):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from peakcast.allocator import Allocator
 from peakcast.architecture import Architecture
 from peakcast.errors import SpecError
-from peakcast.fields import FrozenMapping, require_not_negative, require_positive, to_mapping, unsaid
+from peakcast.fields import FrozenMapping, HashedOnce, require_not_negative, require_positive, to_mapping, unsaid
 from peakcast.loss import Loss as Loss
 from peakcast.loss import Reference
 
@@ -224,8 +224,10 @@ class Inference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingJob:
+class TrainingJob(HashedOnce):
     """One training (or inference) job, the same for every rank. Job files are read by `dialects.job_file`."""
+
+    __hash__ = HashedOnce.__hash__
 
     architecture: Architecture
     task: Literal["train", "inference"] = "train"
@@ -321,17 +323,6 @@ class TrainingJob:
             raise SpecError(
                 f"batch.shortest_sequence={shortest} {rule}.", parameter="batch.shortest_sequence", value=shortest
             )
-
-    def __hash__(self) -> int:
-        return self._hash  # jobs are keys of many caches; without this each look-up walks the whole job
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, each.name) for each in fields(self)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the hash, which holds for this process alone."""
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     def _check_layout(self) -> None:
         layout, architecture = self.parallelism, self.architecture

@@ -31,9 +31,8 @@ class _Numbers(dict[str, int]):
 _KNOWN = _Numbers()
 
 
-def number_of(text: str) -> int:
-    """The number that stands for `text` in this process."""
-    return _KNOWN[text]
+number_of = _KNOWN.__getitem__
+"""The number that stands for a text in this process."""
 
 
 class Texts(Sequence[str]):
@@ -49,7 +48,7 @@ class Texts(Sequence[str]):
         """`texts` as such a column."""
         if isinstance(texts, Texts):
             return texts
-        return cls(np.fromiter(map(_KNOWN.__getitem__, texts), np.int64, len(texts)))
+        return cls(np.fromiter(map(number_of, texts), np.int64, len(texts)))
 
     @overload
     def __getitem__(self, index: int) -> str: ...

@@ -116,19 +116,24 @@ class Timeline:
 
     def peak(self, phase: Phase | None = None) -> Peak:
         """The largest sum over all instants, or over those of `phase` (0 bytes where it has none)."""
-        totals = self.totals
-        if phase is not None:
-            inside = self.phases == phase
-            if not inside.any():
-                return Peak(0, 0, phase)
-            totals = np.where(inside, totals, -1)
+        if phase is None:
+            return self._peak
+        inside = self.phases == phase
+        return self._largest(np.where(inside, self.totals, -1)) if inside.any() else Peak(0, 0, phase)
+
+    @cached_property
+    def _peak(self) -> Peak:
+        return self._largest(self.totals)
+
+    def _largest(self, totals: npt.NDArray[np.int64]) -> Peak:
         instant = int(np.argmax(totals))
         return Peak(int(totals[instant]), instant, Phase(int(self.phases[instant])))
 
     def phase_peaks(self) -> dict[Phase, int]:
         """The peak in bytes of every phase that has instants."""
-        inside = ((phase, self.totals[self.phases == phase]) for phase in Phase)
-        return {phase: int(totals.max()) for phase, totals in inside if len(totals)}
+        largest = np.full(len(Phase), -1, dtype=np.int64)
+        np.maximum.at(largest, self.phases.astype(np.intp), self.totals)
+        return {phase: size for phase, size in zip(Phase, largest.tolist(), strict=True) if size >= 0}
 
     def alive_at(self, instant: int) -> npt.NDArray[np.bool_]:
         """Mask over the entries alive at `instant`, [num_entries]."""

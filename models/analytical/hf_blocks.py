@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from peakcast.architecture import Architecture
-from peakcast.catalog import Device
 from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding
@@ -135,9 +134,9 @@ def _compiled(context: HFContext, recomputes: bool) -> Template:
     return compiled_layer(context, recomputes)
 
 
-def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFContext:
-    """What every block of `job` depends on, on global `rank`; `device` adds what kernels allocate inside
-    themselves there."""
+def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> HFContext:
+    """What every block of `job` depends on, on global `rank`. `kernel_temporaries`: also what kernels allocate
+    inside themselves."""
     convention, stack = conventions(job), DRIVEN_BY.get(job.framework, job.framework)
     compiled = COMPILED[convention["compiled_regions"], stack] if job.compile else frozenset()
     weight = int(DTYPE_BYTES[gathered_dtype(job)])
@@ -173,7 +172,7 @@ def block_context(job: TrainingJob, device: Device | None, rank: int = 0) -> HFC
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
         linears_keep_input=job.parallelism.zero_stage == 3 and job.parallelism.num_replicas > 1,
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
-        kernel_temporaries=device is not None,
+        kernel_temporaries=kernel_temporaries,
         in_stages=job.parallelism.pipeline_parallel_size > 1,
         neftune=bool(convention.get("neftune")),
         float8=job.precision.compute == "float8",

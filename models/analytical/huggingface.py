@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from peakcast.allocator import Allocator
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
+from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes
 from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs, tied_in_graph
 from peakcast.models.analytical.blocks.hf_traits import traits
@@ -64,7 +65,9 @@ def huggingface_ledger(
     optimizer step) or "steady" (any later one). `device` adds what kernels and libraries allocate inside themselves on that
     GPU type; without it the timeline is what a trace sees."""
     job = as_trained(job)
-    context = block_context(job, device, rank or 0)
+    if job.parallelism.world_size == 1 and job.gradient_accumulation_steps == 1 and job.task != "inference":
+        return _on_one_gpu(job, device, step).timeline()
+    context = block_context(job, device is not None, rank or 0)
     logits = logits_bytes_kept_by_outputs(target_context(context, job), widened=False)
     layout = layout_of(job, stored_parameters(weights_job(job)), logits, rank)
     if job.task == "inference":
@@ -73,27 +76,35 @@ def huggingface_ledger(
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
         return inference_ledger(job, context, weights, device)
     layout.first_step = step == "first"
-    alone = job.parallelism.world_size == 1
-    if alone and job.gradient_accumulation_steps == 1:
-        before, start, ended = _one_micro_batch(_graph_job(job), device)
-        timeline = before.fork(_resident(weights_job(job)))
-        if step == "steady":
-            _hold_previous_outputs(timeline, job, context, start, ended)
-    else:
-        timeline = Step(hooks=layout)
-        if alone:
-            timeline.run_again(_resident(weights_job(job)))
-        else:
-            layout.hold_resident(timeline)
-            hold_reference(timeline, job)
-        _hold_before_forward(timeline, job, device)
-        _micro_batches(timeline, job, context, layout, step)
-    if alone and not optimizer_rule(job).updates_in_backward:
-        timeline.run_again(_optimizer_stepped(weights_job(job), step))
-        timeline.gradients_die = timeline.now - 1  # `zero_grad` comes last
+    timeline = Step(hooks=layout)
+    layout.hold_resident(timeline)
+    hold_reference(timeline, job)
+    timeline.run_again(_workspaces(device, job.versions))
+    _hold_before_forward(timeline, job)
+    _micro_batches(timeline, job, context, layout, step)
+    if job.parallelism.world_size == 1:
+        _optimizer_on_one_gpu(timeline, job, step)
     else:
         place_optimizer_step(timeline, job, layout, step)
     return timeline.timeline()
+
+
+def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
+    """A step of one micro-batch, of parts that many jobs have in common."""
+    before, context, start, ended = _one_micro_batch(_graph_job(job), device is not None)
+    timeline = before.fork(_resident(weights_job(job)), _workspaces(device, job.versions))
+    if step == "steady":
+        _hold_previous_outputs(timeline, job, context, start, ended)
+    _optimizer_on_one_gpu(timeline, job, step)
+    return timeline
+
+
+def _optimizer_on_one_gpu(timeline: Step, job: TrainingJob, step: str) -> None:
+    if optimizer_rule(job).updates_in_backward:
+        place_optimizer_step(timeline, job, layout_of(job, stored_parameters(weights_job(job)), 0), step)
+    else:
+        timeline.run_again(_optimizer_stepped(weights_job(job), step))
+        timeline.gradients_die = timeline.now - 1  # `zero_grad` comes last
 
 
 def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout: Layout, step: str) -> None:
@@ -116,15 +127,15 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
 
 
 @lru_cache(maxsize=8)
-def _one_micro_batch(job: TrainingJob, device: Device | None) -> tuple[Step, int, int]:
+def _one_micro_batch(job: TrainingJob, kernel_temporaries: bool) -> tuple[Step, HFContext, int, int]:
     """A step of one GPU and one micro-batch up to its optimizer, which a first step and any later one have in common, less
-    what stands before it; the instants at which the micro-batch starts and at which its loss is there."""
-    context, timeline = block_context(job, device), Step()
-    _hold_before_forward(timeline, job, device)
+    what stands before it; its context; the instants at which the micro-batch starts and at which its loss is there."""
+    context, timeline = block_context(job, kernel_temporaries), Step()
+    _hold_before_forward(timeline, job)
     cached = _autocast_cache(context, stored_parameters(weights_job(job))) if context.autocast else {}
     start = timeline.now
     loss = _micro_batch(timeline, job, context, cached, keeps_gradients=True, last=True)
-    return timeline, start, loss.forward_start + loss.template.num_forward
+    return timeline, context, start, loss.forward_start + loss.template.num_forward
 
 
 @lru_cache(maxsize=1024)
@@ -153,6 +164,14 @@ def _resident(job: TrainingJob) -> Recording:
     step = Step()
     layout_of(job, stored_parameters(job), 0).hold_resident(step)
     hold_reference(step, job)
+    return step.record()
+
+
+@lru_cache(maxsize=64)
+def _workspaces(device: Device | None, versions: FrozenMapping) -> Recording:
+    """What libraries have from the step's beginning on, recorded."""
+    step = Step()
+    step.hold_all(training_workspaces(device, versions), Category.WORKSPACES)
     return step.record()
 
 
@@ -185,9 +204,8 @@ def zero_host_memory(job: TrainingJob) -> HostMemory:
 # -- one micro-batch ----------------------------------------------------------------------------------------------------
 
 
-def _hold_before_forward(timeline: Step, job: TrainingJob, device: Device | None) -> None:
-    """What is there when the step begins, beside what the layout holds."""
-    timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
+def _hold_before_forward(timeline: Step, job: TrainingJob) -> None:
+    """What is there when the step begins, beside what the layout and libraries hold."""
     joined = job.batch.form == "padding_free"
     tokens = job.num_tokens if joined else job.micro_batch_size * job.sequence_length
     hold_shared_inputs(timeline, job)
@@ -310,7 +328,7 @@ def pinned_activation_bytes(job: TrainingJob) -> list[int]:
     """Sizes of the host copies that offloaded activations are, at the end of forward: the inputs of checkpointed layers, or
     without checkpointing everything that autograd keeps (`save_on_cpu`: a tensor kept twice is copied twice, and
     parameters are copied as well)."""
-    checkpointing, blocks = job.activation_checkpointing, Blocks(job, block_context(job, None))
+    checkpointing, blocks = job.activation_checkpointing, Blocks(job, block_context(job, False))
     if checkpointing.mode != "none":
         return [one.input_bytes for one, held in zip(blocks.contexts, blocks.checkpointed, strict=True) if held]
     templates = [blocks.embedding(), *(layer_template(layer) for layer in blocks.contexts), head(blocks.context)]

@@ -8,6 +8,7 @@ says what else lives when (`hold`, or `allocate` now and `free` later). What hap
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -32,7 +33,6 @@ from peakcast.models.analytical.template import Template
 from peakcast.models.analytical.update_in_backward import UpdateInBackward, updated_in_backward
 from peakcast.texts import Texts, number_of
 from peakcast.timeline import Category, Phase, Timeline
-from peakcast.units import round_up
 
 Columns = npt.NDArray[np.int64]
 __all__ = ["FOREVER", "Hooks", "Run", "Step"]
@@ -70,7 +70,7 @@ class Step:
     """So many of `_runs`, placed for the forks to share."""
     _held: list[Columns] = field(default_factory=list)
     """What `Recording.columns` has, in the order in which it was held."""
-    _single: list[int] = field(default_factory=list)
+    _single: array[int] = field(default_factory=lambda: array("q"))
     """Tensors held one by one since, the numbers of each after the other."""
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
@@ -174,14 +174,15 @@ class Step:
     ) -> None:
         """One tensor alive from `born` until before `dies`; its bytes are rounded as the allocator does."""
         if num_bytes > 0:
-            texts = number_of(name), number_of(module)
-            self._single += (*texts, int(category), round_up(num_bytes, MIN_BLOCK_BYTES), born, dies, stream)
+            self._single.extend((number_of(name), number_of(module), category, num_bytes, born, dies, stream))
 
     def _gather(self) -> list[Columns]:
         """All that is held."""
         if self._single:
-            self._held.append(np.array(self._single, dtype=np.int64).reshape(-1, WIDTH).T)
-            self._single.clear()
+            columns = np.frombuffer(self._single, dtype=np.int64).reshape(-1, WIDTH).T
+            columns[NUM_BYTES] = -(-columns[NUM_BYTES] // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+            self._held.append(columns)
+            self._single = array("q")
         return self._held
 
     def hold_all(
@@ -234,7 +235,7 @@ class Step:
             self.hold(name, category, num_bytes, since, self.now, module, stream)
         handles.clear()
 
-    def fork(self, first: Recording) -> Step:
+    def fork(self, *first: Recording) -> Step:
         """A step that goes on from here, with what `first` holds before anything that is held here. This one stays as it
         is; blocks whose backward is still to come must not go on in both."""
         if self._own is None or self._own[0] != len(self._runs):
@@ -247,8 +248,8 @@ class Step:
             _own=None,
             _runs=[],
             _backward_ends=self._backward_ends.copy(),
-            _held=[first.columns, *self._gather()],
-            _single=[],
+            _held=[*(part.columns for part in first), *self._gather()],
+            _single=array("q"),
             _allocated=self._allocated.copy(),
         )
 

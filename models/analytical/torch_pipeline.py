@@ -66,7 +66,7 @@ def pipeline_ledger(
         timeline.hold(name, Category.INPUTS, sequences * job.sequence_length * INT64, 0)
     whole_step, start = job.replace(micro_batch_size=sequences), timeline.now
     hold_shared_inputs(timeline, whole_step)
-    _Turns(job, block_context(job, device, rank or 0), chunks, timeline, held).run(stage)
+    _Turns(job, block_context(job, device is not None, rank or 0), chunks, timeline, held).run(stage)
     hold_parts_of_inputs(timeline, whole_step, start)
     place_optimizer_step(timeline, job, held, step)
     return timeline.timeline()
