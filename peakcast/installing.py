@@ -7,10 +7,10 @@ import compileall
 from setuptools.command.build_py import build_py
 
 
-class BuildPy(build_py):
-    """Byte-compiles the modules of an editable install, as installers do those of any other. Python would do it at the first
-    import, where it may write beside them; where not (PYTHONDONTWRITEBYTECODE, a read-only folder), every start would
-    compile two hundred modules anew, which takes as long as the rest of a prediction."""
+class BuildPy(build_py):  # type: ignore[misc]
+    """Byte-compiles the modules of an editable install, as installers do those of any other. Python would do it at the
+    first import, where it may write beside them; where not (PYTHONDONTWRITEBYTECODE, a read-only folder), every start
+    would compile two hundred modules anew."""
 
     def run(self) -> None:
         super().run()
