@@ -8,6 +8,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import Distribution
+
+from peakcast.installing import BuildPy
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE_FOLDERS = ("peakcast", "collectors", "datasets", "models", "reports")
@@ -72,3 +75,18 @@ def _heavy_modules_after(code: str) -> list[str]:
 )
 def test_starting_and_predicting_load_nothing_heavy(code: str) -> None:
     assert _heavy_modules_after(code) == []
+
+
+def test_an_editable_install_byte_compiles_the_modules_of_its_packages_alone(tmp_path: Path) -> None:
+    for folder in ("of_package", "beside"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("")
+    for editable in (False, True):
+        distribution = Distribution({"packages": ["package"], "package_dir": {"package": str(tmp_path / "of_package")}})
+        command = BuildPy(distribution)
+        command.build_lib = str(tmp_path / "built")
+        command.ensure_finalized()
+        command.editable_mode = editable
+        command.run()
+        assert bool(list(tmp_path.glob("of_package/__pycache__/__init__.*.pyc"))) is editable
+    assert not list(tmp_path.glob("beside/__pycache__/*"))
