@@ -83,6 +83,7 @@ def test_an_editable_install_byte_compiles_the_modules_of_its_packages_alone(tmp
         (tmp_path / folder / "__init__.py").write_text("")
     for editable in (False, True):
         distribution = Distribution({"packages": ["package"], "package_dir": {"package": str(tmp_path / "of_package")}})
+        distribution.script_name = "setup.py"
         command = BuildPy(distribution)
         command.build_lib = str(tmp_path / "built")
         command.ensure_finalized()
