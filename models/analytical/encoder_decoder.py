@@ -77,7 +77,7 @@ class _Stack:
         """... of its backward."""
         run = self.backward[place]
         assert run.backward_start is not None
-        return run.backward_start + run.template.backward_labels.index(label)
+        return run.backward_start + run.template.in_backward[label]
 
     def kept_until(self, name: str) -> int:
         """The instant from which no layer keeps what all of them read: for backward, or under checkpointing as an argument

@@ -296,8 +296,7 @@ def _hold_logits(timeline: Step, job: TrainingJob, context: HFContext, loss: Run
         dies = timeline.now if conventions(job).get("trainer") or not last else FOREVER
         born = loss.forward_start + loss.template.num_forward
         if "loss" in context.compiled and loss.backward_start is not None:  # kept as they are until the loss's backward
-            labels = loss.template.backward_labels
-            born = loss.backward_start + 1 + (labels.index("d_logits") if "d_logits" in labels else 0)
+            born = loss.backward_start + 1 + loss.template.in_backward.get("d_logits", 0)
         timeline.hold("outputs.logits", Category.LOGITS, size, born, dies, "head")
         for name, num_bytes in _leaf_kept_by_outputs(job, context):
             timeline.hold(name, Category.ACTIVATIONS, num_bytes, timeline.now, dies, "embedding")

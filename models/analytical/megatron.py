@@ -211,9 +211,9 @@ class _Turns:
         state, step = self.alive.pop((turn.micro_batch, turn.chunk)), self.step
         share = self.share
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
-        self.is_first_backward = all(span.turn.forward for span in self.spans)
+        self.is_first_backward = not self.first_product
         if not self.first_product:  # the loss itself multiplies no matrices: the output layer is the first that does
-            self.first_product = started + (self._head().backward_labels.index("output_layer") if chunk.is_last else 0)
+            self.first_product = started + (self._head().in_backward["output_layer"] if chunk.is_last else 0)
         if not chunk.is_last:
             step.moment("receive_backward", Phase.BACKWARD)
             step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
@@ -240,25 +240,24 @@ class _Turns:
     def _run_backward(self, run: Run) -> None:
         start = self.step.now
         self.step.run_backward(run)
-        if "mlp" in run.template.backward_labels:  # a feed-forward that runs again
-            again = start + run.template.backward_labels.index("mlp")
-            self.first_recomputed.setdefault(int(run.module.removeprefix("layers.")), again)
-        if self.is_first_backward:
-            for number, label in enumerate(run.template.backward_labels):
-                self.first_backward.setdefault(label, start + number)
+        instants = run.template.in_backward
+        if "mlp" in instants:  # a feed-forward that runs again
+            self.first_recomputed.setdefault(int(run.module.removeprefix("layers.")), start + instants["mlp"])
+        if self.is_first_backward and instants.keys() - self.first_backward:
+            self.first_backward = {label: start + at for label, at in instants.items()} | self.first_backward
 
     @staticmethod
     def _summed(run: Run) -> int:
         """The instant at which a layer's backward adds the gradient that was handed in to the one of its feed-forward."""
-        labels, start = run.template.backward_labels, run.backward_start or 0
-        return start + (labels.index("self_attn_bda") - 1 if "self_attn_bda" in labels else len(labels))
+        template, start = run.template, run.backward_start or 0
+        return start + template.in_backward.get("self_attn_bda", template.num_backward + 1) - 1
 
     def _hold_tied_gradient(self, started: int) -> None:
         """A table that both ends use gets its gradient when both have given theirs: the output layer's waits for the
         embedding's, which is added to it in place. To a cached placeholder, which others hold, it is added anew."""
         context, step = self.share.context, self.step
         size = context.vocabulary * context.hidden * context.element_bytes
-        born = started + self._head().backward_labels.index("output_layer") + 1
+        born = started + self._head().in_backward["output_layer"] + 1
         if context.gradient_accumulation_fusion and context.cached_output_placeholder:
             born = step.now - 1
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")

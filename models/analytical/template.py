@@ -114,6 +114,11 @@ class Template:
         return np.flatnonzero(self.weight_gradient)
 
     @cached_property
+    def in_backward(self) -> dict[str, int]:
+        """The first backward instant of each label."""
+        return {label: instant for instant, label in reversed(list(enumerate(self.backward_labels)))}
+
+    @cached_property
     def forward_phases(self) -> tuple[bytes, ...]:
         """By the number of the phase in which the block runs forward, those of its instants."""
         loss = bytes((Phase.LOSS,)) * (self.num_forward - self.loss_from)
