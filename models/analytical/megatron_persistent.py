@@ -11,7 +11,7 @@ from peakcast.catalog import Device
 from peakcast.models.analytical.columns import Recording
 from peakcast.models.analytical.distributed_optimizer import BufferRules, bucket_size, buffer_elements, shard_pieces
 from peakcast.models.analytical.megatron_parameters import Parameter, chunk_parameters, layer_parameters
-from peakcast.models.analytical.megatron_share import RankShare, activations_share
+from peakcast.models.analytical.megatron_share import RankShare, activations_share, weights_share
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.models.analytical.workspaces import cublas_workspace_bytes
 from peakcast.timeline import Category, Phase
@@ -156,7 +156,7 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
             width = context.rotary_dim if context.latent is None else context.latent.rope_dim
             step.hold("rotary_table", Category.OTHER, context.sequence * width * FP32, 0, module=f"chunk.{number}")
     step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")
-    for (rows, columns), labels in sorted(placeholder_shapes(share).items()):
+    for (rows, columns), labels in sorted(placeholder_shapes(weights_share(share)).items()):
         size = rows * columns * context.element_bytes
         born = min((first_backward[label] for label in labels if label in first_backward), default=first_product)
         step.hold("placeholder_weight_gradient", Category.OTHER, size, born, module="transformer_engine")
@@ -235,6 +235,7 @@ def memory_buffer_bytes(share: RankShare) -> int:
     return max(context.gathered_bytes if gathers else 0, scores, dispatched)
 
 
+@lru_cache(maxsize=512)
 def placeholder_shapes(share: RankShare) -> dict[tuple[int, int], set[str]]:
     """Shapes of the placeholder gradients that Transformer Engine caches (`get_dummy_wgrad`, which megatron-core's own
     projections call too) under gradient-accumulation fusion: one per shape of a projection on this rank. With the labels of

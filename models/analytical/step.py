@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -240,18 +241,12 @@ class Step:
         is; blocks whose backward is still to come must not go on in both."""
         if self._own is None or self._own[0] != len(self._runs):
             self._own = len(self._runs), place(self._runs)
-        return replace(
-            self,
-            phases=bytearray(self.phases),
-            labels=self.labels.copy(),
-            _placed=[*self._placed, self._own[1]],
-            _own=None,
-            _runs=[],
-            _backward_ends=self._backward_ends.copy(),
-            _held=[*(part.columns for part in first), *self._gather()],
-            _single=array("q"),
-            _allocated=self._allocated.copy(),
-        )
+        forked = copy(self)
+        forked.phases, forked.labels = bytearray(self.phases), self.labels.copy()
+        forked._placed, forked._own, forked._runs = [*self._placed, self._own[1]], None, []
+        forked._held, forked._single = [*(part.columns for part in first), *self._gather()], array("q")
+        forked._backward_ends, forked._allocated = self._backward_ends.copy(), self._allocated.copy()
+        return forked
 
     def timeline(self) -> Timeline:
         """The finished `Timeline`."""
