@@ -30,7 +30,6 @@ LAYOUTS = {
 }
 
 
-
 @pytest.fixture(scope="session")
 def job():
     """A job of the network in a layout by name, on so many ranks, with `changes`."""
