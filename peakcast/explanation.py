@@ -62,11 +62,21 @@ class Group:
     """The ranks that talk to each other along one axis of the layout, in Megatron's order tp-cp-ep-dp-pp."""
 
     axis: str
-    size: int
     members: tuple[int, ...]
     """The group of the rank that is explained."""
-    groups: tuple[tuple[int, ...], ...]
-    """Every group of the axis."""
+    firsts: tuple[int, ...]
+    """The first rank of every group of the axis; the others follow it at the distances that `members` have."""
+
+    @property
+    def size(self) -> int:
+        """Ranks of a group."""
+        return len(self.members)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Every group of the axis, written out: as many numbers as the job has ranks."""
+        distances = [member - self.members[0] for member in self.members]
+        return tuple(tuple(first + distance for distance in distances) for first in self.firsts)
 
 
 Function = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send/recv"]
@@ -204,6 +214,10 @@ class Explanation:
         mapping: dict[str, Any] = {
             name: plain(value) for name, value in vars(self).items() if name != "timeline" and not name.startswith("_")
         }
+        mapping["groups"] = [
+            {"axis": each.axis, "size": each.size, "members": list(each.members), "groups": plain(each.groups)}
+            for each in self.groups
+        ]
         mapping["timeline"] = {
             "allocated_bytes": timeline.totals.tolist(),
             "phases": timeline.phases.tolist(),

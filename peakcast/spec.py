@@ -18,6 +18,12 @@ from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping, HashedOnce, require_not_negative, require_positive, to_mapping, unsaid
 from peakcast.loss import Loss as Loss
 from peakcast.loss import Reference
+from peakcast.micro_batch import Batch as Batch
+from peakcast.micro_batch import check_batch
+from peakcast.parallelism import MOST_RANKS as MOST_RANKS
+from peakcast.parallelism import Parallelism as Parallelism
+from peakcast.parallelism import PipelineSchedule as PipelineSchedule
+from peakcast.parallelism import check_layout
 
 Framework = Literal["huggingface", "torch", "megatron", "deepspeed"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -42,12 +48,6 @@ OptimizerName = Literal[
     "paged_lion_8bit",
     "adalomo",
 ]
-
-
-MOST_RANKS = 2**20
-MOST_TOKENS = 2**36
-"""Of a job, and of a micro-batch: far beyond any that was run, and small enough that an answer takes a bounded time and
-its bytes can be counted in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,86 +121,6 @@ class ActivationCheckpointing:
         require_positive(self, "every_n_layers", "num_layers", where="activation_checkpointing.")
 
 
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parallelism:
-    """The layout. `sharding` is of PyTorch's FSDP, `zero_stage` of DeepSpeed (1 with Megatron: distributed optimizer)."""
-
-    data_parallel_size: int = 1
-    sharding: Literal["none", "fsdp1", "fsdp2", "hsdp", "no_shard"] = "none"
-    tensor_parallel_size: int = 1
-    sequence_parallel: bool = False
-    pipeline_parallel_size: int = 1
-    pipeline_schedule: PipelineSchedule = "1f1b"
-    virtual_pipeline_stages: int = 1
-    pipeline_layers: tuple[int, ...] = ()
-    """Layers on each virtual stage in model order; empty means an even split."""
-    context_parallel_size: int = 1
-    expert_parallel_size: int = 1
-    expert_tensor_parallel_size: int | None = None
-    """null means `tensor_parallel_size`."""
-    zero_stage: int = 0
-
-    def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "data_parallel_size",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "virtual_pipeline_stages",
-            "context_parallel_size",
-            "expert_parallel_size",
-            "expert_tensor_parallel_size",
-            where="parallelism.",
-        )
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise SpecError(
-                f"parallelism.zero_stage={self.zero_stage} must be 0, 1, 2 or 3.",
-                parameter="parallelism.zero_stage",
-                value=self.zero_stage,
-            )
-
-    @property
-    def num_replicas(self) -> int:
-        """Ranks that train the same weights on different tokens: they reduce gradients, and FSDP shards over them."""
-        return self.data_parallel_size * self.context_parallel_size
-
-    @property
-    def sequence_sharing_ranks(self) -> int:
-        """Ranks among which each sequence is divided between a layer's matrices."""
-        return self.context_parallel_size * (self.tensor_parallel_size if self.sequence_parallel else 1)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the job."""
-        return (
-            self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """What a micro-batch of `micro_batch_size` sequences looks like to the model."""
-
-    form: Literal["rows", "masked", "padding_free"] = "rows"
-    """`rows`: as many full rows of `sequence_length`, and attention needs no mask but the causal one. `masked`: rows in
-    which attention must leave something out, padding or the other sequences of a packed row. `padding_free`: all sequences
-    in one row without padding, told apart by their positions (transformers' DataCollatorWithFlattening, trl's
-    padding_free)."""
-    num_tokens: int | None = None
-    """Tokens of a micro-batch that are no padding; null means micro_batch_size × sequence_length, the most there can be."""
-    shortest_sequence: int | None = unsaid(None)
-    """Where lengths change from step to step: tokens of the shortest sequence; `sequence_length` is the longest. null means
-    that every step has the same lengths."""
-    seed: int = unsaid(0)
-    """Which lengths are drawn (`lengths.py`)."""
-
-    def __post_init__(self) -> None:
-        require_positive(self, "num_tokens", "shortest_sequence", where="batch.")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
     """What lives in host memory instead."""
@@ -249,7 +169,7 @@ class TrainingJob(HashedOnce):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     loss: Loss = Loss()  # noqa: RUF009  # a frozen value
     compile: bool = False
-    parallelism: Parallelism = Parallelism()
+    parallelism: Parallelism = Parallelism()  # noqa: RUF009  # a frozen value
     offload: Offload = Offload()
     allocator: Allocator = field(default_factory=Allocator)
     inference: Inference = Inference()
@@ -260,10 +180,9 @@ class TrainingJob(HashedOnce):
         require_positive(
             self, "micro_batch_size", "sequence_length", "decoder_sequence_length", "gradient_accumulation_steps"
         )
-        self._check_size()
-        self._check_batch()
+        check_batch(self.batch, self.micro_batch_size, self.sequence_length)
         self.loss.reference_beside(adapters=self.finetuning.method != "full")
-        self._check_layout()
+        check_layout(self.parallelism, self.architecture, self.framework, self.sequence_length)
 
     @property
     def reference(self) -> Reference:
@@ -274,120 +193,6 @@ class TrainingJob(HashedOnce):
     def num_tokens(self) -> int:
         """Tokens of a micro-batch that are no padding."""
         return self.batch.num_tokens or self.micro_batch_size * self.sequence_length
-
-    def _check_size(self) -> None:
-        """Refuse what nobody runs."""
-        tokens, longest = self.micro_batch_size * self.sequence_length, max(self.micro_batch_size, self.sequence_length)
-        if tokens > MOST_TOKENS:
-            name = "sequence_length" if longest == self.sequence_length else "micro_batch_size"
-            raise SpecError(
-                f"{name}={longest} makes micro_batch_size × sequence_length={tokens:,} tokens and must leave them at most "
-                f"{MOST_TOKENS:,}; lower it.",
-                parameter=name,
-                value=longest,
-            )
-        if self.parallelism.world_size > MOST_RANKS:
-            raise SpecError(
-                f"parallelism of {self.parallelism.world_size:,} ranks must be of at most {MOST_RANKS:,}; lower "
-                f"data_parallel_size={self.parallelism.data_parallel_size} or another of its sizes.",
-                parameter="parallelism.data_parallel_size",
-                value=self.parallelism.data_parallel_size,
-            )
-
-    def _check_batch(self) -> None:
-        most, asked = self.micro_batch_size * self.sequence_length, self.batch.num_tokens
-        if asked is not None and (asked > most or self.batch.form == "rows"):
-            rule = (
-                f"exceeds micro_batch_size × sequence_length={most}; raise one of them"
-                if asked > most
-                else "needs rows with padding, or none; set batch.form to masked or padding_free"
-            )
-            raise SpecError(f"batch.num_tokens={asked} {rule}.", parameter="batch.num_tokens", value=asked)
-        self._check_lengths()
-
-    def _check_lengths(self) -> None:
-        shortest, batch = self.batch.shortest_sequence, self.batch
-        if shortest is None and batch.seed:
-            raise SpecError(
-                f"batch.seed={batch.seed} draws the lengths that batch.shortest_sequence asks for; give it or leave the "
-                "seed out.",
-                parameter="batch.seed",
-                value=batch.seed,
-            )
-        if shortest is not None and (shortest > self.sequence_length or batch.num_tokens is not None):
-            rule = (
-                f"exceeds sequence_length={self.sequence_length}, the longest; lower it"
-                if shortest > self.sequence_length
-                else f"draws how many tokens a step has, and batch.num_tokens={batch.num_tokens} fixes it; leave one out"
-            )
-            raise SpecError(
-                f"batch.shortest_sequence={shortest} {rule}.", parameter="batch.shortest_sequence", value=shortest
-            )
-
-    def _check_layout(self) -> None:
-        layout, architecture = self.parallelism, self.architecture
-        t, p = layout.tensor_parallel_size, layout.pipeline_parallel_size
-        if architecture.num_attention_heads % t:
-            raise SpecError(
-                f"tensor_parallel_size={t} does not divide num_attention_heads={architecture.num_attention_heads} of "
-                f"{architecture.name!r}; use a divisor of {architecture.num_attention_heads}.",
-                parameter="parallelism.tensor_parallel_size",
-                value=t,
-            )
-        if p == 1 and layout.virtual_pipeline_stages > 1:
-            raise SpecError(
-                f"parallelism.virtual_pipeline_stages={layout.virtual_pipeline_stages} divides the stages of a "
-                "pipeline, and pipeline_parallel_size=1 is none; use 1, or a larger pipeline_parallel_size.",
-                parameter="parallelism.virtual_pipeline_stages",
-                value=layout.virtual_pipeline_stages,
-            )
-        if layout.zero_stage and layout.sharding in ("fsdp1", "fsdp2", "hsdp") and self.framework != "megatron":
-            raise SpecError(
-                f"parallelism.sharding={layout.sharding!r} and zero_stage={layout.zero_stage} shard the same things, the "
-                "one of PyTorch, the other of DeepSpeed; set sharding: none or zero_stage: 0.",
-                parameter="parallelism.sharding",
-                value=layout.sharding,
-            )
-        num_stages = p * layout.virtual_pipeline_stages
-        if layout.pipeline_layers:
-            if len(layout.pipeline_layers) != num_stages or sum(layout.pipeline_layers) != architecture.num_hidden_layers:
-                raise SpecError(
-                    f"parallelism.pipeline_layers={list(layout.pipeline_layers)} must list {num_stages} stages that add "
-                    f"up to num_hidden_layers={architecture.num_hidden_layers} of {architecture.name!r}.",
-                    parameter="parallelism.pipeline_layers",
-                    value=list(layout.pipeline_layers),
-                )
-        elif architecture.num_hidden_layers % num_stages:
-            raise SpecError(
-                f"pipeline_parallel_size={p} × virtual_pipeline_stages={layout.virtual_pipeline_stages} does not divide "
-                f"num_hidden_layers={architecture.num_hidden_layers} of {architecture.name!r}; use a divisor or give "
-                "parallelism.pipeline_layers.",
-                parameter="parallelism.pipeline_parallel_size",
-                value=p,
-            )
-        if self.sequence_length % layout.sequence_sharing_ranks:
-            raise SpecError(
-                f"sequence_length={self.sequence_length} is not divisible by the ranks that share it "
-                f"(context_parallel_size={layout.context_parallel_size}"
-                + (f" × tensor_parallel_size={t}" if layout.sequence_parallel else "")
-                + "); use a multiple.",
-                parameter="sequence_length",
-                value=self.sequence_length,
-            )
-        if architecture.moe is None and layout.expert_parallel_size > 1:
-            raise SpecError(
-                f"expert_parallel_size={layout.expert_parallel_size} needs a mixture-of-experts architecture and "
-                f"{architecture.name!r} is dense; use 1.",
-                parameter="parallelism.expert_parallel_size",
-                value=layout.expert_parallel_size,
-            )
-        if architecture.moe is not None and architecture.moe.num_experts % layout.expert_parallel_size:
-            raise SpecError(
-                f"expert_parallel_size={layout.expert_parallel_size} does not divide num_experts="
-                f"{architecture.moe.num_experts} of {architecture.name!r}; use a divisor.",
-                parameter="parallelism.expert_parallel_size",
-                value=layout.expert_parallel_size,
-            )
 
     @cached_property
     def config_hash(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from peakcast.catalog import Device
@@ -316,6 +317,7 @@ def _peak_after(job: TrainingJob, changes: Changes, device: Device | None, rank:
         return None
 
 
+@lru_cache(maxsize=256)  # what to try first, and what each change saves alone, ask for the same jobs
 def _peak(job: TrainingJob, device: Device | None, rank: int) -> int:
     from peakcast.models.analytical.ledger import ledger
 

@@ -6,8 +6,11 @@ axis of the order varies fastest. Dense layers use the order tp-cp-dp-pp, expert
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from peakcast.conventions import conventions
 from peakcast.explanation import Group
@@ -19,20 +22,29 @@ GRADIENT = "data × context parallel"
 EXPERT, EXPERT_DATA, EMBEDDING = "expert parallel", "expert data parallel", "embedding"
 
 
-def rank_groups(sizes: Mapping[str, int], axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Every group along `axes` of a layout with `sizes` (axis -> size, the fastest varying first)."""
+def group_along(axis: str, sizes: Mapping[str, int], along: Sequence[str], rank: int) -> Group:
+    """The group of `rank`, called `axis`, along some axes of a layout with `sizes` (axis -> size, the fastest varying
+    first)."""
     strides, stride = {}, 1
-    for axis, size in sizes.items():
-        strides[axis] = stride
+    for name, size in sizes.items():
+        strides[name] = stride
         stride *= size
+    inside = {name: size for name, size in sizes.items() if name in along}
+    outside = {name: size for name, size in sizes.items() if name not in along}
+    first = rank - sum(rank // strides[name] % size * strides[name] for name, size in inside.items())
+    return Group(
+        axis=axis,
+        members=tuple((first + _ranks(inside, strides)).tolist()),
+        firsts=tuple(_ranks(outside, strides).tolist()),
+    )
 
-    def offsets(chosen: Sequence[str]) -> list[int]:
-        spans = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in reversed(chosen)]
-        return [sum(parts) for parts in itertools.product(*spans)]
 
-    inside = [axis for axis in sizes if axis in axes]
-    outside = [axis for axis in sizes if axis not in axes]
-    return tuple(tuple(base + offset for offset in offsets(inside)) for base in offsets(outside))
+def _ranks(sizes: Mapping[str, int], strides: Mapping[str, int]) -> NDArray[np.int64]:
+    """The ranks whose places on all other axes are 0, in order."""
+    found = np.zeros(1, dtype=np.int64)
+    for name, size in sizes.items():
+        found = (np.arange(size)[:, None] * strides[name] + found).ravel()
+    return found
 
 
 def groups_of(job: TrainingJob, rank: int) -> tuple[Group, ...]:
@@ -46,28 +58,22 @@ def groups_of(job: TrainingJob, rank: int) -> tuple[Group, ...]:
         layout.pipeline_parallel_size,
     )
     dense = _ordered({"tp": tp, "cp": cp, "dp": dp, "pp": pp}, pipeline_first)
-    wanted: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
-        (TENSOR, rank_groups(dense, ("tp",))),
-        (CONTEXT, rank_groups(dense, ("cp",))),
-        (DATA, rank_groups(dense, ("dp",))),
-        (PIPELINE, rank_groups(dense, ("pp",))),
-    ]
+    wanted: list[tuple[str, dict[str, int], tuple[str, ...]]]
+    wanted = [(TENSOR, dense, ("tp",)), (CONTEXT, dense, ("cp",)), (DATA, dense, ("dp",)), (PIPELINE, dense, ("pp",))]
     if cp > 1 and dp > 1:
-        wanted.insert(3, (GRADIENT, rank_groups(dense, ("dp", "cp"))))
+        wanted.insert(3, (GRADIENT, dense, ("cp", "dp")))
     if layout.expert_parallel_size > 1:
         expert_tp = layout.expert_tensor_parallel_size or tp
         expert_dp = layout.world_size // (expert_tp * layout.expert_parallel_size * pp)
         sizes = {"tp": expert_tp, "ep": layout.expert_parallel_size, "dp": expert_dp, "pp": pp}
         experts = _ordered(sizes, pipeline_first)
-        wanted += [(EXPERT, rank_groups(experts, ("ep",))), (EXPERT_DATA, rank_groups(experts, ("dp",)))]
+        wanted += [(EXPERT, experts, ("ep",)), (EXPERT_DATA, experts, ("dp",))]
+    found = [group_along(axis, sizes, along, rank) for axis, sizes, along in wanted]
     if job.architecture.tie_word_embeddings and pp > 1:  # `default_embedding_ranks`: the two ends of each pipeline
-        wanted.append((EMBEDDING, tuple((group[0], group[-1]) for group in rank_groups(dense, ("pp",)))))
-    found = []
-    for axis, groups in wanted:
-        members = next((group for group in groups if rank in group), ())
-        if len(members) > 1:
-            found.append(Group(axis=axis, size=len(members), members=members, groups=groups))
-    return tuple(found)
+        stages = group_along(EMBEDDING, dense, ("pp",), rank)
+        ends = (stages.members[0], stages.members[-1])
+        found += [replace(stages, members=ends)] if rank in ends else []
+    return tuple(group for group in found if group.size > 1)
 
 
 def _ordered(sizes: dict[str, int], pipeline_first: bool) -> dict[str, int]:

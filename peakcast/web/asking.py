@@ -24,7 +24,9 @@ LONGEST_NAME = 255
 MOST_CHARACTERS = 200_000
 """A configuration longer than this is no configuration: the longest of a real project has 20,000."""
 MOST_LAYERS = 1_000
-"""Bounds the time of an answer; the deepest published network has 126 layers."""
+MOST_STAGES = 256
+"""Bound the time of an answer, which takes a ledger for each stage of a pipeline, virtual ones included; the deepest
+published network has 126 layers. Ranks beside each other are alike, and as many as a job may have."""
 FIELDS = {flag.name: flag.fields for flag in FLAGS}
 """Knob, called as the command line's flag -> fields of a job."""
 
@@ -67,18 +69,31 @@ def answered(asked: Asked) -> Answered:
         for name, value in asked.knobs.items()
         if value not in (None, "") and job != read.job
     )
-    if job.architecture.num_hidden_layers > MOST_LAYERS:
-        raise SpecError(
-            f"num_hidden_layers={job.architecture.num_hidden_layers:,} is more than this page answers "
-            f"({MOST_LAYERS:,}); ask `peakcast predict` on the command line.",
-            parameter="num_hidden_layers",
-            value=job.architecture.num_hidden_layers,
-        )
+    _check_sizes(job)
     translation = replace(read.translation, job=job, assumptions=(*read.translation.assumptions, *changes))
     asked_about = replace(read, translation=translation)
     prediction = full_answer(asked_about)
     explained = explanation(job, read.device, prediction.rank)
     return Answered(asked=asked, job=job, prediction=prediction, explanation=explained)
+
+
+def _check_sizes(job: TrainingJob) -> None:
+    """Refuse what would take more than seconds. Raises: SpecError."""
+    layout = job.parallelism
+    sizes = {
+        "num_hidden_layers": (job.architecture.num_hidden_layers, MOST_LAYERS),
+        "pipeline_parallel_size × virtual_pipeline_stages": (
+            layout.pipeline_parallel_size * layout.virtual_pipeline_stages,
+            MOST_STAGES,
+        ),
+    }
+    for name, (size, most) in sizes.items():
+        if size > most:
+            raise SpecError(
+                f"{name}={size:,} is more than this page answers ({most:,}); ask `peakcast predict` on the command line.",
+                parameter=name,
+                value=size,
+            )
 
 
 def _question(asked: Asked) -> Question:

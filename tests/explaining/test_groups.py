@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peakcast.explaining.groups import EMBEDDING, GRADIENT, groups_of, rank_groups
+from peakcast.explaining.groups import EMBEDDING, GRADIENT, group_along, groups_of
 from peakcast.questions import translation_of
 
 
@@ -22,7 +22,7 @@ def groups(
 
 def test_megatron_cores_docstring_of_masked_groups() -> None:
     """`generate_masked_orthogonal_rank_groups`: parallel_size = [tp, dp, pp] = [2, 3, 4], mask = [False, True, False]."""
-    found = rank_groups({"tp": 2, "dp": 3, "pp": 4}, ("dp",))
+    found = group_along("dp", {"tp": 2, "dp": 3, "pp": 4}, ("dp",), 0).groups
     assert found[0] == (0, 2, 4)
     assert found[1] == (1, 3, 5)
     assert found[7] == (19, 21, 23)
@@ -30,7 +30,7 @@ def test_megatron_cores_docstring_of_masked_groups() -> None:
 
 def test_megatron_cores_docstring_of_another_order() -> None:
     """The same docstring: order tp-pp-dp, sizes 2-2-2, data-parallel groups."""
-    assert rank_groups({"tp": 2, "pp": 2, "dp": 2}, ("dp",)) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert group_along("dp", {"tp": 2, "pp": 2, "dp": 2}, ("dp",), 0).groups == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 def test_sixteen_gpus_of_megatron_cores_initialisation() -> None:
@@ -70,7 +70,9 @@ def test_the_flag_that_moves_pipeline_stages_inside() -> None:
 @given(sizes=st.lists(st.integers(1, 4), min_size=4, max_size=4), axes=st.sets(st.sampled_from("abcd"), min_size=1))
 def test_groups_split_the_ranks_without_overlap(sizes: list[int], axes: set[str]) -> None:
     layout = dict(zip("abcd", sizes, strict=True))
-    found = rank_groups(layout, tuple(axes))
     world = sizes[0] * sizes[1] * sizes[2] * sizes[3]
-    assert sorted(rank for group in found for rank in group) == list(range(world))
-    assert {len(group) for group in found} == {prod(layout[axis] for axis in axes)}
+    found = [group_along("", layout, tuple(axes), rank) for rank in range(world)]
+    groups = found[0].groups
+    assert sorted(rank for group in groups for rank in group) == list(range(world))
+    assert {len(group) for group in groups} == {prod(layout[axis] for axis in axes)}
+    assert [next(group for group in groups if rank in group) for rank in range(world)] == [f.members for f in found]

@@ -14,6 +14,10 @@ from peakcast.web.links import from_query, to_query
 
 DEEP = "architecture: {model_type: gpt2, n_layer: 5000000, n_embd: 64, n_head: 4, vocab_size: 99}"
 
+LONG = """architecture: {model_type: gpt2, n_layer: 512, n_embd: 64, n_head: 4, vocab_size: 99}
+framework: megatron
+parallelism: {pipeline_parallel_size: 512}"""
+
 
 def test_a_name_is_answered_as_predict_answers_it():
     from peakcast import api
@@ -46,6 +50,7 @@ def test_knobs_change_what_the_configuration_says():
         (Asked(text="gpt2", knobs={"micro_batch_size": 0}), SpecError, "micro_batch_size=0"),
         (Asked(text="gpt2", knobs={"shoe_size": 43}), SpecError, "not a knob"),
         (Asked(text=DEEP), SpecError, "layer"),
+        (Asked(text=LONG), SpecError, r"virtual_pipeline_stages=512 is more than this page answers \(256\)"),
         (Asked(text="a: &a [x, x]\nb: &b [*a, *a]\n{"), SpecError, "not valid YAML"),
         (Asked(text="- 1\n- 2"), SpecError, "must hold a mapping"),
         (Asked(text="/etc/passwd"), SpecError, "no files are read here"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero import BUFFERS, Buckets, Partitions, ended_bytes
@@ -17,6 +18,14 @@ class Arrival:
 
     tensor: StoredTensor
     born: int
+
+
+class Slices(NamedTuple):
+    """Parts of a tensor in the partitions of `ranks` ranks in a row, `size` elements in each."""
+
+    first: int
+    size: int
+    ranks: int
 
 
 class Zero12(Partitions):
@@ -44,7 +53,7 @@ class Zero12(Partitions):
         self.round_robin = round_robin
         self._mine: dict[StoredTensor, int] = {}
         """Elements of each tensor that lie in this rank's partition."""
-        self._slices: dict[StoredTensor, list[tuple[int, int]]] = {}
+        self._slices: dict[StoredTensor, list[Slices]] = {}
         """Of each tensor, the ranks that it belongs to, and the elements that each has."""
         self.owners = self._owners_of_tensors()
         self._bucket: list[int] = []
@@ -63,17 +72,23 @@ class Zero12(Partitions):
             for tensor in self._dealt(group):
                 owners[tensor] = range(offset // size, (offset + tensor.numel - 1) // size + 1)
                 ends = offset + tensor.numel
-                self._slices[tensor] = [
-                    (rank, min(ends, (rank + 1) * size) - max(offset, rank * size)) for rank in owners[tensor]
-                ]
-                self._mine[tensor] = dict(self._slices[tensor]).get(self.rank, 0)
+                first, last = owners[tensor][0], owners[tensor][-1]
+                if first == last:
+                    slices = [Slices(first, tensor.numel, 1)]
+                else:
+                    begins = Slices(first, (first + 1) * size - offset, 1)
+                    slices = [begins, Slices(first + 1, size, last - first - 1), Slices(last, ends - last * size, 1)]
+                self._slices[tensor] = slices
+                self._mine[tensor] = max(0, min(ends, (self.rank + 1) * size) - max(offset, self.rank * size))
                 offset = ends
         return owners
 
     def _dealt(self, group: list[StoredTensor]) -> list[StoredTensor]:
         """In the order in which they are cut: with `round_robin_gradients` dealt to the ranks one by one
         (`_round_robin_reorder`)."""
-        return [t for rank in range(self.ranks) for t in group[rank :: self.ranks]] if self.round_robin else group
+        if not self.round_robin:
+            return group
+        return [tensor for rank in range(min(self.ranks, len(group))) for tensor in group[rank :: self.ranks]]
 
     def hold_resident(self, step: Step) -> None:
         frozen = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.trains)
@@ -100,7 +115,7 @@ class Zero12(Partitions):
         """The bucket is reduced, when the operation at `now` has let go of `gone` bytes: in copies where it holds parts of
         several ranks in turn. What lies in this rank's partition is then copied into `grads_in_partition`, which has room
         for all of every tensor that lies in it in part."""
-        parts = [owner for one in self._waiting for owner in self.owners[one.tensor]]
+        owned = any(self.rank in self.owners[one.tensor] for one in self._waiting)
         elements = self._copied()
         copies = elements > 0
         placed = now + 1  # the copy, if any, is gone when gradients are put in their place
@@ -114,7 +129,7 @@ class Zero12(Partitions):
             parts = [elements for one in self._waiting if (elements := self._mine[one.tensor])]
             self.norm_in_backward(step, parts, placed if copies else now, gone=0 if copies else gone)
         self._waiting.clear()
-        if self.rank in parts and not self._reduced and not self.offloads:
+        if owned and not self._reduced and not self.offloads:
             self._reduced = True
             mine = sum(t.numel for t, owners in self.owners.items() if self.rank in owners)
             size = mine * self.element_bytes
@@ -126,17 +141,20 @@ class Zero12(Partitions):
     def _copied(self) -> int:
         """Elements of the largest copy: parts of different ranks are sent together until they make a bucket, and one alone
         is sent from where it is (`average_tensor`, `allreduce_and_scatter`)."""
-        slices: list[tuple[int, int]] = []
-        for rank, size in (part for one in self._waiting for part in self._slices[one.tensor]):
-            if slices and slices[-1][0] == rank:
-                size += slices.pop()[1]
-            slices.append((rank, size))
-        largest, together = 0, list[int]()
-        for index, (_, size) in enumerate(slices):
-            together.append(size)
-            if sum(together) > self.buckets.reduce or index == len(slices) - 1:
-                largest = max(largest, sum(together) if len(together) > 1 else 0)
-                together = []
+        slices: list[Slices] = []
+        for one in (part for arrival in self._waiting for part in self._slices[arrival.tensor]):
+            if slices and slices[-1].ranks == one.ranks == 1 and slices[-1].first == one.first:
+                one = one._replace(size=one.size + slices.pop().size)
+            slices.append(one)
+        largest = together = number = 0
+        left = sum(one.ranks for one in slices)
+        for _, size, count in slices:
+            while count:
+                taken = min(count, (self.buckets.reduce - together) // size + 1)
+                together, number, count, left = together + taken * size, number + taken, count - taken, left - taken
+                if together > self.buckets.reduce or not left:
+                    largest = max(largest, together if number > 1 else 0)
+                    together = number = 0
         return largest
 
     def _reduce_now(self, step: Step) -> None:

@@ -1,0 +1,82 @@
+"""`Batch`: what a micro-batch looks like to the model, and what its lengths must keep to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from peakcast.errors import SpecError
+from peakcast.fields import require_positive, unsaid
+
+MOST_TOKENS = 2**36
+"""Of a micro-batch: far beyond any that was run, and small enough that its bytes can be counted in 64 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a micro-batch of `micro_batch_size` sequences looks like to the model."""
+
+    form: Literal["rows", "masked", "padding_free"] = "rows"
+    """`rows`: as many full rows of `sequence_length`, and attention needs no mask but the causal one. `masked`: rows in
+    which attention must leave something out, padding or the other sequences of a packed row. `padding_free`: all sequences
+    in one row without padding, told apart by their positions (transformers' DataCollatorWithFlattening, trl's
+    padding_free)."""
+    num_tokens: int | None = None
+    """Tokens of a micro-batch that are no padding; null means micro_batch_size × sequence_length, the most there can be."""
+    shortest_sequence: int | None = unsaid(None)
+    """Where lengths change from step to step: tokens of the shortest sequence; `sequence_length` is the longest. null means
+    that every step has the same lengths."""
+    seed: int = unsaid(0)
+    """Which lengths are drawn (`lengths.py`)."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "num_tokens", "shortest_sequence", where="batch.")
+
+
+def check_batch(batch: Batch, micro_batch_size: int, sequence_length: int) -> None:
+    """Refuse a micro-batch that nobody runs, or whose lengths contradict each other.
+
+    Raises: SpecError.
+    """
+    tokens, longest = micro_batch_size * sequence_length, max(micro_batch_size, sequence_length)
+    if tokens > MOST_TOKENS:
+        name = "sequence_length" if longest == sequence_length else "micro_batch_size"
+        raise SpecError(
+            f"{name}={longest} makes micro_batch_size × sequence_length={tokens:,} tokens and must leave them at most "
+            f"{MOST_TOKENS:,}; lower it.",
+            parameter=name,
+            value=longest,
+        )
+    _check_num_tokens(batch, tokens)
+    _check_lengths(batch, sequence_length)
+
+
+def _check_num_tokens(batch: Batch, most: int) -> None:
+    asked = batch.num_tokens
+    if asked is not None and (asked > most or batch.form == "rows"):
+        rule = (
+            f"exceeds micro_batch_size × sequence_length={most}; raise one of them"
+            if asked > most
+            else "needs rows with padding, or none; set batch.form to masked or padding_free"
+        )
+        raise SpecError(f"batch.num_tokens={asked} {rule}.", parameter="batch.num_tokens", value=asked)
+
+
+def _check_lengths(batch: Batch, sequence_length: int) -> None:
+    shortest = batch.shortest_sequence
+    if shortest is None and batch.seed:
+        raise SpecError(
+            f"batch.seed={batch.seed} draws the lengths that batch.shortest_sequence asks for; give it or leave the "
+            "seed out.",
+            parameter="batch.seed",
+            value=batch.seed,
+        )
+    if shortest is not None and (shortest > sequence_length or batch.num_tokens is not None):
+        rule = (
+            f"exceeds sequence_length={sequence_length}, the longest; lower it"
+            if shortest > sequence_length
+            else f"draws how many tokens a step has, and batch.num_tokens={batch.num_tokens} fixes it; leave one out"
+        )
+        raise SpecError(
+            f"batch.shortest_sequence={shortest} {rule}.", parameter="batch.shortest_sequence", value=shortest
+        )
