@@ -39,12 +39,9 @@ def _is_split(layout: Parallelism) -> bool:
 
 
 def _is_split_otherwise(layout: Parallelism) -> bool:
-    """By sequences under FSDP1, by tensors beside data parallelism that is not FSDP2's, or by stages beside FSDP1."""
-    beside = layout.num_replicas > 1 and layout.sharding not in ("fsdp2", "hsdp")
-    in_stages = layout.sharding == "none" and layout.tensor_parallel_size == 1
-    ring = layout.context_parallel_size > 1
-    in_ring = ring and layout.sharding not in ("none", "fsdp2", "hsdp")
-    return in_ring or (_is_split(layout) and beside and not in_stages)
+    """By sequences, tensors or stages beside data parallelism that is neither DDP's nor FSDP2's."""
+    split = _is_split(layout) or layout.context_parallel_size > 1
+    return split and layout.num_replicas > 1 and layout.sharding not in ("none", "fsdp2", "hsdp")
 
 
 def _divides_experts(job: TrainingJob) -> bool:
@@ -150,8 +147,8 @@ SINGLE_GPU: dict[str, Rule] = {
     "parallelism": (
         lambda j: j.parallelism.zero_stage > 0 or _is_split_otherwise(j.parallelism) or _divides_experts(j),
         lambda j: f"{j.parallelism.world_size} ranks (zero_stage {j.parallelism.zero_stage})",
-        "one GPU, data parallelism with DDP or FSDP, or tensor, context and pipeline parallelism alone or with FSDP2, "
-        "stages also with DDP (ZeRO: framework deepspeed)",
+        "one GPU, data parallelism with DDP or FSDP, or tensor, context and pipeline parallelism alone or with DDP or "
+        "FSDP2 (ZeRO: framework deepspeed)",
     ),
 }
 """parameter -> (whether the job asks for what is not done, the value to show, what is done)."""

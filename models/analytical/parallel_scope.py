@@ -97,8 +97,13 @@ def _tensor_reason(job: TrainingJob) -> str:
             "to the Trainer; adamw can.",
         ),
         (
-            layout.num_replicas > 1 and layout.sharding not in ("fsdp2", "hsdp"),
-            f"tensor parallelism with sharding={layout.sharding!r} is not modelled; with fsdp2 and hsdp it is.",
+            layout.num_replicas > 1 and layout.sharding not in ("none", "fsdp2", "hsdp"),
+            f"tensor parallelism with sharding={layout.sharding!r} is not modelled; with none (DDP), fsdp2 and hsdp it is.",
+        ),
+        (
+            layout.num_replicas > 1 and layout.sharding == "none" and architecture.tie_word_embeddings,
+            f"{architecture.name!r} shares its token table with the head, of which DDP over tensor parallelism makes plain "
+            "tensors at one end only: torch 2.13 fails; use fsdp2.",
         ),
         (job.loss.fused_linear_cross_entropy, "a fused loss under tensor parallelism is not modelled."),
         (job.attention == "flex", "flex attention under tensor parallelism is not modelled."),

@@ -115,6 +115,23 @@ def test_sequence_parallelism_divides_what_layers_keep_of_the_stream():
     assert kept({"sequence_parallel": True}) == ROWS * WIDTH * FP32
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_under_ddp_all_gradients_meet_at_the_end_of_backward(views):
+    """What makes DTensors of the parameters runs first in forward, so last in backward: when the table's gradient is there
+    for all of its rows, so are the gradients of everything else, and the buckets for all of them."""
+    options = FrozenMapping({"ddp_gradient_as_bucket_view": views})
+    step = ledger(job(4, layout={"data_parallel_size": 2}, framework_options=options), step="first")
+    (at,) = [instant for instant, label in enumerate(step.labels) if label == "embed_tokens"][1:]
+    alive = step.alive_at(at)
+    part = VOCABULARY * WIDTH // 4
+    made = int(step.num_bytes[alive & (step.categories == Category.GRADIENTS)].sum())
+    assert made == (matrices(4) + NORMS + part) * BF16
+    buckets = int(step.num_bytes[alive & (step.categories == Category.COMMUNICATION_BUFFERS)].sum())
+    assert buckets == (matrices(4) + NORMS + 2 * part) * BF16
+    table = [name == "embed_tokens.temporary" for name in step.names]
+    assert int(step.num_bytes[alive & table].sum()) == VOCABULARY * WIDTH * BF16
+
+
 def test_the_trainer_steps_parameter_by_parameter_over_a_mixture_of_tensors():
     assert optimizer_rule(job(2, "huggingface")) == optimizer_rule(
         job(1, "huggingface", optimizer=replace(job().optimizer, implementation="loop"))
@@ -133,7 +150,8 @@ def test_more_ranks_never_raise_a_phase():
     [
         ({"framework": "huggingface", "layout": {"data_parallel_size": 2, "sharding": "fsdp2"}}, "ReplicateParallel"),
         ({"framework": "huggingface", "layout": {"sequence_parallel": True}}, "sequence_parallel"),
-        ({"layout": {"data_parallel_size": 2}}, "sharding='none'"),
+        ({"layout": {"data_parallel_size": 2, "sharding": "fsdp1"}}, "sharding='fsdp1'"),
+        ({"layout": {"data_parallel_size": 2}, "tied": True}, "shares its token table"),
         ({"finetuning": Finetuning(method="lora", rank=8)}, "finetuning.method='lora'"),
         ({"family": "phi", "normalization": "layernorm"}, "'phi' under framework='torch'"),
         ({"normalization": "layernorm", "framework": "huggingface", "family": "bloom"}, "tensor parallelism of 'bloom'"),
