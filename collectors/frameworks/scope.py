@@ -38,6 +38,10 @@ def _is_split(layout: Parallelism) -> bool:
     return layout.tensor_parallel_size * layout.pipeline_parallel_size > 1
 
 
+def _has_ddp(layout: Parallelism) -> bool:
+    return layout.num_replicas > 1 and layout.sharding == "none"
+
+
 def _is_split_otherwise(layout: Parallelism) -> bool:
     """By sequences, tensors or stages beside data parallelism that is neither DDP's nor FSDP2's."""
     split = _is_split(layout) or layout.context_parallel_size > 1
@@ -125,9 +129,9 @@ SINGLE_GPU: dict[str, Rule] = {
         "without them: they say how other stacks do it, and change nothing here",
     ),
     "finetuning.method": (
-        lambda j: j.finetuning.method != "full" and j.parallelism.tensor_parallel_size > 1 and j.framework != "huggingface",
+        lambda j: j.finetuning.method != "full" and _is_split(j.parallelism) and _has_ddp(j.parallelism),
         lambda j: j.finetuning.method,
-        "adapters under tensor parallelism with framework: huggingface, whose plan peft follows",
+        "adapters under tensor parallelism alone or with fsdp2: over it DDP makes every frozen weight trainable",
     ),
     "finetuning.quantization": (
         lambda j: j.finetuning.quantization == "gptq" or (bool(j.finetuning.quantization) and j.parallelism.world_size > 1),
@@ -172,8 +176,7 @@ PIPELINE: dict[str, Rule] = {
     ),
     "parallelism.pipeline_schedule": (
         lambda j: (
-            j.parallelism.num_replicas > 1
-            and j.parallelism.sharding == "none"
+            _has_ddp(j.parallelism)
             and j.parallelism.pipeline_schedule in ("zero_bubble", "zero_bubble_v", "dualpipe_v")
         ),
         lambda j: j.parallelism.pipeline_schedule,
