@@ -46,11 +46,12 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
         model = in_float8(model)
     _with_liger_kernels(model, job)
     model.train()
+    layouts.split(model, job)  # first, as from_pretrained and torchtitan do: hooks on the embedding see what all ranks have
     if job.activation_checkpointing.mode != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_arguments(job), **every_n_layers(job))
-    layouts.split(model, job)
     if job.finetuning.method != "full":
         model = with_adapters(model, job)
+        layouts.split_adapted(model, job)
     if job.framework_options.get("neftune"):
         embeddings = causal_model(model).get_input_embeddings()  # as transformers' activate_neftune does
         embeddings.neftune_noise_alpha = NEFTUNE_NOISE_ALPHA

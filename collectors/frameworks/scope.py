@@ -38,13 +38,14 @@ def _is_split(layout: Parallelism) -> bool:
     return layout.tensor_parallel_size * layout.pipeline_parallel_size > 1
 
 
+def _has_ddp(layout: Parallelism) -> bool:
+    return layout.num_replicas > 1 and layout.sharding == "none"
+
+
 def _is_split_otherwise(layout: Parallelism) -> bool:
-    """By sequences under FSDP1, by tensors beside data parallelism that is not FSDP2's, or by stages beside FSDP1."""
-    beside = layout.num_replicas > 1 and layout.sharding not in ("fsdp2", "hsdp")
-    in_stages = layout.sharding == "none" and layout.tensor_parallel_size == 1
-    ring = layout.context_parallel_size > 1
-    in_ring = ring and layout.sharding not in ("none", "fsdp2", "hsdp")
-    return in_ring or (_is_split(layout) and beside and not in_stages)
+    """By sequences, tensors or stages beside data parallelism that is neither DDP's nor FSDP2's."""
+    split = _is_split(layout) or layout.context_parallel_size > 1
+    return split and layout.num_replicas > 1 and layout.sharding not in ("none", "fsdp2", "hsdp")
 
 
 def _divides_experts(job: TrainingJob) -> bool:
@@ -128,9 +129,9 @@ SINGLE_GPU: dict[str, Rule] = {
         "without them: they say how other stacks do it, and change nothing here",
     ),
     "finetuning.method": (
-        lambda j: j.finetuning.method != "full" and j.parallelism.tensor_parallel_size > 1 and j.framework != "huggingface",
+        lambda j: j.finetuning.method != "full" and _is_split(j.parallelism) and _has_ddp(j.parallelism),
         lambda j: j.finetuning.method,
-        "adapters under tensor parallelism with framework: huggingface, whose plan peft follows",
+        "adapters under tensor parallelism alone or with fsdp2: over it DDP makes every frozen weight trainable",
     ),
     "finetuning.quantization": (
         lambda j: j.finetuning.quantization == "gptq" or (bool(j.finetuning.quantization) and j.parallelism.world_size > 1),
@@ -150,8 +151,8 @@ SINGLE_GPU: dict[str, Rule] = {
     "parallelism": (
         lambda j: j.parallelism.zero_stage > 0 or _is_split_otherwise(j.parallelism) or _divides_experts(j),
         lambda j: f"{j.parallelism.world_size} ranks (zero_stage {j.parallelism.zero_stage})",
-        "one GPU, data parallelism with DDP or FSDP, or tensor, context and pipeline parallelism alone or with FSDP2, "
-        "stages also with DDP (ZeRO: framework deepspeed)",
+        "one GPU, data parallelism with DDP or FSDP, or tensor, context and pipeline parallelism alone or with DDP or "
+        "FSDP2 (ZeRO: framework deepspeed)",
     ),
 }
 """parameter -> (whether the job asks for what is not done, the value to show, what is done)."""
@@ -175,8 +176,7 @@ PIPELINE: dict[str, Rule] = {
     ),
     "parallelism.pipeline_schedule": (
         lambda j: (
-            j.parallelism.num_replicas > 1
-            and j.parallelism.sharding == "none"
+            _has_ddp(j.parallelism)
             and j.parallelism.pipeline_schedule in ("zero_bubble", "zero_bubble_v", "dualpipe_v")
         ),
         lambda j: j.parallelism.pipeline_schedule,

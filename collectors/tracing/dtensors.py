@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _dispatch
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -23,6 +24,7 @@ def install() -> None:
         (DeviceMesh, "_flatten"),
     ):
         setattr(owner, name, _unseen(getattr(owner, name)))
+    _dispatch.is_rng_supported_mesh = lambda mesh: False  # dropout would read and set the state of a GPU's generator
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:

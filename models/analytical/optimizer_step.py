@@ -51,6 +51,8 @@ def _clip(timeline: Step, job: TrainingJob, trained: Sequence[TrainedTensor]) ->
     clip = timeline.moment("clip_grad_norm_", Phase.GRADIENT_CLIPPING)
     norms = ((f"{tensor.name}.norm", tensor.module, SCALAR_BYTES) for tensor in trained)
     timeline.hold_all(norms, Category.TEMPORARIES, clip, clip + 1)
+    summed = ((f"{tensor.name}.grad.sum", tensor.module, tensor.num_bytes) for tensor in trained if tensor.sums_gradient)
+    timeline.hold_all(summed, Category.TEMPORARIES, clip, clip + 1)
     if conventions(job).get("autocast") and job.precision.compute == "float16":
         for name in ("grad_scaler.scale", "grad_scaler.growth_tracker"):
             timeline.hold(name, Category.OTHER, SCALAR_BYTES, 0)

@@ -60,9 +60,8 @@ def _tensor_reason(job: TrainingJob) -> str:
         ),
         (job.task != "train", "tensor parallelism is modelled in training only."),
         (
-            job.finetuning.method != "full" and not library,
-            f"finetuning.method={job.finetuning.method!r} under tensor parallelism is modelled where peft splits adapters, "
-            f"with framework='huggingface'; with {job.framework!r} all weights train.",
+            bool(left := _adapters_left_out(job)),
+            f"finetuning.method={job.finetuning.method!r} under torch's tensor parallelism is compared with traces {left}",
         ),
         (
             bool(job.finetuning.quantization),
@@ -97,13 +96,35 @@ def _tensor_reason(job: TrainingJob) -> str:
             "to the Trainer; adamw can.",
         ),
         (
-            layout.num_replicas > 1 and layout.sharding not in ("fsdp2", "hsdp"),
-            f"tensor parallelism with sharding={layout.sharding!r} is not modelled; with fsdp2 and hsdp it is.",
+            layout.num_replicas > 1 and layout.sharding not in ("none", "fsdp2", "hsdp"),
+            f"tensor parallelism with sharding={layout.sharding!r} is not modelled; with none (DDP), fsdp2 and hsdp it is.",
+        ),
+        (
+            layout.num_replicas > 1 and layout.sharding == "none" and architecture.tie_word_embeddings,
+            f"{architecture.name!r} shares its token table with the head, of which DDP over tensor parallelism makes plain "
+            "tensors at one end only: torch 2.13 fails; use fsdp2.",
         ),
         (job.loss.fused_linear_cross_entropy, "a fused loss under tensor parallelism is not modelled."),
         (job.attention == "flex", "flex attention under tensor parallelism is not modelled."),
         (job.precision.compute == "float8", "float8 under tensor parallelism is not modelled."),
         (job.offload.activations, "offloaded activations under tensor parallelism are not modelled."),
+    ]
+    return next((sentence for fails, sentence in checks if fails), "")
+
+
+def _adapters_left_out(job: TrainingJob) -> str:
+    """What of adapters that torch's plan splits no trace has confirmed, as the end of a sentence; "" for nothing."""
+    if job.finetuning.method == "full" or job.framework != "torch":
+        return ""
+    layout = job.parallelism
+    checks = [
+        (layout.context_parallel_size > 1, "without context parallelism only."),
+        (
+            layout.num_replicas > 1 and layout.sharding == "none",
+            "alone and under fsdp2 and hsdp only: DDP would make every frozen weight trainable.",
+        ),
+        (job.optimizer.name != "adamw", f"with AdamW only, not optimizer.name={job.optimizer.name!r}."),
+        (job.activation_checkpointing.use_reentrant, "without reentrant checkpointing only."),
     ]
     return next((sentence for fails, sentence in checks if fails), "")
 

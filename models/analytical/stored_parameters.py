@@ -62,8 +62,13 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
         name = tensor.name.removesuffix(".weight")
         if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):
             out_features, in_features = group.shape(tensor)
+            sums = group.sequence and tensor.tensor_parallel_dim == 1 and job.parallelism.num_replicas == 1
             stored.append(StoredTensor(f"{name}.lora_A", module, (rank, in_features), width, mixed, trains=True))
-            stored.append(StoredTensor(f"{name}.lora_B", module, (out_features, rank), width, mixed, trains=True))
+            stored.append(
+                StoredTensor(
+                    f"{name}.lora_B", module, (out_features, rank), width, mixed, trains=True, sums_gradient=sums
+                )
+            )
         elif name == "score":  # of a classifier peft trains a copy of the head itself (`modules_to_save`)
             stored.append(StoredTensor(f"{name}.copy", module, tensor.shape, size, used, trains=True))
     return tuple(stored)

@@ -24,12 +24,13 @@ SCHEDULES = {
     "dualpipe_v": "ScheduleDualPipeV",
 }
 PIPELINES = {
-    "gpipe_with_ddp": {
+    "gpipe_with_ddp_and_split": {
         "pipeline_parallel_size": 2,
         "pipeline_schedule": "gpipe",
         "pipeline_layers": [2, 3],
         "data_parallel_size": 2,
         "sharding": "none",
+        **SPLIT,
     },
     "1f1b_checkpointed": {"pipeline_parallel_size": 2, "pipeline_layers": [3, 2]},
     "interleaved": {

@@ -26,7 +26,7 @@ REFUSED = {
     "finetuning.method": {
         "framework": "torch",
         "finetuning": {"method": "lora", "rank": 8},
-        "parallelism": {"tensor_parallel_size": 2},
+        "parallelism": {"tensor_parallel_size": 2, "data_parallel_size": 2},
     },
     "parallelism.context_parallel_size": {"parallelism": {"context_parallel_size": 2}, "attention": "eager"},
     "parallelism": {"parallelism": {"data_parallel_size": 8, "zero_stage": 2}},
@@ -65,7 +65,7 @@ def job(**changes):
     [
         {"context_parallel_size": 2, "sharding": "fsdp1"},
         {"context_parallel_size": 2, "pipeline_parallel_size": 2, "sharding": "fsdp1"},
-        {"tensor_parallel_size": 2, "data_parallel_size": 2},
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "sharding": "fsdp1"},
         {"data_parallel_size": 2, "zero_stage": 1},
     ],
 )

@@ -76,6 +76,14 @@ def split(model: Any, job: TrainingJob) -> None:
         tensor.shard(model, job, mesh(job)["tp"])
 
 
+def split_adapted(model: Any, job: TrainingJob) -> None:
+    """The same of what has got adapters since."""
+    if job.parallelism.tensor_parallel_size > 1:
+        from peakcast.collectors.frameworks.layouts import tensor
+
+        tensor.shard_adapted(model, job, mesh(job)["tp"])
+
+
 def mesh(job: TrainingJob) -> Any:
     """The device mesh over the job's ranks: an axis for each degree above 1, stages outermost, tensor parallelism
     innermost (torchtitan `distributed/parallel_dims.py`) and called as peft wants it."""

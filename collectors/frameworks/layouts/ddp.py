@@ -30,13 +30,16 @@ class DataParallel(Alone):
 
 def wrap(model: Any, job: TrainingJob) -> DataParallel:
     """`model` with a reducer whose all-reduce does nothing."""
-    chosen, staged = conventions(job), job.parallelism.pipeline_parallel_size > 1
+    chosen, split = conventions(job), job.parallelism.tensor_parallel_size > 1
+    staged = job.parallelism.pipeline_parallel_size > 1
     wrapped = DistributedDataParallel(
         model,
         gradient_as_bucket_view=bool(chosen["ddp_gradient_as_bucket_view"]),
         bucket_cap_mb=chosen["ddp_bucket_cap_mib"],
         find_unused_parameters=finds_unused_parameters(job),
-        process_group=layouts.data_mesh(job).get_group() if staged else None,
+        # of a mesh of several dimensions DDP takes parameters' local parts and puts DTensors in their places in forward
+        device_mesh=layouts.data_mesh(job) if split else None,
+        process_group=layouts.data_mesh(job).get_group() if staged and not split else None,
     )
     if gang.launched():
         return _layout(wrapped, synchronizes=not chosen["accumulates_without_sync"])

@@ -20,6 +20,9 @@ from peakcast.collectors.frameworks.layouts.alone import Alone
 from peakcast.conventions import conventions
 from peakcast.spec import TrainingJob
 
+MATRIX = "_proj"
+"""How the names of a layer's matrices end."""
+
 
 class TrainersTensorParallel(Alone):
     """Some parameters are DTensors and some are not: torch's clipping takes one kind only."""
@@ -37,7 +40,9 @@ class Replicated(ParallelStyle):  # type: ignore[misc]
 
     def _apply(self, module: Any, device_mesh: Any) -> Any:
         def enter(_: Any, arguments: Any, mesh: Any) -> Any:
-            return (DTensor.from_local(arguments[0], mesh, (Replicate(),), run_check=False), *arguments[1:])
+            x, *others = arguments
+            whole = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+            return (whole, *others)
 
         return distribute_module(module, device_mesh, None, enter, lambda _, output, mesh: output.to_local())
 
@@ -50,11 +55,39 @@ def shard(model: Any, job: TrainingJob, mesh: Any) -> None:
         model.maybe_distribute_model(model, DistributedConfig(tp_size=job.parallelism.tensor_parallel_size), mesh)
     else:
         parallelize_module(model, mesh, _ends(job, model), src_data_rank=None)
+        adapts = job.finetuning.method != "full"
         for layer in model.model.layers:
-            parallelize_module(layer, mesh, _layer(job, layer), src_data_rank=None)
+            plan = _layer(job, layer)
+            now = {name: style for name, style in plan.items() if not (adapts and name.endswith(MATRIX))}
+            parallelize_module(layer, mesh, now, src_data_rank=None)
     model.tie_weights()
+    _part_from_whole(model)
+
+
+def shard_adapted(model: Any, job: TrainingJob, mesh: Any) -> None:
+    """Split the matrices of `model`'s layers, which have adapters: where one is split by its outputs lora_B is split so,
+    where by its inputs lora_A (as torchtitan 0.3 has it, components/lora.py). peft does so itself by transformers' plan."""
+    if job.framework == "huggingface":
+        return
+    rest = SequenceParallel(use_local_output=True) if job.parallelism.sequence_parallel else Replicated()
+    for layer in model.get_base_model().model.layers:
+        plan: dict[str, Any] = {}
+        for name, style in _layer(job, layer).items():
+            if not name.endswith(MATRIX):
+                continue
+            if not hasattr(layer.get_submodule(name), "base_layer"):
+                plan[name] = style
+                continue
+            inner, outer = (Replicated(), style) if isinstance(style, ColwiseParallel) else (style, rest)
+            plan |= {f"{name}.base_layer": style, f"{name}.lora_A.default": inner, f"{name}.lora_B.default": outer}
+        parallelize_module(layer, mesh, plan, src_data_rank=None)
+    _part_from_whole(model)
+
+
+def _part_from_whole(model: Any) -> None:
+    """A part is a view of the whole tensor, which no real rank ever holds: make it a tensor of its own."""
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor):  # a part is a view of the whole tensor, which no real rank ever holds
+        if isinstance(parameter, DTensor):
             parameter._local_tensor = parameter._local_tensor.detach().clone()
 
 

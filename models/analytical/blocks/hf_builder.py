@@ -230,7 +230,8 @@ class BlockBuilder:
         x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
         outer, inner = split if split == "rows" else "", split if split == "columns" else ""
         y = self._split_linear(x, in_features, rank, f"{name}.lora_A", False, True, wide, outer)
-        y = self._split_linear(y, rank, out_features, f"{name}.lora_B", False, True, wide, inner)
+        summed = self.for_rows(context.stream_rows, self.num_matrices) if outer else self
+        y = summed._split_linear(y, rank, out_features, f"{name}.lora_B", False, True, wide, inner)
         y = ops.scale(tape, y, f"{name}.lora.scaling")
         result = ops.add(tape, result, y, f"{name}.lora.add")
         for variable in variables:  # of the adapter's forward

@@ -31,8 +31,8 @@ class TensorParallel:
     table: bool = False
     """The token table is split by rows (it is always so where the lm_head shares it)."""
     table_reduced: bool = False
-    """FSDP takes this rank's rows out of the table's gradient, which every rank makes for all rows, as soon as it is there;
-    without it, each operation of the optimizer does, and the whole gradient waits for it."""
+    """FSDP or DDP takes this rank's rows out of the table's gradient, which every rank makes for all rows, as soon as it is
+    there; without them, each operation of the optimizer does, and the whole gradient waits for it."""
     loss: bool = False
     """The loss is computed over logits that stay split by vocabulary."""
     whole_parts: frozenset[str] = frozenset()
@@ -81,7 +81,7 @@ def tensor_parallel(job: TrainingJob) -> TensorParallel:
         ranks=layout.tensor_parallel_size,
         sequence=layout.sequence_parallel,
         table=job.framework == "torch" or job.architecture.tie_word_embeddings,
-        table_reduced=layout.num_replicas > 1 and layout.pipeline_parallel_size == 1,
+        table_reduced=layout.num_replicas > 1 and (layout.pipeline_parallel_size == 1 or layout.sharding == "none"),
         loss=bool(conventions(job).get("loss_parallel")),
         whole_parts=traits(job.architecture).whole_parts if job.framework == "huggingface" else frozenset(),
     )

@@ -77,6 +77,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
         bucket_bytes=int(chosen["ddp_bucket_cap_mib"]) * MIB,
         views=bool(chosen["ddp_gradient_as_bucket_view"]),
         waits=waits,
+        split=parallelism.tensor_parallel_size > 1,
         logits_bytes=logits_bytes if finds_unused else 0,
     )
 

@@ -33,6 +33,8 @@ class StoredTensor:
     """How many times as large its gradient is until it is reduced: that of a split table is whole on every rank."""
     parts_in_optimizer: int = 1
     """The same when the optimizer takes it: nothing has reduced it."""
+    sums_gradient: bool = False
+    """Whether its gradient is then a part of the sum over tensor-parallel ranks."""
     expert_ranks: int = 1
     """Ranks that have other experts: data parallelism is over as many fewer."""
     sharded: bool = True
@@ -55,7 +57,8 @@ class StoredTensor:
 
     def optimized(self, shape: tuple[int, ...]) -> TrainedTensor:
         """The part of `shape` of it, as the optimizer sees it."""
-        return TrainedTensor(self.name, self.module, shape, self.element_bytes, self.decays, self.parts_in_optimizer)
+        parts, sums = self.parts_in_optimizer, self.sums_gradient
+        return TrainedTensor(self.name, self.module, shape, self.element_bytes, self.decays, parts, sums)
 
 
 class Layout(Hooks):

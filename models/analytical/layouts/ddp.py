@@ -1,7 +1,7 @@
 """DistributedDataParallel: every rank holds everything, and the reducer's buckets are a second set of gradients.
 
 Source: torch 2.13 `csrc/distributed/c10d/reducer.cpp` (`initialize_buckets`, `compute_bucket_assignment_by_size`) and
-`nn/parallel/distributed.py`.
+`nn/parallel/distributed.py`; over tensor parallelism `distributed/tensor/parallel/ddp.py`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,30 @@ FIRST_BUCKET_BYTES = MIB
 
 class DDP(Layout):
     """`bucket_bytes`: the size from which a bucket is full. `views`: `gradient_as_bucket_view`, gradients are parts of the
-    buckets once they have been reduced."""
+    buckets once they have been reduced. `split`: parameters are local parts of tensor-parallel ones."""
 
     def __init__(
-        self, tensors: Sequence[StoredTensor], *, bucket_bytes: int, views: bool, waits: bool = False, logits_bytes: int = 0
+        self,
+        tensors: Sequence[StoredTensor],
+        *,
+        bucket_bytes: int,
+        views: bool,
+        waits: bool = False,
+        split: bool = False,
+        logits_bytes: int = 0,
     ) -> None:
         super().__init__(tensors)
         self.bucket_bytes = bucket_bytes
         self.views = views
         self.waits = waits
+        self.split = split
         self.logits_bytes = logits_bytes
         """Bytes of the model's outputs where they are cloned: `_DDPSink`, with `find_unused_parameters`."""
         self._waiting: dict[str, list[Run]] = {}
         """By module, backward runs whose gradients have not been reduced."""
+        self._late: list[Run] = []
+        """Backward runs whose gradients have not come to the parameters: what turns these into DTensors runs before the
+        forward, so its backward comes after everything else (`_reconstruct_dtensor`)."""
         self._last = True
 
     def hold_resident(self, step: Step) -> None:
@@ -58,15 +69,34 @@ class DDP(Layout):
             step.free(outputs)
 
     def after_backward(self, step: Step, run: Run) -> None:
-        if not self.views:
+        if self.split:
+            self._late.append(run)
+        elif self.views:
+            self._take(run, step.now)
+
+    def end_backward(self, step: Step) -> None:
+        if not self._late:
             return
-        if self.waits and not self._last:  # not reduced, so not in the bucket
+        last = self._late[-1]
+        begins = (last.backward_start or 0) + last.template.num_backward - 1  # this rank's rows of the table's gradient
+        table = last.module == "embedding"
+        arrive = begins if table else step.now - 1
+        for run in self._late:
+            if self.views:
+                self._take(run, arrive)
+            if not run.keeps_gradients and not (table and run is last):
+                run.gradients_die = arrive
+        self._late.clear()
+
+    def _take(self, run: Run, now: int) -> None:
+        """With `views`: each gradient is copied into its bucket when it comes, unless it is not reduced yet."""
+        if self.waits and not self._last:
             if run.keeps_gradients:  # else added in place to what is there
                 self._waiting.setdefault(run.module, []).append(run)
             return
         for earlier in self._waiting.pop(run.module, []):
-            earlier.gradients_die = step.now
-        run.keeps_gradients = False  # each gradient is copied into its bucket as soon as it is there
+            earlier.gradients_die = now
+        run.keeps_gradients = False
 
 
 def bucket_sizes(sizes: Iterable[int], bucket_bytes: int, first_bytes: int = FIRST_BUCKET_BYTES) -> list[int]:

@@ -28,9 +28,9 @@ def _fused_states(*names: str) -> States:
 
 def _take_gradients(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
     """One operation takes the gradients of `group`. Of one that is whole where its parameter is split, DTensor copies this
-    rank's part first (torch 2.13 distributed/tensor/_dispatch.py `redistribute_local_args`); rules whose peak is at another
-    operation leave that out."""
-    if parts := [tensor.num_bytes for tensor in group if tensor.gradient_parts > 1]:
+    rank's part first, and it adds up one that every rank has a part of the sum of (torch 2.13
+    distributed/tensor/_dispatch.py `redistribute_local_args`); rules whose peak is at another operation leave that out."""
+    if parts := [tensor.num_bytes for tensor in group if tensor.copies_gradient]:
         run.let("gradient.part", *parts)
         run.free("gradient.part")
 
@@ -51,12 +51,15 @@ def _loop_sgd(run: Locals, group: Sequence[TrainedTensor], options: Options) -> 
     """_single_tensor_sgd: tensor by tensor, at the first step with the buffer's making."""
     for tensor in group:
         run.make_states()
-        run.let("gradient.part", *([tensor.num_bytes] if tensor.gradient_parts > 1 else []))
+        run.let("gradient.part", *([tensor.num_bytes] if tensor.copies_gradient else []))
         run.free("gradient.part")
 
 
 def _foreach_root(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """_multi_tensor_adam: exp_avg_sq_sqrt = torch._foreach_sqrt(exp_avg_sqs), a copy of the group until it returns."""
+    """_multi_tensor_adam: torch._foreach_addcmul_(exp_avg_sqs, grads, grads) takes gradients twice; exp_avg_sq_sqrt =
+    torch._foreach_sqrt(exp_avg_sqs), a copy of the group until it returns."""
+    if summed := [tensor for tensor in group if tensor.sums_gradient]:
+        _take_gradients(run, [*summed, *summed], options)
     run.let("exp_avg_sq_sqrt", *(tensor.num_bytes for tensor in group))
 
 

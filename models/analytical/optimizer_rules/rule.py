@@ -18,7 +18,8 @@ Sized = tuple[str, int]
 @dataclass(frozen=True, slots=True)
 class TrainedTensor:
     """One tensor that the optimizer updates. `decays`: in the weight-decay group of Hugging Face's two groups.
-    `gradient_parts`: how many times as large its gradient is; each operation that takes it copies this rank's part out."""
+    `gradient_parts`: how many times as large its gradient is; each operation that takes it copies this rank's part out.
+    `sums_gradient`: each such operation adds up what the ranks have, which is a copy too."""
 
     name: str
     module: str
@@ -26,6 +27,12 @@ class TrainedTensor:
     element_bytes: int
     decays: bool = True
     gradient_parts: int = 1
+    sums_gradient: bool = False
+
+    @property
+    def copies_gradient(self) -> bool:
+        """Whether an operation that takes the gradient makes a tensor of this one's size of it."""
+        return self.gradient_parts > 1 or self.sums_gradient
 
     @property
     def numel(self) -> int:

@@ -87,6 +87,21 @@ def test_of_an_adapter_the_matrix_is_split_that_meets_the_split_side():
     assert parameters(ledger(tuned)) == parameters(ledger(job(ranks, "huggingface"))) + adapters
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_under_torchs_plan_adapters_are_split_the_same_and_a_row_splits_sum_waits_for_whoever_takes_it(sequence):
+    """The same bytes as peft's; where ranks share the sequence, lora_B of a matrix that is split by its inputs sees a part,
+    and clipping adds its gradients up into copies: two in each of four layers."""
+    rank, ranks = 64, 4
+    adapters = Finetuning(method="lora", rank=rank, targets=("all-linear",))
+    tuned = job(ranks, finetuning=adapters, layout={"sequence_parallel": sequence})
+    assert out_of_scope(tuned) == ""
+    steady, table = ledger(tuned), VOCABULARY * WIDTH * (ranks - 1) // ranks
+    assert parameters(steady) == parameters(ledger(job(ranks, "huggingface", finetuning=adapters))) - table * BF16
+    clipped = steady.alive_at(steady.labels.index("clip_grad_norm_"))
+    summed = [name.endswith(".grad.sum") for name in steady.names]
+    assert int(steady.num_bytes[clipped & summed].sum()) == sequence * 4 * 2 * WIDTH * rank * FP32
+
+
 @pytest.mark.parametrize(("family", "whole"), [("llama", 1), ("phi3", 2)])
 def test_a_part_that_gathers_its_columns_keeps_its_queries_whole(family, whole):
     """Two ranks: half of the queries each, or all."""
@@ -115,6 +130,23 @@ def test_sequence_parallelism_divides_what_layers_keep_of_the_stream():
     assert kept({"sequence_parallel": True}) == ROWS * WIDTH * FP32
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_under_ddp_all_gradients_meet_at_the_end_of_backward(views):
+    """What makes DTensors of the parameters runs first in forward, so last in backward: when the table's gradient is there
+    for all of its rows, so are the gradients of everything else, and the buckets for all of them."""
+    options = FrozenMapping({"ddp_gradient_as_bucket_view": views})
+    step = ledger(job(4, layout={"data_parallel_size": 2}, framework_options=options), step="first")
+    (at,) = [instant for instant, label in enumerate(step.labels) if label == "embed_tokens"][1:]
+    alive = step.alive_at(at)
+    part = VOCABULARY * WIDTH // 4
+    made = int(step.num_bytes[alive & (step.categories == Category.GRADIENTS)].sum())
+    assert made == (matrices(4) + NORMS + part) * BF16
+    buckets = int(step.num_bytes[alive & (step.categories == Category.COMMUNICATION_BUFFERS)].sum())
+    assert buckets == (matrices(4) + NORMS + 2 * part) * BF16
+    table = [name == "embed_tokens.temporary" for name in step.names]
+    assert int(step.num_bytes[alive & table].sum()) == VOCABULARY * WIDTH * BF16
+
+
 def test_the_trainer_steps_parameter_by_parameter_over_a_mixture_of_tensors():
     assert optimizer_rule(job(2, "huggingface")) == optimizer_rule(
         job(1, "huggingface", optimizer=replace(job().optimizer, implementation="loop"))
@@ -133,8 +165,12 @@ def test_more_ranks_never_raise_a_phase():
     [
         ({"framework": "huggingface", "layout": {"data_parallel_size": 2, "sharding": "fsdp2"}}, "ReplicateParallel"),
         ({"framework": "huggingface", "layout": {"sequence_parallel": True}}, "sequence_parallel"),
-        ({"layout": {"data_parallel_size": 2}}, "sharding='none'"),
-        ({"finetuning": Finetuning(method="lora", rank=8)}, "finetuning.method='lora'"),
+        ({"layout": {"data_parallel_size": 2, "sharding": "fsdp1"}}, "sharding='fsdp1'"),
+        ({"layout": {"data_parallel_size": 2}, "tied": True}, "shares its token table"),
+        (
+            {"finetuning": Finetuning(method="lora", rank=8), "layout": {"data_parallel_size": 2}},
+            "DDP would make every frozen weight trainable",
+        ),
         ({"family": "phi", "normalization": "layernorm"}, "'phi' under framework='torch'"),
         ({"normalization": "layernorm", "framework": "huggingface", "family": "bloom"}, "tensor parallelism of 'bloom'"),
         ({"framework": "huggingface", "family": "olmo2", "finetuning": Finetuning(method="lora", rank=8)}, "self_attn"),
