@@ -6,8 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from peakcast.fields import HashedOnce
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.pipeline import Turn
 from peakcast.models.analytical.step import Hooks, Run, Step
@@ -15,12 +17,14 @@ from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category, Phase
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+@dataclass(frozen=True)
+class StoredTensor(HashedOnce):
     """A tensor of the network as it is stored, unsharded. `shape[0]` counts its rows (dimension 0).
 
     `gathered_bytes`: of one element when it is used; narrower than `element_bytes` under FSDP's mixed precision.
     """
+
+    __hash__ = HashedOnce.__hash__
 
     name: str
     module: str
@@ -40,7 +44,7 @@ class StoredTensor:
     sharded: bool = True
     """Whether FSDP shards it: what is a parameter, and not what hangs on one (the constants of quantised weights)."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -152,11 +156,11 @@ class Unit:
     """Backward runs whose full gradients are still there."""
     accumulated: list[int] = field(default_factory=list)
     """Handles of full gradients of earlier micro-batches that are no longer where backward put them."""
+    trained: list[StoredTensor] = field(init=False)
+    """Its tensors that get a gradient."""
 
-    @property
-    def trained(self) -> list[StoredTensor]:
-        """Its tensors that get a gradient."""
-        return [tensor for tensor in self.tensors if tensor.trains]
+    def __post_init__(self) -> None:
+        self.trained = [tensor for tensor in self.tensors if tensor.trains]
 
 
 class ShardedLayout(Layout):

@@ -43,6 +43,7 @@ class FSDP2(ShardedLayout):
         self.shards = shards
         self.replicas = replicas
         self.reduce_bytes = reduce_bytes
+        self._part_numels: dict[StoredTensor, int] = {}
         self._copied_out: list[int] = []
         """The last all-gather's output, kept until the next copy-out (`comm_ctx.all_gather_state`)."""
         self._reduced_from: list[int] = []
@@ -68,7 +69,10 @@ class FSDP2(ShardedLayout):
         return max(1, self.shards // tensor.expert_ranks)
 
     def _part_numel(self, tensor: StoredTensor) -> int:
-        return math.prod(self.part(tensor))
+        found = self._part_numels.get(tensor)
+        if found is None:
+            found = self._part_numels[tensor] = math.prod(self.part(tensor))
+        return found
 
     # -- what stands ------------------------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class Partitions(Layout):
 
     def _largest_gradient(self) -> int:
         """Elements of the largest piece of a gradient that a rank may hold."""
-        return max(min(t.numel, self.partition(group)) for group in self.groups for t in group)
+        return max(min(max(t.numel for t in group), self.partition(group)) for group in self.groups)
 
     def norm_in_backward(
         self, step: Step, elements: Iterable[int], now: int, *, more_bytes: int = 0, gone: int = 0

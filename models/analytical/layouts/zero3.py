@@ -185,12 +185,12 @@ class Zero3(Partitions):
     ) -> list[Turn]:
         around = self._around(module, backward=backward)
         labels = step.labels[begins:ends]
-        turns = turns_of(module, labels, begins, self._of_module.get(module, []), around=around, leaf=self.leaf)
+        tensors = self._of_module.get(module, [])
+        turns = turns_of(module, labels, begins, tensors, around=around, leaf=self.leaf, again=again)
         if module in ("embedding", "head"):
             everything = tuple(self.tensors)
             turns = [replace(turn, inside=everything) if turn.inside else turn for turn in turns]
         if again:  # which stops in the last operation that keeps something, before it would release
-            turns = [replace(turn, computes_again=True) for turn in turns]
             turns[-1] = replace(turns[-1], releases=not self.packs)
         if backward:  # what has no operation there has no turn either: no gradient comes by
             kept = self._throughout.get(module, ())
@@ -224,7 +224,7 @@ class Zero3(Partitions):
 
     def _around(self, module: str, *, backward: bool) -> int:
         """Modules that are entered as the block begins: its layer's; the network's, and peft's two around it."""
-        network = 2 if all(t.trains for t in self.tensors) else 4
+        network = 2 if len(self.trained) == len(self.tensors) else 4
         return {"embedding": 0 if backward else network, "head": network if backward else 0}.get(module, 1)
 
     def _reduce(self, step: Step, now: int, gone: int = 0) -> None:

@@ -7,7 +7,7 @@ Source: DeepSpeed 0.19.8 `runtime/zero/partitioned_param_coordinator.py` (`_fetc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from peakcast.models.analytical.layouts.base import StoredTensor
@@ -24,9 +24,9 @@ REHEARSALS = 3
 
 @dataclass(slots=True)
 class Gather:
-    """An all-gather that somebody waits for. `tensors`: those that have not been used yet."""
+    """An all-gather that somebody waits for. `tensors`: those that have not been used yet, in order."""
 
-    tensors: set[StoredTensor]
+    tensors: dict[StoredTensor, None]
     born: int
     coalesced_bytes: tuple[int, ...]
     """Of the flat outputs of several tensors, one for each dtype, which are copied out of it; none for one tensor alone,
@@ -80,7 +80,7 @@ class Coordinator:
         Frozen ones that are fetched to compute again belong to the module whose backward is under way
         (`ds_recompute_parameters`): the first of the block, and with use_reentrant the whole network, which is never done.
         """
-        packed, lent, kept = set[StoredTensor](), set[StoredTensor](), set[StoredTensor]()
+        packed, kept, lent = set[StoredTensor](), set[StoredTensor](), dict[StoredTensor, None]()
         last = {t: turn.ends for turn in turns for t in turn.tensors if self.packs and t.quantized}
         for index, turn in enumerate(turns):
             if turn.starts:
@@ -108,19 +108,20 @@ class Coordinator:
                 kept.difference_update(mine)
             if turn.computes_again:
                 packed.update(t for t in mine if self.packs and t.trains)
-                lent.update(t for t in mine if not t.trains)
+                lent |= {t: None for t in mine if not t.trains}
             elif mine:
                 packed.difference_update(mine)
                 if self.packs:
                     released += [t for t in lent if t.numel > self.sizes.persistence]
                     lent.clear()
             for tensor in [t for t in released if t not in lent and t not in kept] if turn.releases else ():
-                later = (after.ends for after in turns[index + 1 :] if tensor in after.tensors)
-                ends = next(later, turn.ends) if tensor in packed else turn.ends
+                ends = turn.ends
+                if tensor in packed:
+                    ends = next((later.ends for later in _turns_with(tensor, turns, index + 1)), ends)
                 if tensor in mine:  # bitsandbytes' product keeps a quantised weight for its backward (`MatMul4Bit`)
                     ends = last.get(tensor, ends)
                 if tensor in mine and tensor.stacked and self.packs:  # as autograd does, and a checkpoint does not
-                    after = [later for later in turns[index + 1 :] if tensor in later.tensors]
+                    after = list(_turns_with(tensor, turns, index + 1))
                     if after and not any(later.computes_again for later in after):
                         ends = max(ends, after[-1].done.get(tensor.name, after[-1].ends))
                 self._release(tensor, ends - (tensor in packed and ends - 1 in self.reductions))
@@ -153,23 +154,15 @@ class Coordinator:
         self._gather(ahead, now)
 
     def _to_release(self, mine: Sequence[StoredTensor], *, leaf: bool) -> Iterable[StoredTensor]:
-        """A turn's tensors, but for small ones, those that the prefetch has passed over, and those used again soon. A leaf
-        counts what is within the modules that come, and only a leaf does (`recurse` in `__params_to_release`)."""
-        at = self.order.at
-        found = [t for t in mine if t.numel > self.sizes.persistence and self._next_use.get(t, -1) <= at]
-        passed = 0
-        for later in self.order.coming:
-            if passed >= self.sizes.reuse or not found:
-                break
-            counted = later.tensors
-            if later.leaf or later.inside:
-                counted = (*later.tensors, *later.inside) if leaf else () if later.leaf else later.tensors
-            found = [t for t in found if t not in counted]
-            passed += sum(t.numel for t in counted)
-        return found
+        """A turn's tensors, but for small ones, those that the prefetch has passed over, and those used again soon."""
+        at, reuse = self.order.at, self.sizes.reuse
+        found = (t for t in mine if t.numel > self.sizes.persistence and self._next_use.get(t, -1) <= at)
+        return (t for t in found if not self.order.comes_again(t, reuse, leaf=leaf))
 
     def _gather(self, tensors: Iterable[StoredTensor], now: int) -> None:
-        wanted = set(tensors)
+        wanted = dict.fromkeys(tensors)
+        if not wanted:
+            return
         flat: dict[int, int] = {}
         for tensor in wanted if len(wanted) > 1 else ():
             flat[tensor.gathered_bytes] = flat.get(tensor.gathered_bytes, 0) + self._padded_bytes(tensor)
@@ -188,8 +181,8 @@ class Coordinator:
             return
         if gather.arrived is None:
             gather.arrived = now
-            self.available.update(dict.fromkeys(gather.tensors, now if gather.coalesced_bytes else gather.born))
-        gather.tensors.remove(tensor)
+            self.available |= dict.fromkeys(gather.tensors, now if gather.coalesced_bytes else gather.born)
+        del gather.tensors[tensor]
         if not gather.tensors:
             self._hold_output(gather, now + (gather.arrived == now or meanwhile))
 
@@ -199,7 +192,7 @@ class Coordinator:
 
     def stay(self) -> None:
         """No optimizer's step will part small tensors again: they are there for good."""
-        for tensor in self.available.keys() - self._for_good:
+        for tensor in [t for t in self.available if t not in self._for_good]:
             self._for_good.add(tensor)
             size = self._padded_bytes(tensor)
             self.step.hold("gathered", Category.PARAMETERS, size, self.available[tensor], module=tensor.module)
@@ -216,7 +209,7 @@ class Coordinator:
         for gather in {id(gather): gather for gather in self.gathers.values()}.values():
             self._hold_output(gather, now)
             born = now if gather.coalesced_bytes else gather.born
-            self.available.update(dict.fromkeys(gather.tensors - self.available.keys(), born))
+            self.available = dict.fromkeys(gather.tensors, born) | self.available
             for tensor in gather.tensors:
                 self._release(tensor, now)
         self.gathers.clear()
@@ -228,3 +221,8 @@ class Coordinator:
         for tensor in [t for t in self.available if all_of_them or t.numel > self.sizes.persistence]:
             self._release(tensor, now)
         self.elements = 0
+
+
+def _turns_with(tensor: StoredTensor, turns: Sequence[Turn], first: int) -> Iterator[Turn]:
+    """Those that have `tensor`, from number `first` on."""
+    return (turns[index] for index in range(first, len(turns)) if tensor in turns[index].tensors)

@@ -5,9 +5,12 @@ Source: DeepSpeed 0.19.8 `runtime/zero/partitioned_param_coordinator.py` (`reset
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero3_turns import Turn
 
 
@@ -21,6 +24,8 @@ class Order:
     recorded: list[Turn] | None = None
     """Those of this time, where they were not known as it began."""
     at: int = 0
+    _uses: tuple[tuple[Turn, ...], dict[bool, _Uses]] | None = None
+    """Of what is known, where each tensor is used, as leaves and others count it."""
 
     def begin(self) -> None:
         """The network runs forward."""
@@ -39,7 +44,38 @@ class Order:
         self.known = None
         return True
 
-    @property
-    def coming(self) -> Sequence[Turn]:
-        """The turns that are expected next."""
-        return self.known[self.at :] if self.known is not None else ()
+    def comes_again(self, tensor: StoredTensor, within: int, *, leaf: bool) -> bool:
+        """Whether one of the turns that are expected next has `tensor`, before those have passed that have `within`
+        elements. A `leaf` counts what is within the modules that come, and only a leaf does (`recurse` in
+        `__params_to_release`)."""
+        if self.known is None:
+            return False
+        if self._uses is None or self._uses[0] is not self.known:
+            self._uses = self.known, {}
+        of_known = self._uses[1]
+        if leaf not in of_known:
+            of_known[leaf] = _Uses([_counted(turn, leaf=leaf) for turn in self.known])
+        return of_known[leaf].come_again(tensor, self.at, within)
+
+
+class _Uses:
+    """Where in an order each tensor is counted."""
+
+    def __init__(self, counted: Sequence[Sequence[StoredTensor]]) -> None:
+        self.passed = list(accumulate((sum(t.numel for t in tensors) for tensors in counted), initial=0))
+        """Elements that are counted before each turn."""
+        self.turns: dict[StoredTensor, list[int]] = {}
+        for index, tensors in enumerate(counted):
+            for tensor in tensors:
+                self.turns.setdefault(tensor, []).append(index)
+
+    def come_again(self, tensor: StoredTensor, at: int, within: int) -> bool:
+        turns = self.turns.get(tensor, ())
+        following = bisect_left(turns, at)
+        return following < len(turns) and self.passed[turns[following]] - self.passed[at] < within
+
+
+def _counted(turn: Turn, *, leaf: bool) -> Sequence[StoredTensor]:
+    if turn.leaf or turn.inside:
+        return (*turn.tensors, *turn.inside) if leaf else () if turn.leaf else turn.tensors
+    return turn.tensors

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from peakcast.models.analytical.layouts.base import StoredTensor
 
@@ -46,13 +47,36 @@ class Turn:
     stays: bool = False
     """What it holds is not released by others until it is done itself, which is a turn that does not enter."""
 
+    def later(self, instants: int) -> Turn:
+        """The same so many instants later."""
+        done = {name: at + instants for name, at in self.done.items()} if self.done else self.done
+        flags = self.releases, self.computes_again, self.starts, self.enters, self.stays
+        tensors, name, leaf, inside = self.tensors, self.name, self.leaf, self.inside
+        return Turn(self.begins + instants, self.ends + instants, tensors, name, leaf, done, inside, *flags)
+
 
 def turns_of(
-    block: str, labels: Sequence[str], begins: int, tensors: Sequence[StoredTensor], *, around: int = 0, leaf: str = ""
+    block: str,
+    labels: Sequence[str],
+    begins: int,
+    tensors: Sequence[StoredTensor],
+    *,
+    around: int = 0,
+    leaf: str = "",
+    again: bool = False,
 ) -> list[Turn]:
     """The turns of modules in a block's forward or backward, whose operations have these labels, the first at `begins`.
     What no label names is used throughout, and has the first turn, but for adapters, which are switched off then.
-    `around`: how many modules are entered before. `leaf`: a module that has the parameters of all within it."""
+    `around`: how many modules are entered before. `leaf`: a module that has the parameters of all within it. `again`: the
+    block is computed once more."""
+    return [turn.later(begins) for turn in _turns_from_0(block, tuple(labels), tuple(tensors), around, leaf, again)]
+
+
+@lru_cache(maxsize=4096)
+def _turns_from_0(
+    block: str, labels: tuple[str, ...], tensors: tuple[StoredTensor, ...], around: int, leaf: str, again: bool
+) -> tuple[Turn, ...]:
+    """`turns_of`, with the first operation at 0."""
     modules: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         name = tensor.name.removesuffix(".weight").removesuffix(".weight").removesuffix(".bias")  # a quantised one has two
@@ -61,12 +85,11 @@ def turns_of(
         if does != name and any(label.startswith(f"{does}.") for label in labels):
             name = does if f"{does}.weight" not in {t.name for t in tensors} else name
         modules.setdefault(name, []).append(tensor)
-    inside = tuple(tensors)
-    turns = [Turn(begins, begins + 1, name=f"{block} within {depth}", inside=inside) for depth in range(around)]
+    turns = [Turn(0, 1, name=f"{block} within {depth}", inside=tensors) for depth in range(around)]
     switched_off = not any(".lora_A" in label for label in labels)
     entered: tuple[str, ...] = ()
     last, named = "", set[str]()
-    for index, label in enumerate(labels, begins):
+    for index, label in enumerate(labels):
         owner = _owner(label, modules)
         path = (leaf,) if leaf and owner == leaf else tuple(_path(label, owner, modules))
         for module in path:
@@ -88,7 +111,8 @@ def turns_of(
         entered, last = path, owner or last
         named.add(owner)
     rest = tuple(t for name, found in modules.items() if name not in named and ".lora_" not in name for t in found)
-    return [Turn(begins, begins + len(labels), rest, block, enters=bool(rest)), *turns]
+    turns = [Turn(0, len(labels), rest, block, enters=bool(rest)), *turns]
+    return tuple(replace(turn, computes_again=True) for turn in turns) if again else tuple(turns)
 
 
 def within_first(turns: Sequence[Turn], again: Sequence[Turn]) -> list[Turn]:
