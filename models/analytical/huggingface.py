@@ -73,7 +73,7 @@ def huggingface_ledger(
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
         return inference_ledger(job, context, weights, device)
     layout.first_step = step == "first"
-    alone = job.parallelism.world_size == 1
+    alone = job.parallelism.world_size == 1 and not job.parallelism.zero_stage
     if alone and job.gradient_accumulation_steps == 1:
         before, start, ended = _one_micro_batch(_graph_job(job), device)
         timeline = before.fork(_resident(weights_job(job)))
