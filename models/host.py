@@ -31,8 +31,7 @@ def host_bytes(job: TrainingJob, steady_step: Callable[[TrainingJob], Timeline])
     ZeRO's tensors are counted one by one (`layouts/zero_host.py`), its pageable ones too.
     """
     megatron = job.framework == "megatron"  # whose optimizer is neither ZeRO's nor bitsandbytes'
-    zero = job.parallelism.zero_stage > 0 and job.parallelism.num_replicas > 1
-    if zero and not megatron and (job.offload.optimizer or job.offload.parameters):
+    if job.parallelism.zero_stage and not megatron and (job.offload.optimizer or job.offload.parameters):
         from peakcast.models.analytical.huggingface import zero_host_memory
 
         return zero_host_memory(job).num_bytes(pinned=bool(conventions(job).get("offload_pin_memory", True)))

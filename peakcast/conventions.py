@@ -46,7 +46,7 @@ def adapter_dtype(job: TrainingJob) -> str:
     whole = job.finetuning.quantization is not None  # transformers does not make such networks in parts
     cast = job.loss.kind != "cross_entropy" or whole
     stages = (1, 2, 3) if cast else (1, 2)
-    if job.parallelism.zero_stage in stages and job.parallelism.num_replicas > 1:
+    if job.parallelism.zero_stage in stages:
         return job.precision.parameters
     chosen: str = job.finetuning.adapter_dtype or conventions(job).get("adapter_dtype", "float32")
     return chosen

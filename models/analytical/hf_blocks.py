@@ -170,7 +170,7 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         loss_chunks=int(convention.get("loss_chunks", 0)),
         loss="cross_entropy" if makes_whole_logits(job) else job.loss.kind,
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
-        linears_keep_input=job.parallelism.zero_stage == 3 and job.parallelism.num_replicas > 1,
+        linears_keep_input=job.parallelism.zero_stage == 3,
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
         kernel_temporaries=kernel_temporaries,
         in_stages=job.parallelism.pipeline_parallel_size > 1,

@@ -65,7 +65,8 @@ def huggingface_ledger(
     optimizer step) or "steady" (any later one). `device` adds what kernels and libraries allocate inside themselves on that
     GPU type; without it the timeline is what a trace sees."""
     job = as_trained(job)
-    if job.parallelism.world_size == 1 and job.gradient_accumulation_steps == 1 and job.task != "inference":
+    alone = job.parallelism.world_size == 1 and not job.parallelism.zero_stage
+    if alone and job.gradient_accumulation_steps == 1 and job.task != "inference":
         return _on_one_gpu(job, device, step).timeline()
     context = block_context(job, device is not None, rank or 0)
     logits = logits_bytes_kept_by_outputs(target_context(context, job), widened=False)
@@ -82,7 +83,7 @@ def huggingface_ledger(
     timeline.run_again(_workspaces(device, job.versions))
     _hold_before_forward(timeline, job)
     _micro_batches(timeline, job, context, layout, step)
-    if job.parallelism.world_size == 1:
+    if alone:
         _optimizer_on_one_gpu(timeline, job, step)
     else:
         place_optimizer_step(timeline, job, layout, step)

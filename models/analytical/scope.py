@@ -171,7 +171,7 @@ def _zero_reason(job: TrainingJob) -> str:
     reentrant = job.activation_checkpointing.mode == "full" and job.activation_checkpointing.use_reentrant
     checks = [
         (job.offload.activations, "without offloaded activations only."),
-        (layout.data_parallel_size == 1, "on several ranks only: on one its buckets and fp32 copies are left out."),
+        (job.task != "train", "in training only."),
         (
             quantized not in (None, "nf4"),
             f"with nf4 or whole weights only, not finetuning.quantization={quantized!r}.",
@@ -207,7 +207,7 @@ def _zero_reason(job: TrainingJob) -> str:
 
 
 def _offloads_with_zero(job: TrainingJob) -> bool:
-    return job.parallelism.zero_stage > 0 and job.parallelism.num_replicas > 1
+    return job.parallelism.zero_stage > 0
 
 
 def _offloads_with_fsdp2(job: TrainingJob) -> bool:

@@ -26,14 +26,14 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
     outputs, which DDP may copy."""
     parallelism = job.parallelism
     ranks = parallelism.num_replicas
+    if parallelism.zero_stage and job.task == "train":  # DeepSpeed's engine has its buckets and main copies on one rank too
+        return _zero(job, tensors, conventions(job), rank)
     if ranks == 1:
         return Layout(tensors)
     chosen = conventions(job)
     # with adapters, peft's enable_input_require_grads comes with checkpointing only
     no_gradient_enters = job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
     waits = bool(chosen["accumulates_without_sync"])
-    if parallelism.zero_stage:
-        return _zero(job, tensors, chosen, rank)
     sharded = [tensor for tensor in tensors if tensor.sharded]
     if parallelism.sharding in ("fsdp2", "hsdp"):
         shards = ranks

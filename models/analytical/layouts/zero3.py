@@ -113,7 +113,9 @@ class Zero3(Partitions):
     def _play(self, step: Step) -> Coordinator:
         """The turns of a micro-batch, or of a network's forward alone; who has fetched for them."""
         if self._coordinator is None:
-            self._coordinator = Coordinator(step, self.ranks, self.buckets, self.packs, unread=set(self._of_root))
+            self._coordinator = Coordinator(
+                step, self.ranks, self.buckets, self.packs, self.offloads_parameters, unread=set(self._of_root)
+            )
             if not self.first_step:
                 self._coordinator.learn(self._turns)
                 small = [t for t in self.tensors if self.persists(t)]
@@ -260,7 +262,8 @@ class Zero3(Partitions):
         """Small tensors are gathered again when the weights are new (`_post_step`)."""
         super().release_gradients(step)
         small = ((t.name, t.module, t.numel * t.gathered_bytes) for t in self.tensors if self.persists(t))
-        step.hold_all(small, Category.PARAMETERS, step.now)
+        if self.ranks > 1:
+            step.hold_all(small, Category.PARAMETERS, step.now)
         if self.offloads_parameters:  # to the GPU their own parts come first
             parts = ((t.name, t.module, self.partition([t]) * t.element_bytes) for t in self.tensors if self.persists(t))
             step.hold_all(parts, Category.PARAMETERS, step.now)

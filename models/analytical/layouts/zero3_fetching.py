@@ -45,6 +45,9 @@ class Coordinator:
     packs: bool
     """Whether a checkpoint keeps the weights that it has computed again with, as memory that a release does not free, of
     those that train (`torch/utils/checkpoint.py`, not with use_reentrant: `x.detach()` in `_recomputation_hook`)."""
+    from_host: bool = False
+    """Whether parts are in host memory. On one rank a weight is its part, and made anew only from there
+    (`NoGatherCoalescedHandle`)."""
     order: Order = field(default_factory=Order)
     available: dict[StoredTensor, int] = field(default_factory=dict)
     """Tensor -> instant since which it is there."""
@@ -164,13 +167,15 @@ class Coordinator:
         if not wanted:
             return
         flat: dict[int, int] = {}
-        for tensor in wanted if len(wanted) > 1 else ():
+        for tensor in wanted if len(wanted) > 1 < self.ranks else ():
             flat[tensor.gathered_bytes] = flat.get(tensor.gathered_bytes, 0) + self._padded_bytes(tensor)
         gather = Gather(wanted.copy(), now, tuple(flat.values()))
         self.gathers.update(dict.fromkeys(wanted, gather))
         self.elements += sum(t.numel for t in wanted)
 
     def _padded_bytes(self, tensor: StoredTensor) -> int:
+        if self.ranks == 1 and not self.from_host:
+            return 0
         return -(-tensor.numel // self.ranks) * self.ranks * tensor.gathered_bytes
 
     def _wait(self, tensor: StoredTensor, now: int, *, meanwhile: bool) -> None:

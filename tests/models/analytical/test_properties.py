@@ -176,9 +176,9 @@ def test_a_higher_tensor_parallel_size_never_raises_what_one_rank_holds(job):
 
 
 @quickly
-@given(job=HUGGINGFACE, stage=st.integers(0, 3), sharding=st.sampled_from(["none", "fsdp1", "fsdp2", "hsdp", "no_shard"]))
-def test_sharding_over_one_rank_changes_nothing(job, stage, sharding):
-    layout = Parallelism(zero_stage=stage) if stage else Parallelism(sharding=sharding)
+@given(job=HUGGINGFACE, sharding=st.sampled_from(["none", "fsdp1", "fsdp2", "hsdp", "no_shard"]))
+def test_sharding_over_one_rank_changes_nothing(job, sharding):
+    layout = Parallelism(sharding=sharding)
     assert rows(ledger(job.replace(parallelism=layout), device=DEVICE)) == rows(ledger(job, device=DEVICE))
 
 
