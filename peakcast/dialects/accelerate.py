@@ -7,10 +7,11 @@ FullyShardedDataParallelPlugin).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from peakcast.dialects.huggingface_keys import SHARDING
+from peakcast.dialects.mesh import PREFIX
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.translation import Notes, Settings, words
 from peakcast.errors import SpecError
@@ -43,6 +44,8 @@ class Launcher:
     deepspeed: Mapping[str, Any] | None = None
     fsdp: Mapping[str, Any] | None = None
     mixed_precision: str = "no"
+    mesh: Mapping[str, Any] = field(default_factory=dict)
+    """`parallelism_config`."""
 
     def gpus(self, pasted: Pasted, notes: Notes) -> int:
         """The number of GPUs as asked, else the launcher's, else 1 with an assumption."""
@@ -67,7 +70,10 @@ def launcher_of(values: Mapping[str, Any], pasted: Pasted, notes: Notes) -> Laun
     reshards = str((fsdp or {}).get("fsdp_reshard_after_forward", "")) if isinstance(fsdp, Mapping) else ""
     if reshards.lower() in SHARDING and isinstance(fsdp, Mapping):  # FSDP 1's strategy under its newer key
         fsdp = {"fsdp_sharding_strategy": reshards, **fsdp}
-    for key in ("parallelism_config", "fp8_config", "megatron_lm_config"):
+    mesh = settings.raw("parallelism_config") or {}
+    if not isinstance(mesh, Mapping):
+        raise settings.refuse("parallelism_config", "must map sizes, such as parallelism_config_dp_shard_size: 8")
+    for key in ("fp8_config", "megatron_lm_config"):
         if settings.raw(key):
             notes.unsupported.append(f"accelerate's {key} is not modelled.")
     settings.raw("deepspeed_config")
@@ -78,6 +84,7 @@ def launcher_of(values: Mapping[str, Any], pasted: Pasted, notes: Notes) -> Laun
         deepspeed=deepspeed,
         fsdp={**fsdp, "mixed_precision": mixed} if kind == "FSDP" and isinstance(fsdp, Mapping) else None,
         mixed_precision=mixed,
+        mesh=mesh,
     )
 
 
@@ -96,14 +103,16 @@ def of_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
         key: flags[key] for key in (*_DEEPSPEED, "deepspeed_config_file", "gradient_accumulation_steps") if key in flags
     }
     shards = {key: value for key, value in flags.items() if key.startswith("fsdp_")}
+    mesh = {key: value for key, value in flags.items() if key.startswith(PREFIX)}
+    out |= {"parallelism_config": mesh} if mesh else {}
     if flags.get("use_deepspeed") or engine:
         out |= {"distributed_type": "DEEPSPEED", "deepspeed_config": engine}
     elif flags.get("use_fsdp") or shards:
         out |= {"distributed_type": "FSDP", "fsdp_config": shards}
     elif flags.get("multi_gpu"):
         out["distributed_type"] = "MULTI_GPU"
-    own = ("config_file", "use_deepspeed", "use_fsdp", "multi_gpu")
-    return out | {key: value for key, value in flags.items() if key not in (*own, *out, *engine, *shards)}
+    own = ("config_file", "use_deepspeed", "use_fsdp", "multi_gpu", "use_parallelism_config")
+    return out | {key: value for key, value in flags.items() if key not in (*own, *out, *engine, *shards, *mesh)}
 
 
 def _deepspeed(settings: Settings, pasted: Pasted, notes: Notes) -> Mapping[str, Any]:

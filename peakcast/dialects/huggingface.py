@@ -15,7 +15,8 @@ from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_opti
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, layout_and_offload, mapping_at
 from peakcast.dialects.huggingface_quantization import quantization_of
 from peakcast.dialects.job_file import resolve_architecture
-from peakcast.dialects.translation import Notes, Settings, Translation, refuse_teacher
+from peakcast.dialects.mesh import of_training
+from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.spec import (
@@ -54,10 +55,7 @@ def from_huggingface(
     `spell` gives the key that the user wrote, for messages, where another project's configuration was taken apart first.
     Raises: SpecError or CatalogError naming the key, its value, the rule and the way out.
     """
-    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1:
-        raise SpecError(
-            f"num_gpus={num_gpus!r} must be a whole number of at least 1, such as 8.", parameter="num_gpus", value=num_gpus
-        )
+    num_gpus = gpu_count(num_gpus)
     notes = Notes()
     model = dict(config) if isinstance(config, Mapping) else {}
     architecture = resolve_architecture(config)
@@ -110,6 +108,8 @@ def from_huggingface(
         notes.assumptions.append(f"{name}={options.pop(name)!r} is left to the default of framework={framework!r}.")
     job = job.replace(framework_options=FrozenMapping({k: v for k, v in options.items() if known[k] != v}))
     check_framework_options(job)
+    mesh = training.raw("parallelism_config") or {}
+    job = of_training(job, mesh, notes) if isinstance(mesh, Mapping) else job
     _account_for_the_rest(notes, training, adapter, engine, shards)
     return notes.finish(job)
 
@@ -292,8 +292,8 @@ def _account_for_the_rest(
         notes.warnings.append("auto_find_batch_size lowers the batch when memory runs out; the one given is taken.")
     if training.given("torch_empty_cache_steps"):
         notes.assumptions.append("torch_empty_cache_steps lowers reserved memory between steps only; it is left out.")
-    if training.raw("parallelism_config") not in (None, {}):
-        notes.unsupported.append(f"parallelism_config={training.raw('parallelism_config')!r} is not modelled.")
+    if not isinstance(training.raw("parallelism_config", {}), Mapping):
+        raise training.refuse("parallelism_config", "must be a mapping of sizes, such as dp_shard_size: 8")
     if engine is not None:
         engine.given("bf16"), engine.given("fp16")
         for key, what in keys.UNSUPPORTED_DEEPSPEED.items():

@@ -129,6 +129,8 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     _precision(settings, training, upcast=adapter is None and deepspeed is None and not sharded)
     _memory(settings, training)
     num_gpus = launcher.gpus(pasted, notes)
+    if launcher.mesh:
+        training["parallelism_config"] = launcher.mesh
     stage = settings.text("stage", "sft")
     if stage == "dpo" and settings.text("pref_loss", "sigmoid") in ("orpo", "simpo"):
         stage = settings.text("pref_loss")

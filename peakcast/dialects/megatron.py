@@ -16,7 +16,7 @@ from peakcast.dialects import megatron_flags as flags
 from peakcast.dialects.megatron_architecture import megatron_architecture, one_of_table
 from peakcast.dialects.megatron_layout import virtual_stages
 from peakcast.dialects.megatron_precision import megatron_precision
-from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.spec import (
@@ -29,7 +29,6 @@ from peakcast.spec import (
 )
 
 OPTIMIZERS: dict[str, OptimizerName] = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon", "lion": "lion"}
-MOST_GPUS = 2**20
 BACKENDS: dict[str, Literal["eager", "sdpa", "flash_attention_2"]] = {
     "auto": "sdpa", "fused": "sdpa", "flash": "flash_attention_2", "unfused": "eager", "local": "eager",
 }  # fmt: skip
@@ -94,10 +93,7 @@ def _normalized(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layout_sizes(settings: Settings, num_gpus: int) -> dict[str, int]:
-    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or not 1 <= num_gpus <= MOST_GPUS:
-        raise SpecError(
-            f"num_gpus={num_gpus!r} must be a whole number from 1 to {MOST_GPUS}.", parameter="num_gpus", value=num_gpus
-        )
+    num_gpus = gpu_count(num_gpus)
     sizes = {
         "tensor_parallel_size": settings.size("tensor_model_parallel_size", 1),
         "pipeline_parallel_size": settings.size("pipeline_model_parallel_size", 1),

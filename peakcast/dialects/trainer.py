@@ -132,6 +132,8 @@ def from_parts(pasted: Pasted, role: str) -> Translation:
             notes.ignored.append(key)
     if training.get("packing") is True and _is_trl(pasted.program, training):
         training.setdefault("packing_strategy", "bfd")  # since trl 0.18
+    if launcher.mesh:
+        training.setdefault("parallelism_config", launcher.mesh)
     translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus)
     refers = generation is not None and generation.refers
     job = notes.include(translation)

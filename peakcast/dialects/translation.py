@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peakcast.errors import SpecError, near_misses
-from peakcast.spec import TrainingJob
+from peakcast.fields import int_like
+from peakcast.spec import MOST_RANKS, TrainingJob
 
 TRUE = frozenset(("true", "yes", "on", "1"))
 MOST = 2**40
@@ -164,6 +165,18 @@ class Settings:
         value = self._values.get(key, value)
         name = self.spell(key)
         return SpecError(f"{name}={value!r} {rule}.", parameter=name, value=value)
+
+
+def gpu_count(number: object) -> int:
+    """`number` of GPUs of a run; JSON writers may have made it a float. Raises: SpecError."""
+    whole = int_like(number) if isinstance(number, (int, float)) and not isinstance(number, bool) else None
+    if whole is None or not 1 <= whole <= MOST_RANKS:
+        raise SpecError(
+            f"num_gpus={number!r} must be a whole number from 1 to {MOST_RANKS:,}, such as 8.",
+            parameter="num_gpus",
+            value=number,
+        )
+    return whole
 
 
 def refuse_teacher(settings: Settings, *names: str) -> None:

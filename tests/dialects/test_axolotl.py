@@ -75,7 +75,8 @@ def test_ranks_that_share_a_sequence_or_a_layer_reach_the_job_and_are_said(key):
 
 
 def test_ranks_that_do_not_divide_the_run_are_refused_with_the_way_out():
-    with pytest.raises(SpecError, match=r"sequence_parallel_degree=8 makes groups of 8 GPUs.*say --num-gpus"):
+    words = r"sequence_parallel_degree=8 is of a layout of 8 ranks .* do not divide the 2 .*say --num-gpus 8"
+    with pytest.raises(SpecError, match=words):
         read(sequence_parallel_degree=8)
 
 
@@ -87,3 +88,29 @@ def test_every_way_of_offloading_activations_offloads_them(way):
 def test_a_teacher_beside_the_student_is_refused():
     with pytest.raises(SpecError, match="gkd_teacher='Qwen/Qwen3-4B' is a teacher"):
         read(gkd_teacher="Qwen/Qwen3-4B")
+
+
+def test_ranks_that_hold_replicas_of_what_others_share():
+    usual = {"base_model": "meta-llama/Llama-3.1-8B", "micro_batch_size": 1, "sequence_len": 1024, "bf16": True, **FSDP2}
+    for sizes in ({"dp_replicate_size": 4}, {"dp_replicate_size": 4, "dp_shard_size": 2}):
+        found = translated(Pasted(values={**usual, **sizes}), Beside(num_gpus=8))
+        layout = found.job.parallelism
+        assert (layout.sharding, layout.data_parallel_size, found.unsupported) == ("hsdp", 8, ())
+        assert found.job.framework_options["shard_group_size"] == 2
+
+
+def test_experts_are_computed_and_spread_as_asked():
+    found = read("mistralai/Mixtral-8x7B-v0.1", **FSDP2, experts_implementation="eager", expert_parallel_size=2)
+    assert found.job.framework_options["experts_implementation"] == "loop"
+    assert found.job.parallelism.expert_parallel_size == found.job.parallelism.data_parallel_size == 2
+    other = read("mistralai/Mixtral-8x7B-v0.1", experts_implementation="scattermoe")
+    assert other.unsupported == ("experts_implementation=scattermoe is not modelled; grouped_mm is taken.",)
+    with pytest.raises(SpecError, match="needs a mixture-of-experts architecture"):
+        read(expert_parallel_size=2)
+
+
+@pytest.mark.parametrize("asked", [{"tiled_mlp": True, "tiled_mlp_num_shards": 4}, {"unfrozen_parameters": ["lm_head"]}])
+def test_what_needs_less_than_the_answer_is_said(asked):
+    found = read(**asked)
+    assert ["needs less than the answer" in sentence for sentence in found.unsupported] == [True]
+    assert found.unknown == ()

@@ -223,7 +223,7 @@ def test_every_key_of_the_installed_training_arguments_is_known():
 _WITH_MEANING = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "deepspeed", "fsdp",
     "fsdp_config", "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile", "use_liger_kernel",
-    "auto_find_batch_size",
+    "auto_find_batch_size", "parallelism_config",
 }  # fmt: skip
 
 
@@ -239,7 +239,7 @@ _WITH_MEANING = {
         ({"fsdp": {"fsdp_sharding_strategy": "HALF"}, "num_gpus": 2}, "fsdp_sharding_strategy", "must be one of"),
         ({"peft": {"r": "many"}}, "r", "must be a number"),
         ({"peft": [1]}, "peft", "must be a mapping"),
-        ({"num_gpus": 0}, "num_gpus", "at least 1"),
+        ({"num_gpus": 0}, "num_gpus", "whole number from 1"),
     ],
 )
 def test_an_impossible_value_is_refused_by_its_own_key(arguments, parameter, message):

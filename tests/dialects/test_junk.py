@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peakcast.dialects import axolotl, llamafactory
+from peakcast.dialects import axolotl_keys, llamafactory
 from peakcast.dialects.opening import opened
 from peakcast.dialects.pasted import Pasted, flat, nested
 from peakcast.dialects.recognise import DIALECTS, Beside, translated
@@ -96,10 +96,12 @@ def test_any_mapping_is_read_or_refused(values):
 
 
 KEYS = {
-    RECORDED / "axolotl" / "llama3_70b_qlora_fsdp.yaml": axolotl.KERNELS
-    | axolotl.TRAINING
-    | axolotl.ADAPTER
-    | dict.fromkeys(axolotl.IGNORED),
+    RECORDED / "axolotl" / "llama3_70b_qlora_fsdp.yaml": axolotl_keys.KERNELS
+    | axolotl_keys.TRAINING
+    | axolotl_keys.LESS
+    | dict.fromkeys(axolotl_keys.MESH.values())
+    | axolotl_keys.ADAPTER
+    | dict.fromkeys(axolotl_keys.IGNORED),
     RECORDED / "llamafactory" / "llama3_lora_sft.yaml": llamafactory.UNSUPPORTED
     | llamafactory.TRAINING
     | llamafactory.ADAPTER

@@ -1,0 +1,89 @@
+"""accelerate's ParallelismConfig: into what axes the ranks of a Hugging Face run divide, besides plain data parallelism.
+
+Source: accelerate 1.15 parallelism_config.py (`total_size`, `fsdp_dim_names`: shards and the ranks of one sequence divide
+the weights between them, replicas hold them again), utils/launch.py for the keys of its configuration file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from peakcast.dialects.translation import Notes, Settings, words
+from peakcast.fields import FrozenMapping
+from peakcast.spec import Batch, TrainingJob
+
+PREFIX = "parallelism_config_"
+"""Of the keys in accelerate's configuration file."""
+SIZES = {
+    "replicate": "dp_replicate_size", "shard": "dp_shard_size", "context": "cp_size", "sequence": "sp_size",
+    "tensor": "tp_size",
+}  # fmt: skip
+IGNORED = words("""
+    cp_backend cp_handler sp_attn_implementation sp_backend sp_handler sp_seq_length sp_seq_length_is_variable tp_handler
+""")
+AXES = ("replicate", "shard", "context", "sequence", "tensor", "expert")
+
+
+def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills: str = "") -> TrainingJob:
+    """`job`, whose ranks are all data-parallel, with those that `settings` gives to other axes; `keys`: axis -> the key of
+    its size. `fills`: the axis that takes the ranks that are left where it is not given.
+
+    Raises: SpecError where the sizes do not make up the ranks of the run.
+    """
+    given = [axis for axis in AXES if axis in keys and settings.given(keys[axis])]
+    sizes = {axis: (settings.integer(keys[axis], 1) or 1) if axis in given else 1 for axis in AXES}
+    if all(size == 1 for axis, size in sizes.items() if axis != "shard"):
+        return job
+    ranks, made = job.parallelism.world_size, prod(size for axis, size in sizes.items() if axis != "expert")
+    if fills and fills not in given and ranks % made == 0:
+        sizes[fills] = ranks // made
+    elif made != ranks:
+        largest = max((axis for axis in given if axis != "expert"), key=lambda axis: sizes[axis])
+        product = " × ".join(f"{settings.spell(keys[axis])}={sizes[axis]}" for axis in given if axis != "expert")
+        raise settings.refuse(
+            keys[largest],
+            f"is of a layout of {made} ranks ({product}), which {'do not divide' if fills else 'are not'} the {ranks} of "
+            f"the run; say --num-gpus {made}",
+        )
+    if sizes["sequence"] > 1:
+        settings.notes.unsupported.append(
+            f"Ulysses sequence parallelism ({settings.spell(keys['sequence'])}) is not modelled; ranks that share a "
+            "sequence are taken as a ring."
+        )
+    context = sizes["context"] * sizes["sequence"]
+    layout, options = job.parallelism, dict(job.framework_options)
+    sharding, group = layout.sharding, sizes["shard"] * context
+    if sizes["replicate"] > 1 and sharding == "fsdp2":
+        sharding = "hsdp" if group > 1 else "none"
+        options |= {"shard_group_size": group} if group > 1 else {}
+    elif sizes["replicate"] > 1 and sharding != "none":
+        settings.notes.unsupported.append(
+            f"Replicas of what is sharded ({settings.spell(keys['replicate'])}) are not modelled with {sharding}; fsdp2 "
+            "has them."
+        )
+    layout = replace(
+        layout,
+        sharding=sharding,
+        data_parallel_size=sizes["replicate"] * sizes["shard"],
+        context_parallel_size=context,
+        tensor_parallel_size=sizes["tensor"],
+        expert_parallel_size=sizes["expert"],
+    )
+    batch = job.batch if context == 1 else Batch()
+    return job.replace(parallelism=layout, batch=batch, framework_options=FrozenMapping(options))
+
+
+def of_training(job: TrainingJob, mesh: Mapping[str, object], notes: Notes) -> TrainingJob:
+    """`job` with what `parallelism_config` of TrainingArguments or of accelerate's file says. Raises: SpecError."""
+    settings = Settings(
+        {str(key).removeprefix(PREFIX): value for key, value in mesh.items()}, notes, "accelerate", lambda key: PREFIX + key
+    )
+    job = meshed(job, settings, SIZES)
+    if settings.text("cp_comm_strategy", "allgather") == "alltoall" and job.parallelism.context_parallel_size > 1:
+        options = FrozenMapping({**job.framework_options, "context_parallel_rotation": "alltoall"})
+        job = job.replace(framework_options=options)
+    for key in settings.left():
+        (notes.ignored if key in IGNORED else notes.unknown).append(PREFIX + key)
+    return job
