@@ -40,9 +40,10 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
     chosen = conventions(job)
     mixed = mixed_precision_dtypes(job)
     prefetch = chosen["fsdp1_backward_prefetch"]
+    strategy = ShardingStrategy.FULL_SHARD if chosen["fsdp_reshard_after_forward"] else ShardingStrategy.SHARD_GRAD_OP
     wrapped = FullyShardedDataParallel(
         model,
-        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        sharding_strategy=strategy,
         auto_wrap_policy=_policy(model, job),
         mixed_precision=mixed and MixedPrecision(param_dtype=mixed[0], reduce_dtype=mixed[1], buffer_dtype=mixed[0]),
         backward_prefetch=BackwardPrefetch[prefetch] if prefetch else None,

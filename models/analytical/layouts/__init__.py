@@ -34,6 +34,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
     # with adapters, peft's enable_input_require_grads comes with checkpointing only
     no_gradient_enters = job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
     waits = bool(chosen["accumulates_without_sync"])
+    stays_after_forward = not chosen.get("fsdp_reshard_after_forward", True)
     sharded = [tensor for tensor in tensors if tensor.sharded]
     if parallelism.sharding in ("fsdp2", "hsdp"):
         shards = ranks
@@ -54,6 +55,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
             reduce_bytes=reduced_bytes(job),
             waits=waits,
             offloads=job.offload.parameters,
+            stays_after_forward=stays_after_forward,
         )
     if parallelism.sharding == "fsdp1":
         reentrant = job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant
@@ -64,11 +66,11 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
             shards=ranks,
             reduce_bytes=reduced_bytes(job),
             waits=waits,
-            prefetches=bool(chosen["fsdp1_backward_prefetch"]),
+            prefetches=chosen["fsdp1_backward_prefetch"],
             original=bool(chosen["fsdp1_use_orig_params"]),
-            reentrant=reentrant,
             keeps_inputs=reentrant and bool(chosen.get("checkpoints_around_units")),
             broadcasts=bool(chosen["fsdp1_sync_module_states"]),
+            stays_after_forward=stays_after_forward,
         )
     # the Trainer looks for unused parameters unless it checkpoints (transformers trainer.py `_build_accelerator_args`)
     finds_unused = bool(chosen.get("trainer")) and job.activation_checkpointing.mode == "none"

@@ -169,6 +169,9 @@ class ShardedLayout(Layout):
     Subclasses say what a gather (`gather`) and a reduction (`reduce`) allocate.
     """
 
+    stays_after_forward = False
+    """Whether every unit stays gathered from its forward to its backward (`reshard_after_forward=False`)."""
+
     def __init__(
         self, tensors: Sequence[StoredTensor], units: Sequence[Unit], *, prefetches: bool, waits: bool, **more: Any
     ) -> None:
@@ -196,7 +199,7 @@ class ShardedLayout(Layout):
 
     def after_forward(self, step: Step, module: str) -> None:
         for unit in self._of_module.get(module, []):
-            if self.reshards and not unit.stays_after_forward:
+            if self.reshards and not (self.stays_after_forward or unit.stays_after_forward):
                 step.free(unit.gathered)
 
     def before_backward(self, step: Step, module: str) -> None:
@@ -260,14 +263,22 @@ class ShardedLayout(Layout):
         """The unit's backward is done: reshard it, and reduce its gradients or let them wait."""
         if self.reshards:
             self.take_parts(step, unit)
-        if self.reshards:
+        if self.reshards_in_backward():
             step.free(unit.gathered)
+        self.fetch_after(step, unit)
         if not unit.trained:
             unit.runs.clear()
         elif self.waits and not self.last:
             self.keep_full(step, unit)
         else:
             self.reduce(step, unit)
+
+    def fetch_after(self, step: Step, unit: Unit) -> None:
+        """The unit's backward is done and its gradients are about to be reduced."""
+
+    def reshards_in_backward(self) -> bool:
+        """Whether a unit is resharded when its backward is done."""
+        return self.reshards
 
     def take_parts(self, step: Step, unit: Unit) -> None:
         """Of gradients that are larger than their tensors, this rank's parts."""

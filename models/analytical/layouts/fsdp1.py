@@ -8,6 +8,7 @@ parameter, which the tensors are views of. In backward the gradients of those vi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from peakcast.models.analytical.layouts.base import ShardedLayout, StoredTensor, Unit
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
@@ -54,22 +55,29 @@ class FSDP1(ShardedLayout):
         shards: int,
         reduce_bytes: int | None = None,
         waits: bool = False,
-        prefetches: bool = False,
+        prefetches: Literal["", "BACKWARD_PRE", "BACKWARD_POST"] = "",
         original: bool = False,
-        reentrant: bool = False,
         keeps_inputs: bool = False,
         broadcasts: bool = False,
+        stays_after_forward: bool = False,
     ) -> None:
-        super().__init__(tensors, units, prefetches=prefetches, waits=waits)
+        super().__init__(tensors, units, prefetches=prefetches == "BACKWARD_PRE", waits=waits)
+        self.fetches_after = prefetches == "BACKWARD_POST"
+        """Whether the next unit is gathered when one has been resharded, before its gradients are reduced
+        (`_post_backward_reshard`)."""
+        self._done: list[Unit] = []
+        """Those whose backward is done."""
+        self.stays_after_forward = stays_after_forward
+        """`ShardingStrategy.SHARD_GRAD_OP`."""
         self.shards = shards
         self.reduce_bytes = reduce_bytes
         self.original = original
-        self.reentrant = reentrant
-        """Checkpointed with `use_reentrant`: a frozen layer is resharded only when the next one has been gathered."""
         self._resharded_late: list[int] = []
+        """Frozen layers whose backward is done. The gradient of a layer's input is that of the output of the layer below,
+        whose hook was there first: that one is gathered before this one is resharded."""
         self.keeps_inputs = keeps_inputs
         """Checkpointed with `use_reentrant` around the units, not inside them: the input of a frozen layer, which the
-        recomputation has made a leaf, and its gradient live until backward ends. The hook that will reshard the layer
+        recomputation has made a leaf, and its gradient live until backward ends. The hook that reshards the layer
         refers to the leaf's node (`_register_post_backward_reshard_only_hook`), the leaf to the hook, and nobody removes
         it before `_finalize_params`."""
         self._inputs: list[int] = []
@@ -171,8 +179,6 @@ class FSDP1(ShardedLayout):
         self._gather(step, unit, step.now)
         step.moment("all_gather", phase)
         step.free(narrow)
-        if not unit.hook:  # a layer's, not an adapter's
-            step.free(self._resharded_late)
 
     def _gather(self, step: Step, unit: Unit, born: int) -> None:
         size = self._part_bytes(unit, gathered=True) * self.shards
@@ -198,13 +204,31 @@ class FSDP1(ShardedLayout):
         else:
             unit.accumulated = flat
 
+    def reshards_in_backward(self) -> bool:
+        """Not under SHARD_GRAD_OP in a micro-batch that reduces nothing (`_should_free_in_backward`)."""
+        return super().reshards_in_backward() and not (self.stays_after_forward and self.waits and not self.last)
+
+    def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
+        super().begin_micro_batch(step, first=first, last=last)
+        self._done.clear()
+
+    def fetch_after(self, step: Step, unit: Unit) -> None:
+        self._done.append(unit)
+        following = self.unit_before(unit) if self.fetches_after else None
+        if following is not None and following not in self._done:
+            self.prefetch(step, following)
+
     def finish(self, step: Step, unit: Unit) -> None:
         if unit.trained:
             self._flatten(step, unit)
-        elif self.reentrant:
+        elif not self.keeps_inputs:
             self._resharded_late += unit.gathered
             unit.gathered.clear()
         super().finish(step, unit)
+
+    def before_backward(self, step: Step, module: str) -> None:
+        super().before_backward(step, module)
+        step.free(self._resharded_late)
 
     def after_backward(self, step: Step, run: Run) -> None:
         super().after_backward(step, run)

@@ -34,8 +34,10 @@ class FSDP2(ShardedLayout):
         reduce_bytes: int | None = None,
         waits: bool = False,
         offloads: bool = False,
+        stays_after_forward: bool = False,
     ) -> None:
         super().__init__(tensors, units, prefetches=True, waits=waits)
+        self.stays_after_forward = stays_after_forward
         self.prefetches_forward = any(tensor.expert_ranks > 1 for tensor in tensors)
         """Whether a unit's forward has the next one sent: torchtitan 0.3 `apply_fsdp`, where experts are divided."""
         self.offloads = offloads

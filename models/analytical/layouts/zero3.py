@@ -64,6 +64,8 @@ class Zero3(Partitions):
         self._turned: int | None = None
         self._filled: list[tuple[int, int]] = []
         """Of the gradients that wait to be reduced: elements, and the instant at which each was born."""
+        self._half: list[int] = []
+        """The lm_head's gradient of a table that both ends share: autograd adds the embedding's before anybody sees it."""
 
     def persists(self, tensor: StoredTensor) -> bool:
         """Whether every rank keeps all of it."""
@@ -149,13 +151,27 @@ class Zero3(Partitions):
         run.keeps_gradients = False  # each goes into the bucket as soon as it is there
         template = run.template
         for at, index in self._arrivals(run):
-            elements, born = int(template.num_bytes[index]) // self.gradient_bytes, begins + int(template.born[index])
-            if self._filled and sum(n for n, _ in self._filled) + elements > self.buckets.reduce:
-                self._reduce(step, begins + at, ended_bytes(run, at))
-            self._filled.append((elements, born))
-            if elements <= self.buckets.reduce and born < begins + at:
-                size = int(template.num_bytes[index])
-                step.hold("gradient", Category.GRADIENTS, size, born + 1, begins + at + 1, run.module)
+            size, born = int(template.num_bytes[index]), begins + int(template.born[index])
+            if self._tied and template.names[index] == "lm_head.weight.grad":
+                self._half += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size], run.module, born=born + 1)
+                run.gradients_die = step.now  # held here
+            else:
+                self._arrive(step, run, at, size, born)
+        if self._half and run.module == "embedding":
+            step.free(self._half)
+            (table,) = (t for t in self._of_module["embedding"] if t.name == "embed_tokens.weight")
+            summed = template.backward_labels.index("tied_weight")
+            self._arrive(step, run, summed, table.numel * self.gradient_bytes, begins + summed)
+
+    def _arrive(self, step: Step, run: Run, at: int, size: int, born: int) -> None:
+        """A gradient of `size` bytes that was made at `born` goes into the bucket at instant `at` of its block's backward,
+        and the bucket is emptied first when it would be too full."""
+        elements, now = size // self.gradient_bytes, (run.backward_start or 0) + at
+        if self._filled and sum(n for n, _ in self._filled) + elements > self.buckets.reduce:
+            self._reduce(step, now, ended_bytes(run, at))
+        self._filled.append((elements, born))
+        if elements <= self.buckets.reduce and born < now:
+            step.hold("gradient", Category.GRADIENTS, size, born + 1, now + 1, run.module)
 
     def _arrivals(self, run: Run) -> list[tuple[int, int]]:
         """When each gradient of a block comes to the bucket, from the begin of its backward, and which it is: those of a
