@@ -14,9 +14,9 @@ def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
         return _joined(job)
     ids = random_tokens(job, job.sequence_length)
     if job.batch.form == "masked":
-        return {"input_ids": ids, "labels": ids, "attention_mask": _padding(job, ids)}
+        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": _padding(job, ids)}
     if job.architecture.kind != "encoder_decoder":
-        return {"input_ids": ids, "labels": ids}
+        return {"input_ids": ids, "labels": ids.clone()}  # a collator's are a tensor of their own
     return {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
 
 
@@ -24,7 +24,7 @@ def _joined(job: TrainingJob) -> dict[str, torch.Tensor]:
     """All sequences in one row, each with positions from 0, as `DataCollatorWithFlattening` joins them."""
     ids = torch.randint(job.architecture.vocab_size, (1, job.num_tokens))
     positions = torch.cat([torch.arange(length) for length in sequence_lengths(job)])
-    return {"input_ids": ids, "labels": ids, "position_ids": positions[None]}
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions[None]}
 
 
 def _padding(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:

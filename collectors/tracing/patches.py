@@ -28,9 +28,15 @@ def scaled_dot_product_attention(
     from torch 2.14 on); what neither takes is computed step by step. Source: torch 2.13
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, use_flash_attention and use_mem_efficient_attention.
     """
-    if torch.is_autocast_enabled("cuda"):  # attention is on autocast's lower-precision list (autocast_mode.h)
-        dtype = torch.get_autocast_dtype("cuda")
+    if torch.is_autocast_enabled("cuda"):  # attention is on autocast's lower-precision list, and runs without autocast
+        dtype = torch.get_autocast_dtype("cuda")  # (autocast_mode.h WrapFunction_, which casts a mask of numbers too)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
+        with torch.autocast("cuda", enabled=False):
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
     same_heads = key.shape[1] == query.shape[1]
     half = query.dtype is not torch.float32
     if attn_mask is None and half and (same_heads or enable_gqa) and _one_head_dim(query, value):

@@ -156,6 +156,7 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         weight_bytes=weight,
         compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
         autocast=autocast,
+        float16=(job.precision.compute if autocast else gathered_dtype(job)) == "float16",
         norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
         attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
         finetuning=job.finetuning,

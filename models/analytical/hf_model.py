@@ -12,7 +12,7 @@ from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.attention_kernels import flex_block_mask_bytes
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding_variables
-from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers, traits
+from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers, kinds_of_masks, traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.step import Run, Step
 from peakcast.spec import TrainingJob
@@ -58,7 +58,7 @@ def hold_embeddings(
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
     if is_input:
-        if in_checkpoint or layer_template(layers[0]).keeps_input:
+        if in_checkpoint or (layer_template(layers[0]).keeps_input and not layers[0].saves_on_cpu):
             return  # the checkpoint or the graph holds it anyway
         born += layer_template(layers[0]).num_forward
     elif layers[0].input_requires_grad and not layers[0].trainable:
@@ -101,14 +101,13 @@ def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run]) -> list[i
 
 
 def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: Sequence[int]) -> None:
-    """The model's attention masks, one per kind of layer: for eager in the compute dtype, for sdpa bool and shared by all
-    sequences unless the batch asks for one each. They live until the model's forward has `ended`, and those that
+    """The model's attention masks, one per kind of layer: for eager in the embeddings' dtype, for sdpa bool and shared
+    by all sequences unless the batch asks for one each. They live until the model's forward has `ended`, and those that
     checkpointed layers take as an argument until `dies`."""
     one = layers[0]
     scores = one.sequence**2
     family = traits(one.architecture)
-    slides = one.architecture.sliding_window is not None and bool(family.full_attention_every)
-    kinds = 1 + (slides or family.masks_for_both_kinds)
+    kinds = kinds_of_masks(one.architecture)
     if one.architecture.kind == "encoder":
         sizes = []  # nothing is masked without padding
     elif "mask" in one.compiled:
@@ -117,7 +116,7 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: i
         biases = one.architecture.num_attention_heads * one.architecture.max_position_embeddings * FP32
         sizes = [one.batch * scores + biases]
     elif one.attention == "eager":
-        sizes = [one.batch * scores * one.compute_bytes] * kinds
+        sizes = [one.batch * scores * one.weight_bytes] * kinds
     elif one.attention == "flex":
         sizes = [flex_block_mask_bytes(one.batch, one.sequence)]
     elif one.attention == "sdpa" and one.mask_of_batch:
@@ -134,7 +133,9 @@ def hold_attention_weights(timeline: Step, layer: HFContext, first_runs: Mapping
     """Attention weights that a layer returned, where no graph keeps them, while the next layer runs."""
     if layer.attention != "eager" or not traits(layer.architecture).returns_attention_weights:
         return
-    size = layer.batch * layer.architecture.num_attention_heads * layer.sequence**2 * layer.compute_bytes
+    wide = layer.autocast and traits(layer.architecture).eager_softmax == "wide"
+    element = FP32 if wide else layer.compute_bytes
+    size = layer.batch * layer.architecture.num_attention_heads * layer.sequence**2 * element
     for index, run in first_runs.items():
         if index + 1 in first_runs:
             born, after = run.forward_start + run.template.num_forward, first_runs[index + 1]

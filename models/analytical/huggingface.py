@@ -223,7 +223,8 @@ def _hold_before_forward(timeline: Step, job: TrainingJob) -> None:
 def _autocast_cache(context: HFContext, tensors: Iterable[StoredTensor]) -> dict[str, int]:
     """Module -> bytes of the narrow weight copies that autocast caches while its layer runs forward."""
     size, cached = autocast_copy_bytes(context), dict[str, int]()
-    for tensor in tensors:
+    uncached = context.trainable and traits(context.architecture).linears_transpose_weight
+    for tensor in () if uncached else tensors:
         if size and tensor.trains and len(tensor.shape) > 1:
             cached[tensor.module] = cached.get(tensor.module, 0) + tensor.numel * size
     return cached

@@ -12,8 +12,9 @@ from dataclasses import replace
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_builder import HFContext
-from peakcast.models.analytical.blocks.hf_ends import embedding, next_token_head
+from peakcast.models.analytical.blocks.hf_ends import embedding, embedding_variables, next_token_head
 from peakcast.models.analytical.blocks.hf_layer import decoder_layer
+from peakcast.models.analytical.blocks.hf_traits import kinds_of_masks, traits
 from peakcast.models.analytical.blocks.kv_cache import CACHES, layer_cache_bytes
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.models.analytical.workspaces import training_workspaces
@@ -53,12 +54,18 @@ def inference_ledger(
         )
         start = timeline.now
         timeline.run_without_graph(embedding(forward), "embedding")
+        embedded = first_ends = timeline.now
         for layer in layers:
             run = replace(forward, routed=job.architecture.is_moe_layer(layer))
             _run_layer(timeline, run, layer, caches, grows=not static)
+            first_ends = timeline.now if layer == 0 else first_ends
         head = next_token_head(forward, str(conventions(job).get("generate_logits", "last")))
         begins = timeline.run_without_graph(head, "head").forward_start
-        _hold_inputs_of_the_model(timeline, forward, start, begins + head.forward_labels.index("last_position"))
+        ends = begins + head.forward_labels.index("last_position")
+        is_input, sizes = embedding_variables(forward)  # the first layer's input, which that layer has meanwhile
+        for size in sizes:
+            timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, first_ends if is_input else embedded, ends)
+        _hold_inputs_of_the_model(timeline, forward, start, ends)
         if past:  # the variable names the last forward's copy until it names this one's
             chosen = begins + head.forward_labels.index("next_token_logits") + 1
             size = job.micro_batch_size * job.architecture.vocab_size * FP32
@@ -93,15 +100,13 @@ def _run_layer(
 
 
 def _hold_inputs_of_the_model(timeline: Step, context: HFContext, start: int, ends: int) -> None:
-    """What the model's own forward keeps in variables until it returns: `inputs_embeds`, cos and sin [1, sequence,
+    """What the model's own forward makes for all layers and keeps until it returns: the mask, cos and sin [1, sequence,
     head_dim]."""
     architecture, size = context.architecture, context.compute_bytes
-    embedded = context.rows * architecture.hidden_size * context.weight_bytes
-    timeline.hold("inputs_embeds", Category.ACTIVATIONS, embedded, start + 1, ends)
-    if architecture.position_embedding == "learned":
-        timeline.hold("position_embeds", Category.ACTIVATIONS, embedded // context.batch, start + 1, ends)
-    if context.attention == "eager":  # an additive mask [1, 1, sequence, keys]
-        timeline.hold("causal_mask", Category.TEMPORARIES, context.sequence * context.key_length * size, start, ends)
+    if context.attention == "eager":  # additive masks [micro_batch_size, 1, sequence, keys], as generate() passes one along
+        mask = context.rows * context.key_length * size
+        timeline.hold_all([("causal_mask", "", mask)] * kinds_of_masks(architecture), Category.TEMPORARIES, start, ends)
     if architecture.position_embedding == "rope":
+        width = int(architecture.head_dim * traits(architecture).rotary_fraction)
         for name in ("rotary.cos", "rotary.sin"):
-            timeline.hold(name, Category.TEMPORARIES, context.sequence * architecture.head_dim * size, start, ends)
+            timeline.hold(name, Category.TEMPORARIES, context.sequence * width * size, start, ends)

@@ -17,6 +17,10 @@ class Locals:
     states_made: list[int] = field(default_factory=list)
     _held: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether `name` holds something."""
+        return name in self._held
+
     def make_states(self) -> None:
         """Here a first step makes the states of the tensor whose turn it is."""
         self.states_made.append(len(self.labels))

@@ -13,10 +13,10 @@ def activation(build: BlockBuilder, x: Tensor) -> Tensor:
     """The activation function. gelu_new is Python code in transformers (activations.py NewGELUActivation)."""
     context, tape, name = build.context, build.tape, build.context.architecture.hidden_act
     if name in ("gelu_new", "gelu_fast"):
-        half = ops.scale(tape, x, "mlp.gelu_new.half")
+        half, wide = ops.scale(tape, x, "mlp.gelu_new.half"), x
         if context.autocast and context.compute_bytes != FP32:  # pow is on autocast's fp32 list; what follows stays wide
-            x = ops.cast(tape, x, x.num_bytes // context.compute_bytes * FP32, "mlp.gelu_new.to_float32")
-        cube = ops.unary(tape, x, "mlp.gelu_new.pow", backward_temporary_bytes=2 * x.num_bytes)
+            wide = ops.cast(tape, x, x.num_bytes // context.compute_bytes * FP32, "mlp.gelu_new.to_float32")
+        cube = ops.unary(tape, wide, "mlp.gelu_new.pow", backward_temporary_bytes=2 * wide.num_bytes)
         cube = ops.scale(tape, cube, "mlp.gelu_new.coefficient")
         inner = ops.add(tape, x, cube, "mlp.gelu_new.add")
         inner = ops.scale(tape, inner, "mlp.gelu_new.scale")

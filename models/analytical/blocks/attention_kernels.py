@@ -64,7 +64,7 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         saves_output=True,
         extra_saved_bytes=[log_sum_exp, INT64, INT64],  # softmax statistics, random seed and offset
         backward_temporary_bytes=flash_backward_bytes(context) if context.kernel_temporaries else 0,
-        kind="attention",
+        kind="" if context.attention == "flash_attention_2" else "attention",  # the package's is on no list of what is kept
     )
     return output if taken == context.rows else build.tape.operation("self_attn.pad", [output], whole)
 
@@ -147,8 +147,8 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (`convert_boolean_attn_mask`), which is kept; key heads are copied for every query head by transformers."""
     context, tape = build.context, build.tape
     heads = context.architecture.num_attention_heads
-    q, k, v = _to_compute_dtype(build, q, k, v)
     k, v = repeat_key_value(build, q, k, v)
+    q, k, v = _to_compute_dtype(build, q, k, v, repeated=True)
     bias = []
     if context.masked and "mask" not in context.compiled:  # compiled, one is made for all layers (`hold_masks`)
         size = context.batch * context.sequence**2 * context.compute_bytes
@@ -175,7 +175,7 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     query = ops.scale(tape, q32, "self_attn.math.scale_q")
     local.append(query)
     if traits(architecture).grouped_query_kernel:
-        k32, v32 = repeat_key_value(build, q32, k32, v32)
+        k32, v32 = repeat_key_value(build, q32, k32, v32, interleaved=True)
         local += [k32, v32]
     key = ops.scale(tape, k32, "self_attn.math.scale_k")
     key = _broadcast_heads(build, q32, key)
@@ -213,12 +213,18 @@ def _broadcast_heads(build: BlockBuilder, q: Tensor, x: Tensor) -> Tensor:
     return build.tape.operation("self_attn.math.expand", [x], q.num_bytes, view_of=view)
 
 
-def _to_compute_dtype(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, attention runs in the compute dtype and keeps narrow copies of wide q, k, v."""
+def _to_compute_dtype(
+    build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor, *, repeated: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, attention runs in the compute dtype and keeps narrow copies of wide q, k, v, which may be `repeated`
+    for every query head."""
     context, architecture = build.context, build.context.architecture
     if not context.autocast:
         return q, k, v
-    narrow = [context.rows * width * context.compute_bytes for width in architecture_widths(architecture)]
+    widths = architecture_widths(architecture)
+    if repeated and architecture.mla is None:
+        widths = (widths[0],) * 3
+    narrow = [context.rows * width * context.compute_bytes for width in widths]
     q, k, v = (
         ops.cast(build.tape, x, size, f"self_attn.{name}_cast") if x.num_bytes > size else x
         for x, size, name in zip((q, k, v), narrow, ("q", "k", "v"), strict=True)

@@ -5,6 +5,7 @@ Source: transformers 5.17 `models/<model_type>/modeling_<model_type>.py`, `eager
 
 from __future__ import annotations
 
+from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_traits import attention_key_heads, traits
@@ -20,17 +21,20 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     heads, size = architecture.num_attention_heads, context.compute_bytes
     family = traits(architecture)
     elements = context.batch * heads * context.sequence * (context.key_length or context.sequence)
+    query_bytes = q.num_bytes // (context.rows * _query_width(architecture))
     k, v = repeat_key_value(build, q, k, v)
     if family.scores_in_float32 and size != FP32:
-        q, k, size = to_float32(build, q, "q"), to_float32(build, k, "k"), FP32
+        q, k = to_float32(build, q, "q"), to_float32(build, k, "k")
+        size = size if context.autocast else FP32
     if family.joins_heads_first:
         v = _joined(build, v, "v")
     # repeated key heads are laid out so, and what is concatenated of a rotated and another part
     repeated = attention_key_heads(architecture) not in (1, architecture.num_attention_heads)
     in_parts = architecture.rotary_in_parts or family.rotary_fraction < 1 or family.rotary_in_halves
     joined = architecture.mla is not None or in_parts
-    q_used = _joined(build, q, "q", by_head=joined)
-    k_used = _joined(build, k, "k", by_head=joined or repeated)
+    # under autocast matmul makes narrow copies of wide q and k
+    q_used = _joined(build, _narrow(build, q, size, "q"), "q", by_head=joined)
+    k_used = _joined(build, _narrow(build, k, size, "k"), "k", by_head=joined or repeated)
     scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
     named = [scores, q_used, k_used, v] if family.joins_heads_first else [q, k]
     if not family.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
@@ -45,42 +49,60 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
         scores = tape.operation("self_attn.fill_mask", [biased], biased.num_bytes)
         named.append(scores)
     elif architecture.kind in ("decoder", "hybrid"):
-        scores = tape.operation("self_attn.add_mask", [scores], scores.num_bytes, gradients=[(scores, None)])
-    softmax = _softmax_with_sinks if architecture.attention_sinks else _softmax
-    weights, variables = softmax(build, scores, elements)
+        scores = _add_mask(build, scores, elements)
+    take_softmax = _softmax_with_sinks if architecture.attention_sinks else _softmax
+    weights, variables = take_softmax(build, scores, elements, query_bytes)
     if family.scores_scaled_in_place:
         tape.hold(scaled)
-    weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
+    weights = returned = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
+    if weights.num_bytes != elements * context.compute_bytes:
+        weights = ops.cast(tape, weights, elements * context.compute_bytes, "self_attn.weights_cast")
     v_used = v if family.joins_heads_first else _joined(build, v, "v", by_head=repeated)
     # the product, before .transpose(1, 2).contiguous()
     output = ops.matmul(tape, weights, v_used, v.num_bytes, "self_attn.weighted_sum", forward_temporary_bytes=v.num_bytes)
     for variable in (*named, *variables):
         tape.hold(variable)
-    build.variables.append(weights)  # the attention module returns them too
+    build.variables.append(returned)  # the attention module returns them too
     return output
 
 
-def _softmax(build: BlockBuilder, scores: Tensor, elements: int) -> tuple[Tensor, list[Tensor]]:
-    """In fp32 and converted back, in most families; the variable of the scores is assigned only when that has returned.
-    Also what is named to the end of attention."""
+def _softmax(build: BlockBuilder, scores: Tensor, elements: int, query_bytes: int) -> tuple[Tensor, list[Tensor]]:
+    """In fp32 and, in most families, converted to the queries' dtype; the variable of the scores is assigned only when that
+    has returned. Also what is named to the end of attention."""
     context, tape = build.context, build.tape
-    narrow, wide, family = elements * context.compute_bytes, elements * FP32, traits(context.architecture)
+    wide, family = elements * FP32, traits(context.architecture)
+    narrow = elements * (query_bytes if family.eager_softmax == "float32" else context.compute_bytes)
     widened = scores.num_bytes < wide and (family.eager_softmax == "float32" or context.autocast)
-    argument = ops.cast(tape, scores, wide, "self_attn.softmax.to_float32") if widened else scores
-    weights = ops.unary_of_result(tape, argument, "self_attn.softmax")
+    weights = softmax(build, scores, wide if widened else scores.num_bytes, "self_attn.softmax")
     tape.hold(scores)
-    if weights.num_bytes != narrow:
+    if weights.num_bytes != narrow and family.eager_softmax != "wide":
         weights = ops.cast(tape, weights, narrow, "self_attn.softmax.to_narrow")
-        if not family.scores_in_float32:  # whose code converts in a line of its own
+        if family.eager_softmax == "float32" and not family.scores_in_float32:  # others convert in a line of their own
             tape.hold(scores)
     return weights, []
 
 
-def _softmax_with_sinks(build: BlockBuilder, scores: Tensor, elements: int) -> tuple[Tensor, list[Tensor]]:
+def softmax(build: BlockBuilder, x: Tensor, num_bytes: int, name: str) -> Tensor:
+    """A softmax whose result has `num_bytes`: of a wider dtype it converts its argument, but for float16."""
+    if x.num_bytes != num_bytes and not build.context.float16:
+        x = ops.cast(build.tape, x, num_bytes, f"{name}.to_float32")
+    return build.tape.operation(name, [x], num_bytes, saves_output=True)
+
+
+def _add_mask(build: BlockBuilder, scores: Tensor, elements: int) -> Tensor:
+    """The mask has the embeddings' dtype: under autocast a wide one widens the scores."""
+    size = max(scores.num_bytes, elements * build.context.weight_bytes)
+    passed_on = None if size == scores.num_bytes else scores.num_bytes
+    return build.tape.operation("self_attn.add_mask", [scores], size, gradients=[(scores, passed_on)])
+
+
+def _softmax_with_sinks(
+    build: BlockBuilder, scores: Tensor, elements: int, query_bytes: int
+) -> tuple[Tensor, list[Tensor]]:
     """gpt-oss: one score more per row, a parameter of each head; less its largest, softmaxed, and cut off again."""
     context, tape = build.context, build.tape
     heads, rows = context.architecture.num_attention_heads, context.rows * context.architecture.num_attention_heads
-    element = FP32 if context.autocast else context.compute_bytes  # concatenated to the parameters, in their dtype
+    element = max(context.weight_bytes, context.compute_bytes)  # concatenated to the parameters, in the wider dtype
     whole = (elements + rows) * element
     sinks = [WeightGradient("self_attn.sinks.grad", heads * context.weight_bytes)] if context.trainable else []
     argument = scores
@@ -110,14 +132,31 @@ def _joined(build: BlockBuilder, x: Tensor, name: str, *, by_head: bool = False)
     return ops.copy(build.tape, x, f"self_attn.joined_{name}") if build.context.batch > 1 and not by_head else x
 
 
-def repeat_key_value(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`repeat_kv`: copies of k and v for every query head (of a width shared by q and k)."""
+def _narrow(build: BlockBuilder, x: Tensor, element_bytes: int, name: str) -> Tensor:
+    """q, or k for every query head, as the product takes it."""
+    context = build.context
+    length = context.sequence if name == "q" else context.key_length or context.sequence
+    size = context.batch * length * _query_width(context.architecture) * element_bytes
+    return ops.cast(build.tape, x, size, f"self_attn.{name}_cast") if x.num_bytes > size else x
+
+
+def _query_width(architecture: Architecture) -> int:
+    mla = architecture.mla
+    width = mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else architecture.head_dim
+    return architecture.num_attention_heads * width
+
+
+def repeat_key_value(
+    build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`repeat_kv`: copies of k and v for every query head; `interleaved`: also of a single one."""
     tape, key_heads = build.tape, attention_key_heads(build.context.architecture)
     if key_heads == build.context.architecture.num_attention_heads:
         return k, v
-    single = key_heads == 1  # one head is expanded as a view
-    repeated = tape.operation("self_attn.repeat_k", [k], q.num_bytes, view_of=k if single else None)
-    return repeated, tape.operation("self_attn.repeat_v", [v], q.num_bytes, view_of=v if single else None)
+    single = key_heads == 1 and not interleaved  # one head is expanded as a view
+    copies = build.context.architecture.num_attention_heads // key_heads
+    repeated = tape.operation("self_attn.repeat_k", [k], k.num_bytes * copies, view_of=k if single else None)
+    return repeated, tape.operation("self_attn.repeat_v", [v], v.num_bytes * copies, view_of=v if single else None)
 
 
 def to_float32(build: BlockBuilder, x: Tensor, name: str) -> Tensor:

@@ -80,27 +80,27 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
         rotated = ops.copy if architecture.fused_qkv else ops.in_place
         return rotated(tape, q, "self_attn.rotary_q"), rotated(tape, k, "self_attn.rotary_k"), []
     kind = family.rotary if element != FP32 else "narrow"
+    # the tables have the embeddings' dtype: wide ones widen q and k, which stay so until attention
+    tables_wide = kind == "promoted" or (kind == "narrow" and build.context.weight_bytes > element)
     arguments, narrow, parts = [q, k], [q.num_bytes, k.num_bytes], []
-    wide = [size // element * FP32 for size in narrow]
+    wide = [build.context.rows * width * FP32 for width in (architecture.query_size, architecture.key_value_size)]
     if kind == "cast":
         q = ops.cast(tape, q, wide[0], "self_attn.rotary_q.to_float32")
         k = ops.cast(tape, k, wide[1], "self_attn.rotary_k.to_float32")
         arguments += [q, k]
-    promoted = wide if kind == "promoted" else [q.num_bytes, k.num_bytes]
+    promoted = [max(x.num_bytes, size) if tables_wide else x.num_bytes for x, size in zip((q, k), wide, strict=True)]
     if family.rotary_in_halves:
         q = rotate_in_halves(tape, q, promoted[0], "self_attn.rotary_q")
         k = rotate_in_halves(tape, k, promoted[1], "self_attn.rotary_k")
     elif architecture.rotary_in_parts or family.rotary_fraction < 1:
         tables, turned = _tables_of_layer(build), []
-        for x, name in ((q, "q"), (k, "k")):
+        for x, name, whole in zip((q, k), "qk", promoted, strict=True):
             size = int(x.num_bytes * family.rotary_fraction)
             part = tape.operation(f"self_attn.rotary_{name}.part", [x], size, view_of=x)
             rest = tape.operation(f"self_attn.rotary_{name}.rest", [x], x.num_bytes - size, view_of=x)
-            turned.append((rotate(tape, part, size, f"self_attn.rotary_{name}", tables), rest, x.num_bytes))
-        q, k = (
-            tape.operation("self_attn.rotary.join", [part, rest], size, gradients=[(part, None), (rest, None)])
-            for part, rest, size in turned
-        )
+            size = int(whole * family.rotary_fraction)
+            turned.append((rotate(tape, part, size, f"self_attn.rotary_{name}", tables), rest, whole))
+        q, k = (_join(tape, *each) for each in turned)
         parts = [part for part, _, _ in turned]
     else:
         q = rotate(tape, q, promoted[0], "self_attn.rotary_q")
@@ -114,6 +114,16 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
     return q, k, parts
 
 
+def _join(tape: Tape, part: Tensor, rest: Tensor, num_bytes: int) -> Tensor:
+    """The rotated part and the other, concatenated: where one is wider the other is converted (autocast promotes `cat`)."""
+    size = num_bytes - part.num_bytes
+    converted = 0 if rest.num_bytes == size else size
+    gradients = [(part, None), (rest, rest.num_bytes if converted else None)]
+    return tape.operation(
+        "self_attn.rotary.join", [part, rest], num_bytes, gradients=gradients, forward_temporary_bytes=converted
+    )
+
+
 def _tables_of_layer(build: BlockBuilder) -> list[Tensor]:
     """cos and sin that a layer lays out anew, where its family does."""
     architecture, family = build.context.architecture, traits(build.context.architecture)
@@ -124,7 +134,8 @@ def _tables_of_layer(build: BlockBuilder) -> list[Tensor]:
 
 def rotate(tape: Tape, x: Tensor, num_bytes: int, name: str, tables: Sequence[Tensor] = ()) -> Tensor:
     """x·cos + rotate_half(x)·sin, products of `num_bytes`: keeps `tables` alone (else the model has them)."""
-    straight = tape.operation(f"{name}.cos", [x], num_bytes, saves=tables)
+    widened = num_bytes if num_bytes > x.num_bytes else 0  # a wide gradient, before it is converted
+    straight = tape.operation(f"{name}.cos", [x], num_bytes, saves=tables, backward_temporary_bytes=widened)
     rotated = tape.operation(
         f"{name}.rotate_half",
         [x],
@@ -132,7 +143,7 @@ def rotate(tape: Tape, x: Tensor, num_bytes: int, name: str, tables: Sequence[Te
         forward_temporary_bytes=x.num_bytes // 2,
         backward_temporary_bytes=x.num_bytes,  # both halves' gradients, each as large as x, meet
     )
-    rotated = tape.operation(f"{name}.sin", [rotated], num_bytes)
+    rotated = tape.operation(f"{name}.sin", [rotated], num_bytes, backward_temporary_bytes=widened)
     return ops.add(tape, straight, rotated, f"{name}.add")
 
 

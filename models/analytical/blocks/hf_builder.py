@@ -42,6 +42,9 @@ class HFContext:
     compute_bytes: int
     """Bytes of one element inside matrix products; narrower than the weights' or inputs' only under autocast."""
     autocast: bool
+    float16: bool = False
+    """Whether matrix products are in float16, which CUDA's softmax widens by itself (torch `native/SoftMax.cpp`
+    half_to_float)."""
     norm_weight_bytes: int
     """Bytes of one element of the norms' weights: wider than `weight_bytes` where a trainer casts norms to fp32."""
     attention: str
@@ -269,11 +272,11 @@ class BlockBuilder:
             return float8_linear(
                 tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias
             )
-        compute = context.compute_bytes if context.autocast else weight_bytes
+        compute, argument = context.compute_bytes if context.autocast else weight_bytes, x
         if x.num_bytes > rows * in_features * compute:  # autocast: each Linear makes its own narrow copy of a wide input
             x = ops.cast(tape, x, rows * in_features * compute, f"{name}.input_cast")
         if weight_bytes <= compute:
-            return ops.linear(
+            result = ops.linear(
                 tape,
                 x,
                 rows,
@@ -286,6 +289,8 @@ class BlockBuilder:
                 keeps_input=context.linears_keep_input,
                 num_matrices=self.num_matrices,
             )
+            tape.hold(argument)  # the module's, until it returns
+            return result
         numel = in_features * out_features * self.num_matrices
         weight = tape.operation(  # and a narrow copy of a wide weight, which autocast caches
             f"{name}.weight_cast",
@@ -293,9 +298,10 @@ class BlockBuilder:
             numel * compute,
             weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * weight_bytes)] if trainable else [],
         )
-        if trainable:  # else nobody keeps it beyond the product, where no graph does
+        transposed = traits(context.architecture).linears_transpose_weight and name != "lm_head"
+        if trainable and not transposed:  # else nobody keeps it beyond the product, where no graph does
             self.variables.append(weight)
-        return tape.operation(
+        result = tape.operation(
             name,
             [x, weight],
             rows * out_features * compute,
@@ -305,6 +311,8 @@ class BlockBuilder:
             else [],
             kind="matmul",
         )
+        tape.hold(argument)  # the module's, until it returns
+        return result
 
     def _computes_in_float8(self, in_features: int, out_features: int, name: str) -> bool:
         """accelerate 1.15 utils/ao.py filter_linear_layers: an nn.Linear whose sides are multiples of 16."""
@@ -341,6 +349,7 @@ class BlockBuilder:
                 trainable=context.trainable,
                 weight_in_fp32=family.norm_weight_in_float32,
                 of_input=family.norm_of_input,
+                names_product=family.norm_names_product,
             )
         if family.layer_norm_in_python:
             return ops.python_layer_norm(

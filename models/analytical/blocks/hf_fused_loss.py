@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
+from peakcast.models.analytical.local_variables import Locals
 from peakcast.models.analytical.tape import Tensor, WeightGradient
 from peakcast.timeline import Category
 from peakcast.units import power_of_two
@@ -19,11 +20,7 @@ def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
     """
     context, tape, rows = build.context, build.tape, build.context.rows
     width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
-    chunk = fused_loss_chunk(rows, width, vocabulary)
     weight = vocabulary * width * context.weight_bytes
-    passing = vocabulary * width * context.fused_loss_temporary_bytes
-    if context.autocast and context.compute_bytes < context.weight_bytes:
-        passing += 2 * vocabulary * width * context.compute_bytes  # casts of the weight and, never cached, its transpose
     tape.begin_loss()
     tape.operation("pad_labels", [], 2 * rows * INT64, gradients=[], category=Category.INPUTS)
     tape.operation(
@@ -33,9 +30,36 @@ def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
         extra_saved_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])],
         gradients_in_place=True,
         weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
-        forward_temporary_bytes=chunk * vocabulary * context.compute_bytes + passing + rows * (FP32 + 1),
+        forward_temporary_bytes=_passing_bytes(context, width, vocabulary) + rows * (FP32 + 1),
         category=Category.LOGITS,
     )
+
+
+def _passing_bytes(context: HFContext, width: int, vocabulary: int) -> int:
+    """The most that the loop over chunks holds in passing, line by line. Products that autocast does not cast write where
+    their result stays; those that it does make narrow copies, of which the trained weight's is cached until the forward
+    ends, its transpose's (no leaf) never. Before 0.8.3 the weight's product was made, widened and then added."""
+    rows, element = context.rows, context.compute_bytes
+    chunk, matrix = fused_loss_chunk(rows, width, vocabulary), vocabulary * width
+    casts, held = context.autocast and element < context.weight_bytes, Locals()
+    for tokens in (chunk, *([min(chunk, rows - chunk)] if chunk < rows else [])):  # the second finds what the first leaves
+        if casts:
+            held.let("input_cast", tokens * width * element)
+            held.let("transpose_cast", matrix * element)
+        held.let("logits", tokens * vocabulary * element)
+        held.free("input_cast", "transpose_cast")
+        if casts:
+            if "weight_cast" not in held:
+                held.let("weight_cast", matrix * element)
+            held.let("grad_input", tokens * width * element)
+            held.free("grad_input", *(() if context.trainable else ("weight_cast",)))
+        if context.trainable:
+            if casts:
+                held.let("input_cast", tokens * width * element)
+            held.let("product", matrix * context.fused_loss_temporary_bytes)
+            held.free("input_cast", "product")
+        held.free("logits")
+    return held.most_bytes()
 
 
 def loss_in_chunks(build: BlockBuilder, hidden: Tensor) -> None:

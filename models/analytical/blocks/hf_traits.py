@@ -17,6 +17,8 @@ class HFTraits:
 
     norm_weight_in_float32: bool = False
     """RMSNorm multiplies by the weight before converting back (Gemma, OLMo-2)."""
+    norm_names_product: bool = False
+    """... and has one name for what it was and for the product (Gemma)."""
     norm_of_input: bool = False
     """RMSNorm multiplies the input itself, not its fp32 copy (T5)."""
     layer_norm_in_python: bool = False
@@ -74,7 +76,10 @@ class HFTraits:
     scores_scaled_in_place: bool = False
     scores_biased_and_filled: bool = False
     """Eager attention adds an fp32 bias of positions and fills in a bool mask, which autograd keeps (MPT)."""
-    eager_softmax: Literal["float32", "native"] = "float32"
+    eager_softmax: Literal["float32", "native", "wide"] = "float32"
+    """`wide`: native, and what autocast widens is converted by the product that takes it."""
+    linears_transpose_weight: bool = False
+    """Its Linear multiplies by `weight.T`, which is no leaf: autocast caches no copy (Falcon)."""
     router_in_float32: bool = False
     routing_weights: Literal["narrow", "float32"] = "narrow"
     """Dtype of the chosen experts' weights; fp32 ones widen the weighted rows."""
@@ -97,9 +102,10 @@ class HFTraits:
     """Width of an fp32 table of all positions that every layer has: `rotary_dim` (GPT-J and its kin)."""
 
 
-_GEMMA = HFTraits(norm_weight_in_float32=True, scaled_embedding=True, embedding_scales_itself=True)
+_GEMMA = HFTraits(norm_weight_in_float32=True, norm_names_product=True, scaled_embedding=True, embedding_scales_itself=True)
 _GEMMA3 = HFTraits(
     norm_weight_in_float32=True,
+    norm_names_product=True,
     scaled_embedding=True,
     embedding_scales_itself=True,
     full_attention_every=6,
@@ -113,6 +119,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "gemma": _GEMMA,
     "gemma2": HFTraits(
         norm_weight_in_float32=True,
+        norm_names_product=True,
         scaled_embedding=True,
         embedding_scales_itself=True,
         full_attention_every=2,
@@ -158,7 +165,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     ),
     "t5": _T5,
     "mt5": _T5,
-    "bert": HFTraits(norm_after_residual=True, eager_softmax="native"),
+    "bert": HFTraits(norm_after_residual=True, eager_softmax="wide"),
     "gptj": HFTraits(scores_in_float32=True, returns_attention_weights=True, position_table_width=64),
     "codegen": HFTraits(scores_in_float32=True, returns_attention_weights=True, position_table_width=64),
     "gpt_neo": HFTraits(
@@ -176,7 +183,8 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
         norms_together=True,
         parallel_sum_in_place=True,
         scores_scaled_in_place=True,
-        eager_softmax="native",
+        linears_transpose_weight=True,
+        eager_softmax="wide",
         returns_attention_weights=True,
     ),
 }
@@ -199,6 +207,13 @@ def attention_key_heads(architecture: Architecture) -> int:
 def kinds_of_layers(architecture: Architecture) -> int:
     """2 where layers with and without a sliding window take turns, and both kinds are there."""
     return 1 + (0 < traits(architecture).full_attention_every <= architecture.num_hidden_layers)
+
+
+def kinds_of_masks(architecture: Architecture) -> int:
+    """Masks that the model builds where it builds any: one for each kind of layer that its code knows."""
+    family = traits(architecture)
+    alternates = architecture.sliding_window is not None and bool(family.full_attention_every)
+    return 1 + (alternates or family.masks_for_both_kinds)
 
 
 def slides(architecture: Architecture, layer: int, sequence: int) -> bool:

@@ -114,11 +114,13 @@ def python_rms_norm(
     trainable: bool = True,
     weight_in_fp32: bool = False,
     of_input: bool = False,
+    names_product: bool = False,
 ) -> Tensor:
     """Hugging Face's RMSNorm, line by line (modeling_llama.py): fp32 copy, x·rsqrt(mean(x²) + eps), back, times weight.
 
     `weight_bytes`: of one element of the weight, when it is wider than the input: the output then is as wide.
     `weight_in_fp32`: Gemma's and OLMo-2's variant, which multiplies by the weight in fp32 before converting back.
+    `names_product`: the variable then names the product with the weight (Gemma), else what came before it.
     `of_input`: T5's variant, which multiplies the input itself, not its fp32 copy, by rsqrt.
     """
     wide = rows * width * FP32
@@ -140,7 +142,10 @@ def python_rms_norm(
     narrow, variable = rows * width * element_bytes, normalized
     if weight_in_fp32:
         weighted = _times_weight(tape, normalized, rows, width, name, FP32, element_bytes, trainable)
-        return cast(tape, weighted, narrow, f"{name}.to_narrow") if element_bytes != FP32 else weighted
+        output = cast(tape, weighted, narrow, f"{name}.to_narrow") if element_bytes != FP32 else weighted
+        if not names_product:
+            tape.hold(variable)
+        return output
     if element_bytes != FP32:
         normalized = cast(tape, normalized, narrow, f"{name}.to_narrow")
     weight_bytes = weight_bytes or element_bytes

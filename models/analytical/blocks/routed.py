@@ -20,6 +20,7 @@ from peakcast.models.analytical.blocks.router import route
 from peakcast.models.analytical.tape import Tensor, WeightGradient
 
 MOST_GROUPS = 16
+FP32 = 4
 INT32 = 4
 INT64 = 8
 
@@ -91,8 +92,12 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     restored = tape.operation(  # backward lays the expanded gradient out before it puts it back
         "mlp.experts.restore", [weighted, order], wide, saves=[order], backward_temporary_bytes=wide
     )
-    total = tape.operation(  # its backward is a view of the gradient
-        "mlp.experts.sum", [restored], wide // moe.num_experts_per_tok, gradients=[(restored, None)]
+    summed = pairs * width * FP32 if context.autocast else wide  # sum is on autocast's fp32 list
+    total = tape.operation(  # its backward is a view of the gradient, if of one dtype
+        "mlp.experts.sum",
+        [restored],
+        summed // moe.num_experts_per_tok,
+        gradients=[(restored, None if summed == wide else wide)],
     )
     if total.num_bytes != x.num_bytes:
         total = ops.cast(tape, total, x.num_bytes, "mlp.experts.to_narrow")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from peakcast.architecture import MixtureOfExperts
 from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.blocks.eager_attention import softmax
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.tape import Tensor, WeightGradient
@@ -26,8 +27,7 @@ def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor
         chosen = _top(build, logits, logits.num_bytes // num * top_k, moe)
         weights = ops.unary_of_result(tape, chosen, "mlp.router.scores")
     else:
-        argument = ops.cast(tape, logits, wide, "mlp.router.to_float32") if logits.num_bytes != wide else logits
-        scores = ops.unary_of_result(tape, argument, "mlp.router.scores")
+        scores = softmax(build, logits, wide, "mlp.router.scores")
         choosing = 2 * wide if moe.router_correction_bias else 0  # scores with their bias, masked by group
         weights = _top(build, scores, chosen_bytes, moe, forward_temporary_bytes=choosing)
     if family.normalises_routing:  # in place, so that what was there is copied for the divisor's gradient

@@ -183,10 +183,13 @@ def _efficient(
     if masked:
         kept = [context.sequence * key_length] if bias.requires_grad else []  # where() keeps its bool condition
         mask = tape.operation(f"{name}.position_bias_mask", [bias], bias.num_bytes, extra_saved_bytes=kept)
+    wide, narrow = mask, context.sequence * key_length * heads * context.compute_bytes
+    if mask.num_bytes > narrow:  # autocast casts every argument of attention that has numbers
+        mask = ops.cast(tape, mask, narrow, f"{name}.mask_cast")
     # the mask's gradient for every sequence, before these are summed
     summed = context.batch * mask.num_bytes if mask.requires_grad and context.batch > 1 else 0
     inside = FP32 * context.rows * heads if context.kernel_temporaries else 0  # the row sums "delta"
-    return tape.operation(
+    output = tape.operation(
         f"{name}.efficient_attention",
         [q, k, v, mask],
         q.num_bytes,
@@ -196,6 +199,8 @@ def _efficient(
         backward_temporary_bytes=summed + inside,
         kind="attention",
     )
+    tape.hold(wide)
+    return output
 
 
 def _eager(
