@@ -157,15 +157,6 @@ def test_one_rank_changes_nothing(job, layout):
     assert ledger(alone).totals.tolist() == ledger(plain).totals.tolist()
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_on_one_rank_deepspeed_keeps_main_copies_and_a_bucket_but_gathers_nothing(stage):
-    alone = job(stage, ranks=1, framework_options=FrozenMapping({"reduce_bucket_size": 1000}))
-    steady = ledger(alone)
-    assert most(steady, Category.MAIN_PARAMETERS, Phase.FORWARD) == FP32 * P
-    assert {"ipg_bucket"} <= set(steady.names)
-    assert "gathered" not in steady.names
-
-
 @given(
     layout=st.sampled_from(LAYOUTS),
     ranks=st.integers(2, 40),

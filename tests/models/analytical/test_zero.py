@@ -177,3 +177,12 @@ def test_zero_3_offloads_parameters_to_a_flat_buffer_whose_pieces_stay_pinned_to
     assert host_bytes(asked, ledger) == main + sum(power_of_two(size) for size in pinned + pieces)
     inside = at_the_optimizer(ledger(asked))
     assert not {Category.GRADIENTS, Category.OPTIMIZER_STATES, Category.MAIN_PARAMETERS} & set(inside)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_on_one_rank_deepspeed_keeps_main_copies_and_a_bucket_but_gathers_nothing(job, stage):
+    alone = job(stage, ranks=1, framework_options=FrozenMapping({"reduce_bucket_size": 1000}))
+    steady = ledger(alone)
+    assert most(steady, Category.MAIN_PARAMETERS, Phase.FORWARD) == FP32 * P
+    assert {"ipg_bucket"} <= set(steady.names)
+    assert "gathered" not in steady.names
