@@ -21,6 +21,10 @@ ENDS = ("embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out")
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """What families call the matrices of an expert, where each is a Linear."""
 
+STACKED_EXPERTS_ADAPTED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "qwen3_moe")
+"""Families of which peft takes these names, and all-linear, for their stacked experts and the router too (peft 0.21
+utils/transformers_weight_conversion.py _convert_peft_config_moe, transformers 5.17 conversion_mapping.py)."""
+
 
 def adapter_reason(job: TrainingJob) -> str:
     """Which adapters that `finetuning.targets` asks for the ledger does not count, as one sentence; "" for none."""
@@ -33,8 +37,9 @@ def adapter_reason(job: TrainingJob) -> str:
     if targets.intersection((*shared, "all-linear") if shared else ()):
         return f"adapters on the shared experts of {job.architecture.name!r} ({', '.join(shared)}) are not counted."
     chosen = conventions(job)
-    linears = chosen.get("experts_implementation") == "loop" or chosen.get("quantized_experts")
-    if job.architecture.moe is not None and linears and targets.intersection((*EXPERTS, "all-linear")):
+    adapted = chosen.get("experts_implementation") == "loop" or chosen.get("quantized_experts")
+    adapted = adapted or job.architecture.model_type in STACKED_EXPERTS_ADAPTED
+    if job.architecture.moe is not None and adapted and targets.intersection((*EXPERTS, "gate", "all-linear")):
         return f"adapters on the experts of {job.architecture.name!r} are not counted."
     return ""
 

@@ -81,7 +81,7 @@ class Blocks:
             if self.recomputed[index]:
                 one = replace(one, cached_matmuls=_cached_matmuls(self.job))
             if input_held or self.checkpointed[index]:
-                one = replace(one, checkpointed=True)
+                one = replace(one, checkpointed=True, reentrant=self.job.activation_checkpointing.use_reentrant)
             inside = self.recomputed[index] and not self.checkpointed[index]
             self._made[key] = _compiled(one, inside) if self.compiled[index] else layer_template(one)
         return self._made[key]

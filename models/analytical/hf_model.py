@@ -50,15 +50,16 @@ def hold_parts_of_inputs(timeline: Step, job: TrainingJob, start: int) -> None:
 
 
 def hold_embeddings(
-    timeline: Step, layers: Sequence[HFContext], embedded: Run, in_checkpoint: bool, dies: int
+    timeline: Step, layers: Sequence[HFContext], embedded: Run, checkpointed: bool, offloads: bool, dies: int
 ) -> None:
-    """Variables of the model's forward, until its last norm is done."""
+    """Variables of the model's forward, until its last norm is done. `checkpointed`: whether the first layer is;
+    `offloads`: whether its input goes to the host."""
     if layers[0].architecture.embedding_norm and layers[0].architecture.kind == "decoder" and layers[0].trainable:
         return  # the norm keeps it
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
     if is_input:
-        if in_checkpoint or (layer_template(layers[0]).keeps_input and not layers[0].saves_on_cpu):
+        if not offloads and (checkpointed or layer_template(layers[0]).keeps_input):
             return  # the checkpoint or the graph holds it anyway
         born += layer_template(layers[0]).num_forward
     elif layers[0].input_requires_grad and not layers[0].trainable:

@@ -264,8 +264,9 @@ def _micro_batch(
         # until `outputs` is dropped
         timeline.hold("past_key_values", Category.ACTIVATIONS, returned, born, timeline.now, run.module)
     hold_attention_weights(timeline, blocks.contexts[0], checkpointed)
-    in_checkpoint = blocks.checkpointed[0] and not job.offload.activations
-    hold_embeddings(timeline, blocks.contexts, embedded, in_checkpoint, model_ends(loss))
+    hold_embeddings(
+        timeline, blocks.contexts, embedded, blocks.checkpointed[0], job.offload.activations, model_ends(loss)
+    )
     if job.loss.kind != "cross_entropy":
         reference_forward(timeline, job, context, start)
     timeline.run_backward(loss)

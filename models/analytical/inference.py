@@ -16,6 +16,7 @@ from peakcast.models.analytical.blocks.hf_ends import embedding, embedding_varia
 from peakcast.models.analytical.blocks.hf_layer import decoder_layer
 from peakcast.models.analytical.blocks.hf_traits import kinds_of_masks, traits
 from peakcast.models.analytical.blocks.kv_cache import CACHES, layer_cache_bytes
+from peakcast.models.analytical.hf_model import hold_buffers
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import TrainingJob
@@ -33,14 +34,19 @@ def inference_ledger(
 ) -> Timeline:
     """Every tensor of a generation of `job` on one GPU: a prompt of `inference.prompt_length` (null: sequence_length)
     tokens and `inference.new_tokens` more (null: 1, prefill alone). `weights`: (name, module, bytes)."""
+    still = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "embedding_dropout": 0.0}  # model.eval()
+    context = replace(context, architecture=replace(context.architecture, **still))
     timeline = Step()
     timeline.hold_all(weights, Category.PARAMETERS)
+    hold_buffers(timeline, job)
     timeline.hold_all(training_workspaces(device, job.versions)[:1], Category.WORKSPACES)  # no autograd thread
     prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
     for name in ("input_ids", "attention_mask"):
         timeline.hold(name, Category.INPUTS, job.micro_batch_size * (prompt + new) * INT64, 0)
     full = prompt + new - 1  # the last token is never fed
     static = job.inference.cache == "static"
+    # a static cache is seen whole, but by sdpa's prefill, which without a mask takes what was given (sdpa_attention.py)
+    sees_prompt = context.attention == "sdpa" and not traits(context.architecture).always_masked
     layers = range(job.architecture.num_hidden_layers)
     caches = {(layer, name): (0, 0) for layer in layers for name in CACHES}  # born, bytes
     for past in (0, *_decoded(prompt, full)):
@@ -49,7 +55,7 @@ def inference_ledger(
             context,
             sequence=sequence,
             cache=job.inference.cache,
-            key_length=full if static else past + sequence,
+            key_length=full if static and (past or not sees_prompt) else past + sequence,
             masked=static and past > 0,
         )
         start = timeline.now
@@ -57,7 +63,7 @@ def inference_ledger(
         embedded = first_ends = timeline.now
         for layer in layers:
             run = replace(forward, routed=job.architecture.is_moe_layer(layer))
-            _run_layer(timeline, run, layer, caches, grows=not static)
+            _run_layer(timeline, run, layer, caches, full if static else 0)
             first_ends = timeline.now if layer == 0 else first_ends
         head = next_token_head(forward, str(conventions(job).get("generate_logits", "last")))
         begins = timeline.run_without_graph(head, "head").forward_start
@@ -85,12 +91,14 @@ def _decoded(prompt: int, full: int) -> list[int]:
 
 
 def _run_layer(
-    timeline: Step, context: HFContext, layer: int, caches: dict[tuple[int, str], tuple[int, int]], *, grows: bool
+    timeline: Step, context: HFContext, layer: int, caches: dict[tuple[int, str], tuple[int, int]], length: int
 ) -> None:
-    """One layer's forward. A dynamic cache is concatenated: a layer's old and new keys meet; a static one is made once."""
+    """One layer's forward. A dynamic cache is concatenated: a layer's old and new keys meet; a static one of `length` tokens
+    is made once."""
+    grows, cached = not length, replace(context, key_length=length or context.key_length)
     template = decoder_layer(context)
     start = timeline.run_without_graph(template, f"layers.{layer}").forward_start
-    for name, size in zip(CACHES, layer_cache_bytes(context), strict=True):
+    for name, size in zip(CACHES, layer_cache_bytes(cached), strict=True):
         born, before = caches[layer, name]
         now = start + template.forward_labels.index(name if grows else CACHES[0])
         if before and grows:

@@ -115,6 +115,38 @@ def _outgrows_window(job: TrainingJob) -> bool:
     return job.architecture.sliding_window is not None and prompt + new > job.architecture.sliding_window
 
 
+LIGER_FAMILIES = (
+    *("deepseek_v2", "deepseek_v3", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm4", "gpt_oss", "granite"),
+    *("llama", "ministral", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+    "smollm3",
+)
+"""Families that the ledger has of those for which liger_kernel 0.8.5 patches modules (transformers/monkey_patch.py)."""
+NO_FLASH_ATTENTION = ("bloom", "codegen", "mpt")
+"""transformers 5.17 models/*/modeling_*.py: `_supports_flash_attn` is not set."""
+
+
+def _kernels_reason(job: TrainingJob) -> str:
+    """What of kernels that are asked for the family does not have, or the ledger does not count."""
+    family, kernels = job.architecture.model_type, bool(conventions(job).get("liger_kernels"))
+    flash = job.attention == "flash_attention_2"
+    checks = [
+        (
+            (kernels or job.loss.fused_linear_cross_entropy) and family not in LIGER_FAMILIES,
+            f"Liger has no kernels for model_type={family!r}, which runs without them.",
+        ),
+        (kernels and job.architecture.moe is not None, "Liger's kernels for experts are not modelled."),
+        (
+            flash and family in NO_FLASH_ATTENTION,
+            f"model_type={family!r} has no flash_attention_2 in transformers; use eager.",
+        ),
+        (
+            flash and job.batch.form == "padding_free" and family == "opt",
+            "OPT tells attention no positions, so that flash_attention_2 without padding is not modelled there.",
+        ),
+    ]
+    return next((sentence for fails, sentence in checks if fails), "")
+
+
 def _huggingface_reason(job: TrainingJob) -> str:
     checks = [
         (
@@ -127,6 +159,7 @@ def _huggingface_reason(job: TrainingJob) -> str:
             "need up to a tenth less.",
         ),
         (bool(adapters := adapter_reason(job)), adapters),
+        (bool(kernels := _kernels_reason(job)), kernels),
         (bool(zero := _zero_reason(job)), zero),
         (bool(compiled := compile_reason(job)), compiled),
         (

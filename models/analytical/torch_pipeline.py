@@ -190,8 +190,8 @@ class _Turns:
             body_ends = model_ends(state.loss)
             self._name_logits(state, state.loss)
         if state.embedded is not None:
-            in_checkpoint = blocks.checkpointed[0] and not self.job.offload.activations
-            hold_embeddings(step, blocks.contexts, state.embedded, in_checkpoint, body_ends)
+            offloads = self.job.offload.activations
+            hold_embeddings(step, blocks.contexts, state.embedded, blocks.checkpointed[0], offloads, body_ends)
         state.ended = step.now
         self.layout.end_forward(step)
         self.alive[turn.micro_batch, turn.chunk] = state

@@ -22,11 +22,17 @@ def activation(build: BlockBuilder, x: Tensor) -> Tensor:
         inner = ops.scale(tape, inner, "mlp.gelu_new.scale")
         tanh = ops.unary_of_result(tape, inner, "mlp.gelu_new.tanh")
         shifted = tape.operation("mlp.gelu_new.one_plus", [tanh], tanh.num_bytes, gradients=[(tanh, None)])
-        return ops.multiply(tape, half, shifted, "mlp.gelu_new.product", recomputed=context.checkpointed)
+        recomputed = context.checkpointed and not context.reentrant
+        product = ops.multiply(tape, half, shifted, "mlp.gelu_new.product", recomputed=recomputed)
+        tape.hold(x)  # the module's argument
+        return product
     if name == "relu2":
-        relu = ops.unary_of_result(tape, x, "mlp.relu")
-        square = ops.unary(tape, relu, "mlp.square", backward_temporary_bytes=2 * x.num_bytes)
-        tape.hold(x)
+        relu = base = ops.unary_of_result(tape, x, "mlp.relu")
+        if context.autocast and context.compute_bytes != FP32:  # pow is on autocast's fp32 list
+            base = ops.cast(tape, relu, x.num_bytes // context.compute_bytes * FP32, "mlp.square.to_float32")
+        square = ops.unary(tape, base, "mlp.square", backward_temporary_bytes=2 * base.num_bytes)
+        for variable in (x, relu):
+            tape.hold(variable)
         return square
     if name == "bloom_gelu":  # an autograd function of its own, written out in both directions (modeling_bloom.py)
         return tape.operation(

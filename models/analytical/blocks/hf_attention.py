@@ -50,7 +50,9 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     if context.cache:
         k, v = update_cache(build, k, v)
     output = attention(build, q, k, v)
-    if architecture.rotary_in_parts and attention_kernel(context) == "flash" and not context.liger:
+    # flash attention's result is laid out as the queries are
+    by_head = attention_kernel(context) in ("flash", "flash_attention_2") and not context.mask_of_batch
+    if architecture.rotary_in_parts and by_head and not context.liger:
         output = ops.copy(tape, output, "self_attn.contiguous")
     output = build.rows_summed(output, query, width, f"self_attn.{names.out}", architecture.attention_output_bias)
     for variable in (*variables, q, k, v):  # of the attention's forward
@@ -78,7 +80,9 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
     architecture, family = build.context.architecture, traits(build.context.architecture)
     if build.context.liger:  # in place, forward and backward, on contiguous tensors (liger_kernel 0.8 ops/rope.py)
         rotated = ops.copy if architecture.fused_qkv else ops.in_place
-        return rotated(tape, q, "self_attn.rotary_q"), rotated(tape, k, "self_attn.rotary_k"), []
+        q, k = rotated(tape, q, "self_attn.rotary_q"), rotated(tape, k, "self_attn.rotary_k")
+        q.requires_grad = k.requires_grad = q.requires_grad or k.requires_grad  # results of one function
+        return q, k, []
     kind = family.rotary if element != FP32 else "narrow"
     # the tables have the embeddings' dtype: wide ones widen q and k, which stay so until attention
     tables_wide = kind == "promoted" or (kind == "narrow" and build.context.weight_bytes > element)

@@ -69,6 +69,8 @@ class HFContext:
     """Of a hybrid's layer: its parts, as `Architecture.layer_types` has them."""
     checkpointed: bool = False
     """Whether a layer's input is held by the checkpoint, which then owns it, instead of by the layer."""
+    reentrant: bool = False
+    """Of a checkpointed layer: whether its recomputation is a graph of its own, which keeps what it saves."""
     cached_matmuls: int = 0
     """Selective checkpointing keeps attention and one in so many matrix products of a checkpointed layer; 0: nothing."""
     expert_ranks: int = 1
@@ -322,9 +324,13 @@ class BlockBuilder:
 
     def norm(self, x: Tensor, width: int, name: str, rows: int | None = None, *, fused: bool = True) -> Tensor:
         """The architecture's norm over the last `width` elements; `fused`: by Liger's kernel, where the job has it."""
+        output = self._norm(x, width, name, self.rows if rows is None else rows, fused=fused)
+        self.tape.hold(x)  # the module's argument, until it returns
+        return output
+
+    def _norm(self, x: Tensor, width: int, name: str, rows: int, *, fused: bool) -> Tensor:
         context, kind = self.context, self.context.architecture.normalization
         family = traits(context.architecture)
-        rows = self.rows if rows is None else rows
         narrow = x.num_bytes
         if kind == "rmsnorm" and context.liger and fused:
             return ops.fused_rms_norm(
@@ -355,7 +361,10 @@ class BlockBuilder:
             return ops.python_layer_norm(
                 self.tape, x, rows, width, name, element_bytes=narrow // (rows * width), trainable=context.trainable
             )
-        if (self.context.native_norm_in_float32 or kind == "nonparametric") and x.num_bytes < rows * width * FP32:
+        compute = rows * width * context.compute_bytes
+        if family.norm_without_autocast and context.autocast:
+            x = ops.cast(self.tape, x, compute, f"{name}.to_compute_dtype") if x.num_bytes > compute else x
+        elif (self.context.native_norm_in_float32 or kind == "nonparametric") and x.num_bytes < rows * width * FP32:
             x = ops.cast(self.tape, x, rows * width * FP32, f"{name}.to_float32")
         output = ops.layer_norm(
             self.tape,

@@ -72,7 +72,8 @@ def embedding(context: HFContext) -> Template:
     learned = architecture.position_embedding == "learned"
     scaled = traits(architecture).scaled_embedding
     scaled_later = scaled and not traits(architecture).embedding_scales_itself
-    is_input = not (learned or scaled_later or architecture.embedding_norm or architecture.embedding_dropout)
+    changed = learned or scaled_later or context.neftune  # NEFTune's hook comes after peft's
+    is_input = not (changed or architecture.embedding_norm or architecture.embedding_dropout)
     if context.input_requires_grad and not trains and not is_input:
         hidden.requires_grad = True  # enable_input_require_grads(): a leaf, which its own node keeps
         tape.keep(hidden)

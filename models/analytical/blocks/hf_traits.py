@@ -21,6 +21,8 @@ class HFTraits:
     """... and has one name for what it was and for the product (Gemma)."""
     norm_of_input: bool = False
     """RMSNorm multiplies the input itself, not its fp32 copy (T5)."""
+    norm_without_autocast: bool = False
+    """Casts the norm's arguments to autocast's dtype and runs it without autocast (Nemotron)."""
     layer_norm_in_python: bool = False
     """Cohere's LayerNorm is written out in fp32."""
     rotary: Literal["narrow", "cast", "promoted"] = "narrow"
@@ -150,7 +152,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "gpt_neox": HFTraits(rotary_fraction=0.25),
     "phi": HFTraits(rotary_fraction=0.5, rotary_inline=True),
     "stablelm": HFTraits(rotary_fraction=0.25, rotary_inline=True, keeps_sublayer_outputs=True, keeps_sublayer_inputs=True),
-    "nemotron": HFTraits(rotary_fraction=0.5),
+    "nemotron": HFTraits(rotary_fraction=0.5, norm_without_autocast=True),
     "mixtral": HFTraits(routing_weights="float32", normalises_routing=True),
     "qwen2_moe": HFTraits(masks_for_both_kinds=True),
     "qwen3_moe": HFTraits(normalises_routing=True),

@@ -81,13 +81,15 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     down = _grouped_linear(build, product, moe, pairs, inner, width, "mlp.experts.down_proj", down_bias)
     down = _masked(build, down, "mlp.experts.mask_down")
     wide = pairs * width * max(size, weight_rows)
+    gone = down.num_bytes if context.checkpointed and not context.reentrant else 0  # recomputed, and let go by then
     weighted = tape.operation(
         "mlp.experts.weighted",
         [down, sorted_weights],
         wide,
         saves=[down, sorted_weights],
         gradients=[(down, down.num_bytes), (sorted_weights, sorted_weights.num_bytes)],
-        backward_temporary_bytes=wide * (2 if wide > down.num_bytes else 1),  # both products, before they are narrowed
+        # both products, before they are narrowed
+        backward_temporary_bytes=2 * wide - gone if wide > down.num_bytes else wide,
     )
     restored = tape.operation(  # backward lays the expanded gradient out before it puts it back
         "mlp.experts.restore", [weighted, order], wide, saves=[order], backward_temporary_bytes=wide
