@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from peakcast.models.analytical.blocks.attention_kernels import attention_kernel
 from peakcast.models.analytical.blocks.compiled_backward import LayerOps
-from peakcast.models.analytical.blocks.compiled_ops import INPUT, NARROWED, OUTPUT, PRODUCTS, op, recomputed
+from peakcast.models.analytical.blocks.compiled_ops import INPUT, INT64, NARROWED, OUTPUT, PRODUCTS, SEEDS, op, recomputed
 from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.inductor_graph import InductorGraph
@@ -23,8 +23,8 @@ from peakcast.models.analytical.blocks.tensor_parallel import WHOLE
 from peakcast.models.analytical.template import HANDED_IN, Template
 from peakcast.timeline import Category
 
-FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
-"""RMSNorm, rotary positions, silu·up."""
+FAMILIES = ("gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Families whose graphs were compared with the trace."""
 
 
 def is_compiled_alone(context: HFContext) -> bool:
@@ -47,6 +47,8 @@ def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, Inducto
     """Its forward and backward."""
     ops = LayerOps(context)
     forward, backward = ops.forward(), ops.backward()
+    if ops.drops:
+        forward.insert(0, op(SEEDS, "", 2 * INT64))
     if ops.casts:
         backward = [op(NARROWED, HANDED_IN, ops.hidden), *backward]
     sizes = {name: size for one in forward for name, size in one.writes.items()}

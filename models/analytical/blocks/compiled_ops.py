@@ -10,9 +10,9 @@ from peakcast.models.analytical.template import HANDED_IN
 FP32 = 4
 INT64 = 8
 INPUT, OUTPUT = "hidden_states", "output"
-MASK, NARROWED = "attention_mask", f"{HANDED_IN}.narrow"
+MASK, SEEDS, NARROWED = "attention_mask", "seeds", f"{HANDED_IN}.narrow"
 OF_HANDED_IN = (HANDED_IN, NARROWED, f"{HANDED_IN}.wide", f"{HANDED_IN}.copy")
-PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+PRODUCTS = ("qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down")
 
 
 def op(
