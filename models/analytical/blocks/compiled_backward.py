@@ -104,9 +104,10 @@ class LayerOps(LayerForward):
         ]
         if len(self._inside) == 1:
             (name,) = self._inside
+            size, replaces = (2 * inner, "") if architecture.gated_mlp else (inner, f"d_product {name}")
             return [
                 *through,
-                op(f"d_{name}", f"d_product {name}", inner * (2 if architecture.gated_mlp else 1), replaces=f"d_product {name}"),
+                op(f"d_{name}", f"d_product {name}", size, replaces=replaces),
                 *self.back(name, f"d_{name} norm_2", f"d_norm_2_of_{name}", f"d_{name}", hidden),
                 *self._bias(name, f"d_{name}", architecture.mlp_bias),
             ]
@@ -137,9 +138,13 @@ class LayerOps(LayerForward):
             gradients = {"d_q_rotary": self.q, "d_k_rotary": self.k, "d_v": self.k}
         ops.append(op("d_attention", attended_with, writes=gradients | self._inside_backward(), parts=True))
         if architecture.fused_qkv:
+            given, size = " ".join(gradients), self.q + 2 * self.k
+            turned = architecture.position_embedding == "rope"
+            parts = {"d_k_of_sines": self.k, "d_q_of_sines": self.q} if self.masked else {"d_qkv_of_sines": size, "d_qkv_by_head": size}
+            ops += [op("d_of_sines", given, writes=parts)] if turned else []
             return [
                 *ops,
-                op("d_qkv", " ".join(gradients), self.q + 2 * self.k),
+                op("d_qkv", f"{given} {' '.join(parts)}" if turned else given, size, fuses="" if self.masked else "d_of_sines"),
                 *self.back("qkv", "d_qkv norm_1", "d_norm_1_of_qkv", "d_qkv", hidden),
                 *self._bias("qkv", "d_qkv", architecture.attention_bias),
             ]

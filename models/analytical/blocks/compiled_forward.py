@@ -76,6 +76,10 @@ class LayerForward:
         """... or some of it set to zero."""
         self.centers = architecture.normalization == "layernorm"
         self.adapted = adapted(context)
+        fused = architecture.fused_qkv and architecture.position_embedding == "rope"
+        self.parts_read = {"qkv": self.k} if fused else {}
+        """Of what backward finds, that of which it reads a part: values lie in what one product gave, and are its only
+        part that is read as it is."""
 
     def forward(self) -> list[Op]:
         """From INPUT to OUTPUT."""
@@ -134,6 +138,7 @@ class LayerForward:
             return [
                 *self._projected("qkv", "norm_1", self.q + 2 * self.k),
                 *([op("q_rotary", "qkv", writes=rotated)] if turns else []),
+                *([op("v_expanded", "qkv", self.q)] if self.expands else []),
             ]
         return [
             *self._projected("q", "norm_1", self.q),
@@ -224,10 +229,10 @@ class LayerForward:
 
     @property
     def _value(self) -> str:
-        if self.context.architecture.fused_qkv:
-            return "qkv"
         if self.expands:
             return "v_expanded"
+        if self.context.architecture.fused_qkv:
+            return "qkv"
         return self._added("v")
 
     @property

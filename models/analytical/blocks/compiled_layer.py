@@ -51,7 +51,7 @@ def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, Inducto
         forward.insert(0, op(SEEDS, "", 2 * INT64))
     if ops.casts:
         backward = [op(NARROWED, HANDED_IN, ops.hidden), *backward]
-    sizes = {name: size for one in forward for name, size in one.writes.items()}
+    sizes = {name: size for one in forward for name, size in one.writes.items()} | ops.parts_read
     kept = kept_of(context, forward, recomputes)
     again = recomputed(forward, backward, kept)
     needed = {name for one in again for name in one.reads} & kept

@@ -107,6 +107,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
     embedding = _embedding_back(one, last_of_all) if one.trainable else []
     everything = recomputed(forward, _wanted([*head_back, *backward, *embedding]), kept)
     sizes = {name: num_bytes for each in forward for name, num_bytes in each.writes.items()}
+    sizes |= {f"{index}.{name}": size for index, each in enumerate(parts) for name, size in each.parts_read.items()}
     needed = {name for each in everything for name in each.reads} & kept
     first = InductorGraph(forward, {}, needed | {"logits", "loss"})
     inputs = {name: num_bytes for name, num_bytes in sizes.items() if name in needed}
