@@ -50,9 +50,10 @@ class LayerOps(LayerForward):
         if self._normed_is_kept:
             ops += [into_stream, *self._norm_weight("norm_2", f"{of_product} norm_2.normed.wide")]
         else:
-            ops += [*self._norm_weight("norm_2", of_middle, "post_2.partial" if self.sandwiched else ""), into_stream]
+            ops += [*self._norm_weight("norm_2", of_middle, "post_2.partial" if self.normed_apart else ""), into_stream]
         if self.sandwiched:
-            ops += self._norm_weight("post_1", "d_middle o post_1.rstd", "norm_2.partial")
+            added = f"d_middle {HANDED_IN}" if self.normed_apart else "d_middle"
+            ops += self._norm_weight("post_1", f"{added} o post_1.rstd", "norm_2.partial" if self.normed_apart else "")
         ops += self._adapter_back("o", "d_middle.wide", "attended", "d_attended.wide", self.q)
         ops += self.back("o", f"{narrow} attended", "d_attended", narrow, self.q)
         ops += self._bias("o", narrow, self.context.architecture.attention_output_bias)
@@ -62,9 +63,16 @@ class LayerOps(LayerForward):
         replaced = f"d_middle {of_input}"
         of_input += f" {self._statistics(1)} {INPUT}"
         of_input += "".join(f" d_norm_1.wide_of_{name}" for name in "vkq" if name in self.adapted)
-        joined = "post_1.partial" if self.sandwiched else "norm_2.partial" if self.sums_again and not self.centers else ""
-        ops += self._norm_weight("norm_1", of_input, joined)
-        return [*ops, self.stream_gradient("d_input", f"{of_input} d_middle", replaced, is_result=is_result)]
+        joined = "post_1.partial" if self.sandwiched else "" if self.centers else "norm_2.partial"
+        ops += self._norm_weight("norm_1", of_input, joined if self.sums_again else "")
+        of_input += f" d_middle {HANDED_IN}" if self.normed_apart else " d_middle"
+        return [*ops, self.stream_gradient("d_input", of_input, replaced, is_result=is_result)]
+
+    @property
+    def normed_apart(self) -> bool:
+        """Whether `d_middle` is the second norm's share of that gradient, in fp32, to which each reader adds what was handed
+        in: so it is where the stream itself is a sum that each reader makes."""
+        return self.sandwiched and self.sums_again
 
     @property
     def changes_sums(self) -> bool:
@@ -91,8 +99,8 @@ class LayerOps(LayerForward):
         """The gradient of what the feed-forward gives, where that is normed or parts of it are dropped."""
         if self.sandwiched:
             reads = f"{HANDED_IN} down post_2.rstd"
-            return [*self._norm_weight("post_2", reads), op("d_down", reads, self.hidden)]
-        return [op("d_down", f"{HANDED_IN} down.dropped", self.hidden)] if self.drops else []
+            return [*self._norm_weight("post_2", reads), op("d_down", reads, self.hidden, fuses=HANDED_IN)]
+        return [op("d_down", f"{HANDED_IN} down.dropped", self.hidden, fuses=HANDED_IN)] if self.drops else []
 
     def _feed_forward_back(self, incoming: str) -> list[Op]:
         """From the gradient of its result to those of what its products read."""
@@ -197,7 +205,8 @@ class LayerOps(LayerForward):
     ) -> Op:
         """Of the residual stream. By the same kernel the product that reads it gets a narrow one, where products are
         narrower, or where it has an adapter a copy and a wide one."""
-        writes = {name: self.hidden * FP32 // self.context.compute_bytes if self.sandwiched and read_by == "o" else self.stream}
+        apart = read_by == "o" and self.normed_apart
+        writes = {name: self.hidden * FP32 // self.context.compute_bytes if apart else self.stream}
         if read_by == "o" and self.changes_sums:
             writes["d_o.narrow"] = self.hidden
         if read_by == "o" and self._normed_is_kept:
@@ -207,8 +216,7 @@ class LayerOps(LayerForward):
         if read_by in self.adapted:
             wide = self.hidden // self.context.compute_bytes * self.context.adapter_bytes
             writes |= {f"{name}.wide": wide, f"{name}.copy": self.hidden}
-        wide = self.casts or (self.sandwiched and read_by == "o")
-        return op(name, reads, writes=writes, wide=wide, replaces=replaces, is_result=is_result)
+        return op(name, reads, writes=writes, wide=self.casts or apart, replaces=replaces, is_result=is_result)
 
     def _norm_weight(self, name: str, reads: str, fuses: str = "") -> list[Op]:
         width = self.context.architecture.hidden_size

@@ -77,16 +77,18 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
     embedded = [op("embedding", "", stream, wide=parts[0].casts)] if one.trainable else []
     forward = [*embedded, op("sequences", "", one.rows * INT64)]
     backward: list[Op] = []
-    kept = {"embedding", "sequences", MASK}
+    masks = _masks(one, len(layers))
+    kept = {"embedding", "sequences", *masks}
     given, summed = "embedding", ""
-    outer = {name: name for name in (MASK, "sequences", "final.partial")}
+    outer = {name: name for name in (*masks, "sequences", "final.partial")}
     for index, (layer, ops) in enumerate(zip(layers, parts, strict=True)):
         prefix, last = f"{index}.", index == len(layers) - 1
         above = "d_stream" if last else f"{index + 1}.d_input"
         inside = ops.forward()
         if index == 0:  # made where it is first read
-            at = next(place for place, each in enumerate(inside) if each.name == "q_rotary")
-            inside.insert(at, op(MASK, "sequences", one.batch * one.sequence**2 * size))
+            at = next(place for place, each in enumerate(inside) if MASK in each.reads)
+            inside.insert(at, op(MASK, "sequences", writes=dict.fromkeys(masks, one.batch * one.sequence**2 * size)))
+        outer[MASK] = masks[index]
         forward += named(inside, prefix, outer | {INPUT: given})
         kept |= {prefix + name for name in kept_of(layer, inside, again[index])}
         if again[index] and not last:
@@ -102,7 +104,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
     forward += head
     kept |= {name for each in head for name in each.writes}
     if any(again):
-        kept.remove(MASK)
+        kept.difference_update(masks)
     last_of_all = backward.pop()
     embedding = _embedding_back(one, last_of_all) if one.trainable else []
     everything = recomputed(forward, _wanted([*head_back, *backward, *embedding]), kept)
@@ -112,6 +114,12 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
     first = InductorGraph(forward, {}, needed | {"logits", "loss"})
     inputs = {name: num_bytes for name, num_bytes in sizes.items() if name in needed}
     return first, InductorGraph(everything, inputs)
+
+
+def _masks(context: HFContext, layers: int) -> list[str]:
+    """Of each layer the mask: those that attend through a window have one of their own, also where it hides nothing."""
+    every = traits(context.architecture).full_attention_every
+    return [f"{MASK}.full" if every and (index + 1) % every == 0 else MASK for index in range(layers)]
 
 
 def _wanted(ops: list[Op]) -> list[Op]:
@@ -146,6 +154,8 @@ def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tu
     logits = rows * architecture.vocab_size * context.compute_bytes
     weight = architecture.vocab_size * architecture.hidden_size
     cast = [op("lm_head.cast", "", weight * context.compute_bytes)] if ops.casts else []
+    given_head, capped = "final.norm lm_head.cast" if cast else "final.norm", architecture.final_logit_softcapping is not None
+    product = "lm_head.result" if capped else "logits"
     through = ops.back("lm_head", "d_logits final.norm", "d_final_norm", "d_logits", ops.hidden, weight)
     if architecture.tie_word_embeddings:  # its weight's gradient comes at the end, with the embedding's
         through = [each for each in through if not each.is_result]
@@ -153,16 +163,22 @@ def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tu
         op("final.rstd", given, rows * FP32, wide=True, fuses=given),
         op("final.norm", f"{given} final.rstd", ops.hidden, fuses="final.rstd"),
         *cast,
-        op("logits", "final.norm lm_head.cast" if cast else "final.norm", logits),
+        op(product, given_head, logits),
+        *([op("logits", product, logits)] if capped else []),
         op("labels", "", context.batch * (context.sequence + 1) * INT64),
-        op("loss.max", "logits", rows * FP32, wide=True),
+        op("loss.max", "logits", rows * FP32, wide=True, fuses="logits" if capped else ""),
         op("loss.sum", "logits", rows * FP32, wide=True, fuses="loss.max"),
         op("loss.log", "loss.sum", rows * FP32, wide=True, fuses="loss.max", replaces="loss.sum"),
         op("loss", "logits loss.max loss.log labels", FP32),
     ]
     of_norm = f"d_final_norm {given_again} final.rstd"
+    of_loss = f"logits loss.max loss.log labels {TANGENT}"
+    if capped:
+        of_logits = [op("d_capped", of_loss, logits), op("d_logits", f"d_capped {product}", logits, fuses="d_capped")]
+    else:
+        of_logits = [op("d_logits", of_loss, logits)]
     backward = [
-        op("d_logits", f"logits loss.max loss.log labels {TANGENT}", logits),
+        *of_logits,
         *through,
         *ops.summed("final.weight", "final.partial", of_norm, architecture.hidden_size),
         ops.stream_gradient("d_stream", of_norm, f"d_final_norm {given_again}"),
