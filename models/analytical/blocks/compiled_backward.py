@@ -42,15 +42,12 @@ class LayerOps(LayerForward):
         if self.changes_sums:
             incoming, narrow = "d_down", "d_o.narrow"
         ops = [*self._after_sum(), *self._feed_forward_back(incoming)]
-        of_product = " ".join(f"d_norm_2_of_{name}" for name in self._inside)
-        of_middle = f"{of_product} {self._statistics(2)} {self.middle}"
-        of_middle += "".join(f" d_norm_2.wide_of_{name}" for name in ("gate", "up") if name in self.adapted)
-        replaced = f"{HANDED_IN} {of_product} {self.middle}"
-        into_stream = self.stream_gradient("d_middle", f"{of_middle} {HANDED_IN}", replaced, read_by="o")
-        if self._normed_is_kept:
-            ops += [into_stream, *self._norm_weight("norm_2", f"{of_product} norm_2.normed.wide")]
-        else:
-            ops += [*self._norm_weight("norm_2", of_middle, "post_2.partial" if self.normed_apart else ""), into_stream]
+        of_products = [f"d_norm_2_of_{name}" for name in self._inside]
+        of_products += [f"d_norm_2.wide_of_{name}" for name in ("gate", "up") if name in self.adapted]
+        replaced = f"{HANDED_IN} {' '.join(of_products[: len(self._inside)])} {self.middle}"
+        ops += self.through_norm(
+            "2", "d_middle", " ".join(of_products), self.middle, HANDED_IN, replaced, "post_2.partial" if self.normed_apart else ""
+        )
         if self.sandwiched:
             added = f"d_middle {HANDED_IN}" if self.normed_apart else "d_middle"
             ops += self._norm_weight("post_1", f"{added} o post_1.rstd", "norm_2.partial" if self.normed_apart else "")
@@ -59,14 +56,43 @@ class LayerOps(LayerForward):
         ops += self._bias("o", narrow, self.context.architecture.attention_output_bias)
         ops += self._attention_back()
         projections = ("qkv",) if self.context.architecture.fused_qkv else ("v", "k", "q")
-        of_input = " ".join(f"d_norm_1_of_{name}" for name in projections)
-        replaced = f"d_middle {of_input}"
-        of_input += f" {self._statistics(1)} {INPUT}"
-        of_input += "".join(f" d_norm_1.wide_of_{name}" for name in "vkq" if name in self.adapted)
+        of_products = [f"d_norm_1_of_{name}" for name in projections]
+        replaced = f"d_middle {' '.join(of_products)}"
+        of_products += [f"d_norm_1.wide_of_{name}" for name in "vkq" if name in self.adapted]
+        added = f"d_middle {HANDED_IN}" if self.normed_apart else "d_middle"
         joined = "post_1.partial" if self.sandwiched else "" if self.centers else "norm_2.partial"
-        ops += self._norm_weight("norm_1", of_input, joined if self.sums_again else "")
-        of_input += f" d_middle {HANDED_IN}" if self.normed_apart else " d_middle"
-        return [*ops, self.stream_gradient("d_input", of_input, replaced, is_result=is_result)]
+        return ops + self.through_norm(
+            "1",
+            "d_input",
+            " ".join(of_products),
+            self.given,
+            added,
+            replaced,
+            joined if self.sums_again else "",
+            is_result=is_result,
+        )
+
+    def through_norm(
+        self,
+        norm: str,
+        result: str,
+        of_products: str,
+        stream: str,
+        added: str,
+        replaces: str,
+        fuses: str = "",
+        *,
+        is_result: bool = False,
+    ) -> list[Op]:
+        """From the gradients of what a norm gave, and `added`, to that of the `stream` it read; and its weight's."""
+        reads = f"{of_products} {self.statistics(norm)} {stream}"
+        kept = self.centers and len(f"{stream} {self.statistics(norm)}".split()) > READS_AGAIN
+        gradient = self.stream_gradient(
+            result, f"{reads} {added}", replaces, is_result=is_result, normed=f"norm_{norm}.normed" if kept else ""
+        )
+        if not self.centers:
+            return [*self._norm_weight(f"norm_{norm}", reads, fuses), gradient]
+        return [gradient, *self._norm_weight(f"norm_{norm}", f"{of_products} norm_{norm}.normed.wide" if kept else reads)]
 
     @property
     def normed_apart(self) -> bool:
@@ -85,15 +111,6 @@ class LayerOps(LayerForward):
         if self.context.architecture.fused_gate_up:
             return ("gate_up",)
         return ("up", "gate") if self.context.architecture.gated_mlp else ("up",)
-
-    def _statistics(self, number: int) -> str:
-        return f"rstd_{number} mean_{number}" if self.centers else f"rstd_{number}"
-
-    @property
-    def _normed_is_kept(self) -> bool:
-        """Whether the second norm's result before its weight, which both gradients of a LayerNorm read, is a buffer: what
-        is read again and reads more than four (torch 2.13 `_inductor/config.py` realize_reads_threshold)."""
-        return self.centers and len(f"{self.middle} {self._statistics(2)}".split()) > READS_AGAIN
 
     def _after_sum(self) -> list[Op]:
         """The gradient of what the feed-forward gives, where that is normed or parts of it are dropped."""
@@ -201,16 +218,17 @@ class LayerOps(LayerForward):
         ]
 
     def stream_gradient(
-        self, name: str, reads: str, replaces: str, *, is_result: bool = False, read_by: str = "down"
+        self, name: str, reads: str, replaces: str, *, is_result: bool = False, normed: str = ""
     ) -> Op:
         """Of the residual stream. By the same kernel the product that reads it gets a narrow one, where products are
-        narrower, or where it has an adapter a copy and a wide one."""
-        apart = read_by == "o" and self.normed_apart
+        narrower, or where it has an adapter a copy and a wide one. `normed`: what the norm gave before its weight."""
+        read_by = "o" if name == "d_middle" else "down"
+        apart = name == "d_middle" and self.normed_apart
         writes = {name: self.hidden * FP32 // self.context.compute_bytes if apart else self.stream}
-        if read_by == "o" and self.changes_sums:
+        if name == "d_middle" and self.changes_sums:
             writes["d_o.narrow"] = self.hidden
-        if read_by == "o" and self._normed_is_kept:
-            writes["norm_2.normed.wide"] = self.hidden * FP32 // self.context.compute_bytes
+        if normed:
+            writes[f"{normed}.wide"] = self.hidden * FP32 // self.context.compute_bytes
         if self.casts:
             writes[f"{name}.narrow"] = self.hidden
         if read_by in self.adapted:

@@ -53,10 +53,12 @@ class LayerForward:
     that and its reader on the other side of attention are too far apart for a recomputation
     (`_functorch/partitioners.py`, ban_recompute_used_far_apart)."""
 
-    def __init__(self, context: HFContext, *, sums_again: bool = True) -> None:
+    def __init__(self, context: HFContext, *, sums_again: bool = True, given: str = INPUT) -> None:
         architecture, rows, size = context.architecture, context.rows, context.compute_bytes
         self.context = context
         self.sums_again = sums_again
+        self.given = given
+        """The layer's input, or what it is computed of by whoever reads it."""
         self.trains = context.trainable
         self.casts = context.autocast and context.weight_bytes > size
         """Whether weights are wider than products: each is converted before, and its gradient after."""
@@ -83,15 +85,16 @@ class LayerForward:
 
     def forward(self) -> list[Op]:
         """From INPUT to OUTPUT."""
-        summed = op("middle", f"{INPUT} {self._added_to_stream('o')}", self.stream, wide=self.casts, replaces="o", fuses="post_1.rstd o.dropped")
+        added = f"{self.given} {self._added_to_stream('o')}"
+        summed = op("middle", added, self.stream, wide=self.casts, replaces="o", fuses="post_1.rstd o.dropped")
         return [
-            *self._norm(1, INPUT, f"d_middle {INPUT}", "d_input d_middle rstd_1", of="q k v qkv"),
+            *self.norm("1", self.given, f"d_middle {self.given}", "d_input d_middle rstd_1", of="q k v qkv"),
             *self._queries_keys_values(),
             self._attention(),
             *self._projected("o", "attended", self.hidden, self._widened("attended", "attended", self.q, "o")),
             *self._before_sum("o", 1),
             *([] if self.sums_again else [summed]),
-            *self._norm(2, self.middle, "post_1.rstd o.dropped d_middle middle", "d_middle rstd_2", of="gate up gate_up"),
+            *self.norm("2", self.middle, "post_1.rstd o.dropped d_middle middle", "d_middle rstd_2", of="gate up gate_up"),
             *self._feed_forward(),
             *self._before_sum("down", 2),
             op(
@@ -107,7 +110,7 @@ class LayerForward:
     @property
     def middle(self) -> str:
         """The stream after attention, or what it is the sum of."""
-        return f"{self._added_to_stream('o')} {INPUT}" if self.sums_again else "middle"
+        return f"{self._added_to_stream('o')} {self.given}" if self.sums_again else "middle"
 
     def _added_to_stream(self, name: str) -> str:
         """What `name` gives, with what whoever adds it to the stream does to it."""
@@ -120,16 +123,19 @@ class LayerForward:
             return [op(f"post_{number}.rstd", name, self.context.rows * FP32, wide=True)]
         return [op(f"{name}.dropped", SEEDS, self.hidden // self.context.compute_bytes)] if self.drops else []
 
-    def _norm(self, number: int, stream: str, fuses: str, fuses_result: str, of: str) -> list[Op]:
+    def norm(self, name: str, stream: str, fuses: str, fuses_result: str, of: str = "") -> list[Op]:
         """Of the stream; its factors, and in a LayerNorm its means, are kept. `of`: the products that read it."""
-        size, statistics = self.context.rows * FP32, f"rstd_{number}"
-        made = {statistics: size} | ({f"mean_{number}": size} if self.centers else {})
-        reads = f"{stream} {' '.join(made)}"
+        made = dict.fromkeys(self.statistics(name).split(), self.context.rows * FP32)
+        reads = f"{stream} {self.statistics(name)}"
         return [
-            op(statistics, stream, writes=made, wide=True, fuses=fuses),
-            op(f"norm_{number}", reads, self.hidden, fuses=fuses_result),
-            *self._widened(f"norm_{number}", reads, self.hidden, of.split()),
+            op(f"rstd_{name}", stream, writes=made, wide=True, fuses=fuses),
+            op(f"norm_{name}", reads, self.hidden, fuses=fuses_result),
+            *self._widened(f"norm_{name}", reads, self.hidden, of.split()),
         ]
+
+    def statistics(self, name: str) -> str:
+        """What is kept of a norm beside what it reads."""
+        return f"rstd_{name} mean_{name}" if self.centers else f"rstd_{name}"
 
     def _queries_keys_values(self) -> list[Op]:
         if self.context.architecture.fused_qkv:

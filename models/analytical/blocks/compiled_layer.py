@@ -16,6 +16,7 @@ from peakcast.models.analytical.blocks.attention_kernels import attention_kernel
 from peakcast.models.analytical.blocks.compiled_backward import LayerOps
 from peakcast.models.analytical.blocks.compiled_ops import INPUT, INT64, NARROWED, OUTPUT, PRODUCTS, SEEDS, op, recomputed
 from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
+from peakcast.models.analytical.blocks.graphs_in_turn import both_graphs
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.inductor_graph import InductorGraph
 from peakcast.models.analytical.blocks.inductor_kernels import Op
@@ -51,12 +52,8 @@ def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, Inducto
         forward.insert(0, op(SEEDS, "", 2 * INT64))
     if ops.casts:
         backward = [op(NARROWED, HANDED_IN, ops.hidden), *backward]
-    sizes = {name: size for one in forward for name, size in one.writes.items()} | ops.parts_read
     kept = kept_of(context, forward, recomputes)
-    again = recomputed(forward, backward, kept)
-    needed = {name for one in again for name in one.reads} & kept
-    first = InductorGraph(forward, {}, needed | {OUTPUT})
-    return first, InductorGraph(again, {name: sizes[name] for name in sizes if name in needed})
+    return both_graphs(forward, recomputed(forward, backward, kept), kept, {OUTPUT}, ops.parts_read)
 
 
 def kept_of(context: HFContext, forward: Sequence[Op], recomputes: bool) -> set[str]:

@@ -18,6 +18,7 @@ from peakcast.models.analytical.blocks.compiled_ops import (
     MASK,
     OF_HANDED_IN,
     OUTPUT,
+    SEEDS,
     named,
     op,
     recomputed,
@@ -25,7 +26,7 @@ from peakcast.models.analytical.blocks.compiled_ops import (
 from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_traits import traits
-from peakcast.models.analytical.blocks.inductor_graph import InductorGraph
+from peakcast.models.analytical.blocks.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.blocks.tensor_parallel import WHOLE
 from peakcast.models.analytical.template import HANDED_IN, Template
@@ -34,6 +35,12 @@ from peakcast.timeline import Category
 WHOLE_NETWORK = frozenset({"layers", "ends", "loss", "mask"})
 TANGENT = "logits.tangent"
 """The gradient of the logits, which are a result of the graph beside the loss: zeros as large as they are."""
+
+HIDDEN_TANGENT = "hidden_states.tangent"
+"""... and where the loss is apart, of what the final norm gives, which is a result then."""
+LOSS_APART = ("gpt2",)
+"""Families whose loss is a graph of its own: of a class that is no `...ForCausalLM` transformers warns that it does not know
+the loss, and what warns is not compiled (5.17 `modeling_utils.py` loss_function)."""
 
 
 def is_compiled_whole(context: HFContext) -> bool:
@@ -56,8 +63,11 @@ def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], agai
     """A network whose layer i is of the kind `kinds[layers[i]]` and, where `again[i]`, checkpointed: ids in, loss and
     logits out."""
     first, second = graphs(tuple(kinds[kind] for kind in layers), again)
-    logits = first.size_of("logits")
-    return compiled_template(first, second, [Given(TANGENT, Category.LOGITS, logits, True)], module_of=_module_of)
+    if kinds[0].architecture.model_type in LOSS_APART:
+        given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True)
+    else:
+        given = Given(TANGENT, Category.LOGITS, first.size_of("logits"), True)
+    return compiled_template(first, second, [given], module_of=_module_of)
 
 
 def _module_of(name: str) -> tuple[str, str]:
@@ -67,20 +77,24 @@ def _module_of(name: str) -> tuple[str, str]:
     return ("embedding" if layer.startswith("embed") else "head"), name
 
 
-def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[InductorGraph, InductorGraph]:
+def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Graph, Graph]:
     """Forward and backward of a network with these `layers`."""
     one, size = layers[0], layers[0].compute_bytes
-    made = traits(one.architecture).scaled_embedding  # by an operation that could be repeated, as a lookup is not
+    embedded, reads = _embedded(one, len(layers))
+    made = traits(one.architecture).scaled_embedding or len(reads.split()) > 1  # not looked up alone: can be repeated
     looked_up = one.trainable and not made  # a table that does not train is looked up again instead
-    parts = [LayerOps(layer, sums_again=again[index] or (index == 0 and looked_up)) for index, layer in enumerate(layers)]
-    stream = parts[0].stream
-    embedded = [op("embedding", "", stream, wide=parts[0].casts)] if one.trainable else []
+    parts = [
+        LayerOps(
+            layer, sums_again=again[index] or (index == 0 and looked_up), given=reads if index == 0 else INPUT
+        )
+        for index, layer in enumerate(layers)
+    ]
     forward = [*embedded, op("sequences", "", one.rows * INT64)]
     backward: list[Op] = []
     masks = _masks(one, len(layers))
-    kept = {"embedding", "sequences", *masks}
+    kept = {*reads.split(), "positions", "sequences", *masks}
     given, summed = "embedding", ""
-    outer = {name: name for name in (*masks, "sequences", "final.partial")}
+    outer = {name: name for name in (*reads.split(), *masks, SEEDS, "sequences", "norm_final.partial")}
     for index, (layer, ops) in enumerate(zip(layers, parts, strict=True)):
         prefix, last = f"{index}.", index == len(layers) - 1
         above = "d_stream" if last else f"{index + 1}.d_input"
@@ -100,20 +114,25 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Indu
         backward = named(back, prefix, names) + backward
         summed = f"{given} {prefix}o {prefix}down"
         given = prefix + OUTPUT
-    head, head_back = _head(one, parts[0], given, summed if again[-1] else given)
-    forward += head
-    kept |= {name for each in head for name in each.writes}
+    ops = parts[-1]
+    head, head_back = _head(one, ops, given, summed if again[-1] else given)
+    loss, loss_back = _loss(one)
+    apart = one.architecture.model_type in LOSS_APART
+    forward += head if apart else [*head, *loss]
+    kept |= {name for each in (*head, *loss) for name in each.writes}
     if any(again):
         kept.difference_update(masks)
-    last_of_all = backward.pop()
-    embedding = _embedding_back(one, last_of_all) if one.trainable else []
-    everything = recomputed(forward, _wanted([*head_back, *backward, *embedding]), kept)
-    sizes = {name: num_bytes for each in forward for name, num_bytes in each.writes.items()}
-    sizes |= {f"{index}.{name}": size for index, each in enumerate(parts) for name, size in each.parts_read.items()}
-    needed = {name for each in everything for name in each.reads} & kept
-    first = InductorGraph(forward, {}, needed | {"logits", "loss"})
-    inputs = {name: num_bytes for name, num_bytes in sizes.items() if name in needed}
-    return first, InductorGraph(everything, inputs)
+    embedding = _embedding_back(one, backward)
+    everything = [*head_back, *backward, *embedding]
+    if not apart:
+        everything = [*loss_back, *everything]
+    everything = recomputed(forward, _wanted(everything), kept)
+    seen = {f"{index}.{name}": size for index, each in enumerate(parts) for name, size in each.parts_read.items()}
+    first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
+    if not apart:
+        return first, second
+    loss_first, loss_second = both_graphs(loss, loss_back, kept, {"loss"})
+    return GraphsInTurn([first, loss_first]), GraphsInTurn([loss_second, second])
 
 
 def _masks(context: HFContext, layers: int) -> list[str]:
@@ -143,60 +162,107 @@ def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
             found.append(op("mask_of_heads", MASK, size))
             one = replace(one, reads=tuple("mask_of_heads" if name == MASK else name for name in one.reads))
         elif one.name == "norm_2.partial":
-            one = replace(one, fuses=("final.partial",))
+            one = replace(one, fuses=("norm_final.partial",))
         found.append(one)
     return found
 
 
+def _embedded(context: HFContext, layers: int) -> tuple[list[Op], str]:
+    """What the first layer reads: a row for every token, or what it is computed of where positions are looked up too."""
+    architecture, rows = context.architecture, context.rows
+    if not context.trainable:
+        return [], "embedding"
+    stream = rows * architecture.hidden_size * context.stream_bytes
+    embedded = op("embedding", "", stream, wide=context.stream_bytes > context.compute_bytes)
+    if architecture.position_embedding != "learned":
+        return [embedded], "embedding"
+    ops = [
+        op("positions", "", context.sequence * INT64),
+        op("embed_positions", "positions", stream // context.batch),
+        *([op(SEEDS, "", (2 * layers + 1) * INT64)] if architecture.hidden_dropout else []),
+        embedded,
+    ]
+    if not architecture.embedding_dropout:
+        return ops, "embedding embed_positions"
+    ops.append(op("embedding.dropped", SEEDS, rows * architecture.hidden_size, fuses="embedding"))
+    return ops, "embedding embed_positions embedding.dropped"
+
+
 def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tuple[list[Op], list[Op]]:
-    """Final norm, lm_head and loss, forward and backward, which finds what the norm read in `given_again`."""
-    rows, architecture = context.rows, context.architecture
-    logits = rows * architecture.vocab_size * context.compute_bytes
+    """Final norm and lm_head, forward and backward, which finds what the norm read in `given_again`."""
+    architecture = context.architecture
+    logits = context.rows * architecture.vocab_size * context.compute_bytes
     weight = architecture.vocab_size * architecture.hidden_size
     cast = [op("lm_head.cast", "", weight * context.compute_bytes)] if ops.casts else []
-    given_head, capped = "final.norm lm_head.cast" if cast else "final.norm", architecture.final_logit_softcapping is not None
-    product = "lm_head.result" if capped else "logits"
-    through = ops.back("lm_head", "d_logits final.norm", "d_final_norm", "d_logits", ops.hidden, weight)
+    capped = architecture.final_logit_softcapping is not None
+    product = "lm_head" if capped else "logits"
+    through = ops.back("lm_head", "d_logits norm_final", "d_norm_final_of_logits", "d_logits", ops.hidden, weight)
     if architecture.tie_word_embeddings:  # its weight's gradient comes at the end, with the embedding's
         through = [each for each in through if not each.is_result]
     forward = [
-        op("final.rstd", given, rows * FP32, wide=True, fuses=given),
-        op("final.norm", f"{given} final.rstd", ops.hidden, fuses="final.rstd"),
+        *ops.norm("final", given, given, "rstd_final"),
         *cast,
-        op(product, given_head, logits),
+        op(product, "norm_final lm_head.cast" if cast else "norm_final", logits),
         *([op("logits", product, logits)] if capped else []),
+    ]
+    returned = HIDDEN_TANGENT if architecture.model_type in LOSS_APART else ""
+    replaced = f"d_norm_final_of_logits {given_again}"
+    of_logits = f"d_norm_final_of_logits {returned}"
+    return forward, [*through, *ops.through_norm("final", "d_stream", of_logits, given_again, "", replaced)]
+
+
+def _loss(context: HFContext) -> tuple[list[Op], list[Op]]:
+    """Cross entropy, forward and backward."""
+    architecture, rows = context.architecture, context.rows
+    logits = rows * architecture.vocab_size * context.compute_bytes
+    capped = architecture.final_logit_softcapping is not None
+    forward = [
         op("labels", "", context.batch * (context.sequence + 1) * INT64),
         op("loss.max", "logits", rows * FP32, wide=True, fuses="logits" if capped else ""),
         op("loss.sum", "logits", rows * FP32, wide=True, fuses="loss.max"),
         op("loss.log", "loss.sum", rows * FP32, wide=True, fuses="loss.max", replaces="loss.sum"),
         op("loss", "logits loss.max loss.log labels", FP32),
     ]
-    of_norm = f"d_final_norm {given_again} final.rstd"
-    of_loss = f"logits loss.max loss.log labels {TANGENT}"
-    if capped:
-        of_logits = [op("d_capped", of_loss, logits), op("d_logits", f"d_capped {product}", logits, fuses="d_capped")]
-    else:
-        of_logits = [op("d_logits", of_loss, logits)]
-    backward = [
-        *of_logits,
-        *through,
-        *ops.summed("final.weight", "final.partial", of_norm, architecture.hidden_size),
-        ops.stream_gradient("d_stream", of_norm, f"d_final_norm {given_again}"),
-    ]
-    return forward, backward
+    tangent = "" if architecture.model_type in LOSS_APART else TANGENT
+    of_loss = f"logits loss.max loss.log labels {tangent}"
+    if not capped:
+        return forward, [op("d_logits", of_loss, logits, is_result=not tangent)]
+    return forward, [op("d_capped", of_loss, logits), op("d_logits", "d_capped lm_head", logits, fuses="d_capped")]
 
 
-def _embedding_back(context: HFContext, last: Op) -> list[Op]:
-    """The embedding's gradient: rows added up in fp32 (`_decomp` embedding_dense_backward), by their kernel."""
-    elements = context.architecture.vocab_size * context.architecture.hidden_size
+def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
+    """The embedding's gradient: rows added up in fp32 (`_decomp` embedding_dense_backward), by the kernel that would make
+    the first layer's gradient, which is taken out of `backward` unless positions read it too."""
+    at = max(index for index, each in enumerate(backward) if each.name == "0.d_input")
+    if not context.trainable:
+        del backward[at]
+        return []
+    architecture, learned = context.architecture, context.architecture.position_embedding == "learned"
+    last = backward[at] if learned else backward.pop(at)
+    elements = architecture.vocab_size * architecture.hidden_size
     name, wide = "embed_tokens.weight.grad", context.weight_bytes == FP32
-    tied = context.architecture.tie_word_embeddings
+    tied = architecture.tie_word_embeddings
     table = name if wide and not tied else "embed_tokens.table"
-    added = op("embed_tokens.rows", f"{' '.join(last.reads)} {table}", 0, is_result=True)  # in place
-    ops, size = [op(table, "", elements * FP32, wide=True, is_result=table == name), added], elements * context.weight_bytes
+    made = op(table, "", elements * FP32, wide=True, is_result=table == name)
+    reads = "0.d_input embedding.dropped" if learned else " ".join(last.reads)
+    ops = [made, op("embed_tokens.rows", f"{reads} {table}", 0, fuses="0.d_input", is_result=True)]  # in place
+    size = elements * context.weight_bytes
+    if learned:
+        ops += _positions_back(context)
     if tied and wide:
         return [*ops, op(name, f"{table} embed_tokens.rows lm_head.grad", size, wide=True, is_result=True)]
     if tied:  # the head's product and the sum are one operation (`_inductor/fx_passes/post_grad.py` addmm)
         narrow = op("embed_tokens.narrow", f"{table} embed_tokens.rows", size)
-        return [*ops, narrow, op(name, "embed_tokens.narrow d_logits final.norm", size, is_result=True)]
+        return [*ops, narrow, op(name, "embed_tokens.narrow d_logits norm_final", size, is_result=True)]
     return ops if wide else [*ops, op(name, f"{table} embed_tokens.rows", size, is_result=True)]
+
+
+def _positions_back(context: HFContext) -> list[Op]:
+    """As of the tokens."""
+    elements = context.architecture.max_position_embeddings * context.architecture.hidden_size
+    name, table = "embed_positions.weight.grad", "embed_positions.table"
+    return [
+        op(table, "", elements * FP32, wide=True),
+        op("embed_positions.rows", f"0.d_input positions {table}", 0),
+        op(name, f"{table} embed_positions.rows", elements * context.weight_bytes, is_result=True),
+    ]

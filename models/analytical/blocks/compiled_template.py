@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
-from peakcast.models.analytical.blocks.inductor_graph import InductorGraph
+from peakcast.models.analytical.blocks.graphs_in_turn import Graph
 from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category
 
@@ -25,8 +25,8 @@ class Given:
 
 
 def compiled_template(
-    first: InductorGraph,
-    second: InductorGraph,
+    first: Graph,
+    second: Graph,
     given: Iterable[Given],
     *,
     input_bytes: int = 0,

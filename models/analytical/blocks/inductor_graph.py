@@ -80,6 +80,10 @@ class InductorGraph:
         """Bytes of the buffer `name`."""
         return self._size[name]
 
+    def makes(self, name: str) -> bool:
+        """Whether `name` is a buffer of this graph."""
+        return name in self._maker
+
     def peaks(self) -> list[int]:
         """Bytes at the peak in each of Inductor's orders, as it estimates them."""
         return [self._peak(order) for order in self._orders()]
