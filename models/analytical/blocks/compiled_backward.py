@@ -87,8 +87,9 @@ class LayerOps(LayerForward):
         """From the gradients of what a norm gave, and `added`, to that of the `stream` it read; and its weight's."""
         reads = f"{of_products} {self.statistics(norm)} {stream}"
         kept = self.centers and len(f"{stream} {self.statistics(norm)}".split()) > READS_AGAIN
+        through = ("o post_1.rstd" if self.sandwiched else "o.dropped") if result == "d_middle" and self.changes_sums else ""
         gradient = self.stream_gradient(
-            result, f"{reads} {added}", replaces, is_result=is_result, normed=f"norm_{norm}.normed" if kept else ""
+            result, f"{reads} {added} {through}", replaces, is_result=is_result, normed=f"norm_{norm}.normed" if kept else ""
         )
         if not self.centers:
             return [*self._norm_weight(f"norm_{norm}", reads, fuses), gradient]

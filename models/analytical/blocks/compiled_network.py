@@ -64,7 +64,7 @@ def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], agai
     logits out."""
     first, second = graphs(tuple(kinds[kind] for kind in layers), again)
     if kinds[0].architecture.model_type in LOSS_APART:
-        given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True)
+        given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True, born=1)
     else:
         given = Given(TANGENT, Category.LOGITS, first.size_of("logits"), True)
     return compiled_template(first, second, [given], module_of=_module_of)
@@ -131,7 +131,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
     first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
     if not apart:
         return first, second
-    loss_first, loss_second = both_graphs(loss, loss_back, kept, {"loss"})
+    loss_first, loss_second = both_graphs(loss, loss_back, kept, {"loss"}, {"logits": first.size_of("logits")})
     return GraphsInTurn([first, loss_first]), GraphsInTurn([loss_second, second])
 
 

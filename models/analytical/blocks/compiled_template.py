@@ -22,6 +22,8 @@ class Given:
     num_bytes: int
     in_backward: bool
     """Whether it comes with backward, or with forward."""
+    born: int = 0
+    """The instant of that at which it comes."""
 
 
 def compiled_template(
@@ -37,7 +39,7 @@ def compiled_template(
     backward, kept_until = second.lives()
     passing = int(Category.TEMPORARIES)
     rows: list[tuple[str, int, int, int, bool, int, bool, bool]] = [
-        (one.name, int(one.category), one.num_bytes, 0, one.in_backward, max(second.last_read(one.name), 1), True, False)
+        (one.name, int(one.category), one.num_bytes, one.born, one.in_backward, max(second.last_read(one.name), 1), True, False)
         for one in given
     ]
     for life in lives:
