@@ -60,7 +60,7 @@ class LayerOps(LayerForward):
         replaced = f"d_middle {' '.join(of_products)}"
         of_products += [f"d_norm_1.wide_of_{name}" for name in "vkq" if name in self.adapted]
         added = f"d_middle {HANDED_IN}" if self.normed_apart else "d_middle"
-        joined = "post_1.partial" if self.sandwiched else "" if self.centers else "norm_2.partial"
+        joined = "post_1.partial" if self.normed_apart else "" if self.centers or self.sandwiched else "norm_2.partial"
         return ops + self.through_norm(
             "1",
             "d_input",
@@ -92,6 +92,8 @@ class LayerOps(LayerForward):
             result, f"{reads} {added} {through}", replaces, is_result=is_result, normed=f"norm_{norm}.normed" if kept else ""
         )
         if not self.centers:
+            if norm == "2" and self.sandwiched and self.recomputes:
+                reads = f"{of_products} norm_2.normed.wide"
             return [*self._norm_weight(f"norm_{norm}", reads, fuses), gradient]
         return [gradient, *self._norm_weight(f"norm_{norm}", f"{of_products} norm_{norm}.normed.wide" if kept else reads)]
 
@@ -99,7 +101,7 @@ class LayerOps(LayerForward):
     def normed_apart(self) -> bool:
         """Whether `d_middle` is the second norm's share of that gradient, in fp32, to which each reader adds what was handed
         in: so it is where the stream itself is a sum that each reader makes."""
-        return self.sandwiched and self.sums_again
+        return self.sandwiched and self.sums_again and not self.recomputes
 
     @property
     def changes_sums(self) -> bool:
@@ -117,7 +119,7 @@ class LayerOps(LayerForward):
         """The gradient of what the feed-forward gives, where that is normed or parts of it are dropped."""
         if self.sandwiched:
             reads = f"{HANDED_IN} down post_2.rstd"
-            return [*self._norm_weight("post_2", reads), op("d_down", reads, self.hidden, fuses=HANDED_IN)]
+            return [*self._norm_weight("post_2", reads), op("d_down", reads, self.hidden, fuses=f"{HANDED_IN} post_2.rstd")]
         return [op("d_down", f"{HANDED_IN} down.dropped", self.hidden, fuses=HANDED_IN)] if self.drops else []
 
     def _feed_forward_back(self, incoming: str) -> list[Op]:

@@ -53,10 +53,13 @@ class LayerForward:
     that and its reader on the other side of attention are too far apart for a recomputation
     (`_functorch/partitioners.py`, ban_recompute_used_far_apart)."""
 
-    def __init__(self, context: HFContext, *, sums_again: bool = True, given: str = INPUT) -> None:
+    def __init__(
+        self, context: HFContext, *, sums_again: bool = True, recomputes: bool = False, given: str = INPUT
+    ) -> None:
         architecture, rows, size = context.architecture, context.rows, context.compute_bytes
         self.context = context
         self.sums_again = sums_again
+        self.recomputes = recomputes
         self.given = given
         """The layer's input, or what it is computed of by whoever reads it."""
         self.trains = context.trainable
@@ -83,18 +86,19 @@ class LayerForward:
         """Of what backward finds, that of which it reads a part: values lie in what one product gave, and are its only
         part that is read as it is."""
 
-    def forward(self) -> list[Op]:
-        """From INPUT to OUTPUT."""
+    def forward(self, *, again: bool = False) -> list[Op]:
+        """From INPUT to OUTPUT; `again` in the graph of backward."""
+        kept = "norm_2.normed.wide" if again and self.sandwiched else ""  # of many sums, which its weight's gradient reads too
         added = f"{self.given} {self._added_to_stream('o')}"
         summed = op("middle", added, self.stream, wide=self.casts, replaces="o", fuses="post_1.rstd o.dropped")
         return [
-            *self.norm("1", self.given, f"d_middle {self.given}", "d_input d_middle rstd_1", of="q k v qkv"),
+            *self.norm("1", self.given, f"d_middle {self.given}", "d_input d_middle rstd_1", "q k v qkv"),
             *self._queries_keys_values(),
             self._attention(),
             *self._projected("o", "attended", self.hidden, self._widened("attended", "attended", self.q, "o")),
             *self._before_sum("o", 1),
             *([] if self.sums_again else [summed]),
-            *self.norm("2", self.middle, "post_1.rstd o.dropped d_middle middle", "d_middle rstd_2", of="gate up gate_up"),
+            *self.norm("2", self.middle, "post_1.rstd o.dropped d_middle middle", "d_middle rstd_2", "gate up gate_up", kept),
             *self._feed_forward(),
             *self._before_sum("down", 2),
             op(
@@ -123,13 +127,18 @@ class LayerForward:
             return [op(f"post_{number}.rstd", name, self.context.rows * FP32, wide=True)]
         return [op(f"{name}.dropped", SEEDS, self.hidden // self.context.compute_bytes)] if self.drops else []
 
-    def norm(self, name: str, stream: str, fuses: str, fuses_result: str, of: str = "") -> list[Op]:
-        """Of the stream; its factors, and in a LayerNorm its means, are kept. `of`: the products that read it."""
+    def norm(
+        self, name: str, stream: str, fuses: str, fuses_result: str, of: str = "", kept: str = ""
+    ) -> list[Op]:
+        """Of the stream; its factors, and in a LayerNorm its means, are kept. `of`: the products that read it. `kept`: what
+        it is before its weight, in fp32."""
         made = dict.fromkeys(self.statistics(name).split(), self.context.rows * FP32)
-        reads = f"{stream} {self.statistics(name)}"
+        reads, results = f"{stream} {self.statistics(name)}", {f"norm_{name}": self.hidden}
+        if kept:
+            results[kept] = self.hidden // self.context.compute_bytes * FP32
         return [
             op(f"rstd_{name}", stream, writes=made, wide=True, fuses=fuses),
-            op(f"norm_{name}", reads, self.hidden, fuses=fuses_result),
+            op(f"norm_{name}", reads, writes=results, fuses=fuses_result),
             *self._widened(f"norm_{name}", reads, self.hidden, of.split()),
         ]
 
@@ -164,7 +173,7 @@ class LayerForward:
             name, columns = ("gate_up", 2) if architecture.gated_mlp else ("up", 1)
             return [
                 *self._projected(name, "norm_2", columns * inner),
-                op("product", name, inner, fuses=f"d_{name}"),
+                op("product", name, inner, fuses="d_up"),
                 *self._projected("down", "product", self.hidden),
             ]
         gate, up = self._added("gate"), self._added("up")

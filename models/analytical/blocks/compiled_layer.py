@@ -46,14 +46,14 @@ def compiled_layer(context: HFContext, recomputes: bool) -> Template:
 
 def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, InductorGraph]:
     """Its forward and backward."""
-    ops = LayerOps(context)
+    ops = LayerOps(context, recomputes=recomputes)
     forward, backward = ops.forward(), ops.backward()
     if ops.drops:
         forward.insert(0, op(SEEDS, "", 2 * INT64))
     if ops.casts:
         backward = [op(NARROWED, HANDED_IN, ops.hidden), *backward]
     kept = kept_of(context, forward, recomputes)
-    return both_graphs(forward, recomputed(forward, backward, kept), kept, {OUTPUT}, ops.parts_read)
+    return both_graphs(forward, recomputed(ops.forward(again=True), backward, kept), kept, {OUTPUT}, ops.parts_read)
 
 
 def kept_of(context: HFContext, forward: Sequence[Op], recomputes: bool) -> set[str]:
