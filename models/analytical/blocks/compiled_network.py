@@ -84,9 +84,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
     made = traits(one.architecture).scaled_embedding or len(reads.split()) > 1  # not looked up alone: can be repeated
     looked_up = one.trainable and not made  # a table that does not train is looked up again instead
     parts = [
-        LayerOps(
-            layer, sums_again=again[index] or (index == 0 and looked_up), given=reads if index == 0 else INPUT
-        )
+        _layer(layer, again[index] or (index == 0 and looked_up), reads if index == 0 else INPUT)
         for index, layer in enumerate(layers)
     ]
     forward = [*embedded, op("sequences", "", one.rows * INT64)]
@@ -95,27 +93,25 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
     kept = {*reads.split(), "positions", "sequences", *masks}
     given, summed = "embedding", ""
     outer = {name: name for name in (*reads.split(), *masks, SEEDS, "sequences", "norm_final.partial")}
-    for index, (layer, ops) in enumerate(zip(layers, parts, strict=True)):
+    for index, (layer, (_, inside, back)) in enumerate(zip(layers, parts, strict=True)):
         prefix, last = f"{index}.", index == len(layers) - 1
         above = "d_stream" if last else f"{index + 1}.d_input"
-        inside = ops.forward()
         if index == 0:  # made where it is first read
             at = next(place for place, each in enumerate(inside) if MASK in each.reads)
-            inside.insert(at, op(MASK, "sequences", writes=dict.fromkeys(masks, one.batch * one.sequence**2 * size)))
+            made_masks = op(MASK, "sequences", writes=dict.fromkeys(masks, one.batch * one.sequence**2 * size))
+            inside = [*inside[:at], made_masks, *inside[at:]]
         outer[MASK] = masks[index]
         forward += named(inside, prefix, outer | {INPUT: given})
         kept |= {prefix + name for name in kept_of(layer, inside, again[index])}
         if again[index] and not last:
             kept.add(prefix + OUTPUT)
         names = outer | {INPUT: given} | {name: name.replace(HANDED_IN, above) for name in OF_HANDED_IN}
-        back = ops.backward(is_result=False)
         if last and again[index]:
             back = _after_recomputation(layer, back)
-        backward = named(back, prefix, names) + backward
+        backward[:0] = named(back, prefix, names)
         summed = f"{given} {prefix}o {prefix}down"
         given = prefix + OUTPUT
-    ops = parts[-1]
-    head, head_back = _head(one, ops, given, summed if again[-1] else given)
+    head, head_back = _head(one, parts[-1][0], given, summed if again[-1] else given)
     loss, loss_back = _loss(one)
     apart = one.architecture.model_type in LOSS_APART
     forward += head if apart else [*head, *loss]
@@ -127,12 +123,19 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
     if not apart:
         everything = [*loss_back, *everything]
     everything = recomputed(forward, _wanted(everything), kept)
-    seen = {f"{index}.{name}": size for index, each in enumerate(parts) for name, size in each.parts_read.items()}
+    seen = {f"{index}.{name}": size for index, (each, _, _) in enumerate(parts) for name, size in each.parts_read.items()}
     first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
     if not apart:
         return first, second
     loss_first, loss_second = both_graphs(loss, loss_back, kept, {"loss"}, {"logits": first.size_of("logits")})
     return GraphsInTurn([first, loss_first]), GraphsInTurn([loss_second, second])
+
+
+@lru_cache(maxsize=64)
+def _layer(context: HFContext, sums_again: bool, given: str) -> tuple[LayerOps, list[Op], list[Op]]:
+    """Of a kind of layer, of which a network has many, its operations forward and backward."""
+    ops = LayerOps(context, sums_again=sums_again, given=given)
+    return ops, ops.forward(), ops.backward(is_result=False)
 
 
 def _masks(context: HFContext, layers: int) -> list[str]:

@@ -29,6 +29,10 @@ class Kernels:
     readers: list[list[int]] = field(init=False)
     maker: list[int] = field(init=False)
     """Of each buffer, -1 of one that is handed in."""
+    users: NDArray[np.int64] = field(init=False)
+    """Of each buffer that somebody releases its maker and its readers, one after the other, from where `starts` says."""
+    starts: NDArray[np.int64] = field(init=False)
+    released_bytes: NDArray[np.int64] = field(init=False)
     before: list[list[int]] = field(init=False)
     after: list[list[int]] = field(init=False)
 
@@ -40,6 +44,11 @@ class Kernels:
                 self.readers[buffer].append(kernel)
             for buffer in makes:
                 self.maker[buffer] = kernel
+        released = [buffer for buffer, leaves in enumerate(self.leaves) if not leaves]
+        users = [[self.maker[buffer], *self.readers[buffer]] for buffer in released]
+        self.users = np.array([user for each in users for user in each], dtype=np.int64)
+        self.starts = np.cumsum([0, *map(len, users)], dtype=np.int64)[:-1]
+        self.released_bytes = np.array([self.sizes[buffer] for buffer in released], dtype=np.int64)
         self.before = [sorted({self.maker[buffer] for buffer in reads} - {-1}) for reads in self.reads]
         self.after = [sorted({reader for buffer in makes for reader in self.readers[buffer]}) for makes in self.makes]
 
@@ -56,12 +65,8 @@ class Kernels:
         change = np.zeros(len(order) + 2, dtype=np.int64)
         change[0] = self.handed_in_bytes
         np.add.at(change, at[:-1], np.array(self.allocates, dtype=np.int64))
-        released = [buffer for buffer, leaves in enumerate(self.leaves) if not leaves]
-        users = [[self.maker[buffer], *self.readers[buffer]] for buffer in released]
-        if released:
-            starts = np.cumsum([0, *map(len, users)])[:-1]
-            last = np.maximum.reduceat(at[[user for each in users for user in each]], starts)
-            np.add.at(change, last + 1, -np.array([self.sizes[buffer] for buffer in released], dtype=np.int64))
+        if len(self.starts):
+            np.subtract.at(change, np.maximum.reduceat(at[self.users], self.starts) + 1, self.released_bytes)
         return np.cumsum(change)[: len(order) + 1]
 
     def orders(self) -> tuple[list[int], ...]:
