@@ -79,6 +79,8 @@ def huggingface_ledger(
         timeline = before.fork(_resident(weights_job(job)))
         if step == "steady":
             _hold_previous_outputs(timeline, job, context, start, ended)
+        elif traits(job.architecture).loss_apart and "mask" in context.compiled:  # of the step in which it was compiled
+            timeline.hold("logits", Category.LOGITS, logits, ended + 1, FOREVER, "head")
     else:
         timeline = Step(hooks=layout)
         if alone:

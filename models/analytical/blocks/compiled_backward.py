@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from peakcast.models.analytical.blocks.attention_kernels import flash_backward_bytes
 from peakcast.models.analytical.blocks.compiled_forward import LayerForward, products
-from peakcast.models.analytical.blocks.compiled_ops import FP32, INPUT, NARROWED, op
+from peakcast.models.analytical.blocks.compiled_ops import FP32, NARROWED, op
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.template import HANDED_IN
@@ -33,7 +33,6 @@ class LayerOps(LayerForward):
 
     def backward(self, *, is_result: bool = True) -> list[Op]:
         """From HANDED_IN, and NARROWED where products are narrower, to `d_input`, which `is_result` or not."""
-        hidden = self.hidden
         incoming, narrow = (NARROWED, "d_middle.narrow") if self.casts else (HANDED_IN, "d_middle")
         if "down" in self.adapted:
             incoming = f"{HANDED_IN}.copy"
@@ -45,11 +44,10 @@ class LayerOps(LayerForward):
         of_products = [f"d_norm_2_of_{name}" for name in self._inside]
         of_products += [f"d_norm_2.wide_of_{name}" for name in ("gate", "up") if name in self.adapted]
         replaced = f"{HANDED_IN} {' '.join(of_products[: len(self._inside)])} {self.middle}"
-        ops += self.through_norm(
-            "2", "d_middle", " ".join(of_products), self.middle, HANDED_IN, replaced, "post_2.partial" if self.normed_apart else ""
-        )
+        joined = "post_2.partial" if self.normed_apart else ""
+        ops += self.through_norm("2", "d_middle", " ".join(of_products), self.middle, HANDED_IN, replaced, joined)
+        added = f"d_middle {HANDED_IN}" if self.normed_apart else "d_middle"
         if self.sandwiched:
-            added = f"d_middle {HANDED_IN}" if self.normed_apart else "d_middle"
             ops += self._norm_weight("post_1", f"{added} o post_1.rstd", "norm_2.partial" if self.normed_apart else "")
         ops += self._adapter_back("o", "d_middle.wide", "attended", "d_attended.wide", self.q)
         ops += self.back("o", f"{narrow} attended", "d_attended", narrow, self.q)
@@ -59,7 +57,6 @@ class LayerOps(LayerForward):
         of_products = [f"d_norm_1_of_{name}" for name in projections]
         replaced = f"d_middle {' '.join(of_products)}"
         of_products += [f"d_norm_1.wide_of_{name}" for name in "vkq" if name in self.adapted]
-        added = f"d_middle {HANDED_IN}" if self.normed_apart else "d_middle"
         joined = "post_1.partial" if self.normed_apart else "" if self.centers or self.sandwiched else "norm_2.partial"
         return ops + self.through_norm(
             "1",
@@ -87,20 +84,20 @@ class LayerOps(LayerForward):
         """From the gradients of what a norm gave, and `added`, to that of the `stream` it read; and its weight's."""
         reads = f"{of_products} {self.statistics(norm)} {stream}"
         kept = self.centers and len(f"{stream} {self.statistics(norm)}".split()) > READS_AGAIN
-        through = ("o post_1.rstd" if self.sandwiched else "o.dropped") if result == "d_middle" and self.changes_sums else ""
-        gradient = self.stream_gradient(
-            result, f"{reads} {added} {through}", replaces, is_result=is_result, normed=f"norm_{norm}.normed" if kept else ""
-        )
+        normed = f"norm_{norm}.normed.wide" if kept else ""
+        if result == "d_middle" and self.changes_sums:
+            added += " o post_1.rstd" if self.sandwiched else " o.dropped"
+        gradient = self.stream_gradient(result, f"{reads} {added}", replaces, is_result=is_result, normed=normed)
         if not self.centers:
             if norm == "2" and self.sandwiched and self.recomputes:
                 reads = f"{of_products} norm_2.normed.wide"
             return [*self._norm_weight(f"norm_{norm}", reads, fuses), gradient]
-        return [gradient, *self._norm_weight(f"norm_{norm}", f"{of_products} norm_{norm}.normed.wide" if kept else reads)]
+        return [gradient, *self._norm_weight(f"norm_{norm}", f"{of_products} {normed}" if kept else reads)]
 
     @property
     def normed_apart(self) -> bool:
-        """Whether `d_middle` is the second norm's share of that gradient, in fp32, to which each reader adds what was handed
-        in: so it is where the stream itself is a sum that each reader makes."""
+        """Whether `d_middle` is the second norm's share of that gradient, in fp32, to which each reader adds what was
+        handed in: so it is where the stream itself is a sum that each reader makes."""
         return self.sandwiched and self.sums_again and not self.recomputes
 
     @property
@@ -168,11 +165,14 @@ class LayerOps(LayerForward):
         if architecture.fused_qkv:
             given, size = " ".join(gradients), self.q + 2 * self.k
             turned = architecture.position_embedding == "rope"
-            parts = {"d_k_of_sines": self.k, "d_q_of_sines": self.q} if self.masked else {"d_qkv_of_sines": size, "d_qkv_by_head": size}
-            ops += [op("d_of_sines", given, writes=parts)] if turned else []
+            if turned:  # where kernels compute the tables, in two; else in one, whose parts are no buffers
+                of_sines = {"d_k_of_sines": self.k, "d_q_of_sines": self.q}
+                parts = of_sines if self.masked else {"d_qkv_of_sines": size, "d_qkv_by_head": size}
+                ops.append(op("d_of_sines", given, writes=parts))
+                given = f"{given} {' '.join(parts)}"
             return [
                 *ops,
-                op("d_qkv", f"{given} {' '.join(parts)}" if turned else given, size, fuses="" if self.masked else "d_of_sines"),
+                op("d_qkv", given, size, fuses="" if self.masked else "d_of_sines"),
                 *self.back("qkv", "d_qkv norm_1", "d_norm_1_of_qkv", "d_qkv", hidden),
                 *self._bias("qkv", "d_qkv", architecture.attention_bias),
             ]
@@ -231,7 +231,7 @@ class LayerOps(LayerForward):
         if name == "d_middle" and self.changes_sums:
             writes["d_o.narrow"] = self.hidden
         if normed:
-            writes[f"{normed}.wide"] = self.hidden * FP32 // self.context.compute_bytes
+            writes[normed] = self.hidden * FP32 // self.context.compute_bytes
         if self.casts:
             writes[f"{name}.narrow"] = self.hidden
         if read_by in self.adapted:

@@ -28,11 +28,13 @@ def products(architecture: Architecture) -> dict[str, tuple[int, int]]:
         architecture.query_size,
         architecture.key_value_size,
     )
-    projections = {"qkv": (hidden, q + 2 * k)} if architecture.fused_qkv else {"q": (hidden, q), "k": (hidden, k), "v": (hidden, k)}
+    projections = {"q": (hidden, q), "k": (hidden, k), "v": (hidden, k)}
+    if architecture.fused_qkv:
+        projections = {"qkv": (hidden, q + 2 * k)}
     if architecture.fused_gate_up:
         inside = {"gate_up": (hidden, 2 * inner)}
     else:
-        inside = {name: (hidden, inner) for name in (("gate", "up") if architecture.gated_mlp else ("up",))}
+        inside = dict.fromkeys(("gate", "up") if architecture.gated_mlp else ("up",), (hidden, inner))
     return {**projections, "o": (q, hidden), **inside, "down": (inner, hidden)}
 
 
@@ -88,17 +90,17 @@ class LayerForward:
 
     def forward(self, *, again: bool = False) -> list[Op]:
         """From INPUT to OUTPUT; `again` in the graph of backward."""
-        kept = "norm_2.normed.wide" if again and self.sandwiched else ""  # of many sums, which its weight's gradient reads too
+        kept = "norm_2.normed.wide" if again and self.sandwiched else ""  # of a long sum, which its weight's gradient reads
         added = f"{self.given} {self._added_to_stream('o')}"
         summed = op("middle", added, self.stream, wide=self.casts, replaces="o", fuses="post_1.rstd o.dropped")
         return [
-            *self.norm("1", self.given, f"d_middle {self.given}", "d_input d_middle rstd_1", "q k v qkv"),
+            *self.norm("1", self.given, f"d_middle {self.given}", "d_input d_middle rstd_1", "q k v"),
             *self._queries_keys_values(),
             self._attention(),
             *self._projected("o", "attended", self.hidden, self._widened("attended", "attended", self.q, "o")),
             *self._before_sum("o", 1),
             *([] if self.sums_again else [summed]),
-            *self.norm("2", self.middle, "post_1.rstd o.dropped d_middle middle", "d_middle rstd_2", "gate up gate_up", kept),
+            *self.norm("2", self.middle, "post_1.rstd o.dropped d_middle middle", "d_middle rstd_2", "gate up", kept),
             *self._feed_forward(),
             *self._before_sum("down", 2),
             op(

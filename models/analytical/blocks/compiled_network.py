@@ -24,9 +24,9 @@ from peakcast.models.analytical.blocks.compiled_ops import (
     recomputed,
 )
 from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
+from peakcast.models.analytical.blocks.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_traits import traits
-from peakcast.models.analytical.blocks.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.blocks.tensor_parallel import WHOLE
 from peakcast.models.analytical.template import HANDED_IN, Template
@@ -38,9 +38,6 @@ TANGENT = "logits.tangent"
 
 HIDDEN_TANGENT = "hidden_states.tangent"
 """... and where the loss is apart, of what the final norm gives, which is a result then."""
-LOSS_APART = ("gpt2",)
-"""Families whose loss is a graph of its own: of a class that is no `...ForCausalLM` transformers warns that it does not know
-the loss, and what warns is not compiled (5.17 `modeling_utils.py` loss_function)."""
 
 
 def is_compiled_whole(context: HFContext) -> bool:
@@ -55,6 +52,7 @@ def _trains_as_traced(context: HFContext) -> bool:
     """Everything, or fp32 adapters alone."""
     tuning = context.finetuning
     plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.autocast)
+    plain = plain and not (context.architecture.fused_qkv or context.architecture.fused_gate_up)
     return context.trainable or (plain and context.adapter_bytes == FP32)
 
 
@@ -63,7 +61,7 @@ def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], agai
     """A network whose layer i is of the kind `kinds[layers[i]]` and, where `again[i]`, checkpointed: ids in, loss and
     logits out."""
     first, second = graphs(tuple(kinds[kind] for kind in layers), again)
-    if kinds[0].architecture.model_type in LOSS_APART:
+    if traits(kinds[0].architecture).loss_apart:
         given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True, born=1)
     else:
         given = Given(TANGENT, Category.LOGITS, first.size_of("logits"), True)
@@ -113,7 +111,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
         given = prefix + OUTPUT
     head, head_back = _head(one, parts[-1][0], given, summed if again[-1] else given)
     loss, loss_back = _loss(one)
-    apart = one.architecture.model_type in LOSS_APART
+    apart = traits(one.architecture).loss_apart
     forward += head if apart else [*head, *loss]
     kept |= {name for each in (*head, *loss) for name in each.writes}
     if any(again):
@@ -208,7 +206,7 @@ def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tu
         op(product, "norm_final lm_head.cast" if cast else "norm_final", logits),
         *([op("logits", product, logits)] if capped else []),
     ]
-    returned = HIDDEN_TANGENT if architecture.model_type in LOSS_APART else ""
+    returned = HIDDEN_TANGENT if traits(architecture).loss_apart else ""
     replaced = f"d_norm_final_of_logits {given_again}"
     of_logits = f"d_norm_final_of_logits {returned}"
     return forward, [*through, *ops.through_norm("final", "d_stream", of_logits, given_again, "", replaced)]
@@ -226,7 +224,7 @@ def _loss(context: HFContext) -> tuple[list[Op], list[Op]]:
         op("loss.log", "loss.sum", rows * FP32, wide=True, fuses="loss.max", replaces="loss.sum"),
         op("loss", "logits loss.max loss.log labels", FP32),
     ]
-    tangent = "" if architecture.model_type in LOSS_APART else TANGENT
+    tangent = "" if traits(architecture).loss_apart else TANGENT
     of_loss = f"logits loss.max loss.log labels {tangent}"
     if not capped:
         return forward, [op("d_logits", of_loss, logits, is_result=not tangent)]

@@ -39,8 +39,8 @@ def compiled_template(
     backward, kept_until = second.lives()
     passing = int(Category.TEMPORARIES)
     rows: list[tuple[str, int, int, int, bool, int, bool, bool]] = [
-        (one.name, int(one.category), one.num_bytes, one.born, one.in_backward, max(second.last_read(one.name), 1), True, False)
-        for one in given
+        (one.name, int(one.category), one.num_bytes, one.born, one.in_backward, dies, True, False)
+        for one, dies in ((one, max(second.last_read(one.name), 1)) for one in given)
     ]
     for life in lives:
         kept = life.name in kept_until
