@@ -12,12 +12,12 @@ TRACE = "; `peakcast explain --trace` compiles the step and shows it, on a machi
 PLAIN = ("llama", "mistral", "qwen2")
 TRACED = {
     "autocast of a whole network": (*PLAIN, "gemma2", "phi3", "qwen3"),
-    "autocast of layers": (*PLAIN, "gpt2", "qwen3"),
+    "autocast of layers": (*PLAIN, "gemma2", "gpt2", "qwen3"),
     "checkpointing of a whole network": PLAIN,
     "full checkpointing of layers": (*PLAIN, "gemma", "gemma2", "phi3", "qwen3"),
     "selective checkpointing of layers": (*PLAIN, "gemma", "qwen3"),
     "adapters": (*PLAIN, "gemma", "qwen3"),
-    "layers in shards": (*PLAIN, "gemma", "qwen3"),
+    "layers in shards": (*PLAIN, "gemma", "gemma2", "gpt2", "phi3", "qwen3"),
 }
 """What changes a family's graphs, and the families whose graphs were compared with it. Plainly, all of FAMILIES were."""
 
@@ -80,10 +80,6 @@ def compile_reason(job: TrainingJob) -> str:
         (
             traits(architecture).loss_apart and whole and job.gradient_accumulation_steps > 1,
             f"with several micro-batches of all of {architecture.name!r}",
-        ),
-        (
-            architecture.model_type == "gpt2" and not architecture.hidden_dropout,
-            f"of {architecture.name!r} without dropout",
         ),
         (
             checkpointing.mode == "selective" and accelerate and _in_shards(job),

@@ -27,6 +27,15 @@ COVERED = {
     "whole, of Gemma": {"architecture": "gemma-2b"},
     "whole, of Gemma 2": {"architecture": "gemma-2-2b"},
     "whole, of GPT-2": {"architecture": "gpt2", "sequence_length": 512},
+    "whole, of GPT-2 without dropout": {"architecture": "cerebras-gpt-1.3b"},
+    "Phi-3's layers in shards": {
+        "framework": "torch",
+        "versions": {"torchtitan": "0.2"},
+        "architecture": "phi-3-mini",
+        "sequence_length": 1024,
+        "precision": {"parameters": "float32", "compute": "bfloat16"},
+        "parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"},
+    },
     "layers of Gemma 3": {**LAYERS, "architecture": "gemma-3-1b", "sequence_length": 256},
     "layers of Phi-3, checkpointed": {
         **LAYERS,
@@ -48,7 +57,6 @@ COVERED = {
 NAMED = {
     "several ranks": {"parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"}},
     "of 'mixtral-8x7b'": {"architecture": "mixtral-8x7b"},
-    "of 'cerebras-gpt-1.3b' without dropout": {"architecture": "cerebras-gpt-1.3b"},
     "several micro-batches of all of 'gpt2'": {"architecture": "gpt2", "gradient_accumulation_steps": 2},
     "full checkpointing of layers of 'gpt2'": {
         **LAYERS,
