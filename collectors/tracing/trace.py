@@ -208,7 +208,10 @@ class Steps:
         name_states(self.training, self.tracer.name)
 
     def step_ends(self) -> None:
-        """Up to here."""
+        """Up to here. What compiling leaves in cycles of references (where a graph breaks, tensors of that step too) goes
+        in a run when Python next looks for such."""
+        if self.training.job.compile:
+            gc.collect()
         self.spans.append((self._start, self.tracer.now))
 
 

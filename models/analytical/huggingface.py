@@ -96,6 +96,9 @@ def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
     timeline = before.fork(_resident(weights_job(job)), _workspaces(device, job.versions))
     if step == "steady":
         _hold_previous_outputs(timeline, job, context, start, ended)
+    elif traits(job.architecture).loss_apart and "mask" in context.compiled:  # of the step in which it was compiled
+        logits = logits_bytes_kept_by_outputs(target_context(context, job), widened=False)
+        timeline.hold("logits", Category.LOGITS, logits, ended + 1, FOREVER, "head")
     _optimizer_on_one_gpu(timeline, job, step)
     return timeline
 

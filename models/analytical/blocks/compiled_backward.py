@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from peakcast.models.analytical.blocks.attention_kernels import flash_backward_bytes
-from peakcast.models.analytical.blocks.compiled_forward import LayerForward
-from peakcast.models.analytical.blocks.compiled_ops import FP32, INPUT, NARROWED, op
+from peakcast.models.analytical.blocks.compiled_forward import LayerForward, products
+from peakcast.models.analytical.blocks.compiled_ops import FP32, NARROWED, op
+from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.template import HANDED_IN
 
 ROWS_SUMMED = 128
 """A norm's weight and a bias get their gradients in two steps; the first sums so many rows each (read off the traces)."""
+
+READS_AGAIN = 4
+"""What is read more than once is a buffer where it reads more than so many (torch 2.13 `_inductor/config.py`
+realize_reads_threshold)."""
+CONV1D = ("gpt2",)
+"""Families whose products are `addmm` of a transposed weight, of whose two gradients the weight's comes last."""
 
 
 class LayerOps(LayerForward):
@@ -24,19 +33,114 @@ class LayerOps(LayerForward):
 
     def backward(self, *, is_result: bool = True) -> list[Op]:
         """From HANDED_IN, and NARROWED where products are narrower, to `d_input`, which `is_result` or not."""
-        architecture, hidden, inner = self.context.architecture, self.hidden, self.inner
-        middle = f"o {INPUT}" if self.sums_again else "middle"
         incoming, narrow = (NARROWED, "d_middle.narrow") if self.casts else (HANDED_IN, "d_middle")
         if "down" in self.adapted:
             incoming = f"{HANDED_IN}.copy"
         if "o" in self.adapted:
             narrow = "d_middle.copy"
+        if self.changes_sums:
+            incoming, narrow = "d_down", "d_o.narrow"
+        ops = [*self._after_sum(), *self._feed_forward_back(incoming)]
+        of_products = [f"d_norm_2_of_{name}" for name in self._inside]
+        of_products += [f"d_norm_2.wide_of_{name}" for name in ("gate", "up") if name in self.adapted]
+        replaced = f"{HANDED_IN} {' '.join(of_products[: len(self._inside)])} {self.middle}"
+        joined = "post_2.partial" if self.normed_apart else ""
+        ops += self.through_norm("2", "d_middle", " ".join(of_products), self.middle, HANDED_IN, replaced, joined)
+        added = f"d_middle {HANDED_IN}" if self.normed_apart else "d_middle"
+        if self.sandwiched:
+            ops += self._norm_weight("post_1", f"{added} o post_1.rstd", "norm_2.partial" if self.normed_apart else "")
+        ops += self._adapter_back("o", "d_middle.wide", "attended", "d_attended.wide", self.q)
+        ops += self.back("o", f"{narrow} attended", "d_attended", narrow, self.q)
+        ops += self._bias("o", narrow, self.context.architecture.attention_output_bias)
+        ops += self._attention_back()
+        projections = ("qkv",) if self.context.architecture.fused_qkv else ("v", "k", "q")
+        of_products = [f"d_norm_1_of_{name}" for name in projections]
+        replaced = f"d_middle {' '.join(of_products)}"
+        of_products += [f"d_norm_1.wide_of_{name}" for name in "vkq" if name in self.adapted]
+        joined = "post_1.partial" if self.normed_apart else "" if self.centers or self.sandwiched else "norm_2.partial"
+        return ops + self.through_norm(
+            "1",
+            "d_input",
+            " ".join(of_products),
+            self.given,
+            added,
+            replaced,
+            joined if self.sums_again else "",
+            is_result=is_result,
+        )
+
+    def through_norm(
+        self,
+        norm: str,
+        result: str,
+        of_products: str,
+        stream: str,
+        added: str,
+        replaces: str,
+        fuses: str = "",
+        *,
+        is_result: bool = False,
+    ) -> list[Op]:
+        """From the gradients of what a norm gave, and `added`, to that of the `stream` it read; and its weight's."""
+        reads = f"{of_products} {self.statistics(norm)} {stream}"
+        kept = self.centers and len(f"{stream} {self.statistics(norm)}".split()) > READS_AGAIN
+        normed = f"norm_{norm}.normed.wide" if kept else ""
+        if result == "d_middle" and self.changes_sums:
+            added += " o post_1.rstd" if self.sandwiched else " o.dropped"
+        gradient = self.stream_gradient(result, f"{reads} {added}", replaces, is_result=is_result, normed=normed)
+        if not self.centers:
+            if norm == "2" and self.sandwiched and self.recomputes:
+                reads = f"{of_products} norm_2.normed.wide"
+            return [*self._norm_weight(f"norm_{norm}", reads, fuses), gradient]
+        return [gradient, *self._norm_weight(f"norm_{norm}", f"{of_products} {normed}" if kept else reads)]
+
+    @property
+    def normed_apart(self) -> bool:
+        """Whether `d_middle` is the second norm's share of that gradient, in fp32, to which each reader adds what was
+        handed in: so it is where the stream itself is a sum that each reader makes."""
+        return self.sandwiched and self.sums_again and not self.recomputes
+
+    @property
+    def changes_sums(self) -> bool:
+        """Whether what a sub-layer gives is not added to the stream as it is."""
+        return self.sandwiched or self.drops
+
+    @property
+    def _inside(self) -> tuple[str, ...]:
+        """The products that read the second norm."""
+        if self.context.architecture.fused_gate_up:
+            return ("gate_up",)
+        return ("up", "gate") if self.context.architecture.gated_mlp else ("up",)
+
+    def _after_sum(self) -> list[Op]:
+        """The gradient of what the feed-forward gives, where that is normed or parts of it are dropped."""
+        if self.sandwiched:
+            reads = f"{HANDED_IN} down post_2.rstd"
+            return [*self._norm_weight("post_2", reads), op("d_down", reads, self.hidden, fuses=f"{HANDED_IN} post_2.rstd")]
+        return [op("d_down", f"{HANDED_IN} down.dropped", self.hidden, fuses=HANDED_IN)] if self.drops else []
+
+    def _feed_forward_back(self, incoming: str) -> list[Op]:
+        """From the gradient of its result to those of what its products read."""
+        architecture, hidden, inner = self.context.architecture, self.hidden, self.inner
+        through = [
+            *self._adapter_back("down", f"{HANDED_IN}.wide", "product", "d_product.wide", inner),
+            *self.back("down", f"product {incoming}", "d_product", incoming, inner),
+            *self._bias("down", incoming, architecture.mlp_bias),
+        ]
+        if len(self._inside) == 1:
+            (name,) = self._inside
+            size, replaces = (2 * inner, "") if architecture.gated_mlp else (inner, f"d_product {name}")
+            return [
+                *through,
+                op(f"d_{name}", f"d_product {name}", size, replaces=replaces),
+                *self.back(name, f"d_{name} norm_2", f"d_norm_2_of_{name}", f"d_{name}", hidden),
+                *self._bias(name, f"d_{name}", architecture.mlp_bias),
+            ]
         gate, up = self._added("gate"), self._added("up")
         d_product = "d_product d_product.wide" if "down" in self.adapted else "d_product"
         of_product = "" if self.adapted.intersection(("gate", "up", "down")) else f"d_product {gate}"
-        ops = [
-            *self._adapter_back("down", f"{HANDED_IN}.wide", "product", "d_product.wide", inner),
-            *self.back("down", f"product {incoming}", "d_product", incoming, inner),
+        return [
+            *through,
             op("d_up", f"{d_product} {gate}", inner, replaces=of_product),
             *self._widened("d_up", f"{d_product} {gate}", inner, ("up",)),
             *self._adapter_back("up", "d_up.wide", "norm_2", "d_norm_2.wide_of_up", hidden),
@@ -46,28 +150,32 @@ class LayerOps(LayerForward):
             *self._adapter_back("gate", "d_gate.wide", "norm_2", "d_norm_2.wide_of_gate", hidden),
             *self.back("gate", "d_gate norm_2", "d_norm_2_of_gate", "d_gate", hidden),
         ]
-        of_middle = f"d_norm_2_of_up d_norm_2_of_gate rstd_2 {middle}"
-        of_middle += "".join(f" d_norm_2.wide_of_{name}" for name in ("gate", "up") if name in self.adapted)
-        ops += self._norm_weight("norm_2", of_middle)
-        ops.append(
-            self.stream_gradient(
-                "d_middle",
-                f"{of_middle} {HANDED_IN}",
-                f"{HANDED_IN} d_norm_2_of_up d_norm_2_of_gate {middle}",
-                read_by="o",
-            )
-        )
-        ops += self._adapter_back("o", "d_middle.wide", "attended", "d_attended.wide", self.q)
-        ops += self.back("o", f"{narrow} attended", "d_attended", narrow, self.q)
+
+    def _attention_back(self) -> list[Op]:
+        """From the gradient of its result to those of what the projections read."""
+        architecture, hidden = self.context.architecture, self.hidden
         d_attended = "d_attended_added" if "o" in self.adapted else "d_attended"
-        if "o" in self.adapted:
-            ops.append(op(d_attended, "d_attended d_attended.wide", self.q, replaces="d_attended"))
+        ops = [op(d_attended, "d_attended d_attended.wide", self.q, replaces="d_attended")] if "o" in self.adapted else []
         attended_with = f"{d_attended} {self._attention_reads} attended statistics seed offset"
         if self.grouped:
             gradients = {"d_q_rotary": self.q, "d_k_expanded": self.q, "d_v_expanded": self.q}
         else:
             gradients = {"d_q_rotary": self.q, "d_k_rotary": self.k, "d_v": self.k}
         ops.append(op("d_attention", attended_with, writes=gradients | self._inside_backward(), parts=True))
+        if architecture.fused_qkv:
+            given, size = " ".join(gradients), self.q + 2 * self.k
+            turned = architecture.position_embedding == "rope"
+            if turned:  # where kernels compute the tables, in two; else in one, whose parts are no buffers
+                of_sines = {"d_k_of_sines": self.k, "d_q_of_sines": self.q}
+                parts = of_sines if self.masked else {"d_qkv_of_sines": size, "d_qkv_by_head": size}
+                ops.append(op("d_of_sines", given, writes=parts))
+                given = f"{given} {' '.join(parts)}"
+            return [
+                *ops,
+                op("d_qkv", given, size, fuses="" if self.masked else "d_of_sines"),
+                *self.back("qkv", "d_qkv norm_1", "d_norm_1_of_qkv", "d_qkv", hidden),
+                *self._bias("qkv", "d_qkv", architecture.attention_bias),
+            ]
         if self.masked:
             ops += self._rotated_back("k", self.k) + self._rotated_back("q", self.q)
             ops += [op("d_v", "d_v_expanded", self.k)] if self.grouped else []
@@ -80,14 +188,8 @@ class LayerOps(LayerForward):
                 ops.append(op(f"d_{name}", f"d_{name}_by_head", size, replaces=f"d_{name}_by_head"))
             ops += self._adapter_back(name, f"d_{name}.wide", "norm_1", f"d_norm_1.wide_of_{name}", hidden)
             ops += self.back(name, f"d_{name} norm_1", f"d_norm_1_of_{name}", f"d_{name}", hidden)
-            if self.trains and architecture.attention_bias:
-                columns = size // (self.context.rows * self.context.compute_bytes)
-                ops += self.summed(f"{name}.bias", f"{name}.bias.partial", f"d_{name}", columns)
-        of_input = f"d_norm_1_of_v d_norm_1_of_k d_norm_1_of_q rstd_1 {INPUT}"
-        of_input += "".join(f" d_norm_1.wide_of_{name}" for name in "vkq" if name in self.adapted)
-        ops += self._norm_weight("norm_1", of_input, "norm_2.partial" if self.sums_again else "")
-        replaced = "d_middle d_norm_1_of_v d_norm_1_of_k d_norm_1_of_q"
-        return [*ops, self.stream_gradient("d_input", f"{of_input} d_middle", replaced, is_result=is_result)]
+            ops += self._bias(name, f"d_{name}", architecture.attention_bias)
+        return ops
 
     def back(self, name: str, reads: str, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
         """Of a product: its weight's gradient, and that of what it read. `elements`: of a weight that is no layer's."""
@@ -96,7 +198,8 @@ class LayerOps(LayerForward):
         elements = self._weight(name) if elements is None else elements
         weight = elements * self.context.weight_bytes
         if not self.casts:
-            return [op(f"{name}.weight.grad", reads, weight, is_result=True), op(result, gradient, size)]
+            both = [op(f"{name}.weight.grad", reads, weight, is_result=True), op(result, gradient, size)]
+            return both[::-1] if self.context.architecture.model_type in CONV1D else both
         return [
             op(f"{name}.grad", reads, elements * self.context.compute_bytes),
             op(result, f"{gradient} {name}.cast", size),
@@ -118,20 +221,41 @@ class LayerOps(LayerForward):
         ]
 
     def stream_gradient(
-        self, name: str, reads: str, replaces: str, *, is_result: bool = False, read_by: str = "down"
+        self, name: str, reads: str, replaces: str, *, is_result: bool = False, normed: str = ""
     ) -> Op:
         """Of the residual stream. By the same kernel the product that reads it gets a narrow one, where products are
-        narrower, or where it has an adapter a copy and a wide one."""
-        writes = {name: self.stream}
+        narrower, or where it has an adapter a copy and a wide one. `normed`: what the norm gave before its weight."""
+        read_by = "o" if name == "d_middle" else "down"
+        apart = name == "d_middle" and self.normed_apart
+        writes = {name: self.hidden * FP32 // self.context.compute_bytes if apart else self.stream}
+        if name == "d_middle" and self.changes_sums:
+            writes["d_o.narrow"] = self.hidden
+        if normed:
+            writes[normed] = self.hidden * FP32 // self.context.compute_bytes
         if self.casts:
             writes[f"{name}.narrow"] = self.hidden
         if read_by in self.adapted:
             wide = self.hidden // self.context.compute_bytes * self.context.adapter_bytes
             writes |= {f"{name}.wide": wide, f"{name}.copy": self.hidden}
-        return op(name, reads, writes=writes, wide=self.casts, replaces=replaces, is_result=is_result)
+        return op(name, reads, writes=writes, wide=self.casts or apart, replaces=replaces, is_result=is_result)
 
     def _norm_weight(self, name: str, reads: str, fuses: str = "") -> list[Op]:
-        return self.summed(f"{name}.weight", f"{name}.partial", reads, self.context.architecture.hidden_size, fuses)
+        width = self.context.architecture.hidden_size
+        both = self.summed(f"{name}.weight", f"{name}.partial", reads, width, fuses)
+        if not (self.centers and both):
+            return both
+        first, second = both
+        bias = f"{name}.bias.partial"
+        return [
+            replace(first, writes={**first.writes, bias: first.writes[f"{name}.partial"]}),
+            second,
+            op(f"{name}.bias.grad", bias, width * self.context.weight_bytes, wide=self.casts, is_result=True),
+        ]
+
+    def _bias(self, name: str, reads: str, has: bool) -> list[Op]:
+        """The gradient of a product's bias."""
+        _, columns = products(self.context.architecture)[name]
+        return self.summed(f"{name}.bias", f"{name}.bias.partial", reads, columns) if has else []
 
     def summed(self, name: str, partial: str, reads: str, width: int, fuses: str = "") -> list[Op]:
         """The gradient of `width` numbers with which every token's were multiplied, or to which they were added."""
@@ -147,7 +271,8 @@ class LayerOps(LayerForward):
         """The gradient of a projection from that of what was rotated, and normalised before where each head is."""
         given, ops = f"d_{name}_rotary", list[Op]()
         by_head = self.context.architecture.qk_norm != "none"
-        wide = self.casts and by_head  # a norm's weight widens what it multiplies, and so what is rotated
+        widens = self.casts or traits(self.context.architecture).norm_weight_in_float32
+        wide = widens and by_head  # a norm's weight widens what it multiplies, and so what is rotated
         through = size // self.context.compute_bytes * FP32 if wide else size
         if self.grouped and name == "k":  # summed over the query heads of each key head, for both halves of the rotation
             ops, given = [op("d_k_of_sines", "d_k_expanded", through, wide=wide)], "d_k_of_sines d_k_expanded"

@@ -9,12 +9,33 @@ Source: graphs that torch 2.13 lowers of transformers' Llama, Mistral, Qwen2, Qw
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
-from peakcast.models.analytical.blocks.compiled_ops import FP32, INPUT, INT64, MASK, OUTPUT, PRODUCTS, op
+from peakcast.architecture import Architecture
+from peakcast.models.analytical.blocks.compiled_ops import FP32, INPUT, INT64, MASK, OUTPUT, SEEDS, op
 from peakcast.models.analytical.blocks.hf_builder import HFContext, is_adapter_target
 from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.parameters import leaf_names
 from peakcast.units import round_up
+
+
+@cache
+def products(architecture: Architecture) -> dict[str, tuple[int, int]]:
+    """A layer's products, in their order, with the columns of what each reads and of what it gives."""
+    hidden, inner, q, k = (
+        architecture.hidden_size,
+        architecture.intermediate_size,
+        architecture.query_size,
+        architecture.key_value_size,
+    )
+    projections = {"q": (hidden, q), "k": (hidden, k), "v": (hidden, k)}
+    if architecture.fused_qkv:
+        projections = {"qkv": (hidden, q + 2 * k)}
+    if architecture.fused_gate_up:
+        inside = {"gate_up": (hidden, 2 * inner)}
+    else:
+        inside = dict.fromkeys(("gate", "up") if architecture.gated_mlp else ("up",), (hidden, inner))
+    return {**projections, "o": (q, hidden), **inside, "down": (inner, hidden)}
 
 
 def adapted(context: HFContext) -> frozenset[str]:
@@ -22,7 +43,7 @@ def adapted(context: HFContext) -> frozenset[str]:
     if context.trainable:
         return frozenset()
     leaves = leaf_names(context.architecture)
-    targets = {name: getattr(leaves, "out" if name == "o" else name) for name in PRODUCTS}
+    targets = {name: getattr(leaves, "out" if name == "o" else name) for name in products(context.architecture)}
     return frozenset(
         name for name, leaf in targets.items() if is_adapter_target(leaf, context.finetuning, context.architecture)
     )
@@ -34,10 +55,15 @@ class LayerForward:
     that and its reader on the other side of attention are too far apart for a recomputation
     (`_functorch/partitioners.py`, ban_recompute_used_far_apart)."""
 
-    def __init__(self, context: HFContext, *, sums_again: bool = True) -> None:
+    def __init__(
+        self, context: HFContext, *, sums_again: bool = True, recomputes: bool = False, given: str = INPUT
+    ) -> None:
         architecture, rows, size = context.architecture, context.rows, context.compute_bytes
         self.context = context
         self.sums_again = sums_again
+        self.recomputes = recomputes
+        self.given = given
+        """The layer's input, or what it is computed of by whoever reads it."""
         self.trains = context.trainable
         self.casts = context.autocast and context.weight_bytes > size
         """Whether weights are wider than products: each is converted before, and its gradient after."""
@@ -51,18 +77,87 @@ class LayerForward:
         the heads are views."""
         self.lays_out = self.masked and self.trains and architecture.qk_norm == "none"
         """Whether what comes back by head is laid out by token in a kernel of its own, in place."""
+        self.sandwiched = architecture.norm_placement == "pre_and_post"
+        """Whether what a sub-layer gives is normed before it is added to the stream."""
+        self.drops = architecture.hidden_dropout > 0
+        """... or some of it set to zero."""
+        self.centers = architecture.normalization == "layernorm"
         self.adapted = adapted(context)
+        fused = architecture.fused_qkv and architecture.position_embedding == "rope"
+        self.parts_read = {"qkv": self.k} if fused else {}
+        """Of what backward finds, that of which it reads a part: values lie in what one product gave, and are its only
+        part that is read as it is."""
 
-    def forward(self) -> list[Op]:
-        """From INPUT to OUTPUT."""
-        rows, hidden, inner = self.context.rows, self.hidden, self.inner
-        middle = f"{INPUT} o" if self.sums_again else "middle"
-        summed = [op("middle", f"{INPUT} {self._result('o')}", self.stream, wide=self.casts, replaces="o")]
-        gate, up = self._added("gate"), self._added("up")
+    def forward(self, *, again: bool = False) -> list[Op]:
+        """From INPUT to OUTPUT; `again` in the graph of backward."""
+        kept = "norm_2.normed.wide" if again and self.sandwiched else ""  # of a long sum, which its weight's gradient reads
+        added = f"{self.given} {self._added_to_stream('o')}"
+        summed = op("middle", added, self.stream, wide=self.casts, replaces="o", fuses="post_1.rstd o.dropped")
         return [
-            op("rstd_1", INPUT, rows * FP32, wide=True, fuses=f"d_middle {INPUT}"),
-            op("norm_1", f"{INPUT} rstd_1", hidden, fuses="d_input d_middle rstd_1"),
-            *self._widened("norm_1", f"{INPUT} rstd_1", hidden, "qkv"),
+            *self.norm("1", self.given, f"d_middle {self.given}", "d_input d_middle rstd_1", "q k v"),
+            *self._queries_keys_values(),
+            self._attention(),
+            *self._projected("o", "attended", self.hidden, self._widened("attended", "attended", self.q, "o")),
+            *self._before_sum("o", 1),
+            *([] if self.sums_again else [summed]),
+            *self.norm("2", self.middle, "post_1.rstd o.dropped d_middle middle", "d_middle rstd_2", "gate up", kept),
+            *self._feed_forward(),
+            *self._before_sum("down", 2),
+            op(
+                OUTPUT,
+                f"{self.middle} {self._added_to_stream('down')}",
+                self.stream,
+                wide=self.casts,
+                replaces="o down",
+                fuses="post_2.rstd down.dropped",
+            ),
+        ]
+
+    @property
+    def middle(self) -> str:
+        """The stream after attention, or what it is the sum of."""
+        return f"{self._added_to_stream('o')} {self.given}" if self.sums_again else "middle"
+
+    def _added_to_stream(self, name: str) -> str:
+        """What `name` gives, with what whoever adds it to the stream does to it."""
+        later = {"o": "post_1.rstd", "down": "post_2.rstd"}[name] if self.sandwiched else f"{name}.dropped"
+        return f"{self._result(name)} {later}" if self.sandwiched or self.drops else self._result(name)
+
+    def _before_sum(self, name: str, number: int) -> list[Op]:
+        """What is kept of that: the factors of a norm, or which elements are not dropped."""
+        if self.sandwiched:
+            return [op(f"post_{number}.rstd", name, self.context.rows * FP32, wide=True)]
+        return [op(f"{name}.dropped", SEEDS, self.hidden // self.context.compute_bytes)] if self.drops else []
+
+    def norm(
+        self, name: str, stream: str, fuses: str, fuses_result: str, of: str = "", kept: str = ""
+    ) -> list[Op]:
+        """Of the stream; its factors, and in a LayerNorm its means, are kept. `of`: the products that read it. `kept`: what
+        it is before its weight, in fp32."""
+        made = dict.fromkeys(self.statistics(name).split(), self.context.rows * FP32)
+        reads, results = f"{stream} {self.statistics(name)}", {f"norm_{name}": self.hidden}
+        if kept:
+            results[kept] = self.hidden // self.context.compute_bytes * FP32
+        return [
+            op(f"rstd_{name}", stream, writes=made, wide=True, fuses=fuses),
+            op(f"norm_{name}", reads, writes=results, fuses=fuses_result),
+            *self._widened(f"norm_{name}", reads, self.hidden, of.split()),
+        ]
+
+    def statistics(self, name: str) -> str:
+        """What is kept of a norm beside what it reads."""
+        return f"rstd_{name} mean_{name}" if self.centers else f"rstd_{name}"
+
+    def _queries_keys_values(self) -> list[Op]:
+        if self.context.architecture.fused_qkv:
+            rotated = {"q_rotary": self.q, "k_rotary": self.q if self.expands else self.k}
+            turns = self.context.architecture.position_embedding == "rope"
+            return [
+                *self._projected("qkv", "norm_1", self.q + 2 * self.k),
+                *([op("q_rotary", "qkv", writes=rotated)] if turns else []),
+                *([op("v_expanded", "qkv", self.q)] if self.expands else []),
+            ]
+        return [
             *self._projected("q", "norm_1", self.q),
             *self._rotated_by_head("q", self.q),
             *self._projected("k", "norm_1", self.k),
@@ -72,19 +167,25 @@ class LayerForward:
             *self._rotated("k", self.q if self.expands else self.k),
             *([op("k_of_sines", "k k.lora_B", self.k)] if self.expands and "k" in self.adapted else []),
             *([op(self._value, self._result("v"), self.q if self.expands else self.k)] if self._value != "v" else []),
-            self._attention(),
-            *self._projected("o", "attended", hidden, self._widened("attended", "attended", self.q, "o")),
-            *([] if self.sums_again else summed),
-            op("rstd_2", middle, rows * FP32, wide=True, fuses="d_middle middle"),
-            op("norm_2", f"{middle} rstd_2", hidden, fuses="d_middle rstd_2"),
-            *self._widened("norm_2", f"{middle} rstd_2", hidden, ("gate", "up")),
+        ]
+
+    def _feed_forward(self) -> list[Op]:
+        architecture, inner = self.context.architecture, self.inner
+        if architecture.fused_gate_up or not architecture.gated_mlp:
+            name, columns = ("gate_up", 2) if architecture.gated_mlp else ("up", 1)
+            return [
+                *self._projected(name, "norm_2", columns * inner),
+                op("product", name, inner, fuses="d_up"),
+                *self._projected("down", "product", self.hidden),
+            ]
+        gate, up = self._added("gate"), self._added("up")
+        return [
             *self._projected("gate", "norm_2", inner),
             *self._projected("up", "norm_2", inner),
             *([op(gate, self._result("gate"), inner, replaces="gate")] if "gate" in self.adapted else []),
             *([op(up, self._result("up"), inner, fuses=gate, replaces="up")] if "up" in self.adapted else []),
             op("product", f"{gate} {up}", inner, fuses="d_up d_gate up_added gate_added", replaces="gate up"),
-            *self._projected("down", "product", hidden, self._widened("product", f"{gate} {up}", inner, ("down",))),
-            op(OUTPUT, f"{middle} {self._result('down')}", self.stream, wide=self.casts, replaces="o down"),
+            *self._projected("down", "product", self.hidden, self._widened("product", f"{gate} {up}", inner, ("down",))),
         ]
 
     def _projected(self, name: str, reads: str, size: int, widened: Sequence[Op] = ()) -> list[Op]:
@@ -120,10 +221,8 @@ class LayerForward:
 
     def _weight(self, name: str) -> int:
         """Elements of a product's weight."""
-        architecture = self.context.architecture
-        columns = {"q": architecture.query_size, "o": architecture.query_size}
-        columns |= dict.fromkeys(("k", "v"), architecture.key_value_size)
-        return architecture.hidden_size * columns.get(name, architecture.intermediate_size)
+        inputs, outputs = products(self.context.architecture)[name]
+        return inputs * outputs
 
     def _rotated(self, name: str, size: int) -> list[Op]:
         return [] if self.context.architecture.qk_norm != "none" else [op(f"{name}_rotary", self._result(name), size)]
@@ -149,8 +248,11 @@ class LayerForward:
     def _value(self) -> str:
         if self.expands:
             return "v_expanded"
+        if self.context.architecture.fused_qkv:
+            return "qkv"
         return self._added("v")
 
     @property
     def _attention_reads(self) -> str:
-        return f"q_rotary k_rotary {self._value}" + (f" {MASK}" if self.masked else "")
+        turned = "q_rotary k_rotary " if self.context.architecture.position_embedding == "rope" else ""
+        return f"{turned}{self._value}" + (f" {MASK}" if self.masked else "")

@@ -14,8 +14,9 @@ from functools import lru_cache
 
 from peakcast.models.analytical.blocks.attention_kernels import attention_kernel
 from peakcast.models.analytical.blocks.compiled_backward import LayerOps
-from peakcast.models.analytical.blocks.compiled_ops import INPUT, NARROWED, OUTPUT, PRODUCTS, op, recomputed
+from peakcast.models.analytical.blocks.compiled_ops import INPUT, INT64, NARROWED, OUTPUT, PRODUCTS, SEEDS, op, recomputed
 from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
+from peakcast.models.analytical.blocks.graphs_in_turn import both_graphs
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.inductor_graph import InductorGraph
 from peakcast.models.analytical.blocks.inductor_kernels import Op
@@ -23,8 +24,8 @@ from peakcast.models.analytical.blocks.tensor_parallel import WHOLE
 from peakcast.models.analytical.template import HANDED_IN, Template
 from peakcast.timeline import Category
 
-FAMILIES = ("gemma", "llama", "mistral", "qwen2", "qwen3")
-"""RMSNorm, rotary positions, silu·up."""
+FAMILIES = ("gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Families whose graphs were compared with the trace."""
 
 
 def is_compiled_alone(context: HFContext) -> bool:
@@ -45,16 +46,14 @@ def compiled_layer(context: HFContext, recomputes: bool) -> Template:
 
 def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, InductorGraph]:
     """Its forward and backward."""
-    ops = LayerOps(context)
+    ops = LayerOps(context, recomputes=recomputes)
     forward, backward = ops.forward(), ops.backward()
+    if ops.drops:
+        forward.insert(0, op(SEEDS, "", 2 * INT64))
     if ops.casts:
         backward = [op(NARROWED, HANDED_IN, ops.hidden), *backward]
-    sizes = {name: size for one in forward for name, size in one.writes.items()}
     kept = kept_of(context, forward, recomputes)
-    again = recomputed(forward, backward, kept)
-    needed = {name for one in again for name in one.reads} & kept
-    first = InductorGraph(forward, {}, needed | {OUTPUT})
-    return first, InductorGraph(again, {name: sizes[name] for name in sizes if name in needed})
+    return both_graphs(forward, recomputed(ops.forward(again=True), backward, kept), kept, {OUTPUT}, ops.parts_read)
 
 
 def kept_of(context: HFContext, forward: Sequence[Op], recomputes: bool) -> set[str]:

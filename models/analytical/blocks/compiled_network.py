@@ -18,14 +18,15 @@ from peakcast.models.analytical.blocks.compiled_ops import (
     MASK,
     OF_HANDED_IN,
     OUTPUT,
+    SEEDS,
     named,
     op,
     recomputed,
 )
 from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
+from peakcast.models.analytical.blocks.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_traits import traits
-from peakcast.models.analytical.blocks.inductor_graph import InductorGraph
 from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.blocks.tensor_parallel import WHOLE
 from peakcast.models.analytical.template import HANDED_IN, Template
@@ -34,6 +35,9 @@ from peakcast.timeline import Category
 WHOLE_NETWORK = frozenset({"layers", "ends", "loss", "mask"})
 TANGENT = "logits.tangent"
 """The gradient of the logits, which are a result of the graph beside the loss: zeros as large as they are."""
+
+HIDDEN_TANGENT = "hidden_states.tangent"
+"""... and where the loss is apart, of what the final norm gives, which is a result then."""
 
 
 def is_compiled_whole(context: HFContext) -> bool:
@@ -48,6 +52,7 @@ def _trains_as_traced(context: HFContext) -> bool:
     """Everything, or fp32 adapters alone."""
     tuning = context.finetuning
     plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.autocast)
+    plain = plain and not (context.architecture.fused_qkv or context.architecture.fused_gate_up)
     return context.trainable or (plain and context.adapter_bytes == FP32)
 
 
@@ -56,8 +61,11 @@ def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], agai
     """A network whose layer i is of the kind `kinds[layers[i]]` and, where `again[i]`, checkpointed: ids in, loss and
     logits out."""
     first, second = graphs(tuple(kinds[kind] for kind in layers), again)
-    logits = first.size_of("logits")
-    return compiled_template(first, second, [Given(TANGENT, Category.LOGITS, logits, True)], module_of=_module_of)
+    if traits(kinds[0].architecture).loss_apart:
+        given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True, born=1)
+    else:
+        given = Given(TANGENT, Category.LOGITS, first.size_of("logits"), True)
+    return compiled_template(first, second, [given], module_of=_module_of)
 
 
 def _module_of(name: str) -> tuple[str, str]:
@@ -67,50 +75,71 @@ def _module_of(name: str) -> tuple[str, str]:
     return ("embedding" if layer.startswith("embed") else "head"), name
 
 
-def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[InductorGraph, InductorGraph]:
+def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Graph, Graph]:
     """Forward and backward of a network with these `layers`."""
     one, size = layers[0], layers[0].compute_bytes
-    made = traits(one.architecture).scaled_embedding  # by an operation that could be repeated, as a lookup is not
+    embedded, reads = _embedded(one, len(layers))
+    made = traits(one.architecture).scaled_embedding or len(reads.split()) > 1  # not looked up alone: can be repeated
     looked_up = one.trainable and not made  # a table that does not train is looked up again instead
-    parts = [LayerOps(layer, sums_again=again[index] or (index == 0 and looked_up)) for index, layer in enumerate(layers)]
-    stream = parts[0].stream
-    embedded = [op("embedding", "", stream, wide=parts[0].casts)] if one.trainable else []
+    parts = [
+        _layer(layer, again[index] or (index == 0 and looked_up), reads if index == 0 else INPUT)
+        for index, layer in enumerate(layers)
+    ]
     forward = [*embedded, op("sequences", "", one.rows * INT64)]
     backward: list[Op] = []
-    kept = {"embedding", "sequences", MASK}
+    masks = _masks(one, len(layers))
+    kept = {*reads.split(), "positions", "sequences", *masks}
     given, summed = "embedding", ""
-    outer = {name: name for name in (MASK, "sequences", "final.partial")}
-    for index, (layer, ops) in enumerate(zip(layers, parts, strict=True)):
+    outer = {name: name for name in (*reads.split(), *masks, SEEDS, "sequences", "norm_final.partial")}
+    for index, (layer, (_, inside, back)) in enumerate(zip(layers, parts, strict=True)):
         prefix, last = f"{index}.", index == len(layers) - 1
         above = "d_stream" if last else f"{index + 1}.d_input"
-        inside = ops.forward()
         if index == 0:  # made where it is first read
-            at = next(place for place, each in enumerate(inside) if each.name == "q_rotary")
-            inside.insert(at, op(MASK, "sequences", one.batch * one.sequence**2 * size))
+            at = next(place for place, each in enumerate(inside) if MASK in each.reads)
+            made_masks = op(MASK, "sequences", writes=dict.fromkeys(masks, one.batch * one.sequence**2 * size))
+            inside = [*inside[:at], made_masks, *inside[at:]]
+        outer[MASK] = masks[index]
         forward += named(inside, prefix, outer | {INPUT: given})
         kept |= {prefix + name for name in kept_of(layer, inside, again[index])}
         if again[index] and not last:
             kept.add(prefix + OUTPUT)
         names = outer | {INPUT: given} | {name: name.replace(HANDED_IN, above) for name in OF_HANDED_IN}
-        back = ops.backward(is_result=False)
         if last and again[index]:
             back = _after_recomputation(layer, back)
-        backward = named(back, prefix, names) + backward
+        backward[:0] = named(back, prefix, names)
         summed = f"{given} {prefix}o {prefix}down"
         given = prefix + OUTPUT
-    head, head_back = _head(one, parts[0], given, summed if again[-1] else given)
-    forward += head
-    kept |= {name for each in head for name in each.writes}
+    head, head_back = _head(one, parts[-1][0], given, summed if again[-1] else given)
+    loss, loss_back = _loss(one)
+    apart = traits(one.architecture).loss_apart
+    forward += head if apart else [*head, *loss]
+    kept |= {name for each in (*head, *loss) for name in each.writes}
     if any(again):
-        kept.remove(MASK)
-    last_of_all = backward.pop()
-    embedding = _embedding_back(one, last_of_all) if one.trainable else []
-    everything = recomputed(forward, _wanted([*head_back, *backward, *embedding]), kept)
-    sizes = {name: num_bytes for each in forward for name, num_bytes in each.writes.items()}
-    needed = {name for each in everything for name in each.reads} & kept
-    first = InductorGraph(forward, {}, needed | {"logits", "loss"})
-    inputs = {name: num_bytes for name, num_bytes in sizes.items() if name in needed}
-    return first, InductorGraph(everything, inputs)
+        kept.difference_update(masks)
+    embedding = _embedding_back(one, backward)
+    everything = [*head_back, *backward, *embedding]
+    if not apart:
+        everything = [*loss_back, *everything]
+    everything = recomputed(forward, _wanted(everything), kept)
+    seen = {f"{index}.{name}": size for index, (each, _, _) in enumerate(parts) for name, size in each.parts_read.items()}
+    first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
+    if not apart:
+        return first, second
+    loss_first, loss_second = both_graphs(loss, loss_back, kept, {"loss"}, {"logits": first.size_of("logits")})
+    return GraphsInTurn([first, loss_first]), GraphsInTurn([loss_second, second])
+
+
+@lru_cache(maxsize=64)
+def _layer(context: HFContext, sums_again: bool, given: str) -> tuple[LayerOps, list[Op], list[Op]]:
+    """Of a kind of layer, of which a network has many, its operations forward and backward."""
+    ops = LayerOps(context, sums_again=sums_again, given=given)
+    return ops, ops.forward(), ops.backward(is_result=False)
+
+
+def _masks(context: HFContext, layers: int) -> list[str]:
+    """Of each layer the mask: those that attend through a window have one of their own, also where it hides nothing."""
+    every = traits(context.architecture).full_attention_every
+    return [f"{MASK}.full" if every and (index + 1) % every == 0 else MASK for index in range(layers)]
 
 
 def _wanted(ops: list[Op]) -> list[Op]:
@@ -134,52 +163,107 @@ def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
             found.append(op("mask_of_heads", MASK, size))
             one = replace(one, reads=tuple("mask_of_heads" if name == MASK else name for name in one.reads))
         elif one.name == "norm_2.partial":
-            one = replace(one, fuses=("final.partial",))
+            one = replace(one, fuses=("norm_final.partial",))
         found.append(one)
     return found
 
 
+def _embedded(context: HFContext, layers: int) -> tuple[list[Op], str]:
+    """What the first layer reads: a row for every token, or what it is computed of where positions are looked up too."""
+    architecture, rows = context.architecture, context.rows
+    if not context.trainable:
+        return [], "embedding"
+    stream = rows * architecture.hidden_size * context.stream_bytes
+    embedded = op("embedding", "", stream, wide=context.stream_bytes > context.compute_bytes)
+    if architecture.position_embedding != "learned":
+        return [embedded], "embedding"
+    ops = [
+        op("positions", "", context.sequence * INT64),
+        op("embed_positions", "positions", stream // context.batch),
+        *([op(SEEDS, "", (2 * layers + 1) * INT64)] if architecture.hidden_dropout else []),
+        embedded,
+    ]
+    if not architecture.embedding_dropout:
+        return ops, "embedding embed_positions"
+    ops.append(op("embedding.dropped", SEEDS, rows * architecture.hidden_size, fuses="embedding"))
+    return ops, "embedding embed_positions embedding.dropped"
+
+
 def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tuple[list[Op], list[Op]]:
-    """Final norm, lm_head and loss, forward and backward, which finds what the norm read in `given_again`."""
-    rows, architecture = context.rows, context.architecture
-    logits = rows * architecture.vocab_size * context.compute_bytes
+    """Final norm and lm_head, forward and backward, which finds what the norm read in `given_again`."""
+    architecture = context.architecture
+    logits = context.rows * architecture.vocab_size * context.compute_bytes
     weight = architecture.vocab_size * architecture.hidden_size
     cast = [op("lm_head.cast", "", weight * context.compute_bytes)] if ops.casts else []
-    through = ops.back("lm_head", "d_logits final.norm", "d_final_norm", "d_logits", ops.hidden, weight)
+    capped = architecture.final_logit_softcapping is not None
+    product = "lm_head" if capped else "logits"
+    through = ops.back("lm_head", "d_logits norm_final", "d_norm_final_of_logits", "d_logits", ops.hidden, weight)
     if architecture.tie_word_embeddings:  # its weight's gradient comes at the end, with the embedding's
         through = [each for each in through if not each.is_result]
     forward = [
-        op("final.rstd", given, rows * FP32, wide=True, fuses=given),
-        op("final.norm", f"{given} final.rstd", ops.hidden, fuses="final.rstd"),
+        *ops.norm("final", given, given, "rstd_final"),
         *cast,
-        op("logits", "final.norm lm_head.cast" if cast else "final.norm", logits),
+        op(product, "norm_final lm_head.cast" if cast else "norm_final", logits),
+        *([op("logits", product, logits)] if capped else []),
+    ]
+    returned = HIDDEN_TANGENT if traits(architecture).loss_apart else ""
+    replaced = f"d_norm_final_of_logits {given_again}"
+    of_logits = f"d_norm_final_of_logits {returned}"
+    return forward, [*through, *ops.through_norm("final", "d_stream", of_logits, given_again, "", replaced)]
+
+
+def _loss(context: HFContext) -> tuple[list[Op], list[Op]]:
+    """Cross entropy, forward and backward."""
+    architecture, rows = context.architecture, context.rows
+    logits = rows * architecture.vocab_size * context.compute_bytes
+    capped = architecture.final_logit_softcapping is not None
+    forward = [
         op("labels", "", context.batch * (context.sequence + 1) * INT64),
-        op("loss.max", "logits", rows * FP32, wide=True),
+        op("loss.max", "logits", rows * FP32, wide=True, fuses="logits" if capped else ""),
         op("loss.sum", "logits", rows * FP32, wide=True, fuses="loss.max"),
         op("loss.log", "loss.sum", rows * FP32, wide=True, fuses="loss.max", replaces="loss.sum"),
         op("loss", "logits loss.max loss.log labels", FP32),
     ]
-    of_norm = f"d_final_norm {given_again} final.rstd"
-    backward = [
-        op("d_logits", f"logits loss.max loss.log labels {TANGENT}", logits),
-        *through,
-        *ops.summed("final.weight", "final.partial", of_norm, architecture.hidden_size),
-        ops.stream_gradient("d_stream", of_norm, f"d_final_norm {given_again}"),
-    ]
-    return forward, backward
+    tangent = "" if traits(architecture).loss_apart else TANGENT
+    of_loss = f"logits loss.max loss.log labels {tangent}"
+    if not capped:
+        return forward, [op("d_logits", of_loss, logits, is_result=not tangent)]
+    return forward, [op("d_capped", of_loss, logits), op("d_logits", "d_capped lm_head", logits, fuses="d_capped")]
 
 
-def _embedding_back(context: HFContext, last: Op) -> list[Op]:
-    """The embedding's gradient: rows added up in fp32 (`_decomp` embedding_dense_backward), by their kernel."""
-    elements = context.architecture.vocab_size * context.architecture.hidden_size
+def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
+    """The embedding's gradient: rows added up in fp32 (`_decomp` embedding_dense_backward), by the kernel that would make
+    the first layer's gradient, which is taken out of `backward` unless positions read it too."""
+    at = max(index for index, each in enumerate(backward) if each.name == "0.d_input")
+    if not context.trainable:
+        del backward[at]
+        return []
+    architecture, learned = context.architecture, context.architecture.position_embedding == "learned"
+    last = backward[at] if learned else backward.pop(at)
+    elements = architecture.vocab_size * architecture.hidden_size
     name, wide = "embed_tokens.weight.grad", context.weight_bytes == FP32
-    tied = context.architecture.tie_word_embeddings
+    tied = architecture.tie_word_embeddings
     table = name if wide and not tied else "embed_tokens.table"
-    added = op("embed_tokens.rows", f"{' '.join(last.reads)} {table}", 0, is_result=True)  # in place
-    ops, size = [op(table, "", elements * FP32, wide=True, is_result=table == name), added], elements * context.weight_bytes
+    made = op(table, "", elements * FP32, wide=True, is_result=table == name)
+    reads = "0.d_input embedding.dropped" if learned else " ".join(last.reads)
+    ops = [made, op("embed_tokens.rows", f"{reads} {table}", 0, fuses="0.d_input", is_result=True)]  # in place
+    size = elements * context.weight_bytes
+    if learned:
+        ops += _positions_back(context)
     if tied and wide:
         return [*ops, op(name, f"{table} embed_tokens.rows lm_head.grad", size, wide=True, is_result=True)]
     if tied:  # the head's product and the sum are one operation (`_inductor/fx_passes/post_grad.py` addmm)
         narrow = op("embed_tokens.narrow", f"{table} embed_tokens.rows", size)
-        return [*ops, narrow, op(name, "embed_tokens.narrow d_logits final.norm", size, is_result=True)]
+        return [*ops, narrow, op(name, "embed_tokens.narrow d_logits norm_final", size, is_result=True)]
     return ops if wide else [*ops, op(name, f"{table} embed_tokens.rows", size, is_result=True)]
+
+
+def _positions_back(context: HFContext) -> list[Op]:
+    """As of the tokens."""
+    elements = context.architecture.max_position_embeddings * context.architecture.hidden_size
+    name, table = "embed_positions.weight.grad", "embed_positions.table"
+    return [
+        op(table, "", elements * FP32, wide=True),
+        op("embed_positions.rows", f"0.d_input positions {table}", 0),
+        op(name, f"{table} embed_positions.rows", elements * context.weight_bytes, is_result=True),
+    ]

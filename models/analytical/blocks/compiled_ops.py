@@ -10,9 +10,9 @@ from peakcast.models.analytical.template import HANDED_IN
 FP32 = 4
 INT64 = 8
 INPUT, OUTPUT = "hidden_states", "output"
-MASK, NARROWED = "attention_mask", f"{HANDED_IN}.narrow"
+MASK, SEEDS, NARROWED = "attention_mask", "seeds", f"{HANDED_IN}.narrow"
 OF_HANDED_IN = (HANDED_IN, NARROWED, f"{HANDED_IN}.wide", f"{HANDED_IN}.copy")
-PRODUCTS = ("q", "k", "v", "o", "gate", "up", "down")
+PRODUCTS = ("qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down")
 
 
 def op(
@@ -40,19 +40,28 @@ def op(
     )
 
 
+class _Names(dict[str, str]):
+    """Names with a prefix, but those that are there already."""
+
+    def __init__(self, prefix: str, others: Mapping[str, str]) -> None:
+        super().__init__(others)
+        self.prefix = prefix
+
+    def __missing__(self, name: str) -> str:
+        self[name] = found = self.prefix + name
+        return found
+
+
 def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]:
     """`ops` with `prefix` before every name but `others`, which get theirs."""
-
-    def name(one: str) -> str:
-        return others.get(one) or prefix + one
-
+    names = _Names(prefix, others)
     return [
         Op(
-            name=name(one.name),
-            reads=tuple(map(name, one.reads)),
-            writes={name(result): size for result, size in one.writes.items()},
-            fuses=tuple(map(name, one.fuses)),
-            replaces=tuple(map(name, one.replaces)),
+            name=names[one.name],
+            reads=tuple([names[name] for name in one.reads]),
+            writes={names[result]: size for result, size in one.writes.items()},
+            fuses=tuple([names[name] for name in one.fuses]),
+            replaces=tuple([names[name] for name in one.replaces]),
             parts=one.parts,
             is_result=one.is_result,
             wide=one.wide,

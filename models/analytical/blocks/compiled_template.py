@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
-from peakcast.models.analytical.blocks.inductor_graph import InductorGraph
+from peakcast.models.analytical.blocks.graphs_in_turn import Graph
 from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category
 
@@ -22,11 +22,13 @@ class Given:
     num_bytes: int
     in_backward: bool
     """Whether it comes with backward, or with forward."""
+    born: int = 0
+    """The instant of that at which it comes."""
 
 
 def compiled_template(
-    first: InductorGraph,
-    second: InductorGraph,
+    first: Graph,
+    second: Graph,
     given: Iterable[Given],
     *,
     input_bytes: int = 0,
@@ -37,8 +39,8 @@ def compiled_template(
     backward, kept_until = second.lives()
     passing = int(Category.TEMPORARIES)
     rows: list[tuple[str, int, int, int, bool, int, bool, bool]] = [
-        (one.name, int(one.category), one.num_bytes, 0, one.in_backward, max(second.last_read(one.name), 1), True, False)
-        for one in given
+        (one.name, int(one.category), one.num_bytes, one.born, one.in_backward, dies, True, False)
+        for one, dies in ((one, max(second.last_read(one.name), 1)) for one in given)
     ]
     for life in lives:
         kept = life.name in kept_until

@@ -100,6 +100,10 @@ class HFTraits:
     """A bool [max_position_embeddings, max_position_embeddings] buffer for the whole model."""
     causal_mask_buffers: bool = False
     """... for every layer (GPT-Neo)."""
+    loss_apart: bool = False
+    """Of a class that is no `...ForCausalLM` transformers warns that it does not know the loss, and what warns is in no
+    compiled graph (`modeling_utils.py` loss_function): the loss is a graph of its own. The first step's logits then hang in
+    a cycle of references that compiling leaves."""
     position_table_width: int = 0
     """Width of an fp32 table of all positions that every layer has: `rotary_dim` (GPT-J and its kin)."""
 
@@ -147,7 +151,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "granitemoe": replace(_GRANITE, scores_of_top_experts="float32"),
     "cohere": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, norms_after_projections=True),
     "cohere2": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, full_attention_every=4),
-    "gpt2": HFTraits(keeps_sublayer_outputs=True, eager_softmax="native"),
+    "gpt2": HFTraits(keeps_sublayer_outputs=True, eager_softmax="native", loss_apart=True),
     "gpt_bigcode": HFTraits(keeps_sublayer_outputs=True, causal_mask_buffer=True),
     "gpt_neox": HFTraits(rotary_fraction=0.25),
     "phi": HFTraits(rotary_fraction=0.5, rotary_inline=True),

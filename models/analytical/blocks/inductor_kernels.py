@@ -40,7 +40,6 @@ class Kernel:
     allocates: int
     part_of: str = ""
     """Of a part of what a call gave: the call's name."""
-    index: int = 0
 
 
 def fused(ops: Sequence[Op]) -> list[Kernel]:

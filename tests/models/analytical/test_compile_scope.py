@@ -25,6 +25,24 @@ COVERED = {
     "whole, with a small vocabulary": {"architecture": {"name": "llama-2-7b", "vocab_size": 1024}},
     "whole, with adapters": {"finetuning": {"method": "lora", "rank": 8, "targets": ["all-linear"]}},
     "whole, of Gemma": {"architecture": "gemma-2b"},
+    "whole, of Gemma 2": {"architecture": "gemma-2-2b"},
+    "whole, of GPT-2": {"architecture": "gpt2", "sequence_length": 512},
+    "whole, of GPT-2 without dropout": {"architecture": "cerebras-gpt-1.3b"},
+    "Phi-3's layers in shards": {
+        "framework": "torch",
+        "versions": {"torchtitan": "0.2"},
+        "architecture": "phi-3-mini",
+        "sequence_length": 1024,
+        "precision": {"parameters": "float32", "compute": "bfloat16"},
+        "parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"},
+    },
+    "layers of Gemma 3": {**LAYERS, "architecture": "gemma-3-1b", "sequence_length": 256},
+    "layers of Phi-3, checkpointed": {
+        **LAYERS,
+        "architecture": "phi-3-mini",
+        "sequence_length": 1024,
+        "activation_checkpointing": {"mode": "full"},
+    },
     "Trainer with bf16 and torch_compile": AUTOCAST,
     "the same, checkpointed": {**AUTOCAST, "activation_checkpointing": {"mode": "full"}},
     "the same, layer by layer": {**AUTOCAST, "framework_options": {"autocast": True, "compiled_regions": "layers"}},
@@ -38,17 +56,24 @@ COVERED = {
 }
 NAMED = {
     "several ranks": {"parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"}},
-    "of 'gpt2'": {"architecture": "gpt2"},
+    "of 'mixtral-8x7b'": {"architecture": "mixtral-8x7b"},
+    "several micro-batches of all of 'gpt2'": {"architecture": "gpt2", "gradient_accumulation_steps": 2},
+    "full checkpointing of layers of 'gpt2'": {
+        **LAYERS,
+        "architecture": "gpt2",
+        "activation_checkpointing": {"mode": "full"},
+    },
+    "adapters of 'phi-3-mini'": {"architecture": "phi-3-mini", "finetuning": {"method": "lora", "rank": 8}},
     "checkpointing of some layers": {"activation_checkpointing": {"mode": "full", "every_n_layers": 2}},
     "or of some operations": {"activation_checkpointing": {"mode": "selective"}},
-    "of all of 'qwen3-0.6b' with checkpointing": {
+    "checkpointing of a whole network of 'qwen3-0.6b'": {
         "architecture": "qwen3-0.6b",
         "activation_checkpointing": {"mode": "full"},
     },
     "reentrant": {**LAYERS, "activation_checkpointing": {"mode": "full", "use_reentrant": True}},
     "other weights": {"precision": {"parameters": "float32", "compute": "float32"}},
     "or float32 under autocast": {"framework_options": {"autocast": True}},
-    "under autocast of 'gemma-2b'": {**AUTOCAST, "architecture": "gemma-2b"},
+    "autocast of a whole network of 'gemma-2b'": {**AUTOCAST, "architecture": "gemma-2b"},
     "without accelerate": {
         **AUTOCAST,
         "framework": "torch",

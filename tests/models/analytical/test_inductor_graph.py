@@ -7,6 +7,7 @@ import pytest
 from peakcast.collectors.grid import expand
 from peakcast.models.analytical.blocks import compiled_layer as layer
 from peakcast.models.analytical.blocks import compiled_network as network
+from peakcast.models.analytical.blocks.graphs_in_turn import GraphsInTurn
 from peakcast.models.analytical.blocks.inductor_graph import InductorGraph, Life
 from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
@@ -45,10 +46,11 @@ def graphs(kept, **changes):
         (0, {"architecture": "llama-3.1-8b"}, (58.0171, 57.5020, 60.0010, 57.5020), 1),
         (None, {"architecture": "qwen3-0.6b"}, (27.8320, 27.8320, 27.8320, 30.0820), 0),
         (None, {"architecture": "qwen2.5-0.5b"}, (29.4453, 29.4453, 29.4453, 33.1563), 0),
+        (None, {"architecture": "phi-3-mini"}, (43.5020, 44.2520, 44.2520, 39.0020), 3),
     ],
 )
 def test_the_orders_of_a_layers_backward_and_their_peaks_are_what_inductor_logs(kept, changes, estimates, chosen):
-    tokens = {"llama-3.1-8b": (1024, 1), "qwen3-0.6b": (4096, 1), "qwen2.5-0.5b": (4096, 1)}
+    tokens = {"llama-3.1-8b": (1024, 1), "qwen3-0.6b": (4096, 1), "qwen2.5-0.5b": (4096, 1), "phi-3-mini": (1024, 2)}
     name = changes["architecture"]
     length, batch = (4096, 2) if isinstance(name, dict) else tokens[name]
     _, backward = graphs(kept, **changes, sequence_length=length, micro_batch_size=batch)
@@ -96,6 +98,9 @@ TINY = {
 }  # fmt: skip
 
 
+CUT, TWO = {"num_hidden_layers": 3, "vocab_size": 4096}, {"micro_batch_size": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "estimates"),
     [
@@ -113,6 +118,8 @@ TINY = {
             {"finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]}},
             (236671024, 236671024, 236671024, 279253008),
         ),
+        ({"architecture": {**CUT, "name": "phi-3-mini"}, **TWO}, (814004240, 864335888, 866433040, 876929040)),
+        ({"architecture": {**CUT, "name": "gemma-2-2b"}, **TWO}, (763135024, 800883760, 800883760, 944939024)),
     ],
 )
 def test_the_orders_of_a_whole_networks_backward_have_the_peaks_that_inductor_logs(changes, estimates):
@@ -120,6 +127,25 @@ def test_the_orders_of_a_whole_networks_backward_have_the_peaks_that_inductor_lo
     blocks = Blocks(job, block_context(job, False))
     _, backward = network.graphs(tuple(blocks.contexts), tuple(blocks.recomputed))
     assert tuple(backward.peaks()) == estimates
+
+
+def test_a_loss_that_is_a_graph_of_its_own_hands_its_gradient_to_the_networks():
+    """GPT-2's; the estimates are those that torch 2.13 logs of the network's backward."""
+    cut = {"architecture": {**CUT, "name": "gpt2"}, "sequence_length": 1024, "micro_batch_size": 4}
+    blocks = Blocks(job := expand({"include": [{"compile": True, **cut}]})[0], block_context(job, None))
+    forward, backward = network.graphs(tuple(blocks.contexts), tuple(blocks.recomputed))
+    of_loss, of_network = backward.graphs
+    assert of_network.peaks() == [380382256, 389820976, 396304432, 450797584]
+    lives = {life.name: life for life in backward.lives()[0]}
+    assert (lives["d_logits"].born, lives["d_logits"].dies) == (0, len(backward.order))  # read last: the table is shared
+    assert backward.lives()[1]["logits"] == len(of_loss.order)
+    assert forward.labels()[-1] == "loss"
+
+
+def test_what_one_graph_gives_is_there_until_a_later_one_has_read_it():
+    first, second = InductorGraph([op("a"), op("b", "a")], {}, ["b"]), InductorGraph([op("c", "b"), op("d", "c")], {}, ["d"])
+    lives, _ = GraphsInTurn([first, second]).lives()
+    assert lives == [Life("a", 10, 0, 2), Life("b", 10, 1, 3), Life("c", 10, 2, 4), Life("d", 10, 3, 4)]
 
 
 @pytest.mark.parametrize(("before", "waits"), [([], False), ([op("more", size=70)], True)])
