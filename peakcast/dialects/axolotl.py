@@ -60,6 +60,8 @@ def from_axolotl(pasted: Pasted) -> Translation:
     deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
     training["fsdp"] = list(settings.words("fsdp")) or None
     fsdp = settings.raw("fsdp_config")
+    if fsdp and not isinstance(fsdp, Mapping):
+        raise settings.refuse("fsdp_config", "must be a mapping of FSDP's settings")
     version = settings.integer("fsdp_version")
     if fsdp and version:
         fsdp = {"fsdp_version": version, **fsdp}
