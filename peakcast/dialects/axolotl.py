@@ -60,6 +60,8 @@ def from_axolotl(pasted: Pasted) -> Translation:
     deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
     training["fsdp"] = list(settings.words("fsdp")) or None
     fsdp = settings.raw("fsdp_config")
+    if fsdp and not isinstance(fsdp, Mapping):
+        raise settings.refuse("fsdp_config", "must be a mapping of FSDP's settings")
     version = settings.integer("fsdp_version")
     if fsdp and version:
         fsdp = {"fsdp_version": version, **fsdp}
@@ -173,7 +175,8 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
         training["liger_kernels"] = True
     if settings.switch("liger_fused_linear_cross_entropy"):
         training["fused_linear_cross_entropy"] = True
-    if settings.switch("cut_cross_entropy"):
+    plugged = any("CutCrossEntropyPlugin" in name for name in settings.words("plugins"))
+    if settings.switch("cut_cross_entropy", plugged):  # integrations/cut_cross_entropy/args.py: on by the plugin alone
         training["fused_linear_cross_entropy"] = True
         settings.notes.unsupported.append("Cut cross entropy is taken as Liger's fused linear cross entropy.")
 
@@ -220,7 +223,7 @@ def _rest(settings: Settings) -> None:
             settings.notes.unsupported.append(
                 f"Another shape of the network ({name}: {', '.join(map(str, others))}) is not read; give it by --model."
             )
-    for key in ("batch_size", "rl", "trl", "revision_of_model", "bnb_config_kwargs", *keys.MESH.values()):
+    for key in (*keys.READ_LATER, *keys.MESH.values()):
         settings.given(key)
     for key in settings.left():
         (settings.notes.ignored if key in keys.IGNORED else settings.notes.unknown).append(key)

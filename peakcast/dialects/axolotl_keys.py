@@ -72,6 +72,8 @@ LESS = {
     "unfrozen_parameters": "Training some parameters only (unfrozen_parameters)",
 }
 """What a job cannot say and what needs less than the whole, which is taken."""
+READ_LATER = ("batch_size", "rl", "trl", "revision_of_model", "bnb_config_kwargs", "experts_implementation")
+"""Keys that are read in places of their own."""
 EXPERTS = {"eager": "loop", "grouped_mm": "grouped_mm"}
 """Values of `experts_implementation` (transformers 5 integrations/moe.py) -> the framework option of that name."""
 LIGER = ("liger_rope", "liger_rms_norm", "liger_glu_activation")

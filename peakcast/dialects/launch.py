@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from peakcast.dialects.foreign import foreign_program
 from peakcast.dialects.shell import Command, Script
 from peakcast.dialects.translation import words
 from peakcast.errors import SpecError
@@ -50,6 +51,8 @@ def launch_of(script: Script, text: str, where: str) -> Launch:
     found = [launch for command in script.commands if (launch := _launch(command)) is not None]
     trainings = [launch for launch in found if _trains(launch)] or found
     if not trainings:
+        if sentence := foreign_program(text):
+            raise SpecError(f"{where} {sentence}")
         raise SpecError(
             f"{where} runs no training program that is known here (such as torchrun pretrain_gpt.py, accelerate launch, "
             "llamafactory-cli train); give the configuration itself, or the command with its arguments."

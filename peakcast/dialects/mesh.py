@@ -24,6 +24,8 @@ IGNORED = words("""
     cp_backend cp_handler sp_attn_implementation sp_backend sp_handler sp_seq_length sp_seq_length_is_variable tp_handler
 """)
 AXES = ("replicate", "shard", "context", "sequence", "tensor", "expert")
+"""Ranks of `expert` have samples of their own, and hold what is not an expert again, as those of `replicate` do (axolotl
+integrations/expert_parallel/README.md)."""
 
 
 def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills: str = "") -> TrainingJob:
@@ -36,12 +38,12 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
     sizes = {axis: (settings.integer(keys[axis], 1) or 1) if axis in given else 1 for axis in AXES}
     if all(size == 1 for axis, size in sizes.items() if axis != "shard"):
         return job
-    ranks, made = job.parallelism.world_size, prod(size for axis, size in sizes.items() if axis != "expert")
+    ranks, made = job.parallelism.world_size, prod(sizes.values())
     if fills and fills not in given and ranks % made == 0:
         sizes[fills] = ranks // made
     elif made != ranks:
-        largest = max((axis for axis in given if axis != "expert"), key=lambda axis: sizes[axis])
-        product = " × ".join(f"{settings.spell(keys[axis])}={sizes[axis]}" for axis in given if axis != "expert")
+        largest = max(given, key=lambda axis: sizes[axis])
+        product = " × ".join(f"{settings.spell(keys[axis])}={sizes[axis]}" for axis in given)
         raise settings.refuse(
             keys[largest],
             f"is of a layout of {made} ranks ({product}), which {'do not divide' if fills else 'are not'} the {ranks} of "
@@ -55,7 +57,7 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
     context = sizes["context"] * sizes["sequence"]
     layout, options = job.parallelism, dict(job.framework_options)
     sharding, group = layout.sharding, sizes["shard"] * context
-    if sizes["replicate"] > 1 and sharding == "fsdp2":
+    if sizes["replicate"] * sizes["expert"] > 1 and sharding == "fsdp2":
         sharding = "hsdp" if group > 1 else "none"
         options |= {"shard_group_size": group} if group > 1 else {}
     elif sizes["replicate"] > 1 and sharding != "none":
@@ -66,7 +68,7 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
     layout = replace(
         layout,
         sharding=sharding,
-        data_parallel_size=sizes["replicate"] * sizes["shard"],
+        data_parallel_size=sizes["replicate"] * sizes["shard"] * sizes["expert"],
         context_parallel_size=context,
         tensor_parallel_size=sizes["tensor"],
         expert_parallel_size=sizes["expert"],

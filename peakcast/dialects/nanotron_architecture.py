@@ -114,7 +114,7 @@ def _padded(settings: Settings, size: object, tensor: int) -> object:
 
 def _experts(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
     """`moe_config` as the keys of Qwen2-MoE, which nanotron's layer follows."""
-    width = config["intermediate_size"]
+    width = settings.size(f"{PREFIX}intermediate_size", config["intermediate_size"])
     shared = settings.switch(f"{EXPERTS}enable_shared_expert")
     for key, counts in (("moe_hidden_size", True), ("shared_expert_hidden_size", shared)):
         if settings.raw(EXPERTS + key, config["hidden_size"]) != config["hidden_size"] and counts:

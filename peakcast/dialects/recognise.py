@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peakcast.allocator import Allocator
+from peakcast.dialects.foreign import foreign
 from peakcast.dialects.pasted import Document, Pasted, flat, mapping_of_file, mapping_of_text
 from peakcast.dialects.translation import Notes, Translation
 from peakcast.errors import SpecError, near_misses
@@ -58,6 +59,11 @@ DIALECTS: dict[str, Dialect] = {
             "checkpoint_dir lora_r|precision",
         ),
         "litgpt:from_litgpt",
+    ),
+    "nemo": Dialect(
+        "a NeMo 1 GPT configuration",
+        ("model.num_layers model.micro_batch_size model.encoder_seq_length",),
+        "nemo:from_nemo",
     ),
     "megatron_yaml": Dialect(
         "a Megatron-LM --yaml-cfg file", ("language_model model_parallel",), "megatron_launch:from_megatron_yaml"
@@ -121,13 +127,18 @@ NOTHING = Beside()
 
 def dialect_of(values: Mapping[str, Any]) -> str | None:
     """The dialect that a mapping is written in, None when nothing tells."""
-    keys = {str(key) for key in flat(values)} | {str(key) for key in values}
-    keys |= {key.rpartition(".")[0] for key in list(keys)} | {".".join(key.split(".")[:2]) for key in list(keys)}
+    keys = _keys(values)
     for name, dialect in DIALECTS.items():
         for sign in dialect.signs:
             if all(any(option in keys for option in word.split("|")) for word in sign.split()):
                 return name
     return None
+
+
+def _keys(values: Mapping[str, Any]) -> set[str]:
+    """The keys of a mapping and of those in it, with what leads to them."""
+    keys = {str(key) for key in flat(values)} | {str(key) for key in values}
+    return keys | {key.rpartition(".")[0] for key in keys} | {".".join(key.split(".")[:2]) for key in keys}
 
 
 def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
@@ -143,6 +154,8 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
         num_gpus=pasted.num_gpus if beside.num_gpus is None else beside.num_gpus,
         model=beside.model or pasted.model,
     )
+    if beside.dialect is None and (sentence := foreign(_keys(pasted.values), pasted.values, pasted.program)):
+        raise SpecError(f"{pasted.where} {sentence}", parameter="job")
     name = _named(beside.dialect) or dialect_of(pasted.values)
     if name not in HUGGING_FACE_PARTS and pasted.model is None and "hf_config" in pasted.companions:
         pasted = replace(pasted, model=pasted.companions["hf_config"], used={"hf_config"})

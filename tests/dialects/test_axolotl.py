@@ -114,3 +114,10 @@ def test_what_needs_less_than_the_answer_is_said(asked):
     found = read(**asked)
     assert ["needs less than the answer" in sentence for sentence in found.unsupported] == [True]
     assert found.unknown == ()
+
+
+def test_the_plugin_alone_turns_cut_cross_entropy_on():
+    """Its `CutCrossEntropyArgs.cut_cross_entropy` is true by default."""
+    plugins = ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]
+    asked = [read(plugins=plugins), read(plugins=plugins, cut_cross_entropy=False), read()]
+    assert [found.job.loss.fused_linear_cross_entropy for found in asked] == [True, False, False]
