@@ -88,10 +88,11 @@ def test_shallower_networks_bound_deep_ones_from_below():
     job = job.replace(architecture=replace(untied("llama-3.2-3b"), vocab_size=32000))
     for candidate in list(candidates(job, 8, 16))[::11]:
         peak = fullest_of_all(candidate, H100)
-        stages = candidate.parallelism.pipeline_parallel_size
-        bound = no_less(candidate, H100)
+        layout, bound = candidate.parallelism, no_less(candidate, H100)
         assert bound <= peak
-        assert bound > 0.9 * peak or 28 // stages <= 6
+        # under DDP over split matrices a deep network is fullest when all gradients meet, a shallow one at its loss
+        otherwise = layout.tensor_parallel_size > 1 < layout.num_replicas and layout.sharding == "none"
+        assert bound > (0.8 if otherwise else 0.9) * peak or 28 // layout.pipeline_parallel_size <= 6
 
 
 @pytest.mark.parametrize("architecture", ["llama-3.2-1b", "mixtral-8x7b"])

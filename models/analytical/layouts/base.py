@@ -131,9 +131,9 @@ class Layout(Hooks):
         """`zero_grad(set_to_none=True)`, from the next instant on. (Gradients of blocks die with `Step.gradients_die`.)"""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Unit:
-    """Tensors that are gathered and reduced together, and their state as the step goes."""
+    """Tensors that are gathered and reduced together, and their state as the step goes. A unit equals itself only."""
 
     name: str
     modules: tuple[str, ...]

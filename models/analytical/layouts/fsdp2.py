@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from peakcast.models.analytical.layouts.base import ShardedLayout, StoredTensor, Unit
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
@@ -18,6 +19,25 @@ from peakcast.timeline import Category, Phase
 BUFFERS = Category.COMMUNICATION_BUFFERS
 ALL_GATHER_COPY_IN, REDUCE_SCATTER, ALL_REDUCE = 1, 2, 3
 """Streams beside the one that computes (`FSDPCommContext.lazy_init`), each with a pool of its own in the allocator."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupSizes:
+    """Of tensors that are gathered at once, in bytes. `alone`: nobody shares them. `copied`: what is made of this rank's
+    parts first. `whole`: what the ranks that share each tensor gather."""
+
+    alone: bool
+    whole: list[int]
+    copied: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of a unit: its groups, and the elements that train, of this rank's parts and of what ranks share."""
+
+    groups: list[_GroupSizes]
+    part: int
+    whole: int
 
 
 class FSDP2(ShardedLayout):
@@ -45,7 +65,7 @@ class FSDP2(ShardedLayout):
         self.shards = shards
         self.replicas = replicas
         self.reduce_bytes = reduce_bytes
-        self._part_numels: dict[StoredTensor, int] = {}
+        self._sizes: dict[Unit, _Sizes] = {}
         self._copied_out: list[int] = []
         """The last all-gather's output, kept until the next copy-out (`comm_ctx.all_gather_state`)."""
         self._reduced_from: list[int] = []
@@ -71,10 +91,28 @@ class FSDP2(ShardedLayout):
         return max(1, self.shards // tensor.expert_ranks)
 
     def _part_numel(self, tensor: StoredTensor) -> int:
-        found = self._part_numels.get(tensor)
-        if found is None:
-            found = self._part_numels[tensor] = math.prod(self.part(tensor))
-        return found
+        return math.prod(self.part(tensor))
+
+    def _sizes_of(self, unit: Unit) -> _Sizes:
+        """Asked several times in each micro-batch, worked out once."""
+        if unit not in self._sizes:
+            parts = [self._part_numel(t) for t in unit.trained]
+            whole = sum(part * self._shards(t) for part, t in zip(parts, unit.trained, strict=True))
+            self._sizes[unit] = _Sizes([self._group_sizes(group) for group in _groups(unit)], sum(parts), whole)
+        return self._sizes[unit]
+
+    def _group_sizes(self, group: Sequence[StoredTensor]) -> _GroupSizes:
+        # nobody shares the tensors of a group, as of experts that all ranks have divided: it is copied at once
+        alone = group[0].expert_ranks > 1 and self._shards(group[0]) == 1
+        parts = [self._part_numel(t) for t in group]
+        whole = [part * self._shards(t) * t.gathered_bytes for part, t in zip(parts, group, strict=True)]
+        copied = [
+            part * t.gathered_bytes
+            for part, t in zip(parts, group, strict=True)
+            if self.offloads or t.gathered_bytes != t.element_bytes
+        ]
+        # copied from the host one by one, or narrowed into one tensor (`_get_param_all_gather_inputs`)
+        return _GroupSizes(alone, whole, copied if self.offloads else [sum(copied)])
 
     # -- what stands ------------------------------------------------------------------------------------------------------
 
@@ -91,48 +129,36 @@ class FSDP2(ShardedLayout):
 
     def gather(self, step: Step, unit: Unit, phase: Phase = Phase.BACKWARD) -> None:
         ahead = bool(unit.sent)
-        for group in _groups(unit):
+        for group in self._sizes_of(unit).groups:
             if not ahead:
                 self._all_gather(step, unit, group, phase)
-            unit.gathered += step.allocate("gathered", BUFFERS, map(self._whole_bytes, group), unit.name)
+            unit.gathered += step.allocate("gathered", BUFFERS, group.whole, unit.name)
             step.moment("all_gather.copy_out", phase)
-            sent = [] if self._is_alone(group) else [unit.sent.pop(0)]
+            sent = [] if group.alone else [unit.sent.pop(0)]
             if phase == Phase.BACKWARD:
                 step.free(sent)
             else:  # `wait_for_unshard` holds the previous one until it returns
                 step.free(self._copied_out)
                 self._copied_out = sent
 
-    def _is_alone(self, group: Sequence[StoredTensor]) -> bool:
-        """Whether nobody shares the tensors of a group, as of experts that all ranks have divided: it is copied at once."""
-        return group[0].expert_ranks > 1 and self._shards(group[0]) == 1
-
-    def _whole_bytes(self, tensor: StoredTensor) -> int:
-        """Of what the ranks that share a tensor gather."""
-        return self._part_numel(tensor) * self._shards(tensor) * tensor.gathered_bytes
-
-    def _all_gather(self, step: Step, unit: Unit, group: Sequence[StoredTensor], phase: Phase) -> None:
+    def _all_gather(self, step: Step, unit: Unit, group: _GroupSizes, phase: Phase) -> None:
         """Narrow copies of the shards, where they are wider, and the output of all ranks."""
-        if self._is_alone(group):
+        if group.alone:
             return
-        copied = [t for t in group if self.offloads or t.gathered_bytes != t.element_bytes]
-        sizes = [self._part_numel(t) * t.gathered_bytes for t in copied]
-        # copied from the host one by one, or narrowed into one tensor (`_get_param_all_gather_inputs`)
-        made = sizes if self.offloads else [sum(sizes)]
-        casts = step.allocate("all_gather.cast", BUFFERS, made, unit.name, stream=ALL_GATHER_COPY_IN)
+        casts = step.allocate("all_gather.cast", BUFFERS, group.copied, unit.name, stream=ALL_GATHER_COPY_IN)
         self._send(step, unit, group, step.now)
         step.moment("all_gather", phase)
         step.free(casts)
 
-    def _send(self, step: Step, unit: Unit, group: Sequence[StoredTensor], born: int) -> None:
-        if self._is_alone(group):
+    def _send(self, step: Step, unit: Unit, group: _GroupSizes, born: int) -> None:
+        if group.alone:
             return
-        size = sum(map(self._whole_bytes, group))
+        size = sum(group.whole)
         unit.sent += step.allocate("all_gather.output", BUFFERS, [size], unit.name, born=born, stream=ALL_GATHER_COPY_IN)
 
     def prefetch(self, step: Step, unit: Unit, *, born: int | None = None, phase: Phase = Phase.BACKWARD) -> None:
         if not unit.gathered and not unit.sent:
-            for group in _groups(unit):
+            for group in self._sizes_of(unit).groups:
                 if born is None:
                     self._all_gather(step, unit, group, phase)
                 else:
@@ -159,11 +185,11 @@ class FSDP2(ShardedLayout):
         if unit.accumulated:
             self.take_gradients(step, unit)
         step.free(self._reduced_from)
-        numel = sum(self._part_numel(t) for t in unit.trained)
+        sizes = self._sizes_of(unit)
+        numel = sizes.part
         stored, used = unit.trained[0].element_bytes, unit.trained[0].gathered_bytes
         width = self.reduce_bytes or used
-        whole = sum(self._part_numel(t) * self._shards(t) for t in unit.trained)
-        source = step.allocate("reduce_scatter.input", BUFFERS, [whole * width], unit.name)
+        source = step.allocate("reduce_scatter.input", BUFFERS, [sizes.whole * width], unit.name)
         step.moment("reduce_scatter.copy_in", Phase.BACKWARD)
         last = unit.trained[-1]
         taken = last.numel * last.gradient_parts * (width if unit.accumulated else used)
