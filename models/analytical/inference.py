@@ -34,8 +34,8 @@ def inference_ledger(
 ) -> Timeline:
     """Every tensor of a generation of `job` on one GPU: a prompt of `inference.prompt_length` (null: sequence_length)
     tokens and `inference.new_tokens` more (null: 1, prefill alone). `weights`: (name, module, bytes)."""
-    still = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "embedding_dropout": 0.0}  # model.eval()
-    context = replace(context, architecture=replace(context.architecture, **still))
+    still = replace(context.architecture, attention_dropout=0.0, hidden_dropout=0.0, embedding_dropout=0.0)  # model.eval()
+    context = replace(context, architecture=still)
     timeline = Step()
     timeline.hold_all(weights, Category.PARAMETERS)
     hold_buffers(timeline, job)
@@ -93,8 +93,8 @@ def _decoded(prompt: int, full: int) -> list[int]:
 def _run_layer(
     timeline: Step, context: HFContext, layer: int, caches: dict[tuple[int, str], tuple[int, int]], length: int
 ) -> None:
-    """One layer's forward. A dynamic cache is concatenated: a layer's old and new keys meet; a static one of `length` tokens
-    is made once."""
+    """One layer's forward. A dynamic cache is concatenated: a layer's old and new keys meet; a static one of `length`
+    tokens is made once."""
     grows, cached = not length, replace(context, key_length=length or context.key_length)
     template = decoder_layer(context)
     start = timeline.run_without_graph(template, f"layers.{layer}").forward_start

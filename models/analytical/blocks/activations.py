@@ -22,8 +22,7 @@ def activation(build: BlockBuilder, x: Tensor) -> Tensor:
         inner = ops.scale(tape, inner, "mlp.gelu_new.scale")
         tanh = ops.unary_of_result(tape, inner, "mlp.gelu_new.tanh")
         shifted = tape.operation("mlp.gelu_new.one_plus", [tanh], tanh.num_bytes, gradients=[(tanh, None)])
-        recomputed = context.checkpointed and not context.reentrant
-        product = ops.multiply(tape, half, shifted, "mlp.gelu_new.product", recomputed=recomputed)
+        product = ops.multiply(tape, half, shifted, "mlp.gelu_new.product", recomputed=context.lets_go)
         tape.hold(x)  # the module's argument
         return product
     if name == "relu2":

@@ -145,6 +145,12 @@ class HFContext:
         return FP32 if self.native_norm_in_float32 else self.norm_weight_bytes
 
     @property
+    def lets_go(self) -> bool:
+        """Whether what is recomputed for a node's backward is gone as soon as the node has run: non-reentrant checkpointing
+        hands it out once (torch `utils/checkpoint.py` _checkpoint_hook)."""
+        return self.checkpointed and not self.reentrant
+
+    @property
     def native_norm_in_float32(self) -> bool:
         """Whether norms run in fp32 because torch's own layer_norm is on autocast's fp32 list."""
         return self.autocast and self.architecture.normalization != "rmsnorm"

@@ -38,8 +38,8 @@ def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
 def _passing_bytes(context: HFContext, width: int, vocabulary: int) -> int:
     """The most that the loop over chunks holds in passing, line by line. Products that autocast does not cast write where
     their result stays; those that it does make narrow copies, of which the trained weight's is cached until the forward
-    ends, its transpose's (no leaf) never. The weight's product is added where it stays, but for fp32's; before 0.8.3 each was made,
-    widened and then added."""
+    ends, its transpose's (no leaf) never. The weight's product is added where it stays, but for fp32's; before 0.8.3 each
+    was made, widened and then added."""
     rows, element = context.rows, context.compute_bytes
     chunk, matrix = fused_loss_chunk(rows, width, vocabulary), vocabulary * width
     casts, held = context.autocast and element < context.weight_bytes, Locals()

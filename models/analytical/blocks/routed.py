@@ -81,7 +81,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     down = _grouped_linear(build, product, moe, pairs, inner, width, "mlp.experts.down_proj", down_bias)
     down = _masked(build, down, "mlp.experts.mask_down")
     wide = pairs * width * max(size, weight_rows)
-    gone = down.num_bytes if context.checkpointed and not context.reentrant else 0  # recomputed, and let go by then
+    gone = down.num_bytes if context.lets_go else 0
     weighted = tape.operation(
         "mlp.experts.weighted",
         [down, sorted_weights],

@@ -253,7 +253,7 @@ def _feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     variables = [normed]
     if architecture.gated_mlp:
         variables += [y, build.projection(normed, width, inner, up[1], False)]
-        y = ops.multiply(tape, variables[1], variables[2], f"{FEED_FORWARD}.product", recomputed=context.checkpointed and not context.reentrant)
+        y = ops.multiply(tape, variables[1], variables[2], f"{FEED_FORWARD}.product", recomputed=context.lets_go)
     y = build.dropout(y, architecture.hidden_dropout, rows * inner, f"{FEED_FORWARD}.inner_dropout")
     if (
         context.autocast and y.num_bytes < rows * inner * context.weight_bytes
