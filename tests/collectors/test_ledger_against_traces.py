@@ -19,6 +19,8 @@ SINGLE = {"precision.parameters": "float32", "precision.compute": "float32"}
 HALF = {"precision.parameters": "float16", "precision.compute": "float16"}
 AUTOCAST = {"precision.parameters": "float32", "framework_options": {"autocast": True}}
 SCALED = {**AUTOCAST, "precision.compute": "float16"}
+FEW_WORDS = {"name": "qwen3-0.6b", "num_hidden_layers": 2, "vocab_size": 512}
+FUSED = {"loss.fused_linear_cross_entropy": True}
 CHECKPOINTED = {"activation_checkpointing.mode": "full"}
 EVERYWHERE = {"method": "lora", "rank": 16, "targets": ["all-linear"]}
 GENERATE = {"task": "inference", "inference": {"prompt_length": 128, "new_tokens": 3}}
@@ -40,6 +42,8 @@ CELLS = {
     "gpt_oss": {"architecture": GPT_OSS, "sequence_length": 256, **CHECKPOINTED},
     "fp16_scaled": SCALED,
     "fp16_scaled_checkpointed": {**SCALED, "activation_checkpointing.mode": "full"},
+    "fp16_eager_few_words": {**HALF, "architecture": {**CUT, "vocab_size": 512}, "attention": "eager", **CHECKPOINTED},
+    "autocast_eager": {**AUTOCAST, "architecture": FEW_WORDS, "attention": "eager", "sequence_length": 300},
     "autocast_in_a_plain_loop": {**AUTOCAST, "framework": "torch"},
     "autocast_gelu_new": {**AUTOCAST, "architecture": {"name": "distilgpt2", "num_hidden_layers": 2}},
     "lora_dropout": {"finetuning": {"method": "lora", "rank": 16, "dropout": 0.1}},
@@ -55,6 +59,8 @@ CELLS = {
     "lora_everywhere_autocast": {"framework_options": {"autocast": True}, "finetuning": {**EVERYWHERE, "dropout": 0.1}},
 }
 PACKAGES = {
+    "fused_loss_autocast": ("liger_kernel", {**AUTOCAST, "architecture": FEW_WORDS, **FUSED, **CHECKPOINTED}),
+    "fused_loss_fp32": ("liger_kernel", {**SINGLE, "architecture": SMALL_ENDS, **FUSED}),
     "lion": ("lion_pytorch", {"optimizer": {"name": "lion"}, "framework": "torch"}),
     "galore": ("galore_torch", {"optimizer": {"name": "galore"}}),
     "lomo": ("lomo_optim", {"optimizer": {"name": "lomo"}}),

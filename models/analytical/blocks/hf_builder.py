@@ -280,13 +280,11 @@ class BlockBuilder:
             return float8_linear(
                 tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias
             )
-        compute, argument = context.compute_bytes if context.autocast else weight_bytes, x
-        if x.num_bytes > rows * in_features * compute:  # autocast: each Linear makes its own narrow copy of a wide input
-            x = ops.cast(tape, x, rows * in_features * compute, f"{name}.input_cast")
+        compute = context.compute_bytes if context.autocast else weight_bytes
         if weight_bytes <= compute:
             result = ops.linear(
                 tape,
-                x,
+                self._input_cast(x, in_features, compute, name),
                 rows,
                 in_features,
                 out_features,
@@ -297,10 +295,12 @@ class BlockBuilder:
                 keeps_input=context.linears_keep_input,
                 num_matrices=self.num_matrices,
             )
-            tape.hold(argument)  # the module's, until it returns
+            tape.hold(x)  # the module's argument, until it returns
             return result
         numel = in_features * out_features * self.num_matrices
-        weight = tape.operation(  # and a narrow copy of a wide weight, which autocast caches
+        # a narrow copy of a wide weight, which autocast caches; arguments are cast from right to left, so in backward the
+        # input's gradient is widened first
+        weight = tape.operation(
             f"{name}.weight_cast",
             [],
             numel * compute,
@@ -309,18 +309,24 @@ class BlockBuilder:
         transposed = traits(context.architecture).linears_transpose_weight and name != "lm_head"
         if trainable and not transposed:  # else nobody keeps it beyond the product, where no graph does
             self.variables.append(weight)
+        narrow = self._input_cast(x, in_features, compute, name)
         result = tape.operation(
             name,
-            [x, weight],
+            [narrow, weight],
             rows * out_features * compute,
-            saves=([x] if trainable else []) + [weight],
+            saves=([narrow] if trainable else []) + [weight],
             weight_gradients=[WeightGradient(f"{name}.bias.grad", out_features * weight_bytes)]
             if bias and trainable
             else [],
             kind="matmul",
         )
-        tape.hold(argument)  # the module's, until it returns
+        tape.hold(x)  # the module's argument, until it returns
         return result
+
+    def _input_cast(self, x: Tensor, in_features: int, element_bytes: int, name: str) -> Tensor:
+        """Each Linear's own narrow copy of a wide input, under autocast."""
+        size = self.rows * in_features * element_bytes
+        return ops.cast(self.tape, x, size, f"{name}.input_cast") if x.num_bytes > size else x
 
     def _computes_in_float8(self, in_features: int, out_features: int, name: str) -> bool:
         """accelerate 1.15 utils/ao.py filter_linear_layers: an nn.Linear whose sides are multiples of 16."""

@@ -30,12 +30,12 @@ def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
         extra_saved_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])],
         gradients_in_place=True,
         weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
-        forward_temporary_bytes=_passing_bytes(context, width, vocabulary) + rows * (FP32 + 1),
+        forward_temporary_bytes=passing_bytes(context, width, vocabulary) + rows * (FP32 + 1),
         category=Category.LOGITS,
     )
 
 
-def _passing_bytes(context: HFContext, width: int, vocabulary: int) -> int:
+def passing_bytes(context: HFContext, width: int, vocabulary: int) -> int:
     """The most that the loop over chunks holds in passing, line by line. Products that autocast does not cast write where
     their result stays; those that it does make narrow copies, of which the trained weight's is cached until the forward
     ends, its transpose's (no leaf) never. The weight's product is added where it stays, but for fp32's; before 0.8.3 each

@@ -1,0 +1,46 @@
+"""What the ledger does not cover is named, and no more than that."""
+
+import pytest
+
+from peakcast import catalog
+from peakcast.fields import FrozenMapping
+from peakcast.models.analytical.scope import out_of_scope
+from peakcast.spec import Batch, Finetuning, Loss, TrainingJob
+
+EVERYWHERE = Finetuning(method="lora", rank=8, targets=("all-linear",))
+ATTENTION = Finetuning(method="lora", rank=8, targets=("q_proj", "v_proj"))
+LIGER = {"framework_options": FrozenMapping({"liger_kernels": True})}
+FLASH = {"attention": "flash_attention_2"}
+
+
+def reason(name, **changes):
+    return out_of_scope(TrainingJob(architecture=catalog.architecture(name)).replace(**changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("qwen3-30b-a3b", {"finetuning": EVERYWHERE}, "adapters on the experts"),
+        ("qwen3-30b-a3b", LIGER, "kernels for experts"),
+        ("falcon-7b", LIGER, "no kernels for model_type='falcon'"),
+        ("gpt2", {"loss": Loss(fused_linear_cross_entropy=True)}, "no kernels for model_type='gpt2'"),
+        ("mpt-7b", FLASH, "no flash_attention_2"),
+        ("opt-125m", {**FLASH, "batch": Batch(form="padding_free")}, "tells attention no positions"),
+    ],
+)
+def test_what_no_trace_confirms_is_out_of_scope(name, changes, why):
+    assert why in reason(name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3-30b-a3b", {"finetuning": ATTENTION}),
+        ("qwen3-30b-a3b", {"loss": Loss(fused_linear_cross_entropy=True)}),
+        ("mixtral-8x7b", {"finetuning": EVERYWHERE}),
+        ("qwen3-0.6b", {**LIGER, "finetuning": EVERYWHERE}),
+        ("opt-125m", FLASH),
+    ],
+)
+def test_what_lies_beside_it_is_in_scope(name, changes):
+    assert reason(name, **changes) == ""
