@@ -79,8 +79,8 @@ def huggingface_ledger(
         timeline = before.fork(_resident(weights_job(job)))
         if step == "steady":
             _hold_previous_outputs(timeline, job, context, start, ended)
-        elif traits(job.architecture).loss_apart and "mask" in context.compiled:  # of the step in which it was compiled
-            timeline.hold("logits", Category.LOGITS, logits, ended + 1, FOREVER, "head")
+        else:
+            _hold_logits_of_compiling(timeline, context, logits, ended)
     else:
         timeline = Step(hooks=layout)
         if alone:
@@ -108,8 +108,12 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
         last = micro_batch == micro_batches - 1
         layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
         loss = _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0, last=last)
+        loss_made = loss.forward_start + loss.template.num_forward
         if step == "steady" or micro_batch > 0:
-            _hold_previous_outputs(timeline, job, context, start, loss.forward_start + loss.template.num_forward)
+            _hold_previous_outputs(timeline, job, context, start, loss_made)
+        else:
+            logits = logits_bytes_kept_by_outputs(target_context(context, job), widened=False)
+            _hold_logits_of_compiling(timeline, context, logits, loss_made)
         ended = timeline.now
         layout.end_backward(timeline)
         hold_parts_of_inputs(timeline, job, start)
@@ -298,6 +302,12 @@ def _hold_previous_outputs(timeline: Step, job: TrainingJob, context: HFContext,
             from peakcast.models.analytical.encoder_decoder import outputs_of
 
             timeline.hold_all(outputs_of(job, context), Category.ACTIVATIONS, start, ended)
+
+
+def _hold_logits_of_compiling(timeline: Step, context: HFContext, logits: int, loss_made: int) -> None:
+    """Where the loss is apart from a network compiled whole, the first forward's logits hang in a cycle of references."""
+    if traits(context.architecture).loss_apart and "mask" in context.compiled:
+        timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
 
 
 def _leaf_kept_by_outputs(job: TrainingJob, context: HFContext) -> list[tuple[str, int]]:

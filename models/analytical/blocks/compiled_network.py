@@ -82,7 +82,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
     made = traits(one.architecture).scaled_embedding or len(reads.split()) > 1  # not looked up alone: can be repeated
     looked_up = one.trainable and not made  # a table that does not train is looked up again instead
     parts = [
-        _layer(layer, again[index] or (index == 0 and looked_up), reads if index == 0 else INPUT)
+        _layer(layer, again[index] or (index == 0 and looked_up), again[index], reads if index == 0 else INPUT)
         for index, layer in enumerate(layers)
     ]
     forward = [*embedded, op("sequences", "", one.rows * INT64)]
@@ -130,9 +130,11 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
 
 
 @lru_cache(maxsize=64)
-def _layer(context: HFContext, sums_again: bool, given: str) -> tuple[LayerOps, list[Op], list[Op]]:
+def _layer(
+    context: HFContext, sums_again: bool, recomputes: bool, given: str
+) -> tuple[LayerOps, list[Op], list[Op]]:
     """Of a kind of layer, of which a network has many, its operations forward and backward."""
-    ops = LayerOps(context, sums_again=sums_again, given=given)
+    ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes, given=given)
     return ops, ops.forward(), ops.backward(is_result=False)
 
 
