@@ -143,8 +143,8 @@ def test_a_loss_that_is_a_graph_of_its_own_hands_its_gradient_to_the_networks():
 
 
 def test_what_one_graph_gives_is_there_until_a_later_one_has_read_it():
-    first, second = InductorGraph([op("a"), op("b", "a")], {}, ["b"]), InductorGraph([op("c", "b"), op("d", "c")], {}, ["d"])
-    lives, _ = GraphsInTurn([first, second]).lives()
+    first = InductorGraph([op("a"), op("b", "a")], {}, ["b"])
+    lives, _ = GraphsInTurn([first, InductorGraph([op("c", "b"), op("d", "c")], {}, ["d"])]).lives()
     assert lives == [Life("a", 10, 0, 2), Life("b", 10, 1, 3), Life("c", 10, 2, 4), Life("d", 10, 3, 4)]
 
 
