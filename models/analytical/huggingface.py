@@ -25,6 +25,7 @@ from peakcast.models.analytical.hf_model import (
     hold_buffers,
     hold_embeddings,
     hold_for_tied_product,
+    hold_logits_of_compiling,
     hold_masks,
     hold_parts_of_inputs,
     hold_rotary_tables,
@@ -80,7 +81,7 @@ def huggingface_ledger(
         if step == "steady":
             _hold_previous_outputs(timeline, job, context, start, ended)
         else:
-            _hold_logits_of_compiling(timeline, context, logits, ended)
+            hold_logits_of_compiling(timeline, context, logits, ended)
     else:
         timeline = Step(hooks=layout)
         if alone:
@@ -113,7 +114,7 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
             _hold_previous_outputs(timeline, job, context, start, loss_made)
         else:
             logits = logits_bytes_kept_by_outputs(target_context(context, job), widened=False)
-            _hold_logits_of_compiling(timeline, context, logits, loss_made)
+            hold_logits_of_compiling(timeline, context, logits, loss_made)
         ended = timeline.now
         layout.end_backward(timeline)
         hold_parts_of_inputs(timeline, job, start)
@@ -302,12 +303,6 @@ def _hold_previous_outputs(timeline: Step, job: TrainingJob, context: HFContext,
             from peakcast.models.analytical.encoder_decoder import outputs_of
 
             timeline.hold_all(outputs_of(job, context), Category.ACTIVATIONS, start, ended)
-
-
-def _hold_logits_of_compiling(timeline: Step, context: HFContext, logits: int, loss_made: int) -> None:
-    """Where the loss is apart from a network compiled whole, the first forward's logits hang in a cycle of references."""
-    if traits(context.architecture).loss_apart and "mask" in context.compiled:
-        timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
 
 
 def _leaf_kept_by_outputs(job: TrainingJob, context: HFContext) -> list[tuple[str, int]]:
