@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.conventions import adapter_dtype, conventions
-from peakcast.models.analytical.blocks.hf_traits import slides, traits
+from peakcast.models.analytical.blocks.hf_traits import slides
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.spec import Batch, Offload, TrainingJob
 
@@ -13,11 +13,12 @@ PLAIN = ("llama", "mistral", "qwen2")
 TRACED = {
     "autocast of a whole network": (*PLAIN, "gemma2", "phi3", "qwen3"),
     "autocast of layers": (*PLAIN, "gemma2", "gpt2", "qwen3"),
-    "checkpointing of a whole network": PLAIN,
+    "checkpointing of a whole network": (*PLAIN, "gemma", "phi3"),
     "full checkpointing of layers": (*PLAIN, "gemma", "gemma2", "phi3", "qwen3"),
-    "selective checkpointing of layers": (*PLAIN, "gemma", "qwen3"),
+    "selective checkpointing of layers": (*PLAIN, "gemma", "gemma2", "qwen3"),
     "adapters": (*PLAIN, "gemma", "qwen3"),
-    "layers in shards": (*PLAIN, "gemma", "gemma2", "gpt2", "phi3", "qwen3"),
+    "layers in shards": (*PLAIN, "gemma", "gemma2", "gemma3_text", "gpt2", "phi3", "qwen3"),
+    "layers in shards with accelerate": (*PLAIN, "gemma", "gemma2", "phi3", "qwen3"),
 }
 """What changes a family's graphs, and the families whose graphs were compared with it. Plainly, all of FAMILIES were."""
 
@@ -69,17 +70,14 @@ def compile_reason(job: TrainingJob) -> str:
             (asked and architecture.model_type not in TRACED[way], f"with {way} of {architecture.name!r}")
             for way, asked in (
                 ("autocast of a whole network", cast and whole),
-                ("autocast of layers", autocast and not whole),
+                ("autocast of layers", cast and not whole),
                 ("checkpointing of a whole network", whole and checkpointing.mode != "none"),
                 ("full checkpointing of layers", not whole and checkpointing.mode == "full"),
                 ("selective checkpointing of layers", not whole and checkpointing.mode == "selective"),
                 ("adapters", adapts),
                 ("layers in shards", _in_shards(job)),
+                ("layers in shards with accelerate", _in_shards(job) and accelerate),
             )
-        ),
-        (
-            traits(architecture).loss_apart and whole and job.gradient_accumulation_steps > 1,
-            f"with several micro-batches of all of {architecture.name!r}",
         ),
         (
             checkpointing.mode == "selective" and accelerate and _in_shards(job),

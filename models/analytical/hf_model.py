@@ -14,7 +14,7 @@ from peakcast.models.analytical.blocks.hf_builder import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding_variables
 from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers, kinds_of_masks, traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
-from peakcast.models.analytical.step import Run, Step
+from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category
 
@@ -91,6 +91,12 @@ def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None
     if loss.backward_start is not None:
         born = loss.backward_start + 1 + loss.template.in_backward["lm_head"]
         timeline.hold("logits.gradient", Category.LOGITS, token * architecture.vocab_size, born, ends)
+
+
+def hold_logits_of_compiling(timeline: Step, context: HFContext, logits: int, loss_made: int) -> None:
+    """Where the loss is apart from a network compiled whole, the first forward's logits hang in a cycle of references."""
+    if traits(context.architecture).loss_apart and "mask" in context.compiled:
+        timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
 
 
 def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run]) -> list[int]:

@@ -26,6 +26,7 @@ from peakcast.models.analytical.hf_model import (
     hold_buffers,
     hold_embeddings,
     hold_for_tied_product,
+    hold_logits_of_compiling,
     hold_masks,
     hold_parts_of_inputs,
     hold_rotary_tables,
@@ -96,9 +97,9 @@ def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
     timeline = before.fork(_resident(weights_job(job)), _workspaces(device, job.versions))
     if step == "steady":
         _hold_previous_outputs(timeline, job, context, start, ended)
-    elif traits(job.architecture).loss_apart and "mask" in context.compiled:  # of the step in which it was compiled
+    else:
         logits = logits_bytes_kept_by_outputs(target_context(context, job), widened=False)
-        timeline.hold("logits", Category.LOGITS, logits, ended + 1, FOREVER, "head")
+        hold_logits_of_compiling(timeline, context, logits, ended)
     _optimizer_on_one_gpu(timeline, job, step)
     return timeline
 
@@ -121,8 +122,12 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
         last = micro_batch == micro_batches - 1
         layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
         loss = _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0, last=last)
+        loss_made = loss.forward_start + loss.template.num_forward
         if step == "steady" or micro_batch > 0:
-            _hold_previous_outputs(timeline, job, context, start, loss.forward_start + loss.template.num_forward)
+            _hold_previous_outputs(timeline, job, context, start, loss_made)
+        else:
+            logits = logits_bytes_kept_by_outputs(target_context(context, job), widened=False)
+            hold_logits_of_compiling(timeline, context, logits, loss_made)
         ended = timeline.now
         layout.end_backward(timeline)
         hold_parts_of_inputs(timeline, job, start)

@@ -82,7 +82,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
     made = traits(one.architecture).scaled_embedding or len(reads.split()) > 1  # not looked up alone: can be repeated
     looked_up = one.trainable and not made  # a table that does not train is looked up again instead
     parts = [
-        _layer(layer, again[index] or (index == 0 and looked_up), reads if index == 0 else INPUT)
+        _layer(layer, again[index] or (index == 0 and looked_up), again[index], reads if index == 0 else INPUT)
         for index, layer in enumerate(layers)
     ]
     forward = [*embedded, op("sequences", "", one.rows * INT64)]
@@ -91,7 +91,8 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
     kept = {*reads.split(), "positions", "sequences", *masks}
     given, summed = "embedding", ""
     outer = {name: name for name in (*reads.split(), *masks, SEEDS, "sequences", "norm_final.partial")}
-    for index, (layer, (_, inside, back)) in enumerate(zip(layers, parts, strict=True)):
+    repeated: list[Op] = []
+    for index, (layer, (ops, inside, back)) in enumerate(zip(layers, parts, strict=True)):
         prefix, last = f"{index}.", index == len(layers) - 1
         above = "d_stream" if last else f"{index + 1}.d_input"
         if index == 0:  # made where it is first read
@@ -100,6 +101,8 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
             inside = [*inside[:at], made_masks, *inside[at:]]
         outer[MASK] = masks[index]
         forward += named(inside, prefix, outer | {INPUT: given})
+        if again[index]:
+            repeated += named(ops.forward(again=True), prefix, outer | {INPUT: given})
         kept |= {prefix + name for name in kept_of(layer, inside, again[index])}
         if again[index] and not last:
             kept.add(prefix + OUTPUT)
@@ -120,7 +123,8 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
     everything = [*head_back, *backward, *embedding]
     if not apart:
         everything = [*loss_back, *everything]
-    everything = recomputed(forward, _wanted(everything), kept)
+    differs = {each.name: each for each in repeated}
+    everything = recomputed([differs.get(each.name, each) for each in forward], _wanted(everything), kept)
     seen = {f"{index}.{name}": size for index, (each, _, _) in enumerate(parts) for name, size in each.parts_read.items()}
     first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
     if not apart:
@@ -130,9 +134,11 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
 
 
 @lru_cache(maxsize=64)
-def _layer(context: HFContext, sums_again: bool, given: str) -> tuple[LayerOps, list[Op], list[Op]]:
+def _layer(
+    context: HFContext, sums_again: bool, recomputes: bool, given: str
+) -> tuple[LayerOps, list[Op], list[Op]]:
     """Of a kind of layer, of which a network has many, its operations forward and backward."""
-    ops = LayerOps(context, sums_again=sums_again, given=given)
+    ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes, given=given)
     return ops, ops.forward(), ops.backward(is_result=False)
 
 

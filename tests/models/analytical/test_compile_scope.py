@@ -27,6 +27,11 @@ COVERED = {
     "whole, of Gemma": {"architecture": "gemma-2b"},
     "whole, of Gemma 2": {"architecture": "gemma-2-2b"},
     "whole, of GPT-2": {"architecture": "gpt2", "sequence_length": 512},
+    "whole, of Phi-3, checkpointed": {
+        "architecture": "phi-3-mini",
+        "sequence_length": 1024,
+        "activation_checkpointing": {"mode": "full"},
+    },
     "whole, of GPT-2 without dropout": {"architecture": "cerebras-gpt-1.3b"},
     "Phi-3's layers in shards": {
         "framework": "torch",
@@ -57,7 +62,12 @@ COVERED = {
 NAMED = {
     "several ranks": {"parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"}},
     "of 'mixtral-8x7b'": {"architecture": "mixtral-8x7b"},
-    "several micro-batches of all of 'gpt2'": {"architecture": "gpt2", "gradient_accumulation_steps": 2},
+    "layers in shards with accelerate of 'gpt2'": {
+        **AUTOCAST,
+        "architecture": "gpt2",
+        "framework_options": {"autocast": True, "compiled_regions": "layers"},
+        "parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"},
+    },
     "full checkpointing of layers of 'gpt2'": {
         **LAYERS,
         "architecture": "gpt2",
