@@ -19,6 +19,8 @@ from peakcast.records import Measurement
 from peakcast.spec import job_in_words
 from peakcast.units import GIB
 
+NARROW = 30
+"""Axes whose ends are less than this many times apart get marks between powers of ten."""
 REDRAW_SECONDS = 10.0
 """A picture takes a third of a second; it is not drawn again before this."""
 MUTED = "#5b6570"
@@ -129,7 +131,7 @@ class Collected:
 
         import matplotlib
         from matplotlib.figure import Figure
-        from matplotlib.ticker import NullFormatter, PercentFormatter, StrMethodFormatter
+        from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
         buffer = io.BytesIO()
         with matplotlib.rc_context(STYLE):
@@ -155,6 +157,8 @@ class Collected:
             for axis in (both.xaxis, both.yaxis):
                 axis.set_major_formatter(StrMethodFormatter("{x:g}"))
                 axis.set_minor_formatter(NullFormatter())
+                if ends[1] < NARROW * ends[0]:  # of a narrow range no power of ten, or one, lies inside
+                    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             figure.savefig(buffer, format=self.picture.suffix[1:].lower(), dpi=130)
         replace_file(self.picture, buffer.getvalue())
 

@@ -32,7 +32,7 @@ _IGNORED = words("""
     deepspeed_config.gradient_clipping deepspeed_config.zero3_init_flag deepspeed_config.zero3_save_16bit_model
     deepspeed_config.deepspeed_inclusion_filter deepspeed_config.deepspeed_exclusion_filter
     deepspeed_config.offload_optimizer_nvme_path deepspeed_config.offload_param_nvme_path
-    deepspeed_config.deepspeed_moe_layer_cls_names
+    deepspeed_config.deepspeed_moe_layer_cls_names deepspeed_config.seq_parallel_communication_data_type
 """)
 
 

@@ -44,7 +44,8 @@ OFFLOADED = ("legacy", "disk", "hidden_states")
 SHORT = {"flash": "flash_attention_2", "flex": "flex_attention"}
 """Values of the newer key `attention` that transformers calls otherwise."""
 KERNELS = {
-    "lora_mlp_kernel": "fused LoRA kernels", "lora_qkv_kernel": "fused LoRA kernels", "lora_o_kernel": "fused LoRA kernels",
+    "lora_mlp_kernel": "what LoRA's fused kernels keep", "lora_qkv_kernel": "what LoRA's fused kernels keep",
+    "lora_o_kernel": "what LoRA's fused kernels keep",
     "liger_rope": "Liger's rotary embedding", "liger_rms_norm": "Liger's RMSNorm",
     "liger_glu_activation": "Liger's SwiGLU", "liger_swiglu": "Liger's SwiGLU",
     "liger_cross_entropy": "Liger's cross entropy", "flash_attn_cross_entropy": "FlashAttention's cross entropy",
@@ -61,10 +62,11 @@ KERNELS = {
     "sequence_parallel_degree": "what ring-flash-attn keeps and passes on",
     "process_reward_model": "process reward modelling", "resize_token_embeddings_to_32x": "a padded vocabulary",
     "gradient_checkpointing_offload": "activation offloading",
-    "shrink_embeddings": "a shrunk vocabulary", "unsloth_rope": "Unsloth's kernels", "use_kernels": "kernels of the hub",
+    "shrink_embeddings": "a shrunk vocabulary", "unsloth_rope": "Unsloth's kernels",
+    "use_kernels": "the use of the hub's kernels",
     "fused_attn_kernel": "the fused attention kernel", "diffusion": "diffusion training", "use_eaft": "EAFT's loss",
     "model_quantization_config": "a checkpoint that is loaded quantized",
-    "quantize_moe_experts": "what experts quantized at load take in passing, their dequantized copies,",
+    "quantize_moe_experts": "dequantizing experts that were quantized at load",
 }  # fmt: skip
 """What a job cannot say, and its name."""
 LESS = {

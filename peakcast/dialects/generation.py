@@ -14,7 +14,7 @@ PROMPT, COMPLETION, UTILIZATION = 512, 512, 0.3
 """trl's defaults: of `max_prompt_length`, which releases since 1.0 do not have, of `max_completion_length`, and of
 `vllm_gpu_memory_utilization`."""
 READ = (
-    "num_generations", "max_prompt_length", "max_completion_length", "beta", "use_vllm", "vllm_mode",
+    "num_generations", "max_prompt_length", "max_completion_length", "beta", "use_vllm", "vllm_mode", "vllm_device",
     "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
 )  # fmt: skip
 SAMPLING = re.compile(
@@ -60,6 +60,8 @@ def _who_generates(settings: Settings) -> str:
     step = "The number is that of GRPO's optimisation step"
     if not settings.switch("use_vllm"):
         return f"{step}; transformers generates before it (use_vllm: false), whose cache and logits are not in the number."
+    if settings.given("vllm_device"):  # trl 0.14 to 0.15, GRPOConfig: "auto" is the GPU after those that train
+        return f"{step}; vLLM generates on a GPU of its own (vllm_device), which is not in the number."
     if settings.text("vllm_mode", "colocate") != "colocate":
         return f"{step}; vLLM generates in a server of its own (vllm_mode: server), whose GPUs are not in the number."
     share = settings.number("vllm_gpu_memory_utilization", UTILIZATION) or UTILIZATION

@@ -160,7 +160,7 @@ IGNORED = _words("""
     binary_mask budget_list budget_probs budget_type check_for_large_grads ckpt_format clip_grad data_args_path
     data_cache_path data_parallel_sharding_strategy data_path dataloader_seq_length dataloader_type decoder_seq_length
     decoupled_min_lr disable_gloo_process_groups disable_vision_class_token dist_ckpt_optim_fully_reshardable
-    dist_ckpt_strictness distributed_backend distributed_timeout_minutes emb_int_list enable_experimental
+    dist_ckpt_strictness distributed_backend distributed_timeout_minutes emb_int_list eod_mask_loss enable_experimental
     enable_router eval_global_batch_size eval_interval eval_iters exit_duration_in_mins exit_interval finetune
     fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin
     hard_sample_th high_priority_stream_groups hysteresis img_w init_method_std

@@ -21,7 +21,8 @@ SIZES = {
     "tensor": "tp_size",
 }  # fmt: skip
 IGNORED = words("""
-    cp_backend cp_handler sp_attn_implementation sp_backend sp_handler sp_seq_length sp_seq_length_is_variable tp_handler
+    cp_attn_implementation cp_handler cp_seq_length cp_seq_length_is_variable sp_attn_implementation sp_backend sp_handler
+    sp_seq_length sp_seq_length_is_variable tp_handler
 """)
 AXES = ("replicate", "shard", "context", "sequence", "tensor", "expert")
 """Ranks of `expert` have samples of their own, and hold what is not an expert again, as those of `replicate` do (axolotl
@@ -36,9 +37,9 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
     """
     given = [axis for axis in AXES if axis in keys and settings.given(keys[axis])]
     sizes = {axis: (settings.integer(keys[axis], 1) or 1) if axis in given else 1 for axis in AXES}
-    if all(size == 1 for axis, size in sizes.items() if axis != "shard"):
-        return job
     ranks, made = job.parallelism.world_size, prod(sizes.values())
+    if made == sizes["shard"] and made in (1, ranks):
+        return job
     if fills and fills not in given and ranks % made == 0:
         sizes[fills] = ranks // made
     elif made != ranks:
@@ -48,11 +49,6 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
             keys[largest],
             f"is of a layout of {made} ranks ({product}), which {'do not divide' if fills else 'are not'} the {ranks} of "
             f"the run; say --num-gpus {made}",
-        )
-    if sizes["sequence"] > 1:
-        settings.notes.unsupported.append(
-            f"Ulysses sequence parallelism ({settings.spell(keys['sequence'])}) is not modelled; ranks that share a "
-            "sequence are taken as a ring."
         )
     context = sizes["context"] * sizes["sequence"]
     layout, options = job.parallelism, dict(job.framework_options)
@@ -83,6 +79,12 @@ def of_training(job: TrainingJob, mesh: Mapping[str, object], notes: Notes) -> T
         {str(key).removeprefix(PREFIX): value for key, value in mesh.items()}, notes, "accelerate", lambda key: PREFIX + key
     )
     job = meshed(job, settings, SIZES)
+    ulysses = settings.integer("sp_size", 1) != 1 or settings.text("cp_backend") == "deepspeed"
+    if ulysses and job.parallelism.context_parallel_size > 1:
+        notes.unsupported.append(
+            "Ulysses sequence parallelism (sp_size, or cp_backend: deepspeed) is not modelled; ranks that share a sequence "
+            "are taken as a ring."
+        )
     if settings.text("cp_comm_strategy", "allgather") == "alltoall" and job.parallelism.context_parallel_size > 1:
         options = FrozenMapping({**job.framework_options, "context_parallel_rotation": "alltoall"})
         job = job.replace(framework_options=options)

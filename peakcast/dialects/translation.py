@@ -48,19 +48,19 @@ class Notes:
         """Take over what `translation` says beside its job, which comes back."""
         for name in ("assumptions", "warnings", "unsupported", "ignored", "unknown"):
             getattr(self, name).extend(getattr(translation, name))
+        self.warnings = [sentence for sentence in self.warnings if sentence != _not_known(translation.unknown)]
         return translation.job
 
     def finish(self, job: TrainingJob) -> Translation:
         """The frozen `Translation` of `job`, each sentence once."""
-        for name in self.unknown:
-            self.warnings.append(f"{name} is not known here; it is left out, and may matter.")
+        unknown = tuple(sorted(set(self.unknown)))
         return Translation(
             job=job,
             assumptions=_once(self.assumptions),
-            warnings=_once(self.warnings),
+            warnings=_once([*self.warnings, *([_not_known(unknown)] if unknown else [])]),
             unsupported=_once(self.unsupported),
             ignored=tuple(sorted(set(self.ignored))),
-            unknown=tuple(sorted(set(self.unknown))),
+            unknown=unknown,
         )
 
 
@@ -202,18 +202,28 @@ def renamed(settings: Settings, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def note_unsupported(settings: Settings, names: Mapping[str, str]) -> None:
-    """Note each key of `names` that is set to anything but off, or to a size of 1, under the name given there."""
+    """Note the keys of `names` that are set to anything but off, or to a size of 1, under the names given there."""
+    found: dict[str, list[str]] = {}
     for key, what in names.items():
         value = settings.raw(key)
         off = value is None or value is False or value in ([], {}, 0) or str(value).strip().lower() in FALSE
         if not off and (value is True or value != 1):
-            settings.notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({settings.spell(key)}) is not modelled.")
+            found.setdefault(what, []).append(settings.spell(key))
+    for what, keys in found.items():
+        settings.notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({', '.join(keys)}) is not modelled.")
 
 
 def speller(*names: Mapping[str, str]) -> Callable[[str], str]:
     """The function that turns a name of `renamed` back into the key that the user wrote."""
     written = {name: key for table in names for key, name in table.items()}
     return lambda name: written.get(name, name)
+
+
+def _not_known(names: tuple[str, ...]) -> str:
+    """The warning of keys that nobody here knows."""
+    if len(names) < 2:
+        return f"{''.join(names)} is not known here; it is left out, and may matter."
+    return f"{', '.join(names[:-1])} and {names[-1]} are not known here; they are left out, and may matter."
 
 
 def _once(sentences: Iterable[str]) -> tuple[str, ...]:

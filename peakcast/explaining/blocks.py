@@ -35,11 +35,12 @@ def blocks(timeline: Timeline, *, width: int = WIDTH, height: int = HEIGHT) -> s
     tops = np.cumsum(stacked(timeline)[:, instants], axis=0)
     peak = int(tops[-1].max())
     unit = max(peak, 1) / height
+    digits = 1 if peak >= GIB else 3  # a step of a small module peaks at hundredths of a GiB
     lines = []
     for row in range(height, 0, -1):
         middle = (row - 0.5) * unit
         cells = [_cell(tops[:, column], middle) for column in range(len(instants))]
-        scale = f"{row * unit / GIB:>{MARGIN - 2}.1f} ┤" if row % 4 == 0 else f"{'│':>{MARGIN}}"
+        scale = f"{row * unit / GIB:>{MARGIN - 2}.{digits}f} ┤" if row % 4 == 0 else f"{'│':>{MARGIN}}"
         lines.append(scale + "".join(cells).rstrip())
     lines.append(f"{'0 └':>{MARGIN}}" + "─" * len(instants))
     phases = [Phase(int(timeline.phases[instant])) for instant in instants]

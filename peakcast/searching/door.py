@@ -48,4 +48,4 @@ def _refuse_unheard(find: str, num_gpus: int | None, global_batch_size: int | No
                 if find == "num_gpus"
                 else "say in the job how it is laid out, such as --data-parallel-size 8 --sharding fsdp2, and leave it out"
             )
-            raise SpecError(f"{name}={value} is not heard by find={find!r}; {way}.", parameter=name, value=value)
+            raise SpecError(f"{name}={value} is no part of find={find!r}; {way}.", parameter=name, value=value)

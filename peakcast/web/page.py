@@ -38,6 +38,11 @@ LAYOUT: dict[str, tuple[str, list[str] | None]] = {
 """Knob (a flag of the command line) -> its label and its choices; None: a whole number."""
 KNOBS = {**STEP, **LAYOUT}
 AS_GIVEN = ""
+SHOW_ANSWER = """() => {
+  const answer = document.getElementById("answer");
+  if (answer.getBoundingClientRect().top > innerHeight) answer.scrollIntoView({behavior: "smooth"});
+}"""
+"""On a narrow screen the answer stands below the inputs, out of sight of the button."""
 NUM_OUTPUTS = 6
 
 
@@ -126,6 +131,7 @@ def page(*, reports: bool) -> gr.Blocks:
         outputs = [answer, timeline, layers, notes, job, link]
         changed = [button.click, text.submit, model.submit, *(box.input for box in (num_gpus, gpu, *knobs))]
         gr.on(changed, ask, inputs, outputs, api_name="ask")
+        button.click(None, None, None, js=SHOW_ANSWER)
         blocks.load(restored, None, [*inputs, *outputs], api_name=False)
     return blocks
 

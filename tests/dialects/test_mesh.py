@@ -64,6 +64,8 @@ def test_what_a_job_cannot_say_is_said():
     assert spread.context_parallel_size == 4
     assert "Ulysses" in found.unsupported[0]
     assert found.unknown == ("parallelism_config_seats",)
+    ring, ulysses = (layout(8, dp_shard_size=2, cp_size=4, cp_backend=backend)[0] for backend in ("torch", "deepspeed"))
+    assert (ring.unsupported, ulysses.unsupported) == ((), found.unsupported)
     older = layout(8, {"fsdp_version": 1}, dp_replicate_size=2, dp_shard_size=4)[0]
     assert "not modelled with fsdp1" in older.unsupported[0]
 
@@ -72,6 +74,8 @@ def test_sizes_that_do_not_make_up_the_run_are_refused():
     words = r"tp_size=4 is of a layout of 8 ranks \(.*dp_shard_size=2 × .*tp_size=4\), which are not the 16 .* --num-gpus 8"
     with pytest.raises(SpecError, match=words):
         layout(16, dp_shard_size=2, tp_size=4)
+    with pytest.raises(SpecError, match="dp_shard_size=4 is of a layout of 4 ranks"):
+        layout(8, dp_shard_size=4)
 
 
 @pytest.mark.parametrize("number", [1e12, 2.5, float("nan"), "8", True, 0])

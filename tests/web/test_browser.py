@@ -66,6 +66,7 @@ def test_a_configuration_is_answered_and_a_knob_moves_the_number(page):
     assert page.input_value("#checkpointing input") == "as given"  # no knob of the first question holds for this one
     page.click("#predict")
     answered(page, "gpt2 needs")
+    page.wait_for_function("document.querySelector('#answer').getBoundingClientRect().top < innerHeight")  # in sight
     before = page.inner_text("#answer table.bars tbody tr:first-child td")
     assert page.locator("#timeline svg").count() == 1
     page.fill("#micro_batch_size input", "16")
