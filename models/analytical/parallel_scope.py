@@ -6,6 +6,7 @@ from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.data_parallel_scope import data_parallel_reason
 from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
 from peakcast.models.analytical.parameters import layer_parameters
 from peakcast.models.analytical.pipeline import SPLIT_BACKWARD, V_SHAPED
@@ -30,7 +31,7 @@ TENSOR_PARALLEL_FAMILIES = frozenset(
 
 def parallel_reason(job: TrainingJob) -> str:
     """Why the ledger does not cover the job's layout beyond data parallelism, as one sentence; "" when it does."""
-    layout, reasons = job.parallelism, [_sharding_reason(job)]
+    layout, reasons = job.parallelism, [data_parallel_reason(job)]
     if layout.tensor_parallel_size > 1:
         reasons.append(_tensor_reason(job))
     if layout.tensor_parallel_size * layout.pipeline_parallel_size > 1 and job.batch.form != "rows":
@@ -42,25 +43,6 @@ def parallel_reason(job: TrainingJob) -> str:
     if layout.pipeline_parallel_size > 1:
         reasons.append(_pipeline_reason(job))
     return next(filter(None, reasons), "")
-
-
-def _sharding_reason(job: TrainingJob) -> str:
-    chosen, layout = conventions(job), job.parallelism
-    if layout.sharding != "fsdp1" or layout.num_replicas == 1:
-        return ""
-    liger = bool(chosen.get("liger_kernels")) or job.loss.fused_linear_cross_entropy
-    checks = [
-        (
-            not chosen.get("fsdp_reshard_after_forward", True) and bool(chosen.get("fsdp1_use_orig_params")),
-            "FSDP1 that keeps weights gathered after forward (fsdp_reshard_after_forward=false) is modelled with "
-            "fsdp1_use_orig_params=false; with true torch 2.13 cannot be traced.",
-        ),
-        (
-            liger and job.finetuning.method != "full" and gathered_dtype(job) != job.precision.parameters,
-            "Liger's kernels with adapters in FSDP1's mixed precision are not modelled: a trace needs up to 4 % more.",
-        ),
-    ]
-    return next((sentence for fails, sentence in checks if fails), "")
 
 
 def _tensor_reason(job: TrainingJob) -> str:
