@@ -64,6 +64,8 @@ def _agreement(row: Measurement) -> Agreement:
     first, steady = (ledger(row.job, rank=row.rank, step=step) for step in ("first", "steady"))
     found = {phase.name.lower(): size for phase, size in steady.phase_peaks().items()}
     traced: dict[str, int | None] = dict(row.phase_peaks)
+    if not traced.get("gradient_clipping"):  # DeepSpeed's engine clips in its step
+        found["optimizer_step"] = max(found.get("optimizer_step", 0), found.get("gradient_clipping", 0))
     if row.job.task == "train":  # a generation has no next step
         found |= {FIRST_STEP: first.peak().num_bytes, BETWEEN_STEPS: int(steady.totals[-1])}
         traced |= {FIRST_STEP: row.first_step_peak_allocated_bytes, BETWEEN_STEPS: row.steady_allocated_bytes}

@@ -63,7 +63,8 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
             if context.trainable
             else [],
         )
-        return tape.operation("mlp.router.logits", [x, weight], rows * num * FP32, saves=[x, weight])
+        saves = [x, weight] if context.trainable else [weight]
+        return tape.operation("mlp.router.logits", [x, weight], rows * num * FP32, saves=saves)
     logits = build.projection(x, width, num, "mlp.gate", moe.router_bias)
     if family.scores_of_top_experts == "float32" and logits.num_bytes != rows * num * FP32:
         logits = ops.cast(tape, logits, rows * num * FP32, "mlp.router.to_float32")

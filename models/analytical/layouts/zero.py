@@ -124,15 +124,25 @@ class Partitions(Layout):
         return [[tensor] for tensor in trained]
 
     def before_update(self, step: Step, group: list[TrainedTensor]) -> None:
-        """The partition's gradients are flattened, then widened; those of all groups go with the last's."""
-        flat = step.allocate("partition.flat_gradient", Category.GRADIENTS, [t.numel * self.element_bytes for t in group])
+        """The partition's gradients are flattened, then widened where they are narrower; those of all groups go with the
+        last's."""
+        sizes = [t.numel * self.element_bytes for t in group] if self._joins_gradients() else []
+        flat = step.allocate("partition.flat_gradient", Category.GRADIENTS, sizes)
         step.moment("flatten", Phase.OPTIMIZER_STEP)
-        self._wide = step.allocate("fp32_partition.grad", Category.GRADIENTS, [t.num_bytes for t in group])
+        if self.element_bytes == MAIN_BYTES:
+            self._wide, flat = flat, []
+        else:
+            self._wide = step.allocate("fp32_partition.grad", Category.GRADIENTS, [t.num_bytes for t in group])
         step.moment("to_float32", Phase.OPTIMIZER_STEP)
         step.free(flat)
         self._updated += 1
         if self._updated == len(self.groups):
             step.free(self._partition_gradients)
+
+    def _joins_gradients(self) -> bool:
+        """Whether the next partition to be updated has gradients of several tensors: those of one are flattened to a view
+        (torch `utils/tensor_flatten.h` flatten_dense_tensors)."""
+        return True
 
     def after_update(self, step: Step) -> None:
         step.free(self._wide)

@@ -105,6 +105,12 @@ class Zero12(Partitions):
         self._last = last
         self._reduced = False
 
+    def _joins_gradients(self) -> bool:
+        """What is missing at the end of the last partition is one more tensor, of zeros (`get_flat_partition`)."""
+        group = self.groups[self._updated]
+        parts = [mine for tensor in group if (mine := self._mine[tensor])]
+        return len(parts) > 1 or sum(parts) < self.partition(group)
+
     def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int) -> None:
         """The gradient goes into the bucket, which is emptied first when it would be too full."""
         if self._waiting and sum(one.tensor.numel for one in self._waiting) + tensor.numel > self.buckets.reduce:
