@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero import BUFFERS, Buckets, Partitions, ended_bytes
+from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
 
@@ -36,12 +37,15 @@ class Zero12(Partitions):
         buckets: Buckets,
         rank: int = 0,
         round_robin: bool = False,
+        contiguous: bool = True,
         offloads: bool = False,
     ) -> None:
         super().__init__(tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads)
         self.stage = stage
         self.rank = rank
         self.round_robin = round_robin
+        self.contiguous = contiguous
+        """Whether gradients wait in a bucket, those of this rank's partition in `grads_in_partition`, or where they are."""
         self._mine: dict[StoredTensor, int] = {}
         """Elements of each tensor that lie in this rank's partition."""
         self._slices: dict[StoredTensor, list[tuple[int, int]]] = {}
@@ -52,6 +56,8 @@ class Zero12(Partitions):
         self._waiting: list[Arrival] = []
         self._runs: list[Run] = []
         self._earlier: list[int] = []
+        self._in_place: dict[bool, list[int]] = {True: [], False: []}
+        """Of the group that decays and the other, this rank's gradients that are where backward has made them."""
         self._reduced = False
         self._last = True
 
@@ -89,6 +95,9 @@ class Zero12(Partitions):
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self._last = last
         self._reduced = False
+        if not self.contiguous and self.stage == 2:  # those of earlier micro-batches, which these are added to
+            self._earlier = self._in_place[True] + self._in_place[False]
+            self._in_place = {True: [], False: []}
 
     def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int) -> None:
         """The gradient goes into the bucket, which is emptied first when it would be too full."""
@@ -100,6 +109,9 @@ class Zero12(Partitions):
         """The bucket is reduced, when the operation at `now` has let go of `gone` bytes: in copies where it holds parts of
         several ranks in turn. What lies in this rank's partition is then copied into `grads_in_partition`, which has room
         for all of every tensor that lies in it in part."""
+        if not self.contiguous:
+            self._reduce_in_place(step, now, gone)
+            return
         parts = [owner for one in self._waiting for owner in self.owners[one.tensor]]
         elements = self._copied()
         copies = elements > 0
@@ -122,6 +134,26 @@ class Zero12(Partitions):
                 step.hold("grads_in_partition", Category.GRADIENTS, size - gone, now, placed)
             handles = step.allocate("grads_in_partition", Category.GRADIENTS, [size], born=placed)
             self._earlier, self._partition_gradients = self._partition_gradients, handles
+
+    def _reduce_in_place(self, step: Step, now: int, gone: int) -> None:
+        """`buffered_reduce_fallback`: gradients are flattened together, and copied back to where they are; stage 2 lets go
+        of those that other ranks update."""
+        if len(self._waiting) > 1:
+            size = sum(one.tensor.numel for one in self._waiting) * self.element_bytes
+            step.hold("all_reduce.input", BUFFERS, size - gone, now, now + 1)
+        for one in self._waiting:
+            born, size = min(one.born + 1, now), one.tensor.numel * self.element_bytes
+            if self.rank not in self.owners[one.tensor] and self.stage == 2:
+                step.hold("gradient", Category.GRADIENTS, size, born, now + 1, one.tensor.module)
+                continue
+            gradient = step.allocate("gradient", Category.GRADIENTS, [size], one.tensor.module, born=born)
+            mine = self.rank in self.owners[one.tensor]
+            (self._in_place[one.tensor.decays] if mine else self._bucket).extend(gradient)
+        self._waiting.clear()
+
+    def before_update(self, step: Step, group: list[TrainedTensor]) -> None:
+        super().before_update(step, group)
+        step.free(self._in_place[group[0].decays])
 
     def _copied(self) -> int:
         """Elements of the largest copy: parts of different ranks are sent together until they make a bucket, and one alone
@@ -147,7 +179,7 @@ class Zero12(Partitions):
     def after_backward(self, step: Step, run: Run) -> None:
         weights = run.template.weight_gradient.nonzero()[0].tolist()
         begin = run.backward_start or 0
-        if weights and not self._bucket:  # `setup_buckets`, at the first gradient
+        if weights and not self._bucket and self.contiguous:  # `setup_buckets`, at the first gradient
             sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
             first = begin + int(run.template.born[weights].min()) + 1  # when the operation is done, its temporaries gone
             self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=first)
@@ -195,7 +227,7 @@ class Zero12(Partitions):
             filled += tensor.numel
             self._waiting.append(Arrival(tensor, step.now))
             copied.append((tensor, step.now))
-        for tensor, dies in copied:
+        for tensor, dies in copied if self.contiguous else ():
             size = tensor.numel * self.element_bytes
             if dies > begins:
                 step.hold(f"{tensor.name}.grad", Category.GRADIENTS, size, begins, dies, tensor.module)

@@ -312,6 +312,17 @@ def test_one_rank_changes_nothing(layout):
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_without_contiguous_gradients_there_is_no_bucket_and_each_group_goes_as_it_is_flattened(stage):
+    steady = ledger(job(stage, ranks=2, framework_options=FrozenMapping({"contiguous_gradients": False})))
+    assert not {"ipg_bucket", "grads_in_partition"} & set(steady.names)
+    if stage != "zero3":  # of the last group, the five norms, nothing is left of the matrices' gradients
+        widened = [instant for instant, label in enumerate(steady.labels) if label == "to_float32"]
+        gradients = [name == "gradient" for name in steady.names]
+        left = [int(steady.num_bytes[steady.alive_at(instant) & gradients].sum()) for instant in widened]
+        assert left[1] < 5 * 512 < left[0]
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_on_one_rank_deepspeed_keeps_main_copies_and_a_bucket_but_gathers_nothing(stage):
     alone = job(stage, ranks=1, framework_options=FrozenMapping({"reduce_bucket_size": 1000}))
     steady = ledger(alone)
@@ -357,10 +368,12 @@ def test_scope_names_what_is_left_out():
     assert out_of_scope(job("zero2", offload=Offload(optimizer=True))) == ""
     assert "without offloaded activations" in out_of_scope(job("zero2", offload=Offload(activations=True)))
     assert "computed in the dtype of the weights only" in out_of_scope(job("zero3", precision=MIXED))
-    options = ({"overlap_comm": True}, {"contiguous_gradients": False})
-    for option, said in zip(options, ("without overlap_comm", "with contiguous_gradients=true"), strict=True):
-        assert said in out_of_scope(job("zero1", framework_options=FrozenMapping(option)))
-    assert out_of_scope(job("zero2", framework_options=FrozenMapping(options[0]))) == ""
+    overlaps, scattered = FrozenMapping({"overlap_comm": True}), FrozenMapping({"contiguous_gradients": False})
+    assert "without overlap_comm" in out_of_scope(job("zero1", framework_options=overlaps))
+    assert out_of_scope(job("zero2", framework_options=overlaps)) == ""
+    assert [out_of_scope(job(f"zero{stage}", framework_options=scattered)) for stage in (1, 2, 3)] == [""] * 3
+    offloaded = job("zero3", framework_options=scattered, offload=Offload(optimizer=True))
+    assert "with contiguous_gradients=true only" in out_of_scope(offloaded)
     assert out_of_scope(job("zero2", ranks=1)) == ""
     for method, said in (("nf4", ""), ("int8", "with nf4 or whole weights only")):
         tuning = Finetuning(method="qlora", rank=8, quantization=method)
