@@ -177,8 +177,9 @@ def _zero_reason(job: TrainingJob) -> str:
         ),
         (bool(quantized) and job.offload != Offload(), "offloading with whole weights only, not quantised ones."),
         (
-            layout.zero_stage == 1 and conventions(job).get("overlap_comm") is True,
-            "without overlap_comm: with it gradients are reduced in backward, and counted as if after it.",
+            layout.zero_stage == 1 and conventions(job).get("overlap_comm") is True and _beside_early_reduction(job),
+            "with overlap_comm only where no table is shared beside several micro-batches, without offloading, quantised "
+            "weights and experts.",
         ),
         (
             not conventions(job).get("contiguous_gradients", True) and _beside_scattered_gradients(job),
@@ -204,8 +205,17 @@ def _zero_reason(job: TrainingJob) -> str:
 def _beside_scattered_gradients(job: TrainingJob) -> bool:
     """Whether the job has what was not traced together with gradients that wait where backward has made them."""
     overlaps = job.parallelism.zero_stage < 3 and conventions(job).get("overlap_comm") is True
-    rest = job.offload != Offload() or bool(job.finetuning.quantization) or job.architecture.moe is not None
-    return overlaps or rest
+    return overlaps or _beside_plain_weights(job)
+
+
+def _beside_early_reduction(job: TrainingJob) -> bool:
+    """Whether the job has what was not traced, or missed by 2 %, where stage 1 reduces in backward."""
+    shared = job.architecture.tie_word_embeddings and job.gradient_accumulation_steps > 1
+    return shared or _beside_plain_weights(job)
+
+
+def _beside_plain_weights(job: TrainingJob) -> bool:
+    return job.offload != Offload() or bool(job.finetuning.quantization) or job.architecture.moe is not None
 
 
 def _offloads_with_zero(job: TrainingJob) -> bool:

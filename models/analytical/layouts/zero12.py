@@ -44,6 +44,8 @@ class Zero12(Partitions):
         self.stage = stage
         self.rank = rank
         self.round_robin = round_robin
+        self._overlaps = stage == 1 and buckets.num_reduce > 1
+        """Whether stage 1 reduces while the last micro-batch runs backward, and not when it is over."""
         self.contiguous = contiguous
         """Whether gradients wait in a bucket, those of this rank's partition in `grads_in_partition`, or where they are."""
         self._mine: dict[StoredTensor, int] = {}
@@ -99,11 +101,11 @@ class Zero12(Partitions):
             self._earlier = self._in_place[True] + self._in_place[False]
             self._in_place = {True: [], False: []}
 
-    def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int) -> None:
+    def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int, born: int) -> None:
         """The gradient goes into the bucket, which is emptied first when it would be too full."""
         if self._waiting and sum(one.tensor.numel for one in self._waiting) + tensor.numel > self.buckets.reduce:
             self._reduce(step, now, gone)
-        self._waiting.append(Arrival(tensor, now))
+        self._waiting.append(Arrival(tensor, born))
 
     def _reduce(self, step: Step, now: int, gone: int = 0) -> None:
         """The bucket is reduced, when the operation at `now` has let go of `gone` bytes: in copies where it holds parts of
@@ -120,8 +122,11 @@ class Zero12(Partitions):
             step.hold("all_reduce.input", BUFFERS, elements * self.element_bytes - gone, now, now + 1)
         for one in self._waiting:
             if one.tensor.numel > self.buckets.reduce:
-                size = one.tensor.numel * self.element_bytes
-                step.hold("gradient", Category.GRADIENTS, size, min(one.born + 1, now), placed + copies, one.tensor.module)
+                size, born, module = one.tensor.numel * self.element_bytes, min(one.born + 1, now), one.tensor.module
+                if self._overlaps and self.rank not in self.owners[one.tensor]:  # stage 1 lets go of it in the end
+                    self._bucket += step.allocate("gradient", Category.GRADIENTS, [size], module, born=born)
+                else:
+                    step.hold("gradient", Category.GRADIENTS, size, born, placed + copies, module)
         if self.offloads and self._last:
             parts = [elements for one in self._waiting if (elements := self._mine[one.tensor])]
             self.norm_in_backward(step, parts, placed if copies else now, gone=0 if copies else gone)
@@ -183,8 +188,12 @@ class Zero12(Partitions):
             sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
             first = begin + int(run.template.born[weights].min()) + 1  # when the operation is done, its temporaries gone
             self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=first)
-        if self.stage == 2:  # each gradient goes into the bucket as soon as it is there
+        if self.stage == 2 or (self._overlaps and self._last):  # each gradient goes into the bucket as soon as it is there
             run.keeps_gradients = False
+            added = [one for one in self._runs if one.module == run.module]  # to what stage 1 has of earlier micro-batches
+            for earlier in added:
+                earlier.gradients_die = begin
+                self._runs.remove(earlier)
             left = [t for t in self.trained if t.module == run.module]
             for index in sorted(weights, key=lambda index: int(run.template.born[index])):
                 name = run.template.names[index].removesuffix(".grad")
@@ -193,7 +202,11 @@ class Zero12(Partitions):
                 at = int(run.template.born[index])
                 if found:
                     left.remove(found[0])
-                    self._arrive(step, found[0], begin + at, ended_bytes(run, at))
+                    if added and numel <= self.buckets.reduce:
+                        size = numel * self.element_bytes
+                        step.hold("gradient", Category.GRADIENTS, size, begin, begin + at + 1, run.module)
+                    born = begin - 1 if added else begin + at
+                    self._arrive(step, found[0], begin + at, ended_bytes(run, at), born)
                 elif name == "lm_head.weight":  # the token table's: autograd adds the embedding's before anybody sees it
                     size = int(run.template.num_bytes[index])
                     self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size], born=begin + at + 1)
@@ -206,7 +219,7 @@ class Zero12(Partitions):
     def end_backward(self, step: Step) -> None:
         if self.stage == 1 and not self._last:
             return  # full gradients and the bucket wait for the last micro-batch
-        if self.stage == 1:
+        if self.stage == 1 and not self._overlaps:
             self._reduce_in_order(step)
         self._reduce_now(step)
         step.free(self._bucket)

@@ -322,6 +322,19 @@ def test_without_contiguous_gradients_there_is_no_bucket_and_each_group_goes_as_
         assert left[1] < 5 * 512 < left[0]
 
 
+def test_with_overlap_zero_1_reduces_in_backward_but_keeps_what_is_larger_than_a_bucket():
+    """When the table's gradient comes, last, there is beside it all of the network's, or the lm_head's alone: another rank
+    updates that, and it is larger than the bucket."""
+    table = 1024 * 256
+    for overlaps, kept in ((False, P), (True, 2 * table)):
+        options = FrozenMapping({"reduce_bucket_size": 200_000, "overlap_comm": overlaps})
+        steady = ledger(job("zero1", ranks=2, framework_options=options))
+        (at,) = [instant for instant, label in enumerate(steady.labels) if label == "embed_tokens"][1:]
+        made = steady.alive_at(at) & (steady.categories == Category.GRADIENTS)
+        made &= np.array([name != "grads_in_partition" for name in steady.names])
+        assert int(steady.num_bytes[made].sum()) == BF16 * kept
+
+
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_on_one_rank_deepspeed_keeps_main_copies_and_a_bucket_but_gathers_nothing(stage):
     alone = job(stage, ranks=1, framework_options=FrozenMapping({"reduce_bucket_size": 1000}))
@@ -369,8 +382,11 @@ def test_scope_names_what_is_left_out():
     assert "without offloaded activations" in out_of_scope(job("zero2", offload=Offload(activations=True)))
     assert "computed in the dtype of the weights only" in out_of_scope(job("zero3", precision=MIXED))
     overlaps, scattered = FrozenMapping({"overlap_comm": True}), FrozenMapping({"contiguous_gradients": False})
-    assert "without overlap_comm" in out_of_scope(job("zero1", framework_options=overlaps))
+    assert out_of_scope(job("zero1", framework_options=overlaps)) == ""
     assert out_of_scope(job("zero2", framework_options=overlaps)) == ""
+    asked = job("zero1", framework_options=overlaps, architecture=replace(TINY, tie_word_embeddings=True))
+    assert "with overlap_comm only" in out_of_scope(asked.replace(gradient_accumulation_steps=2))
+    assert "with overlap_comm only" in out_of_scope(asked.replace(offload=Offload(optimizer=True)))
     assert [out_of_scope(job(f"zero{stage}", framework_options=scattered)) for stage in (1, 2, 3)] == [""] * 3
     offloaded = job("zero3", framework_options=scattered, offload=Offload(optimizer=True))
     assert "with contiguous_gradients=true only" in out_of_scope(offloaded)
