@@ -69,5 +69,7 @@ def _agreement(row: Measurement) -> Agreement:
     if row.job.task == "train":  # a generation has no next step
         found |= {FIRST_STEP: first.peak().num_bytes, BETWEEN_STEPS: int(steady.totals[-1])}
         traced |= {FIRST_STEP: row.first_step_peak_allocated_bytes, BETWEEN_STEPS: row.steady_allocated_bytes}
+    if not traced.get("gradient_clipping") and "gradient_clipping" in found:  # DeepSpeed's engine clips within its step
+        found["optimizer_step"] = max(found["optimizer_step"], found.pop("gradient_clipping"))
     errors = {phase: found[phase] / size - 1 for phase, size in traced.items() if size and phase in found}
     return Agreement(job=row.job, rank=row.rank, errors=errors)

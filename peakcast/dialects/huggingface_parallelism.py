@@ -136,7 +136,7 @@ def _zero(
         if key in keys.ZERO_DETAILS or key.startswith("stage3_"):
             value = zero.raw(key)
             if key == "contiguous_gradients" and value is False:
-                notes.unsupported.append("zero_optimization.contiguous_gradients=False is not modelled.")
+                options[key] = False
             elif key == "stage3_gather_16bit_weights_on_model_save" or (key in PLAIN and value == PLAIN[key]):
                 notes.ignored.append(f"zero_optimization.{key}")
             elif value != "auto":

@@ -160,15 +160,17 @@ def test_the_documented_deepspeed_files_reach_the_ledgers_scope():
         assert (found.unknown, found.unsupported, out_of_scope(found.job)) == ((), (), "")
         assert "offload_pin_memory" not in found.job.framework_options
         assert found.job.offload == Offload(optimizer="offload_optimizer" in zero, parameters="offload_param" in zero)
+    scattered = translate(num_gpus=8, bf16=True, deepspeed={"zero_optimization": {**z2, "contiguous_gradients": False}})
+    assert (scattered.unsupported, out_of_scope(scattered.job)) == ((), "")
+    assert scattered.job.framework_options["contiguous_gradients"] is False
     options = translate(num_gpus=8, bf16=True, deepspeed={"zero_optimization": z2}).job.framework_options
     assert (options["overlap_comm"], options["round_robin_gradients"]) == (False, True)
 
 
 @pytest.mark.parametrize(
-    "asked", [{"communication_data_type": "fp32"}, {"data_types": {"grad_accum_dtype": "fp32"}},
-              {"zero_optimization": {"stage": 2, "contiguous_gradients": False}}]
-)  # fmt: skip
-def test_gradients_in_another_dtype_or_one_by_one_are_said_not_to_be_modelled(asked):
+    "asked", [{"communication_data_type": "fp32"}, {"data_types": {"grad_accum_dtype": "fp32"}}]
+)
+def test_gradients_in_another_dtype_are_said_not_to_be_modelled(asked):
     found = translate(num_gpus=8, bf16=True, deepspeed={"zero_optimization": {"stage": 2}} | asked)
     assert "not modelled" in found.unsupported[0]
 

@@ -102,6 +102,7 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
         live=int(chosen["stage3_max_live_parameters"]),
         sub_group=int(chosen["sub_group_size"]),
     )
+    contiguous = bool(chosen.get("contiguous_gradients", True))
     offloads, width = job.offload.optimizer, int(DTYPE_BYTES[job.precision.parameters])
     if stage < 3:
         rank = ranks_that_differ(job)[0] if rank is None else rank
@@ -113,6 +114,7 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
             buckets=buckets,
             rank=rank,
             round_robin=bool(chosen["round_robin_gradients"]),
+            contiguous=contiguous or offloads,
             offloads=offloads,
         )
     return Zero3(
@@ -121,6 +123,7 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
         element_bytes=width,
         buckets=buckets,
         packs=not job.activation_checkpointing.use_reentrant,
+        contiguous=contiguous,
         offloads=offloads,
         offloads_parameters=job.offload.parameters,
         head_of_root=job.loss.kind in REFERRING,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero import BUFFERS, Buckets, Partitions, ended_bytes
+from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
 
@@ -45,12 +46,17 @@ class Zero12(Partitions):
         buckets: Buckets,
         rank: int = 0,
         round_robin: bool = False,
+        contiguous: bool = True,
         offloads: bool = False,
     ) -> None:
         super().__init__(tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads)
         self.stage = stage
         self.rank = rank
         self.round_robin = round_robin
+        self._overlaps = stage == 1 and buckets.num_reduce > 1
+        """Whether stage 1 reduces while the last micro-batch runs backward, and not when it is over."""
+        self.contiguous = contiguous
+        """Whether gradients wait in a bucket, those of this rank's partition in `grads_in_partition`, or where they are."""
         self._mine: dict[StoredTensor, int] = {}
         """Elements of each tensor that lie in this rank's partition."""
         self._slices: dict[StoredTensor, list[Slices]] = {}
@@ -61,6 +67,8 @@ class Zero12(Partitions):
         self._waiting: list[Arrival] = []
         self._runs: list[Run] = []
         self._earlier: list[int] = []
+        self._in_place: dict[bool, list[int]] = {True: [], False: []}
+        """Of the group that decays and the other, this rank's gradients that are where backward has made them."""
         self._reduced = False
         self._last = True
 
@@ -104,6 +112,9 @@ class Zero12(Partitions):
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self._last = last
         self._reduced = False
+        if not self.contiguous and self.stage == 2:  # those of earlier micro-batches, which these are added to
+            self._earlier = self._in_place[True] + self._in_place[False]
+            self._in_place = {True: [], False: []}
 
     def _joins_gradients(self) -> bool:
         """What is missing at the end of the last partition is one more tensor, of zeros (`get_flat_partition`)."""
@@ -111,16 +122,19 @@ class Zero12(Partitions):
         parts = [mine for tensor in group if (mine := self._mine[tensor])]
         return len(parts) > 1 or sum(parts) < self.partition(group)
 
-    def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int) -> None:
+    def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int, born: int) -> None:
         """The gradient goes into the bucket, which is emptied first when it would be too full."""
         if self._waiting and sum(one.tensor.numel for one in self._waiting) + tensor.numel > self.buckets.reduce:
             self._reduce(step, now, gone)
-        self._waiting.append(Arrival(tensor, now))
+        self._waiting.append(Arrival(tensor, born))
 
     def _reduce(self, step: Step, now: int, gone: int = 0) -> None:
         """The bucket is reduced, when the operation at `now` has let go of `gone` bytes: in copies where it holds parts of
         several ranks in turn. What lies in this rank's partition is then copied into `grads_in_partition`, which has room
         for all of every tensor that lies in it in part."""
+        if not self.contiguous:
+            self._reduce_in_place(step, now, gone)
+            return
         owned = any(self.rank in self.owners[one.tensor] for one in self._waiting)
         elements = self._copied()
         copies = elements > 0
@@ -129,8 +143,11 @@ class Zero12(Partitions):
             step.hold("all_reduce.input", BUFFERS, elements * self.element_bytes - gone, now, now + 1)
         for one in self._waiting:
             if one.tensor.numel > self.buckets.reduce:
-                size = one.tensor.numel * self.element_bytes
-                step.hold("gradient", Category.GRADIENTS, size, min(one.born + 1, now), placed + copies, one.tensor.module)
+                size, born, module = one.tensor.numel * self.element_bytes, min(one.born + 1, now), one.tensor.module
+                if self._overlaps and self.rank not in self.owners[one.tensor]:  # stage 1 lets go of it in the end
+                    self._bucket += step.allocate("gradient", Category.GRADIENTS, [size], module, born=born)
+                else:
+                    step.hold("gradient", Category.GRADIENTS, size, born, placed + copies, module)
         if self.offloads and self._last:
             parts = [elements for one in self._waiting if (elements := self._mine[one.tensor])]
             self.norm_in_backward(step, parts, placed if copies else now, gone=0 if copies else gone)
@@ -143,6 +160,26 @@ class Zero12(Partitions):
                 step.hold("grads_in_partition", Category.GRADIENTS, size - gone, now, placed)
             handles = step.allocate("grads_in_partition", Category.GRADIENTS, [size], born=placed)
             self._earlier, self._partition_gradients = self._partition_gradients, handles
+
+    def _reduce_in_place(self, step: Step, now: int, gone: int) -> None:
+        """`buffered_reduce_fallback`: gradients are flattened together, and copied back to where they are; stage 2 lets go
+        of those that other ranks update."""
+        if len(self._waiting) > 1:
+            size = sum(one.tensor.numel for one in self._waiting) * self.element_bytes
+            step.hold("all_reduce.input", BUFFERS, size - gone, now, now + 1)
+        for one in self._waiting:
+            born, size = min(one.born + 1, now), one.tensor.numel * self.element_bytes
+            if self.rank not in self.owners[one.tensor] and self.stage == 2:
+                step.hold("gradient", Category.GRADIENTS, size, born, now + 1, one.tensor.module)
+                continue
+            gradient = step.allocate("gradient", Category.GRADIENTS, [size], one.tensor.module, born=born)
+            mine = self.rank in self.owners[one.tensor]
+            (self._in_place[one.tensor.decays] if mine else self._bucket).extend(gradient)
+        self._waiting.clear()
+
+    def before_update(self, step: Step, group: list[TrainedTensor]) -> None:
+        super().before_update(step, group)
+        step.free(self._in_place[group[0].decays])
 
     def _copied(self) -> int:
         """Elements of the largest copy: parts of different ranks are sent together until they make a bucket, and one alone
@@ -171,12 +208,16 @@ class Zero12(Partitions):
     def after_backward(self, step: Step, run: Run) -> None:
         weights = run.template.weight_gradient.nonzero()[0].tolist()
         begin = run.backward_start or 0
-        if weights and not self._bucket:  # `setup_buckets`, at the first gradient
+        if weights and not self._bucket and self.contiguous:  # `setup_buckets`, at the first gradient
             sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
             first = begin + int(run.template.born[weights].min()) + 1  # when the operation is done, its temporaries gone
             self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=first)
-        if self.stage == 2:  # each gradient goes into the bucket as soon as it is there
+        if self.stage == 2 or (self._overlaps and self._last):  # each gradient goes into the bucket as soon as it is there
             run.keeps_gradients = False
+            added = [one for one in self._runs if one.module == run.module]  # to what stage 1 has of earlier micro-batches
+            for earlier in added:
+                earlier.gradients_die = begin
+                self._runs.remove(earlier)
             left = [t for t in self.trained if t.module == run.module]
             for index in sorted(weights, key=lambda index: int(run.template.born[index])):
                 name = run.template.names[index].removesuffix(".grad")
@@ -185,7 +226,11 @@ class Zero12(Partitions):
                 at = int(run.template.born[index])
                 if found:
                     left.remove(found[0])
-                    self._arrive(step, found[0], begin + at, ended_bytes(run, at))
+                    if added and numel <= self.buckets.reduce:
+                        size = numel * self.element_bytes
+                        step.hold("gradient", Category.GRADIENTS, size, begin, begin + at + 1, run.module)
+                    born = begin - 1 if added else begin + at
+                    self._arrive(step, found[0], begin + at, ended_bytes(run, at), born)
                 elif name == "lm_head.weight":  # the token table's: autograd adds the embedding's before anybody sees it
                     size = int(run.template.num_bytes[index])
                     self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size], born=begin + at + 1)
@@ -198,7 +243,7 @@ class Zero12(Partitions):
     def end_backward(self, step: Step) -> None:
         if self.stage == 1 and not self._last:
             return  # full gradients and the bucket wait for the last micro-batch
-        if self.stage == 1:
+        if self.stage == 1 and not self._overlaps:
             self._reduce_in_order(step)
         self._reduce_now(step)
         step.free(self._bucket)
@@ -219,7 +264,7 @@ class Zero12(Partitions):
             filled += tensor.numel
             self._waiting.append(Arrival(tensor, step.now))
             copied.append((tensor, step.now))
-        for tensor, dies in copied:
+        for tensor, dies in copied if self.contiguous else ():
             size = tensor.numel * self.element_bytes
             if dies > begins:
                 step.hold(f"{tensor.name}.grad", Category.GRADIENTS, size, begins, dies, tensor.module)

@@ -25,6 +25,7 @@ class Zero3(Partitions):
         element_bytes: int,
         buckets: Buckets,
         packs: bool = True,
+        contiguous: bool = True,
         offloads: bool = False,
         offloads_parameters: bool = False,
         head_of_root: bool = False,
@@ -35,6 +36,8 @@ class Zero3(Partitions):
         self._whole = whole
         """What hangs on parameters and is none (the constants of quantised weights)."""
         self.packs = packs
+        self.contiguous = contiguous
+        """Whether gradients wait in a bucket, or where backward has made them."""
         self.leaf = leaf
         self.offloads_parameters = offloads_parameters
         self._of_module: dict[str, list[StoredTensor]] = {}
@@ -84,7 +87,7 @@ class Zero3(Partitions):
             step.hold_all(frozen, Category.PARAMETERS)
         self.hold_main(step)
         sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
-        step.allocate("ipg_bucket", BUFFERS, sizes)
+        step.allocate("ipg_bucket", BUFFERS, sizes if self.contiguous else [])
         if not self.offloads:
             size = self.partition(self.trained) * self.element_bytes
             step.allocate("grad_partitions_flat_buffer", Category.GRADIENTS, [size])
@@ -170,8 +173,12 @@ class Zero3(Partitions):
         if self._filled and sum(n for n, _ in self._filled) + elements > self.buckets.reduce:
             self._reduce(step, now, ended_bytes(run, at))
         self._filled.append((elements, born))
-        if elements <= self.buckets.reduce and born < now:
+        if self._in_bucket(elements) and born < now:
             step.hold("gradient", Category.GRADIENTS, size, born + 1, now + 1, run.module)
+
+    def _in_bucket(self, elements: int) -> bool:
+        """Whether a gradient waits there."""
+        return self.contiguous and elements <= self.buckets.reduce
 
     def _arrivals(self, run: Run) -> list[tuple[int, int]]:
         """When each gradient of a block comes to the bucket, from the begin of its backward, and which it is: those of a
@@ -254,7 +261,7 @@ class Zero3(Partitions):
         if len(self._filled) > 1 or narrower or size != self._filled[0][0] * self.element_bytes:
             step.hold("reduce_scatter.input", BUFFERS, size - gone, now, now + 1)
         for elements, born in self._filled:
-            if elements > self.buckets.reduce:
+            if not self._in_bucket(elements):
                 step.hold("gradient", Category.GRADIENTS, elements * self.gradient_bytes, born + 1, now + 1)
         parts = [-(-elements // self.ranks) for elements, _ in self._filled]
         if self.offloads and self._last:  # beside the part itself, which is copied back from the host (`partition_grads`)

@@ -127,10 +127,11 @@ def within_first(turns: Sequence[Turn], again: Sequence[Turn]) -> list[Turn]:
 
 
 def _owner(label: str, modules: Mapping[str, object]) -> str:
-    """The module with parameters whose operation this is, "" for none: what adds an adapter is of neither part."""
+    """The module with parameters whose operation this is, "" for none: what adds an adapter is of neither part, nor what
+    copies a quantised matrix's result for it."""
     found = [name for name in modules if label == name or label.startswith(f"{name}.")]
     owner = max(found, key=len, default="")
-    return "" if label.startswith(f"{owner}.lora.") else owner
+    return "" if label.startswith((f"{owner}.lora.", f"{owner}.clone")) else owner
 
 
 def _path(label: str, owner: str, modules: Mapping[str, object]) -> Iterator[str]:
@@ -138,7 +139,7 @@ def _path(label: str, owner: str, modules: Mapping[str, object]) -> Iterator[str
     outer = label.partition(".")[0]
     if outer != label and outer not in modules:
         yield outer
-    linear = label.partition(".lora")[0]
+    linear = label.partition(".lora")[0].removesuffix(".clone")
     if f"{linear}.lora_A" in modules:
         yield linear + ADAPTED
     if label.rpartition(".")[2] in ACTIVATIONS:

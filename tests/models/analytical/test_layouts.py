@@ -194,10 +194,16 @@ def test_scope_names_what_is_left_out(job):
     assert out_of_scope(job("zero2", offload=Offload(optimizer=True))) == ""
     assert "without offloaded activations" in out_of_scope(job("zero2", offload=Offload(activations=True)))
     assert "computed in the dtype of the weights only" in out_of_scope(job("zero3", precision=MIXED))
-    options = ({"overlap_comm": True}, {"contiguous_gradients": False})
-    for option, said in zip(options, ("without overlap_comm", "with contiguous_gradients=true"), strict=True):
-        assert said in out_of_scope(job("zero1", framework_options=FrozenMapping(option)))
-    assert out_of_scope(job("zero2", framework_options=FrozenMapping(options[0]))) == ""
+    overlaps, scattered = FrozenMapping({"overlap_comm": True}), FrozenMapping({"contiguous_gradients": False})
+    assert out_of_scope(job("zero1", framework_options=overlaps)) == ""
+    assert out_of_scope(job("zero2", framework_options=overlaps)) == ""
+    tied = replace(job().architecture, tie_word_embeddings=True)
+    asked = job("zero1", framework_options=overlaps, architecture=tied)
+    assert "with overlap_comm only" in out_of_scope(asked.replace(gradient_accumulation_steps=2))
+    assert "with overlap_comm only" in out_of_scope(asked.replace(offload=Offload(optimizer=True)))
+    assert [out_of_scope(job(f"zero{stage}", framework_options=scattered)) for stage in (1, 2, 3)] == [""] * 3
+    offloaded = job("zero3", framework_options=scattered, offload=Offload(optimizer=True))
+    assert "with contiguous_gradients=true only" in out_of_scope(offloaded)
     assert out_of_scope(job("zero2", ranks=1)) == ""
     for method, said in (("nf4", ""), ("int8", "with nf4 or whole weights only")):
         tuning = Finetuning(method="qlora", rank=8, quantization=method)

@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO: bytes of a two-layer network (conftest.py) counted by hand, and who fetches and keeps what when."""
 
 
+import numpy as np
 import pytest
 
 from peakcast.fields import FrozenMapping
@@ -186,3 +187,27 @@ def test_on_one_rank_deepspeed_keeps_main_copies_and_a_bucket_but_gathers_nothin
     assert most(steady, Category.MAIN_PARAMETERS, Phase.FORWARD) == FP32 * P
     assert {"ipg_bucket"} <= set(steady.names)
     assert "gathered" not in steady.names
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_without_contiguous_gradients_there_is_no_bucket_and_each_group_goes_as_it_is_flattened(job, stage):
+    steady = ledger(job(stage, ranks=2, framework_options=FrozenMapping({"contiguous_gradients": False})))
+    assert not {"ipg_bucket", "grads_in_partition"} & set(steady.names)
+    if stage != "zero3":  # of the last group, the five norms, nothing is left of the matrices' gradients
+        widened = [instant for instant, label in enumerate(steady.labels) if label == "to_float32"]
+        gradients = [name == "gradient" for name in steady.names]
+        left = [int(steady.num_bytes[steady.alive_at(instant) & gradients].sum()) for instant in widened]
+        assert left[1] < 5 * 512 < left[0]
+
+
+def test_with_overlap_zero_1_reduces_in_backward_but_keeps_what_is_larger_than_a_bucket(job):
+    """When the table's gradient comes, last, there is beside it all of the network's, or the lm_head's alone: another rank
+    updates that, and it is larger than the bucket."""
+    table = 1024 * 256
+    for overlaps, kept in ((False, P), (True, 2 * table)):
+        options = FrozenMapping({"reduce_bucket_size": 200_000, "overlap_comm": overlaps})
+        steady = ledger(job("zero1", ranks=2, framework_options=options))
+        (at,) = [instant for instant, label in enumerate(steady.labels) if label == "embed_tokens"][1:]
+        made = steady.alive_at(at) & (steady.categories == Category.GRADIENTS)
+        made &= np.array([name != "grads_in_partition" for name in steady.names])
+        assert int(steady.num_bytes[made].sum()) == BF16 * kept
