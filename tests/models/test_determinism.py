@@ -9,6 +9,7 @@ import sys
 JOBS = [
     {"architecture": "gpt2", "framework": "deepspeed", "parallelism": {"data_parallel_size": 2, "zero_stage": 3}},
     {"architecture": "llama-3.2-1b", "parallelism": {"data_parallel_size": 4, "sharding": "fsdp2"}},
+    {"architecture": "llama-3.2-1b", "compile": True},
     {
         "architecture": "mixtral-8x7b",
         "framework": "megatron",

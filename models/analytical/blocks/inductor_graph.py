@@ -62,7 +62,7 @@ class InductorGraph:
         self.inputs = dict(inputs)
         self.results = {name for op in ops if op.is_result for name in op.writes} | set(results)
         used = self.results.union(*(op.reads for op in ops))
-        self._unused = {op.name: {name: op.writes[name] for name in op.writes.keys() - used} for op in ops if op.parts}
+        self._unused = {one.name: {k: v for k, v in one.writes.items() if k not in used} for one in ops if one.parts}
         ops = [replace(op, writes={k: v for k, v in op.writes.items() if k in used}) if op.parts else op for op in ops]
         self.kernels = _in_graph_order(fused(ops))
         self._size = self.inputs | {name: size for kernel in self.kernels for name, size in kernel.makes.items()}

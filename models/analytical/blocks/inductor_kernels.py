@@ -34,7 +34,7 @@ class Kernel:
     """Operations that run as one."""
 
     ops: tuple[Op, ...]
-    reads: frozenset[str]
+    reads: tuple[str, ...]
     makes: dict[str, int]
     """The buffers that it makes, with the bytes that are released with each."""
     allocates: int
@@ -63,12 +63,12 @@ def fused(ops: Sequence[Op]) -> list[Kernel]:
 def kernels_of(group: Sequence[Op]) -> list[Kernel]:
     """One, or a call and each of its results: the call allocates them all, and each is released by itself."""
     makes = {name: size for op in group for name, size in op.writes.items()}
-    reads = frozenset(name for op in group for name in op.reads) - makes.keys()
+    reads = tuple(dict.fromkeys(name for op in group for name in op.reads if name not in makes))
     if not group[0].parts:
         return [Kernel(tuple(group), reads, makes, sum(makes.values()))]
     call = group[0].name
     parts = [
-        Kernel((Op(name=name, reads=(call,), writes={name: size}),), frozenset((call,)), {name: size}, 0, call)
+        Kernel((Op(name=name, reads=(call,), writes={name: size}),), (call,), {name: size}, 0, call)
         for name, size in makes.items()
     ]
     return [Kernel(tuple(group), reads, {call: 0}, sum(makes.values())), *parts]
