@@ -136,13 +136,18 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: i
         timeline.hold("attention_mask", Category.INPUTS, size, start, end)
 
 
+def attention_weights_bytes(layer: HFContext) -> int:
+    """Bytes of the attention weights that a layer returns, where its family returns them and attention makes any."""
+    family = traits(layer.architecture)
+    if layer.attention != "eager" or not family.returns_attention_weights:
+        return 0
+    element = FP32 if layer.autocast and family.eager_softmax == "wide" else layer.compute_bytes
+    return layer.rows * layer.architecture.num_attention_heads * (layer.key_length or layer.sequence) * element
+
+
 def hold_attention_weights(timeline: Step, layer: HFContext, first_runs: Mapping[int, Run]) -> None:
     """Attention weights that a layer returned, where no graph keeps them, while the next layer runs."""
-    if layer.attention != "eager" or not traits(layer.architecture).returns_attention_weights:
-        return
-    wide = layer.autocast and traits(layer.architecture).eager_softmax == "wide"
-    element = FP32 if wide else layer.compute_bytes
-    size = layer.batch * layer.architecture.num_attention_heads * layer.sequence**2 * element
+    size = attention_weights_bytes(layer)
     for index, run in first_runs.items():
         if index + 1 in first_runs:
             born, after = run.forward_start + run.template.num_forward, first_runs[index + 1]

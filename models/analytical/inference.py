@@ -16,7 +16,7 @@ from peakcast.models.analytical.blocks.hf_ends import embedding, embedding_varia
 from peakcast.models.analytical.blocks.hf_layer import decoder_layer
 from peakcast.models.analytical.blocks.hf_traits import kinds_of_masks, traits
 from peakcast.models.analytical.blocks.kv_cache import CACHES, layer_cache_bytes
-from peakcast.models.analytical.hf_model import hold_buffers
+from peakcast.models.analytical.hf_model import attention_weights_bytes, hold_buffers
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import TrainingJob
@@ -61,9 +61,12 @@ def inference_ledger(
         start = timeline.now
         timeline.run_without_graph(embedding(forward), "embedding")
         embedded = first_ends = timeline.now
+        returned = 0
         for layer in layers:
             run = replace(forward, routed=job.architecture.is_moe_layer(layer))
-            _run_layer(timeline, run, layer, caches, full if static else 0)
+            begins, before = timeline.now, returned
+            returned = _run_layer(timeline, run, layer, caches, full if static else 0)
+            timeline.hold("attention_weights", Category.ACTIVATIONS, before, begins, timeline.now, f"layers.{layer - 1}")
             first_ends = timeline.now if layer == 0 else first_ends
         head = next_token_head(forward, str(conventions(job).get("generate_logits", "last")))
         begins = timeline.run_without_graph(head, "head").forward_start
@@ -92,9 +95,9 @@ def _decoded(prompt: int, full: int) -> list[int]:
 
 def _run_layer(
     timeline: Step, context: HFContext, layer: int, caches: dict[tuple[int, str], tuple[int, int]], length: int
-) -> None:
+) -> int:
     """One layer's forward. A dynamic cache is concatenated: a layer's old and new keys meet; a static one of `length`
-    tokens is made once."""
+    tokens is made once. Returns the bytes of the attention weights that the model's loop names until the next layer's."""
     grows, cached = not length, replace(context, key_length=length or context.key_length)
     template = decoder_layer(context)
     start = timeline.run_without_graph(template, f"layers.{layer}").forward_start
@@ -105,6 +108,7 @@ def _run_layer(
             timeline.hold(name, Category.ACTIVATIONS, before, born, now + 1, f"layers.{layer}")
         if grows or not before:
             caches[layer, name] = (now, size)
+    return attention_weights_bytes(context)
 
 
 def _hold_inputs_of_the_model(timeline: Step, context: HFContext, start: int, ends: int) -> None:

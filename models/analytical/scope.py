@@ -140,6 +140,10 @@ def _kernels_reason(job: TrainingJob) -> str:
             f"model_type={family!r} has no flash_attention_2 in transformers; use eager.",
         ),
         (
+            flash and family == "falcon",
+            "flash_attention_2 of Falcon, whose key heads are copied for it, is not modelled; use sdpa.",
+        ),
+        (
             flash and job.batch.form == "padding_free" and family == "opt",
             "OPT tells attention no positions, so that flash_attention_2 without padding is not modelled there.",
         ),
@@ -157,6 +161,15 @@ def _huggingface_reason(job: TrainingJob) -> str:
             job.task == "inference" and job.architecture.mla is not None,
             "generation with multi-latent attention is counted by transformers 5.17's source; traces of small networks "
             "need up to a tenth less.",
+        ),
+        (
+            job.task == "inference" and job.architecture.model_type in ("codegen", "gptj", "mpt"),
+            f"generation with model_type={job.architecture.model_type!r}, whose attention has tables of its own, is up to 5 % "
+            "below its trace.",
+        ),
+        (
+            job.architecture.mla is not None and bool(conventions(job).get("autocast")),
+            "multi-latent attention under autocast is counted without what its concatenations widen.",
         ),
         (bool(adapters := adapter_reason(job)), adapters),
         (bool(kernels := _kernels_reason(job)), kernels),

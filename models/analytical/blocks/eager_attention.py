@@ -29,12 +29,14 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     if family.joins_heads_first:
         v = _joined(build, v, "v")
     # repeated key heads are laid out so, and what is concatenated of a rotated and another part
-    repeated = attention_key_heads(architecture) not in (1, architecture.num_attention_heads)
+    key_heads = attention_key_heads(architecture)
+    repeated = key_heads not in (1, architecture.num_attention_heads)
+    single = key_heads == 1 < architecture.num_attention_heads  # expanded, whatever its layout
     in_parts = architecture.rotary_in_parts or family.rotary_fraction < 1 or family.rotary_in_halves
     joined = architecture.mla is not None or in_parts
     # under autocast matmul makes narrow copies of wide q and k
     q_used = _joined(build, _narrow(build, q, size, "q"), "q", by_head=joined)
-    k_used = _joined(build, _narrow(build, k, size, "k"), "k", by_head=joined or repeated)
+    k_used = _joined(build, _narrow(build, k, size, "k"), "k", by_head=(joined and not single) or repeated)
     scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
     named = [scores, q_used, k_used, v] if family.joins_heads_first else [q, k]
     if not family.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
