@@ -15,9 +15,9 @@ from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category, Phase
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """A tensor of the network as it is stored, unsharded. `shape[0]` counts its rows (dimension 0).
+    """A tensor of the network as it is stored, unsharded. `shape[0]` counts its rows (dimension 0). It equals itself only.
 
     `gathered_bytes`: of one element when it is used; narrower than `element_bytes` under FSDP's mixed precision.
     """
@@ -40,10 +40,11 @@ class StoredTensor:
     sharded: bool = True
     """Whether FSDP shards it: what is a parameter, and not what hangs on one (the constants of quantised weights)."""
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+    numel: int = field(init=False)
+    """Number of elements."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", math.prod(self.shape))
 
     @property
     def stacked(self) -> bool:

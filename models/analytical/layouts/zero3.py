@@ -33,6 +33,7 @@ class Zero3(Partitions):
     ) -> None:
         whole, tensors = [t for t in tensors if not t.sharded], [t for t in tensors if t.sharded]
         super().__init__(tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads)
+        self._all_train = all(t.trains for t in tensors)
         self._whole = whole
         """What hangs on parameters and is none (the constants of quantised weights)."""
         self.packs = packs
@@ -199,11 +200,12 @@ class Zero3(Partitions):
             everything = tuple(self.tensors)
             turns = [replace(turn, inside=everything) if turn.inside else turn for turn in turns]
         if again:  # which stops in the last operation that keeps something, before it would release
-            turns = [replace(turn, computes_again=True) for turn in turns]
-            turns[-1] = replace(turns[-1], releases=not self.packs)
+            for turn in turns:
+                turn.computes_again = True
+            turns[-1].releases = not self.packs
         if backward:  # what has no operation there has no turn either: no gradient comes by
             kept = self._throughout.get(module, ())
-            turns[0] = replace(turns[0], tensors=tuple(t for t in turns[0].tensors if t in kept))
+            turns[0].tensors = tuple(t for t in turns[0].tensors if t in kept)
         else:
             self._throughout[module] = turns[0].tensors
         if self._tied and not self._of_root:  # the lm_head's is the table itself
@@ -233,7 +235,7 @@ class Zero3(Partitions):
 
     def _around(self, module: str, *, backward: bool) -> int:
         """Modules that are entered as the block begins: its layer's; the network's, and peft's two around it."""
-        network = 2 if all(t.trains for t in self.tensors) else 4
+        network = 2 if self._all_train else 4
         return {"embedding": 0 if backward else network, "head": network if backward else 0}.get(module, 1)
 
     def _reduce(self, step: Step, now: int, gone: int = 0) -> None:

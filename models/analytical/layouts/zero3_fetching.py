@@ -148,11 +148,13 @@ class Coordinator:
     def _prefetch(self, now: int) -> None:
         """The next tensors in order, until they make a bucket."""
         most, ahead = min(self.sizes.live - self.elements, self.sizes.prefetch), dict[StoredTensor, None]()
-        while self._queue and sum(t.numel for t in ahead) < most:
+        filled = 0
+        while self._queue and filled < most:
             tensor, at = self._queue.popleft()
             self._next_use[tensor] = max(self._next_use.get(tensor, -1), at)
-            if tensor not in self.available and tensor not in self.gathers:
+            if tensor not in self.available and tensor not in self.gathers and tensor not in ahead:
                 ahead[tensor] = None
+                filled += tensor.numel
         self._gather(ahead, now)
 
     def _to_release(self, mine: Sequence[StoredTensor], *, leaf: bool) -> Iterable[StoredTensor]:
@@ -161,18 +163,21 @@ class Coordinator:
         at = self.order.at
         found = [t for t in mine if t.numel > self.sizes.persistence and self._next_use.get(t, -1) <= at]
         passed = 0
-        for later in self.order.coming:
+        for later in self.order.coming if found else ():
             if passed >= self.sizes.reuse or not found:
                 break
             counted = later.tensors
             if later.leaf or later.inside:
                 counted = (*later.tensors, *later.inside) if leaf else () if later.leaf else later.tensors
-            found = [t for t in found if t not in counted]
-            passed += sum(t.numel for t in counted)
+            if counted:
+                found = [t for t in found if t not in counted]
+                passed += sum([t.numel for t in counted])
         return found
 
     def _gather(self, tensors: Iterable[StoredTensor], now: int) -> None:
         wanted = set(tensors)
+        if not wanted:
+            return
         flat: dict[int, int] = {}
         for tensor in wanted if len(wanted) > 1 < self.ranks else ():
             flat[tensor.gathered_bytes] = flat.get(tensor.gathered_bytes, 0) + self._padded_bytes(tensor)

@@ -5,7 +5,7 @@ Source: DeepSpeed 0.19.8 `runtime/zero/partitioned_param_coordinator.py` (`reset
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from peakcast.models.analytical.layouts.zero3_turns import Turn
@@ -40,6 +40,7 @@ class Order:
         return True
 
     @property
-    def coming(self) -> Sequence[Turn]:
+    def coming(self) -> Iterator[Turn]:
         """The turns that are expected next."""
-        return self.known[self.at :] if self.known is not None else ()
+        known = self.known or ()
+        return (known[at] for at in range(self.at, len(known)))

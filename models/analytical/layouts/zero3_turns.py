@@ -6,8 +6,9 @@ Source: DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`, `_register_deepspe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from peakcast.models.analytical.layouts.base import StoredTensor
 
@@ -19,9 +20,9 @@ CALLED = {"post_attention_layernorm": "pre_feedforward_layernorm", "norm": "fina
 """Modules whose operations are named after what they do."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Turn:
-    """A module's forward or backward, from the instant `begins` until before `ends`."""
+    """A module's forward or backward, from the instant `begins` until before `ends`. Nobody changes one that is known."""
 
     begins: int
     ends: int
@@ -61,14 +62,14 @@ def turns_of(
         if does != name and any(label.startswith(f"{does}.") for label in labels):
             name = does if f"{does}.weight" not in {t.name for t in tensors} else name
         modules.setdefault(name, []).append(tensor)
-    inside = tuple(tensors)
+    inside, names = tuple(tensors), tuple(modules)
     turns = [Turn(begins, begins + 1, name=f"{block} within {depth}", inside=inside) for depth in range(around)]
     switched_off = not any(".lora_A" in label for label in labels)
     entered: tuple[str, ...] = ()
     last, named = "", set[str]()
     for index, label in enumerate(labels, begins):
-        owner = _owner(label, modules)
-        path = (leaf,) if leaf and owner == leaf else tuple(_path(label, owner, modules))
+        owner = _owner(label, names)
+        path = (leaf,) if leaf and owner == leaf else _path(label, owner, names)
         for module in path:
             if module == owner:
                 if {last, owner} == {owner.removesuffix(".lora_A"), f"{last.removesuffix('.lora_A')}.lora_A"}:
@@ -78,13 +79,13 @@ def turns_of(
                     own = tuple(modules[owner])
                     turns.append(Turn(index, index + 1, own, f"{block} {owner}", leaf=bool(leaf) and owner == leaf))
                 else:
-                    turns[-1] = replace(turns[-1], ends=index + 1)
+                    turns[-1].ends = index + 1
             elif module not in entered:  # peft reads the dtype of lora_A, which is then this module's too, and not released
                 read = modules.get(f"{module.removesuffix(ADAPTED)}.lora_A", ()) if module.endswith(ADAPTED) else ()
                 done = not read or switched_off
                 turns.append(Turn(index, index + 1, tuple(read), f"{block} {module}", releases=done))
         if leaf and owner == leaf:
-            turns[-1] = replace(turns[-1], done={**turns[-1].done, label: index + 1})
+            turns[-1].done = {**turns[-1].done, label: index + 1}
         entered, last = path, owner or last
         named.add(owner)
     rest = tuple(t for name, found in modules.items() if name not in named and ".lora_" not in name for t in found)
@@ -102,7 +103,8 @@ def within_first(turns: Sequence[Turn], again: Sequence[Turn]) -> list[Turn]:
     return [turns[0], *before, *again, replace(turns[first], enters=False), *turns[first + 1 :]]
 
 
-def _owner(label: str, modules: Mapping[str, object]) -> str:
+@lru_cache(maxsize=4096)
+def _owner(label: str, modules: tuple[str, ...]) -> str:
     """The module with parameters whose operation this is, "" for none: what adds an adapter is of neither part, nor what
     copies a quantised matrix's result for it."""
     found = [name for name in modules if label == name or label.startswith(f"{name}.")]
@@ -110,15 +112,18 @@ def _owner(label: str, modules: Mapping[str, object]) -> str:
     return "" if label.startswith((f"{owner}.lora.", f"{owner}.clone")) else owner
 
 
-def _path(label: str, owner: str, modules: Mapping[str, object]) -> Iterator[str]:
+@lru_cache(maxsize=4096)
+def _path(label: str, owner: str, modules: tuple[str, ...]) -> tuple[str, ...]:
     """The modules within the block that run this operation, the outermost first."""
+    path = []
     outer = label.partition(".")[0]
     if outer != label and outer not in modules:
-        yield outer
+        path.append(outer)
     linear = label.partition(".lora")[0].removesuffix(".clone")
     if f"{linear}.lora_A" in modules:
-        yield linear + ADAPTED
+        path.append(linear + ADAPTED)
     if label.rpartition(".")[2] in ACTIVATIONS:
-        yield label
+        path.append(label)
     if owner:
-        yield owner
+        path.append(owner)
+    return tuple(path)
