@@ -60,6 +60,8 @@ def _shards(job: TrainingJob) -> str:
 
 def _zero(job: TrainingJob) -> str:
     stage = job.parallelism.zero_stage
+    if job.parallelism.data_parallel_size == 1:
+        return "under ZeRO was compared with traces of several ranks only."
     if job.loss.kind == "reward" and stage == 3:
         return "under ZeRO-3 was compared with no trace: transformers 5.17 cannot make a classifier's weights in parts."
     if job.parallelism != Parallelism(data_parallel_size=job.parallelism.data_parallel_size, zero_stage=stage):

@@ -225,11 +225,11 @@ def _zero_reason(job: TrainingJob) -> str:
         (
             layout.zero_stage == 1 and conventions(job).get("overlap_comm") is True and _beside_early_reduction(job),
             "with overlap_comm only where no table is shared beside several micro-batches, without offloading, quantised "
-            "weights and experts.",
+            "weights, experts and preferences.",
         ),
         (
             not conventions(job).get("contiguous_gradients", True) and _beside_scattered_gradients(job),
-            "with contiguous_gradients=true only beside offloading, quantised weights, experts and overlap_comm.",
+            "with contiguous_gradients=true only beside offloading, quantised weights, experts, preferences, overlap_comm.",
         ),
         (
             job.precision.parameters != job.precision.compute,
@@ -261,7 +261,8 @@ def _beside_early_reduction(job: TrainingJob) -> bool:
 
 
 def _beside_plain_weights(job: TrainingJob) -> bool:
-    return job.offload != Offload() or bool(job.finetuning.quantization) or job.architecture.moe is not None
+    otherwise = job.offload != Offload() or job.loss.kind != "cross_entropy"
+    return otherwise or bool(job.finetuning.quantization) or job.architecture.moe is not None
 
 
 def _offloads_with_zero(job: TrainingJob) -> bool:
