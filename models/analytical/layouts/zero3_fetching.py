@@ -149,11 +149,13 @@ class Coordinator:
     def _prefetch(self, now: int) -> None:
         """The next tensors in order, until they make a bucket."""
         most, ahead = min(self.sizes.live - self.elements, self.sizes.prefetch), dict[StoredTensor, None]()
-        while self._queue and sum(t.numel for t in ahead) < most:
+        filled = 0
+        while self._queue and filled < most:
             tensor, at = self._queue.popleft()
             self._next_use[tensor] = max(self._next_use.get(tensor, -1), at)
-            if tensor not in self.available and tensor not in self.gathers:
+            if tensor not in self.available and tensor not in self.gathers and tensor not in ahead:
                 ahead[tensor] = None
+                filled += tensor.numel
         self._gather(ahead, now)
 
     def _to_release(self, mine: Sequence[StoredTensor], *, leaf: bool) -> Iterable[StoredTensor]:
