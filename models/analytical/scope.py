@@ -164,8 +164,8 @@ def _huggingface_reason(job: TrainingJob) -> str:
         ),
         (
             job.task == "inference" and job.architecture.model_type in ("codegen", "gptj", "mpt"),
-            f"generation with model_type={job.architecture.model_type!r}, whose attention has tables of its own, is up to 5 % "
-            "below its trace.",
+            f"generation with model_type={job.architecture.model_type!r}, whose attention has tables of its own, is up to "
+            "5 % below its trace.",
         ),
         (
             job.architecture.mla is not None and bool(conventions(job).get("autocast")),
