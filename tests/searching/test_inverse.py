@@ -60,7 +60,7 @@ def test_what_a_search_cannot_read_widens_its_bars_and_is_said():
     ("options", "words"),
     [
         ({"find": "micro_batch_size", "num_gpus": 8}, "num_gpus=8 is no part of find='micro_batch_size'; say in the job"),
-        ({"find": "model", "global_batch_size": 8}, "global_batch_size=8 is not heard"),
+        ({"find": "model", "global_batch_size": 8}, "global_batch_size=8 is no part"),
         ({"find": "num_gpus", "num_gpus": 8}, "leave it out"),
         ({"num_gpus": 10**9}, "num_gpus=1000000000 must be from 1 to 1,048,576"),
     ],
