@@ -165,6 +165,14 @@ def _mixture_reason(job: TrainingJob) -> str:
             "a plain loop with use_reentrant: masks and rotary tables that its graph holds between steps are not counted.",
         ),
         (
+            job.offload.activations and (job.attention != "sdpa" or conventions(job).get("sdpa") != "sdpa"),
+            "offloaded activations are compared with traces of sdpa only; with other attention up to 8 % is missing.",
+        ),
+        (
+            autocast and architecture.model_type in ("bloom", "codegen", "cohere", "cohere2", "gptj", "mpt"),
+            f"model_type={architecture.model_type!r} under autocast: what its own attention widens is not all counted.",
+        ),
+        (
             adapts and autocast and checkpointing.mode != "none" and architecture.norm_placement == "post",
             f"adapters on {architecture.name!r} under autocast with checkpointing: its first layer's input, which autocast "
             "casts once for all projections, is not counted.",
