@@ -5,8 +5,10 @@ import pytest
 from peakcast import catalog
 from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.scope import out_of_scope
-from peakcast.spec import Batch, Finetuning, Loss, TrainingJob
+from peakcast.spec import ActivationCheckpointing, Batch, Finetuning, Loss, Precision, TrainingJob
 
+REENTRANT = ActivationCheckpointing(mode="full", use_reentrant=True)
+SINGLE = Precision(parameters="float32", compute="float32")
 EVERYWHERE = Finetuning(method="lora", rank=8, targets=("all-linear",))
 ATTENTION = Finetuning(method="lora", rank=8, targets=("q_proj", "v_proj"))
 LIGER = {"framework_options": FrozenMapping({"liger_kernels": True})}
@@ -25,6 +27,8 @@ def reason(name, **changes):
         ("falcon-7b", LIGER, "no kernels for model_type='falcon'"),
         ("gpt2", {"loss": Loss(fused_linear_cross_entropy=True)}, "no kernels for model_type='gpt2'"),
         ("falcon-40b", FLASH, "of Falcon"),
+        ("llama-3.2-1b", {"finetuning": ATTENTION, "precision": SINGLE}, "grouped"),
+        ("gpt2", {"framework": "torch", "activation_checkpointing": REENTRANT}, "a plain loop"),
         ("deepseek-v2-lite", {"framework_options": FrozenMapping({"autocast": True})}, "under autocast"),
         ("gpt-j-6b", {"task": "inference"}, "generation with"),
         ("mpt-7b", FLASH, "no flash_attention_2"),
