@@ -233,8 +233,8 @@ class Zero12(Partitions):
                     self._arrive(step, found[0], begin + at, ended_bytes(run, at), born)
                 elif name == "lm_head.weight":  # the token table's: autograd adds the embedding's before anybody sees it
                     size = int(run.template.num_bytes[index])
-                    self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size], born=begin + at + 1)
-                    run.gradients_die = step.now  # held here
+                    self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size])
+                    run.gradients_die = step.now  # held here from then on
             if run.module == "embedding":
                 step.free(self._tied)
         elif not any(earlier.module == run.module for earlier in self._runs):

@@ -156,8 +156,8 @@ class Zero3(Partitions):
         for at, index in self._arrivals(run):
             size, born = int(template.num_bytes[index]), begins + int(template.born[index])
             if self._tied and template.names[index] == "lm_head.weight.grad":
-                self._half += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size], run.module, born=born + 1)
-                run.gradients_die = step.now  # held here
+                self._half += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size], run.module)
+                run.gradients_die = step.now  # held here from then on
             else:
                 self._arrive(step, run, at, size, born)
         if self._half and run.module == "embedding":
