@@ -258,6 +258,10 @@ def _zero_reason(job: TrainingJob) -> str:
         ),
         (bool(quantized) and job.offload != Offload(), "offloading with whole weights only, not quantised ones."),
         (
+            job.offload.parameters and layout.num_replicas == 1,
+            "on one rank with its weights on the GPU only: from the host, first steps are counted up to 0.5 % too low.",
+        ),
+        (
             layout.zero_stage == 1 and conventions(job).get("overlap_comm") is True and _beside_early_reduction(job),
             "with overlap_comm only where no table is shared beside several micro-batches, without offloading, quantised "
             "weights, experts and preferences.",
