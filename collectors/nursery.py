@@ -22,14 +22,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 from peakcast.collectors.probes import forget_allocator_settings
 from peakcast.errors import PeakcastError
 from peakcast.records import Measurement
 
 POLL_SECONDS = 0.005
+ENDING_SECONDS = 5.0
+"""A killed process is gone in far less, unless its driver hangs."""
 AFRESH = "--cell"
 
 Made = Measurement | tuple[Measurement, bytes | None]
@@ -149,8 +151,28 @@ def _cuda_is_spoilt() -> bool:
 
 
 def _kill(group: int) -> None:
+    """Kill every process of a group and wait until none is left: memory that one still holds would spoil the next cell."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
+        deadline = time.monotonic() + ENDING_SECONDS
+        while time.monotonic() < deadline and any(one.group == group and one.state not in "ZX" for one in _processes()):
+            time.sleep(POLL_SECONDS)
+
+
+class _Process(NamedTuple):
+    number: int
+    state: str
+    group: int
+    session: int
+
+
+def _processes() -> Iterator[_Process]:
+    """Those that Linux has now."""
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            after_name = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            state, _, group, session = after_name[:4]  # state, parent, group, session: proc(5)
+            yield _Process(int(folder.name), state, int(group), int(session))
 
 
 def die_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
@@ -167,11 +189,10 @@ def _end(*_: object) -> None:
 
 def end_session(session: int) -> None:
     """Kill every process of a warm parent's session, itself last: what a cell has started too, whatever their groups."""
-    for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            after_name = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            if int(after_name[3]) == session != int(folder.name):  # state, parent, group, session: proc(5)
-                os.kill(int(folder.name), signal.SIGKILL)
+    for one in _processes():
+        if one.session == session != one.number:
+            with contextlib.suppress(OSError):
+                os.kill(one.number, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(session, signal.SIGKILL)
 
