@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from peakcast.architecture import Architecture
 from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions
-from peakcast.models.analytical.blocks.hf_builder import HFContext
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding
 from peakcast.models.analytical.blocks.hf_traits import slides, traits
 from peakcast.models.analytical.blocks.hybrid import layer_template

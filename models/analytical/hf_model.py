@@ -10,7 +10,7 @@ import numpy as np
 
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.attention_kernels import flex_block_mask_bytes
-from peakcast.models.analytical.blocks.hf_builder import HFContext
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding_variables
 from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers, kinds_of_masks, traits
 from peakcast.models.analytical.blocks.hybrid import layer_template

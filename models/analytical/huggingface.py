@@ -14,7 +14,7 @@ from peakcast.allocator import Allocator
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.fields import FrozenMapping
-from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes
+from peakcast.models.analytical.blocks.hf_context import HFContext, autocast_copy_bytes
 from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs, tied_in_graph
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.hybrid import layer_template

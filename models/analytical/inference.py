@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
-from peakcast.models.analytical.blocks.hf_builder import HFContext
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding, embedding_variables, next_token_head
 from peakcast.models.analytical.blocks.hf_layer import decoder_layer
 from peakcast.models.analytical.blocks.hf_traits import kinds_of_masks, traits

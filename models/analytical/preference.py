@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from peakcast.models.analytical.blocks.hf_builder import HFContext, autocast_copy_bytes
+from peakcast.models.analytical.blocks.hf_context import HFContext, autocast_copy_bytes
 from peakcast.models.analytical.blocks.hf_ends import embedding_variables, head
 from peakcast.models.analytical.blocks.preference_heads import FP32, INT64, scored_rows, vocabulary_part_bytes
 from peakcast.models.analytical.hf_blocks import Blocks, block_context

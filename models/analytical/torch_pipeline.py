@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from peakcast.catalog import Device
-from peakcast.models.analytical.blocks.hf_builder import HFContext
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
 from peakcast.models.analytical.hf_model import (

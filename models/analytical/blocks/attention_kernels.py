@@ -12,7 +12,8 @@ from collections.abc import Callable
 from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.eager_attention import eager_attention, repeat_key_value, to_float32
-from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_traits import attention_key_heads, traits
 from peakcast.models.analytical.blocks.ring_attention import RingTensors, backward_bytes, forward_bytes
 from peakcast.models.analytical.tape import Tensor

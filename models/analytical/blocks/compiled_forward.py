@@ -13,7 +13,8 @@ from functools import cache
 
 from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks.compiled_ops import FP32, INPUT, INT64, MASK, OUTPUT, SEEDS, op
-from peakcast.models.analytical.blocks.hf_builder import HFContext, is_adapter_target
+from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.parameters import leaf_names
 from peakcast.units import round_up

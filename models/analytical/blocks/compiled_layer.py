@@ -17,7 +17,7 @@ from peakcast.models.analytical.blocks.compiled_backward import LayerOps
 from peakcast.models.analytical.blocks.compiled_ops import INPUT, INT64, NARROWED, OUTPUT, PRODUCTS, SEEDS, op, recomputed
 from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
 from peakcast.models.analytical.blocks.graphs_in_turn import both_graphs
-from peakcast.models.analytical.blocks.hf_builder import HFContext
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.inductor_graph import InductorGraph
 from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.blocks.tensor_parallel import WHOLE

@@ -25,7 +25,7 @@ from peakcast.models.analytical.blocks.compiled_ops import (
 )
 from peakcast.models.analytical.blocks.compiled_template import Given, compiled_template
 from peakcast.models.analytical.blocks.graphs_in_turn import Graph, GraphsInTurn, both_graphs
-from peakcast.models.analytical.blocks.hf_builder import HFContext
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.blocks.tensor_parallel import WHOLE

@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from peakcast.models.analytical.blocks import primitives as ops
-from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_fused_loss import fused_linear_cross_entropy, loss_in_chunks
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.preference_heads import score, token_log_probabilities

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.local_variables import Locals
 from peakcast.models.analytical.tape import Tensor, WeightGradient
 from peakcast.timeline import Category

@@ -12,7 +12,8 @@ from functools import lru_cache
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.activations import activation
 from peakcast.models.analytical.blocks.hf_attention import self_attention
-from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.latent_attention import latent_attention
 from peakcast.models.analytical.blocks.routed import routed_feed_forward

@@ -13,7 +13,8 @@ from functools import lru_cache
 from peakcast.architecture import StateSpace
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.hf_attention import self_attention
-from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_layer import decoder_layer, feed_forward
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 from peakcast.models.analytical.template import Template

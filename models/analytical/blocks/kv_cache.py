@@ -5,7 +5,8 @@ Source: transformers 5.17 cache_utils.py DynamicLayer, StaticLayer (DynamicCache
 
 from __future__ import annotations
 
-from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.tape import Tensor
 
 CACHES = ("key_cache", "value_cache")

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from peakcast.architecture import Architecture
-from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 from peakcast.timeline import Category
 

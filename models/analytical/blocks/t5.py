@@ -13,7 +13,8 @@ from functools import lru_cache
 
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.activations import activation
-from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, HFContext
+from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding_backward_bytes
 from peakcast.models.analytical.parameters_t5 import CROSS, FEED_FORWARD, SELF, up_projections
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
