@@ -95,7 +95,7 @@ def _replay_calls(run: Run, allocator: CachingAllocator) -> Replay:
         allocated_bytes=allocator.allocated_bytes,
         reserved_bytes=allocator.reserved_bytes,
         num_segments=allocator.num_segments,
-        num_events=run.num_events,
+        num_events=len(run.events),
         num_retries=allocator.num_retries,
     )
 
@@ -105,12 +105,12 @@ def _replay_compiled(
 ) -> Replay | None:
     """The same in one compiled loop; None where it would not be: where pages of expandable segments go back.
     Raises: SimulatedOutOfMemoryError."""
-    sizes = _rounded(run.num_bytes, settings)
+    units = _rounded(run.num_bytes, settings)
     large = (settings.large_segment_size_mb or 0) * MIB or LARGE_SEGMENT_BYTES
     found = compiled.replay(
         run.events,
-        sizes // MIN_BLOCK_BYTES,
-        run.streams * 2 + (sizes <= SMALL_BYTES),
+        units,
+        run.streams * 2 + (units <= SMALL_BYTES // MIN_BLOCK_BYTES),
         2 * int(run.streams.max(initial=0)) + 2,
         settings.expandable_segments,
         newest_first,
@@ -121,7 +121,7 @@ def _replay_compiled(
         return None
     if len(found) == 2:
         holder, reserved = found
-        asked, stream = int(sizes[holder]), int(run.streams[holder])
+        asked, stream = int(units[holder]) * MIN_BLOCK_BYTES, int(run.streams[holder])
         raise SimulatedOutOfMemoryError.asking(asked, stream, reserved * MIN_BLOCK_BYTES, capacity_bytes or 0)
     peak_allocated, allocated, peak_reserved, reserved, num_segments, num_retries = found
     return Replay(
@@ -131,13 +131,14 @@ def _replay_compiled(
         allocated_bytes=allocated * MIN_BLOCK_BYTES,
         reserved_bytes=reserved * MIN_BLOCK_BYTES,
         num_segments=num_segments,
-        num_events=run.num_events,
+        num_events=len(run.events),
         num_retries=num_retries,
     )
 
 
 def _rounded(num_bytes: Ints, settings: Allocator) -> Ints:
-    """Bytes of each request as the allocator rounds them."""
+    """Each request as the allocator rounds it, in units of `MIN_BLOCK_BYTES`."""
     if any(settings.divisions):
-        return np.array([round_request(size, settings.divisions) for size in num_bytes.tolist()], dtype=np.int64)
-    return np.maximum(-(-num_bytes // MIN_BLOCK_BYTES), 1) * MIN_BLOCK_BYTES
+        sizes = [round_request(size, settings.divisions) for size in num_bytes.tolist()]
+        return np.array(sizes, dtype=np.int64) // MIN_BLOCK_BYTES
+    return np.maximum((num_bytes + (MIN_BLOCK_BYTES - 1)) // MIN_BLOCK_BYTES, 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +16,10 @@ from peakcast.texts import Texts
 from peakcast.timeline import Category, Timeline
 
 Ints = npt.NDArray[np.int64]
+
+compiled: Any = None
+with suppress(ImportError):  # built where there was a compiler when peakcast was installed
+    compiled = importlib.import_module("peakcast.models._event_order")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,38 +30,28 @@ class Run:
     events: Ints
     num_bytes: Ints
     streams: Ints
-    num_events: int
     peak_requested_bytes: int
 
     @classmethod
     def of(cls, steps: Sequence[Timeline]) -> Run:
-        events: list[Ints] = []
-        offset = num_events = requested = 0
-        before: tuple[Timeline, Ints, Ints] | None = None  # a step, which of its entries outlive it, and all its holders
+        events = [np.zeros(0, dtype=np.int64)]
+        offset = 0
+        before: tuple[Timeline, Ints] | None = None  # a step and the holders of its entries
         for step in steps:
             holders = np.arange(offset, offset + len(step.num_bytes))
             offset += len(holders)
-            entries, begins = _events(step)
-            num_events += len(entries)
-            outlives = entries[begins & (step.dies[entries] >= len(step.phases))]
+            handed_over = np.zeros(len(holders), dtype=bool)
             if before is not None:
                 continued, taken, left = _take_over(step, *before)
-                holders[continued] = taken
+                holders[continued], handed_over[continued] = taken, True
                 events.append(~left)
-                begins_here = np.ones(len(holders), dtype=bool)
-                begins_here[continued] = False
-                happens = ~begins | begins_here[entries]
-                entries, begins = entries[happens], begins[happens]
-            held = holders[entries]
-            events.append(np.where(begins, held, ~held))
-            before = step, outlives, holders
-            requested = max(requested, step.peak().num_bytes if len(step.phases) else 0)
+            events.append(_events(step, holders, handed_over))
+            before = step, holders
         return cls(
-            events=np.concatenate(events) if events else np.zeros(0, dtype=np.int64),
+            events=np.concatenate(events),
             num_bytes=np.concatenate([step.num_bytes for step in steps]),
             streams=np.concatenate([_streams(step) for step in steps]),
-            num_events=num_events,
-            peak_requested_bytes=requested,
+            peak_requested_bytes=max((step.peak().num_bytes for step in steps if len(step.phases)), default=0),
         )
 
 
@@ -64,21 +61,30 @@ def _streams(step: Timeline) -> Ints:
     return step.streams.astype(np.int64)
 
 
-def _events(step: Timeline) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Entry indices in order of time, and which of them begin there instead of ending, both [num_events]."""
+def _events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_]) -> Ints:
+    """The events of a step in order of time: at each instant the frees, then the requests, both in the order of entries.
+    Nobody asks for what was handed over."""
+    if compiled:
+        columns = (step.num_bytes, step.born, step.dies, holders, handed_over)
+        return np.frombuffer(compiled.order(*map(np.ascontiguousarray, columns), len(step.phases)), dtype=np.int64)
+    return _sorted_events(step, holders, handed_over)
+
+
+def _sorted_events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_]) -> Ints:
+    """The same by a sort."""
     end = len(step.phases)
     lives = np.flatnonzero((step.num_bytes > 0) & (step.born < np.minimum(step.dies, end)))
-    dying = lives[step.dies[lives] < end]
-    when = np.concatenate([step.dies[dying] * 2, step.born[lives] * 2 + 1])
-    if 2 * end <= np.iinfo(np.uint16).max:
-        when = when.astype(np.uint16)  # numpy sorts these by radix
-    order = np.argsort(when, kind="stable")
-    return np.concatenate([dying, lives])[order], order >= len(dying)
+    begins, dying = lives[~handed_over[lives]], lives[step.dies[lives] < end]
+    when = np.concatenate([step.dies[dying] * 2, np.maximum(step.born[begins], 0) * 2 + 1])
+    return np.concatenate([~holders[dying], holders[begins]])[np.argsort(when, kind="stable")]
 
 
-def _take_over(step: Timeline, before: Timeline, outlives: Ints, holders: Ints) -> tuple[Ints, Ints, Ints]:
+def _take_over(step: Timeline, before: Timeline, holders: Ints) -> tuple[Ints, Ints, Ints]:
     """Entries of this step that continue what outlives the step before, the holders of those there, and the holders that
     nobody continues."""
+    end = len(before.phases)
+    outlives = np.flatnonzero((before.dies >= end) & (before.born < end) & (before.num_bytes > 0))
+    outlives = outlives[np.argsort(before.born[outlives], kind="stable")]
     standing = np.flatnonzero((step.born <= 0) & (step.dies > 0) & (step.num_bytes > 0))
     ours, theirs = _digests(step, standing), _digests(before, outlives)
     order = np.argsort(ours)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from peakcast.allocator import Allocator
 from peakcast.models import allocator as allocator_module
+from peakcast.models import allocator_events
 from peakcast.models.allocator import replay, replay_run
 from peakcast.models.allocator_events import Run
 from peakcast.models.allocator_sizes import round_request, segment_bytes
@@ -341,6 +342,16 @@ def random_step(seed: int, num_streams: int, num_entries: int = 300) -> Timeline
 
 
 built = pytest.mark.skipif(allocator_module.compiled is None, reason="there was no compiler when peakcast was installed")
+
+
+@pytest.mark.skipif(allocator_events.compiled is None, reason="there was no compiler when peakcast was installed")
+@given(seed=st.integers(0, 2**32 - 1), share=st.sampled_from([0, 0.5, 1]))
+def test_the_compiled_order_of_events_equals_the_sort(seed, share):
+    timeline = random_step(seed, 1)
+    random = np.random.default_rng(seed)
+    holders, handed_over = random.permutation(len(timeline.born)), random.random(len(timeline.born)) < share
+    events = allocator_events._events(timeline, holders, handed_over)
+    assert events.tolist() == allocator_events._sorted_events(timeline, holders, handed_over).tolist()
 
 
 @built
