@@ -7,7 +7,6 @@ has is skipped, so a collection can be cut off anywhere and taken up again. Wher
 from __future__ import annotations
 
 import base64
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from peakcast import __version__, store
 from peakcast.collectors.engines import WORK, Answer, Question, find_engine
 from peakcast.collectors.grid import load_grid
 from peakcast.collectors.versions import followed
+from peakcast.cores import available_cores
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.durable import replace_file
 from peakcast.errors import NO_GPU, CollectorError
@@ -179,7 +179,7 @@ def _with_timelines(row: Measurement, answer: Answer, folder: Path) -> Measureme
 
 
 def _traces_at_once() -> int:
-    return min(os.cpu_count() or 1, MOST_TRACES_AT_ONCE)
+    return min(available_cores(), MOST_TRACES_AT_ONCE)
 
 
 def _row(answer: Answer, job: TrainingJob, gpu: str | None, question: Question) -> tuple[Measurement, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import textwrap
 from collections import Counter
@@ -13,6 +12,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from peakcast.cores import available_cores
 from peakcast.errors import SpecError
 from peakcast.prediction import QUANTITIES, SEEN_BY, Answer, Interval, Prediction
 from peakcast.units import GIB, format_gib
@@ -66,7 +66,7 @@ def batch_of(path: Path, processes: int | None) -> tuple[Iterable[bytes], int]:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}; check the path.", parameter="batch") from error
-    return lines, processes or (1 if len(lines) < LONG_BATCH else os.cpu_count() or 1)
+    return lines, processes or (1 if len(lines) < LONG_BATCH else available_cores())
 
 
 # -- a prediction -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from peakcast.cores import available_cores
 from peakcast.spec import TrainingJob, job_to_mapping
 from peakcast.timeline import Timeline
 from peakcast.timelines import STEPS, timeline_from_mapping, unpack
@@ -35,7 +36,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         return 0
     paths = {argument.partition("::")[0] for argument in config.args}
     most = len(paths) if all(path.endswith(".py") for path in paths) else MOST_AT_ONCE
-    num_processes = min(most, MOST_AT_ONCE, len(os.sched_getaffinity(0)))
+    num_processes = min(most, MOST_AT_ONCE, available_cores())
     return num_processes if num_processes > 1 else 0
 
 
