@@ -6,7 +6,6 @@ network that lies on the host. How weights come there, are read or quantised is 
 
 from __future__ import annotations
 
-from peakcast.models.analytical.huggingface import weights_job
 from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.step import Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
@@ -19,5 +18,5 @@ def building(job: TrainingJob, rank: int | None = None) -> list[Timeline]:
     if job.framework == "megatron" or job.task != "train" or job.parallelism.num_replicas == 1:
         return []
     step = Step()
-    layout_of(job, stored_parameters(weights_job(job)), rank=rank).build(step)
+    layout_of(job, stored_parameters(job), rank=rank).build(step)
     return [step.timeline()] if step.now else []

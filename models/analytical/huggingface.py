@@ -47,9 +47,9 @@ from peakcast.models.analytical.preference import (
     reference_forward,
 )
 from peakcast.models.analytical.step import FOREVER, Run, Step
-from peakcast.models.analytical.stored_parameters import stored_parameters
+from peakcast.models.analytical.stored_parameters import stored_parameters, weights_job
 from peakcast.models.analytical.workspaces import training_workspaces
-from peakcast.spec import ActivationCheckpointing, Batch, Optimizer, TrainingJob
+from peakcast.spec import Optimizer, TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def huggingface_ledger(
         return _on_one_gpu(job, device, step).timeline()
     context = block_context(job, device is not None, rank or 0)
     logits = logits_bytes_kept_by_outputs(target_context(context, job), widened=False)
-    layout = layout_of(job, stored_parameters(weights_job(job)), logits, rank)
+    layout = layout_of(job, stored_parameters(job), logits, rank)
     if job.task == "inference":
         from peakcast.models.analytical.inference import inference_ledger
 
@@ -106,9 +106,9 @@ def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
 
 def _optimizer_on_one_gpu(timeline: Step, job: TrainingJob, step: str) -> None:
     if optimizer_rule(job).updates_in_backward:
-        place_optimizer_step(timeline, job, layout_of(job, stored_parameters(weights_job(job)), 0), step)
+        place_optimizer_step(timeline, job, layout_of(job, stored_parameters(job), 0), step)
     else:
-        timeline.run_again(_optimizer_stepped(weights_job(job), step))
+        timeline.run_again(_optimizer_stepped(_updated_job(job), step))
         timeline.gradients_die = timeline.now - 1  # `zero_grad` comes last
 
 
@@ -141,7 +141,7 @@ def _one_micro_batch(job: TrainingJob, kernel_temporaries: bool) -> tuple[Step, 
     what stands before it; its context; the instants at which the micro-batch starts and at which its loss is there."""
     context, timeline = block_context(job, kernel_temporaries), Step()
     _hold_before_forward(timeline, job)
-    cached = _autocast_cache(context, stored_parameters(weights_job(job))) if context.autocast else {}
+    cached = _autocast_cache(context, stored_parameters(job)) if context.autocast else {}
     start = timeline.now
     loss = _micro_batch(timeline, job, context, cached, keeps_gradients=True, last=True)
     return timeline, context, start, loss.forward_start + loss.template.num_forward
@@ -154,17 +154,9 @@ def _graph_job(job: TrainingJob) -> TrainingJob:
 
 
 @lru_cache(maxsize=1024)
-def weights_job(job: TrainingJob) -> TrainingJob:
-    """The job with what changes neither its parameters nor their update set aside: jobs alike in the rest share those."""
-    return job.replace(
-        micro_batch_size=1,
-        gradient_accumulation_steps=1,
-        batch=Batch(),
-        sequence_length=job.parallelism.context_parallel_size * job.parallelism.tensor_parallel_size,
-        attention="sdpa",
-        activation_checkpointing=ActivationCheckpointing(),
-        allocator=Allocator(),
-    )
+def _updated_job(job: TrainingJob) -> TrainingJob:
+    """The job with what changes neither its weights nor their update set aside."""
+    return weights_job(job).replace(optimizer=job.optimizer)
 
 
 @lru_cache(maxsize=256)
@@ -205,7 +197,7 @@ def zero_host_memory(job: TrainingJob) -> HostMemory:
     from peakcast.models.analytical.layouts.zero12 import Zero12
     from peakcast.models.analytical.layouts.zero_host import host_memory
 
-    layout = layout_of(job, stored_parameters(weights_job(job)), 0)
+    layout = layout_of(job, stored_parameters(job), 0)
     assert isinstance(layout, Zero12 | Zero3)
     return host_memory(layout, accumulates=job.gradient_accumulation_steps > 1)
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+from peakcast.allocator import Allocator
 from peakcast.conventions import adapter_dtype, conventions
+from peakcast.micro_batch import Batch
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
@@ -19,7 +21,7 @@ from peakcast.models.analytical.parameters import (
     layer_parameters,
 )
 from peakcast.models.analytical.quantization import PARAMETERS, quantized_linear_bytes
-from peakcast.spec import TrainingJob
+from peakcast.spec import ActivationCheckpointing, Optimizer, TrainingJob
 from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
@@ -29,9 +31,28 @@ ROUTED_ROLES = ("expert", "router")
 """What is quantised too where a library has Linears for it, or the checkpoint is (GPTQ)."""
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=1024)
+def weights_job(job: TrainingJob) -> TrainingJob:
+    """The job with what changes none of its weights set aside: jobs alike in the rest share those."""
+    return job.replace(
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        batch=Batch(),
+        sequence_length=job.parallelism.context_parallel_size * job.parallelism.tensor_parallel_size,
+        attention="sdpa",
+        activation_checkpointing=ActivationCheckpointing(),
+        optimizer=Optimizer(),
+        allocator=Allocator(),
+    )
+
+
 def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     """Every tensor of the network as a rank stores it, before data parallelism."""
+    return _stored_parameters(weights_job(job))
+
+
+@lru_cache(maxsize=512)
+def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     size, used = int(DTYPE_BYTES[job.precision.parameters]), int(DTYPE_BYTES[gathered_dtype(job)])
     ranks = expert_ranks(job)
     everything = [(module, _rank_experts(tensor, ranks)) for module, tensor in _all_parameters(job)]
