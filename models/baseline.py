@@ -163,7 +163,7 @@ def _drawn_steps(job: TrainingJob, device: Device, rank: int, ledger: Ledger) ->
 def _replay(steps: Sequence[Timeline], job: TrainingJob, device: Device, outside_bytes: int) -> Replay:
     """The run on an allocator with the room that `device` leaves, or on a roomy one where it runs out of memory. The first
     step and one more are the whole run: further ones reserved nothing new for any of the 123 published configurations."""
-    room_bytes = device.cuda_memory_bytes - outside_bytes
+    room_bytes = usable_bytes(job, device) - outside_bytes
     fraction = job.allocator.per_process_memory_fraction
     allowed_bytes = None if fraction is None else int(fraction * device.cuda_memory_bytes)
     limits = [limit for limit in (room_bytes, allowed_bytes) if limit is not None]
@@ -181,6 +181,11 @@ def _analytical_ledger() -> Ledger:
     from peakcast.models.analytical.ledger import ledger
 
     return ledger
+
+
+def usable_bytes(job: TrainingJob, device: Device) -> int:
+    """Memory of `device` that is there for `job`: what others do not hold."""
+    return device.cuda_memory_bytes - int(job.other_memory_fraction * device.cuda_memory_bytes)
 
 
 def context_bytes(device: Device) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from peakcast.conventions import ASSUMED_TORCH, conventions
 from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.models.analytical.adapter_scope import targets_passed_over
-from peakcast.models.baseline import Baseline, Ledger, baseline, communicator_bytes, context_bytes
+from peakcast.models.baseline import Baseline, Ledger, baseline, communicator_bytes, context_bytes, usable_bytes
 from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
 from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, Outside, difficulty, severity
 from peakcast.models.features import features, of_quantity, sizes
@@ -68,13 +68,14 @@ def predict(
     row = features(job, device, base)
     reasons = reasons_outside(job, device, row, calibration, scope=_scope(job))
     verdict = combine(job, base, row, calibration, reasons)
-    fits, why = judge(verdict.intervals, device.cuda_memory_bytes)
+    usable = usable_bytes(job, device)
+    fits, why = judge(verdict.intervals, usable)
     warnings = [warning, _beyond_positions(job), *(reason.sentence for reason in reasons), why, _retries(base)]
     return Prediction(
         gpu=device.name,
         rank=base.rank,
         **verdict.intervals,
-        capacity_bytes=device.cuda_memory_bytes,
+        capacity_bytes=usable,
         fits=fits,
         peak_phase=base.peak_phase,
         phase_peaks_bytes=base.phase_peaks_bytes,
@@ -163,7 +164,7 @@ def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> 
     learned = calibration.quantities.get("peak_device_bytes")
     _, upper, _ = bar("peak_device_bytes", learned, bar_groups(job, allocated_bytes), reasons)
     least = allocated_bytes + context_bytes(device) + communicator_bytes(job)
-    return least * math.exp((learned.residual.least if learned else 0.0) + upper) < device.cuda_memory_bytes
+    return least * math.exp((learned.residual.least if learned else 0.0) + upper) < usable_bytes(job, device)
 
 
 def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
@@ -262,6 +263,11 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
         sentences.append(
             f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate from 4 × A100; it depends on the "
             "machine's links."
+        )
+    if job.other_memory_fraction:
+        sentences.append(
+            f"others hold {job.other_memory_fraction:.0%} of the GPU's memory all along (other_memory_fraction): it is not "
+            "in the peaks and not there for the run."
         )
     if job.framework == "megatron" and job.architecture.moe is not None:
         equal = conventions(job).get("moe_routing", "balanced") == "balanced"

@@ -80,6 +80,7 @@ FLAGS = (
     JobFlag("pipeline_parallel_size", ("parallelism.pipeline_parallel_size",), int, "Ranks that share the layers."),
     JobFlag("context_parallel_size", ("parallelism.context_parallel_size",), int, "Ranks that share a sequence."),
     JobFlag("expert_parallel_size", ("parallelism.expert_parallel_size",), int, "Ranks that share the experts."),
+    JobFlag("other_memory_fraction", ("other_memory_fraction",), float, "Part of the GPU that others hold, such as vLLM."),
 )
 """In the order in which `--help` shows them."""
 JOB_HELP = "A job file, or another project's configuration or script; the flags below change it."

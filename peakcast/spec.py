@@ -173,6 +173,8 @@ class TrainingJob(HashedOnce):
     offload: Offload = Offload()
     allocator: Allocator = field(default_factory=Allocator)
     inference: Inference = Inference()
+    other_memory_fraction: float = unsaid(0.0)
+    """Part of the GPU's memory that others hold all along: vLLM beside the training, another process, a screen."""
     framework_options: FrozenMapping = field(default_factory=FrozenMapping)
     """Switches that only one framework has; each must be a known convention of `framework` (catalog/frameworks.toml)."""
 
@@ -180,6 +182,12 @@ class TrainingJob(HashedOnce):
         require_positive(
             self, "micro_batch_size", "sequence_length", "decoder_sequence_length", "gradient_accumulation_steps"
         )
+        if not 0 <= self.other_memory_fraction < 1:
+            raise SpecError(
+                f"other_memory_fraction={self.other_memory_fraction} must be at least 0 and below 1, the whole GPU.",
+                parameter="other_memory_fraction",
+                value=self.other_memory_fraction,
+            )
         check_batch(self.batch, self.micro_batch_size, self.sequence_length)
         self.loss.reference_beside(adapters=self.finetuning.method != "full")
         check_layout(self.parallelism, self.architecture, self.framework, self.sequence_length)

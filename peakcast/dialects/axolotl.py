@@ -84,7 +84,7 @@ def from_axolotl(pasted: Pasted) -> Translation:
         method,
         "rl",
         notes,
-        refers=generation is not None and generation.refers,
+        generation=generation,
         precomputed=settings.switch("precompute_ref_log_probs"),
         whole_logits="trl 1.9, which axolotl 0.19 requires,",
     )

@@ -35,6 +35,8 @@ class Generation:
     """Tokens of the longest prompt and of the longest completion together."""
     refers: bool
     """Whether there is a reference: beta is not 0."""
+    other_memory_fraction: float
+    """Part of the GPU's memory that generation holds while the step runs."""
 
 
 def generation_of(settings: Settings, batch: str) -> Generation:
@@ -51,25 +53,25 @@ def generation_of(settings: Settings, batch: str) -> Generation:
         f"the sequences of GRPO's step are prompts with their completions, of {length} tokens; {batch} counts "
         f"completions, {settings.integer('num_generations', 8)} of which answer one prompt (num_generations)."
     )
-    notes.warnings.append(_who_generates(settings))
-    return Generation(sequence_length=length, refers=bool(settings.number("beta", 0.0)))
+    held, sentence = _beside_the_step(settings)
+    notes.warnings.append(f"The number is that of GRPO's optimisation step; {sentence}.")
+    return Generation(
+        sequence_length=length, refers=bool(settings.number("beta", 0.0)), other_memory_fraction=held
+    )
 
 
-def _who_generates(settings: Settings) -> str:
-    """What generation takes beside the optimisation step, which is all that is predicted."""
-    step = "The number is that of GRPO's optimisation step"
+def _beside_the_step(settings: Settings) -> tuple[float, str]:
+    """What generation holds of the GPU while the optimisation step runs, as a part, and what is to be said of it."""
     if not settings.switch("use_vllm"):
-        return f"{step}; transformers generates before it (use_vllm: false), whose cache and logits are not in the number."
+        return 0.0, "transformers generates before it (use_vllm: false), whose cache and logits are not in the number"
     if settings.given("vllm_device"):  # trl 0.14 to 0.15, GRPOConfig: "auto" is the GPU after those that train
-        return f"{step}; vLLM generates on a GPU of its own (vllm_device), which is not in the number."
+        return 0.0, "vLLM generates on a GPU of its own (vllm_device), which is not in the number"
     if settings.text("vllm_mode", "colocate") != "colocate":
-        return f"{step}; vLLM generates in a server of its own (vllm_mode: server), whose GPUs are not in the number."
+        return 0.0, "vLLM generates in a server of its own (vllm_mode: server), whose GPUs are not in the number"
     share = settings.number("vllm_gpu_memory_utilization", UTILIZATION) or UTILIZATION
     ranks = settings.integer("vllm_tensor_parallel_size", 1)
-    sleeps = settings.switch("vllm_enable_sleep_mode")
     shared = f", its weights over {ranks} GPUs" if ranks and ranks > 1 else ""
-    frees = "but for what it frees while the step runs (vllm_enable_sleep_mode)" if sleeps else "also during the step"
-    return (
-        f"{step}; vLLM generates on the same GPU and takes vllm_gpu_memory_utilization={share:g} × the GPU's memory "
-        f"({share * 80:g} GiB of 80 GiB){shared}, {frees}: add it, it is not in the number."
-    )
+    takes = f"vLLM generates on the same GPU and takes vllm_gpu_memory_utilization={share:g} × its memory{shared}"
+    if settings.switch("vllm_enable_sleep_mode"):
+        return 0.0, f"{takes}, freed while the step runs (vllm_enable_sleep_mode): what it keeps is not in the number"
+    return share, f"{takes}, also during the step: that is not in the number, and the job has to fit in the rest"

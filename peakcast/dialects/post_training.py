@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from peakcast.dialects.generation import Generation
 from peakcast.dialects.translation import Notes
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
@@ -51,11 +52,11 @@ def with_method(
     notes: Notes,
     *,
     precomputed: bool = False,
-    refers: bool = False,
+    generation: Generation | None = None,
     whole_logits: str = "",
 ) -> TrainingJob:
     """`job` as the training method `name` runs it. `precomputed`: the reference's log-probabilities are made beforehand.
-    `refers`: whether GRPO has one. `whole_logits`: who computes log-probabilities of whole logits, as trl did before 1.15;
+    `generation`: GRPO's. `whole_logits`: who computes log-probabilities of whole logits, as trl did before 1.15;
     "": nobody.
 
     Raises: SpecError for methods that are not modelled, with what can be asked instead.
@@ -87,12 +88,14 @@ def with_method(
     options = dict(job.framework_options)
     if method.kind in REFERRING:
         loss = replace(loss, reference="precomputed" if precomputed else None)
-        if method.kind == "grpo" and refers:
+        if generation is not None and generation.refers:
             loss = replace(loss, reference="model" if job.finetuning.method == "full" else "adapter_off")
         _say_whose_logits(notes, whole_logits)
         if whole_logits:
             options["preference_logits"] = "whole"
-    job = job.replace(micro_batch_size=size, loss=loss, framework_options=FrozenMapping(options))
+    held = generation.other_memory_fraction if generation is not None else 0.0
+    job = job.replace(micro_batch_size=size, loss=loss, other_memory_fraction=held)
+    job = job.replace(framework_options=FrozenMapping(options))
     kept = {"model": "a frozen copy of the network beside it", "adapter_off": "the network with its adapters switched off"}
     if job.reference in kept:
         notes.assumptions.append(f"the reference of {name} is {kept[job.reference]}.")

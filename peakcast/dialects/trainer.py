@@ -135,9 +135,8 @@ def from_parts(pasted: Pasted, role: str) -> Translation:
     if launcher.mesh:
         training.setdefault("parallelism_config", launcher.mesh)
     translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus)
-    refers = generation is not None and generation.refers
     job = notes.include(translation)
-    job = with_method(job, method, "training method", notes, precomputed=precomputed, refers=refers)
+    job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
     return notes.finish(job)
 
 

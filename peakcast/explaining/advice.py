@@ -245,7 +245,7 @@ def first_to_try(job: TrainingJob, device: Device | None, rank: int, count: int 
 
     While the step needs more than `device` has, the mildest change that brings it below comes before the one that saves
     most, and where `count` changes are not enough, there are up to `MORE_TO_FIT` further ones if these are."""
-    room = _room(device)
+    room = _room(job, device)
     found: list[Advice] = []
 
     def take(candidates: Sequence[Candidate], most: int) -> None:
@@ -263,10 +263,10 @@ def first_to_try(job: TrainingJob, device: Device | None, rank: int, count: int 
     return tuple(found[: max(count, enough)])
 
 
-def _room(device: Device | None) -> int:
-    from peakcast.models.baseline import context_bytes
+def _room(job: TrainingJob, device: Device | None) -> int:
+    from peakcast.models.baseline import context_bytes, usable_bytes
 
-    return device.cuda_memory_bytes - context_bytes(device) if device is not None else 2**62
+    return usable_bytes(job, device) - context_bytes(device) if device is not None else 2**62
 
 
 def expandable_segments(job: TrainingJob, device: Device, rank: int) -> tuple[Advice, ...]:

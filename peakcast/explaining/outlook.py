@@ -10,7 +10,7 @@ from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.models.analytical.pipeline import pipeline_rank, stage_chunks
 from peakcast.models.analytical.scope import out_of_scope
-from peakcast.models.baseline import Baseline, baseline, context_bytes
+from peakcast.models.baseline import Baseline, baseline, context_bytes, usable_bytes
 from peakcast.models.calibration import calibration_for
 from peakcast.models.domain import Outside
 from peakcast.models.features import features
@@ -35,8 +35,9 @@ def gpu_verdicts(job: TrainingJob, device: Device, rank: int | None, severity: i
         if severity:
             reasons.append(Outside("the configuration asks for more than a job can say.", severity))
         verdict = combine(job, moved, row, calibration, reasons)
-        fits, _ = judge(verdict.intervals, other.cuda_memory_bytes)
-        verdicts.append(GpuVerdict(gpu=other.name, capacity_bytes=other.cuda_memory_bytes, fits=fits))
+        usable = usable_bytes(job, other)
+        fits, _ = judge(verdict.intervals, usable)
+        verdicts.append(GpuVerdict(gpu=other.name, capacity_bytes=usable, fits=fits))
     return tuple(verdicts)
 
 
@@ -97,7 +98,8 @@ class _Gap:
 
 
 GAPS = (
-    _Gap(lambda job: True, "evaluation, generation and saving checkpoints during the run; other processes on the GPU"),
+    _Gap(lambda job: True, "evaluation, generation and saving checkpoints during the run"),
+    _Gap(lambda job: not job.other_memory_fraction, "other processes on the GPU (give their part, other_memory_fraction)"),
     _Gap(lambda job: job.task == "train", "batches of other lengths (give the longest)"),
     _Gap(lambda job: job.architecture.moe is not None, "uneven routing: tokens are spread evenly over the experts"),
     _Gap(lambda job: job.parallelism.world_size > 1, "NCCL's buffers beyond an estimate; blocks kept for other streams"),

@@ -12,7 +12,7 @@ from itertools import islice
 
 from peakcast.catalog import Device
 from peakcast.errors import PeakcastError, SpecError
-from peakcast.models.baseline import context_bytes
+from peakcast.models.baseline import context_bytes, usable_bytes
 from peakcast.models.predict import could_surely_fit, predict
 from peakcast.models.widening import widened
 from peakcast.searching import costs
@@ -60,7 +60,7 @@ def search(
             value=batch,
         )
     say(f"{len(every):,} candidates: what stands on their ranks")
-    room = device.cuda_memory_bytes - context_bytes(device)
+    room = usable_bytes(job, device) - context_bytes(device)
     groups = series(every)
     left = [members for members in groups if standing(every, members) <= room]
     num_left = sum(map(len, left))
@@ -130,7 +130,7 @@ def planned(job: TrainingJob, device: Device, sent: int | None = None, severity:
         fits=answer.fits,
         peak_device_bytes=answer.peak_device_bytes,
         peak_host_bytes=answer.peak_host_bytes,
-        headroom_bytes=device.cuda_memory_bytes - answer.peak_device_bytes.upper_95,
+        headroom_bytes=usable_bytes(job, device) - answer.peak_device_bytes.upper_95,
         recompute=costs.recompute(job),
         sent_bytes=costs.sent_bytes(job) if sent is None else sent,
     )

@@ -55,20 +55,21 @@ def test_each_sequence_counts_once_and_every_key_is_known(values, kind, referenc
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "says", "held"),
     [
-        (GRPO, "transformers generates before it"),
-        ({**GRPO, "use_vllm": True}, "vllm_gpu_memory_utilization=0.3 × the GPU's memory (24 GiB of 80 GiB), also during"),
+        (GRPO, "transformers generates before it", 0),
+        ({**GRPO, "use_vllm": True}, "takes vllm_gpu_memory_utilization=0.3 × its memory, also during the step", 0.3),
         (
             {**GRPO, "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5,
              "vllm_tensor_parallel_size": 4, "vllm_enable_sleep_mode": True},
-            "=0.5 × the GPU's memory (40 GiB of 80 GiB), its weights over 4 GPUs, but for what it frees",
+            "=0.5 × its memory, its weights over 4 GPUs, freed while the step runs", 0,
         ),
-        ({**GRPO, "use_vllm": True, "vllm_mode": "server"}, "a server of its own"),
-        (AXOLOTL_GRPO, "a server of its own"),
+        ({**GRPO, "use_vllm": True, "vllm_mode": "server"}, "a server of its own", 0),
+        (AXOLOTL_GRPO, "a server of its own", 0),
     ],
 )  # fmt: skip
-def test_grpo_warns_of_what_generation_takes_beside_its_step(values, says):
+def test_grpo_warns_of_what_generation_takes_beside_its_step(values, says, held):
     (warning,) = translation_of(values).warnings
+    assert translation_of(values).job.other_memory_fraction == held
     assert says in warning
     assert "not in the number" in warning

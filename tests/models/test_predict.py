@@ -4,12 +4,14 @@ import json
 
 import pytest
 
+from peakcast import catalog
+from peakcast.errors import SpecError
 from peakcast.models.calibration import UNCALIBRATED
 from peakcast.models.domain import Domain, Outside
 from peakcast.models.fit import fit
 from peakcast.models.predict import DEFAULT_HALF_WIDTHS, judge, predict, widen
 from peakcast.prediction import QUANTITIES, Interval
-from peakcast.spec import Batch, Loss, Offload, Parallelism
+from peakcast.spec import Batch, Loss, Offload, Parallelism, TrainingJob
 from peakcast.units import GIB, format_gib
 
 
@@ -92,6 +94,19 @@ def test_fits(fakes):
     answer, why = judge(bars(70, 110, 112), 80 * GIB)
     assert answer == "uncertain"
     assert "expandable_segments" in why
+
+
+def test_what_others_hold_is_not_there_for_the_job():
+    job, gpu = TrainingJob(architecture=catalog.architecture("gpt2"), micro_batch_size=8), catalog.gpu("A100-80GB")
+    alone = predict(job, gpu)
+    shared = predict(job.replace(other_memory_fraction=0.75), gpu)
+    assert alone.fits == "yes"
+    assert shared.capacity_bytes == gpu.cuda_memory_bytes - int(0.75 * gpu.cuda_memory_bytes)
+    assert shared.peak_device_bytes == alone.peak_device_bytes
+    full = predict(job.replace(other_memory_fraction=0.99), gpu)
+    assert full.fits == "no"
+    with pytest.raises(SpecError, match=r"other_memory_fraction=1\.0 must be at least 0 and below 1"):
+        job.replace(other_memory_fraction=1.0)
 
 
 def test_widening_never_narrows():
