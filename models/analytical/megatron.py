@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 from peakcast.catalog import Device
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
@@ -93,6 +93,7 @@ class _Turns:
         and what those of one kind share."""
         self.kinds: dict[tuple[int, bool, bool, bool], Template] = {}
         self.unmasked = {layer for chunk in share.chunks if not reads_mask(share, chunk) for layer in chunk.layers}
+        self.alike: dict[range, list[tuple[Template, list[str], bool]]] = {}
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
         self.spans: list[Span] = []
         self.first_product = self.deferred = 0
@@ -137,12 +138,10 @@ class _Turns:
                     step.run_without_graph(template, f"layers.{layer}")
                 self._hold_masks(begin)
             else:
-                decoder_from = self.share.job.architecture.num_hidden_layers
-                for i in layers:
-                    if i == decoder_from and i > chunk.layers[0]:
+                for template, modules, turns in self._alike(chunk, layers):
+                    if turns:
                         state.runs += self._turn_to_decoder()
-                    template = self._layer(i, self._receives(chunk, i))
-                    state.runs.append(step.run_forward(template, f"layers.{i}", keeps_gradients=False))
+                    state.runs += step.run_forward_in_turn(template, modules, keeps_gradients=False)
         if chunk.is_last:
             state.runs.append(step.run_forward(self._head(), "head", keeps_gradients=False))
         else:
@@ -151,6 +150,19 @@ class _Turns:
         state.end = step.now
         self.spans.append(Span(turn, state.start, step.now))
         self.alive[turn.micro_batch, turn.chunk] = state
+
+    def _alike(self, chunk: Chunk, layers: range) -> list[tuple[Template, list[str], bool]]:
+        """`layers` of a chunk, those of one template that follow each other together: it, their names, and whether the
+        model turns from its encoder to its decoder before them."""
+        if layers not in self.alike:
+            decoder = self.share.job.architecture.num_hidden_layers
+            templates = {i: self._layer(i, self._receives(chunk, i)) for i in layers}
+            parts = [list(part) for _, part in groupby(layers, lambda i: (id(templates[i]), i >= decoder))]
+            self.alike[layers] = [
+                (templates[first], [f"layers.{i}" for i in (first, *others)], chunk.layers[0] < first == decoder)
+                for first, *others in parts
+            ]
+        return self.alike[layers]
 
     def _turn_to_decoder(self) -> list[Run]:
         """Between an encoder's last layer and its decoder's first one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -114,6 +114,17 @@ class Step:
             self.hooks.after_forward(self, module)
             self._hand_on(ended)
         return run
+
+    def run_forward_in_turn(self, template: Template, modules: Sequence[str], *, keeps_gradients: bool = True) -> list[Run]:
+        """Run a block forward under each of the names `modules`, one after the other."""
+        if self._watched:
+            return [self.run_forward(template, module, keeps_gradients=keeps_gradients) for module in modules]
+        start, length = len(self.phases), template.num_forward
+        self.phases += template.forward_phases[Phase.FORWARD] * len(modules)
+        self.labels += template.forward_labels * len(modules)
+        runs = [Run(template, module, start + i * length, None, keeps_gradients) for i, module in enumerate(modules)]
+        self._runs += runs
+        return runs
 
     def run_backward(self, run: Run, phase: Phase = Phase.BACKWARD) -> None:
         """Run the backward of an earlier forward."""
