@@ -18,7 +18,9 @@ Ints = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Run:
     """Steps as one sequence of events. A *holder* is whoever holds a block: one entry, or entries of several steps that
-    hand it on. `events`: a holder to allocate, its complement (~holder) to free; other columns are by holder."""
+    hand it on. `events`: a holder to allocate, its complement (~holder) to free. One whose block another stream still uses
+    is let go first (holder + the number of holders): no longer allocated, and not free before ~holder. Other columns are by
+    holder."""
 
     events: Ints
     num_bytes: Ints
@@ -30,23 +32,24 @@ class Run:
     def of(cls, steps: Sequence[Timeline]) -> Run:
         events: list[Ints] = []
         offset = num_events = requested = 0
+        num_holders = sum(len(step.num_bytes) for step in steps)
         before: tuple[Timeline, Ints, Ints] | None = None  # a step, which of its entries outlive it, and all its holders
         for step in steps:
             holders = np.arange(offset, offset + len(step.num_bytes))
             offset += len(holders)
-            entries, begins = _events(step)
+            entries, kinds = _events(step)
             num_events += len(entries)
-            outlives = entries[begins & (step.dies[entries] >= len(step.phases))]
+            outlives = entries[(kinds == BEGINS) & (step.dies[entries] >= len(step.phases))]
             if before is not None:
                 continued, taken, left = _take_over(step, *before)
                 holders[continued] = taken
                 events.append(~left)
                 begins_here = np.ones(len(holders), dtype=bool)
                 begins_here[continued] = False
-                happens = ~begins | begins_here[entries]
-                entries, begins = entries[happens], begins[happens]
+                happens = (kinds != BEGINS) | begins_here[entries]
+                entries, kinds = entries[happens], kinds[happens]
             held = holders[entries]
-            events.append(np.where(begins, held, ~held))
+            events.append(np.choose(kinds, (~held, held + num_holders, held)))
             before = step, outlives, holders
             requested = max(requested, step.peak().num_bytes if len(step.phases) else 0)
         return cls(
@@ -64,16 +67,26 @@ def _streams(step: Timeline) -> Ints:
     return step.streams.astype(np.int64)
 
 
-def _events(step: Timeline) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Entry indices in order of time, and which of them begin there instead of ending, both [num_events]."""
+FREED, LET_GO, BEGINS = range(3)
+"""What happens to an entry: its block is free; or no longer allocated and not yet free; or it is allocated."""
+
+
+def _events(step: Timeline) -> tuple[Ints, npt.NDArray[np.int8]]:
+    """Entry indices in order of time, and what happens to each there, both [num_events]. What waits when a step is over is
+    free before the next one."""
     end = len(step.phases)
     lives = np.flatnonzero((step.num_bytes > 0) & (step.born < np.minimum(step.dies, end)))
     dying = lives[step.dies[lives] < end]
-    when = np.concatenate([step.dies[dying] * 2, step.born[lives] * 2 + 1])
+    freed, let_go = step.dies[dying], dying[:0]
+    if step.reusable is not None:
+        freed = np.minimum(step.reusable[dying], end)
+        let_go = dying[freed > step.dies[dying]]
+    when = np.concatenate([freed * 2, step.dies[let_go] * 2, step.born[lives] * 2 + 1])
     if 2 * end <= np.iinfo(np.uint16).max:
         when = when.astype(np.uint16)  # numpy sorts these by radix
     order = np.argsort(when, kind="stable")
-    return np.concatenate([dying, lives])[order], order >= len(dying)
+    kinds = np.repeat(np.array((FREED, LET_GO, BEGINS), dtype=np.int8), (len(dying), len(let_go), len(lives)))
+    return np.concatenate([dying, let_go, lives])[order], kinds[order]
 
 
 def _take_over(step: Timeline, before: Timeline, outlives: Ints, holders: Ints) -> tuple[Ints, Ints, Ints]:

@@ -20,7 +20,6 @@ LEAVES = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Families of whose layers ZeRO-3 takes the feed-forward as one module (DeepSpeed 0.19.8
 `runtime/zero/leaf_module_config.py` DEFAULT_LEAF_MODULE_CLASSES)."""
 
-
 def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: int = 0, rank: int | None = None) -> Layout:
     """The layout of `job` for the network's `tensors`, on rank 0: no rank holds more. `logits_bytes`: of the model's
     outputs, which DDP may copy."""
@@ -71,6 +70,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
             keeps_inputs=reentrant and bool(chosen.get("checkpoints_around_units")),
             broadcasts=bool(chosen["fsdp1_sync_module_states"]),
             stays_after_forward=stays_after_forward,
+            limits=bool(chosen["fsdp1_limit_all_gathers"]),
         )
     # the Trainer looks for unused parameters unless it checkpoints (transformers trainer.py `_build_accelerator_args`)
     finds_unused = bool(chosen.get("trainer")) and job.activation_checkpointing.mode == "none"
