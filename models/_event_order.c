@@ -9,34 +9,39 @@
 #include <stdlib.h>
 
 typedef struct {
-    const int64_t *num_bytes, *born, *dies, *holders;
+    const int64_t *num_bytes, *born, *dies, *reusable, *holders;
     const char *handed_over;
     Py_ssize_t count;
-    int64_t end;
+    int64_t end, num_holders;
 } Columns;
 
-/* Whether the entry lives at all: then where it begins, and where it ends. */
-static int lives(const Columns *of, Py_ssize_t entry, int64_t *born, int64_t *dies)
+enum { FREE, LET_GO, BEGINS, KINDS }; /* what happens at an instant, in this order */
+
+/* Whether the entry lives at all: then where it begins, where it ends, and from where on its block is free. */
+static int lives(const Columns *of, Py_ssize_t entry, int64_t *born, int64_t *dies, int64_t *reusable)
 {
     *born = of->born[entry] < 0 ? 0 : of->born[entry];
     *dies = of->dies[entry];
+    *reusable = of->reusable[entry] < of->end ? of->reusable[entry] : of->end;
     return of->num_bytes[entry] > 0 && *born < of->end && *born < *dies;
 }
 
 static PyObject *in_order(const Columns *of)
 {
-    int64_t born, dies, total = 0;
-    Py_ssize_t num_keys = 2 * (Py_ssize_t)of->end;
-    Py_ssize_t *places = calloc(num_keys + 1, sizeof(Py_ssize_t));
+    int64_t born, dies, reusable, total = 0;
+    Py_ssize_t num_keys = KINDS * (Py_ssize_t)of->end + 1;
+    Py_ssize_t *places = calloc(num_keys, sizeof(Py_ssize_t));
     PyObject *events;
     int64_t *to;
     if (!places)
         return PyErr_NoMemory();
     for (Py_ssize_t entry = 0; entry < of->count; entry++)
-        if (lives(of, entry, &born, &dies)) {
-            places[2 * born + 1] += !of->handed_over[entry];
-            if (dies < of->end)
-                places[2 * dies]++;
+        if (lives(of, entry, &born, &dies, &reusable)) {
+            places[KINDS * born + BEGINS] += !of->handed_over[entry];
+            if (dies < of->end) {
+                places[KINDS * reusable + FREE]++;
+                places[KINDS * dies + LET_GO] += reusable > dies;
+            }
         }
     for (Py_ssize_t key = 0; key < num_keys; key++) {
         Py_ssize_t here = places[key];
@@ -46,11 +51,14 @@ static PyObject *in_order(const Columns *of)
     if ((events = PyByteArray_FromStringAndSize(NULL, total * (Py_ssize_t)sizeof(int64_t)))) {
         to = (int64_t *)PyByteArray_AS_STRING(events);
         for (Py_ssize_t entry = 0; entry < of->count; entry++)
-            if (lives(of, entry, &born, &dies)) {
+            if (lives(of, entry, &born, &dies, &reusable)) {
                 if (!of->handed_over[entry])
-                    to[places[2 * born + 1]++] = of->holders[entry];
-                if (dies < of->end)
-                    to[places[2 * dies]++] = ~of->holders[entry];
+                    to[places[KINDS * born + BEGINS]++] = of->holders[entry];
+                if (dies < of->end) {
+                    to[places[KINDS * reusable + FREE]++] = ~of->holders[entry];
+                    if (reusable > dies)
+                        to[places[KINDS * dies + LET_GO]++] = of->holders[entry] + of->num_holders;
+                }
             }
     }
     free(places);
@@ -58,28 +66,34 @@ static PyObject *in_order(const Columns *of)
 }
 
 PyDoc_STRVAR(order_doc,
-"order(num_bytes, born, dies, holders, handed_over, end)\n\n"
+"order(num_bytes, born, dies, reusable, holders, handed_over, end, num_holders)\n\n"
 "The events of a step of `end` instants as a bytearray of int64: the holder of an entry where it is requested (unless it is\n"
-"handed over, bool), the complement where it is freed. All columns are int64 by entry. At each instant frees come first,\n"
-"each in the order of entries.");
+"handed over, bool), the complement where its block is free, holder + num_holders where it is let go before that. All\n"
+"columns are int64 by entry. At each instant come first those that are free, then those let go, then the requests, all in\n"
+"the order of entries.");
 
 static PyObject *order(PyObject *module, PyObject *args)
 {
-    Py_buffer columns[5];
-    long long end;
+    Py_buffer columns[6];
+    long long end, num_holders;
     Py_ssize_t count;
+    int fits;
     PyObject *events = NULL;
-    if (!PyArg_ParseTuple(args, "y*y*y*y*y*L", &columns[0], &columns[1], &columns[2], &columns[3], &columns[4], &end))
+    if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*LL", &columns[0], &columns[1], &columns[2], &columns[3], &columns[4],
+                          &columns[5], &end, &num_holders))
         return NULL;
-    count = columns[4].len;
-    if (end < 0 || columns[0].len != 8 * count || columns[1].len != 8 * count || columns[2].len != 8 * count ||
-        columns[3].len != 8 * count) {
-        PyErr_SetString(PyExc_ValueError, "columns of one length, and no negative number of instants");
-    } else {
-        Columns of = {columns[0].buf, columns[1].buf, columns[2].buf, columns[3].buf, columns[4].buf, count, end};
-        events = in_order(&of);
-    }
+    count = columns[5].len;
+    fits = end >= 0;
     for (int at = 0; at < 5; at++)
+        fits &= columns[at].len == 8 * count;
+    if (fits) {
+        Columns of = {columns[0].buf, columns[1].buf, columns[2].buf, columns[3].buf,
+                      columns[4].buf, columns[5].buf, count, end, num_holders};
+        events = in_order(&of);
+    } else {
+        PyErr_SetString(PyExc_ValueError, "columns of one length, and no negative number of instants");
+    }
+    for (int at = 0; at < 6; at++)
         PyBuffer_Release(&columns[at]);
     return events;
 }

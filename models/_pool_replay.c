@@ -176,6 +176,8 @@ static int32_t grow(Heap *heap, Pool *pool, int64_t size)
     return pool->last = add(heap, segment, address, pool->last, 0);
 }
 
+enum { NOBODY = INT32_MIN }; /* whose block went back before its time was over */
+
 /* Every wholly cached segment goes back to the driver. */
 static void give_back(Heap *heap, Py_ssize_t num_pools)
 {
@@ -196,8 +198,8 @@ static void give_back(Heap *heap, Py_ssize_t num_pools)
     }
 }
 
-/* Hand out a block of at least `size`; its number, or 0 where the limit forbids it. */
-static int32_t allocate(Heap *heap, Pool *pool, int64_t size)
+/* Hand out a block of at least `size`, a fresh one where `fresh`; its number, or 0 where the limit forbids it. */
+static int32_t allocate(Heap *heap, Pool *pool, int64_t size, int fresh)
 {
     Py_ssize_t at = -1;
     int64_t rest;
@@ -206,7 +208,7 @@ static int32_t allocate(Heap *heap, Pool *pool, int64_t size)
         heap->beyond = 1;
         return 0;
     }
-    if ((at = find(pool, key(size, 0))) < pool->count) {
+    if (!fresh && (at = find(pool, key(size, 0))) < pool->count) {
         number = pool->free[at];
     } else {
         at = -1;
@@ -271,8 +273,8 @@ static void release(Heap *heap, Pool *pool, int32_t number)
 
 PyDoc_STRVAR(replay_doc,
 "replay(events, sizes, pools, num_pools, expandable, falling, segment, limit)\n\n"
-"Replay `events` (int64: a holder to allocate, its complement to free); `sizes` and `pools` (int64) are by holder, pools of\n"
-"odd number hold small blocks; `falling`: each segment has a lower address than those before; `limit`: units that may be\n"
+"Replay `events` (int64: a holder to allocate, its complement to free, the holder and their number to let go of what is\n"
+"freed later); `sizes` and `pools` (int64) are by holder, pools of odd number hold small blocks; `falling`: each segment has a lower address than those before; `limit`: units that may be\n"
 "reserved, -1 for any. Returns the largest and the last of what is\n"
 "allocated and of what is reserved, the segments and the retries; where the limit leaves no room, even after every free\n"
 "segment went back, the holder that found none and what is reserved then; None where pages would have to go back, or where\n"
@@ -315,24 +317,37 @@ static PyObject *replay(PyObject *module, PyObject *args)
             break;
         }
         event = ((const int64_t *)events.buf)[at];
-        holder = event < 0 ? ~event : event;
+        holder = event < 0 ? ~event : event >= num_holders ? event - num_holders : event;
         if (holder >= num_holders || ((const int64_t *)pools.buf)[holder] >= num_pools)
             break;
         pool = &heap.pools[((const int64_t *)pools.buf)[holder]];
-        if (event < 0) {
-            if (!held[holder])
+        if (event >= num_holders) {
+            if (held[holder] <= 0)
                 break;
             allocated -= heap.blocks[held[holder]].size;
-            release(&heap, pool, held[holder]);
+            held[holder] = -held[holder];
+        } else if (event < 0) {
+            if (!held[holder])
+                break;
+            if (held[holder] > 0)
+                allocated -= heap.blocks[held[holder]].size;
+            if (held[holder] != NOBODY)
+                release(&heap, pool, abs(held[holder]));
+            held[holder] = 0;
         } else {
             int64_t size = ((const int64_t *)sizes.buf)[holder];
-            int32_t number = allocate(&heap, pool, size);
+            int32_t number = allocate(&heap, pool, size, 0);
             if (!number) {
                 if (heap.expandable || heap.beyond)
                     break;
+                for (Py_ssize_t other = 0; other < num_holders; other++) /* once every stream is done */
+                    if (held[other] < 0 && held[other] != NOBODY) {
+                        release(&heap, &heap.pools[((const int64_t *)pools.buf)[other]], -held[other]);
+                        held[other] = NOBODY;
+                    }
                 give_back(&heap, num_pools);
                 retries++;
-                if (!(number = allocate(&heap, pool, size))) {
+                if (!(number = allocate(&heap, pool, size, 1))) {
                     homeless = holder;
                     break;
                 }

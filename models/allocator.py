@@ -83,11 +83,20 @@ def _replay_calls(run: Run, allocator: CachingAllocator) -> Replay:
     """Call by call."""
     blocks: dict[int, Block] = {}
     sizes, streams = run.num_bytes.tolist(), run.streams.tolist()
+    waiting: set[int] = set()
     for event in run.events.tolist():
-        if event < 0:
-            allocator.release(blocks.pop(~event))
-        else:
+        if event >= len(sizes):
+            holder = event - len(sizes)
+            waiting.add(holder)
+            allocator.record_stream(blocks[holder], holder)  # as if by a stream for each, so that each is done by itself
+            allocator.release(blocks.pop(holder))
+        elif event >= 0:
             blocks[event] = allocator.allocate(sizes[event], streams[event])
+        elif ~event in waiting:
+            waiting.remove(~event)
+            allocator.finish(~event)
+        else:
+            allocator.release(blocks.pop(~event))
     return Replay(
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_requested_bytes=run.peak_requested_bytes,

@@ -25,7 +25,9 @@ with suppress(ImportError):  # built where there was a compiler when peakcast wa
 @dataclass(frozen=True, slots=True)
 class Run:
     """Steps as one sequence of events. A *holder* is whoever holds a block: one entry, or entries of several steps that
-    hand it on. `events`: a holder to allocate, its complement (~holder) to free; other columns are by holder."""
+    hand it on. `events`: a holder to allocate, its complement (~holder) to free. One whose block another stream still uses
+    is let go first (holder + the number of holders): no longer allocated, and not free before ~holder. Other columns are by
+    holder."""
 
     events: Ints
     num_bytes: Ints
@@ -35,7 +37,7 @@ class Run:
     @classmethod
     def of(cls, steps: Sequence[Timeline]) -> Run:
         events = [np.zeros(0, dtype=np.int64)]
-        offset = 0
+        offset, num_holders = 0, sum(len(step.num_bytes) for step in steps)
         before: tuple[Timeline, Ints] | None = None  # a step and the holders of its entries
         for step in steps:
             holders = np.arange(offset, offset + len(step.num_bytes))
@@ -45,7 +47,7 @@ class Run:
                 continued, taken, left = _take_over(step, *before)
                 holders[continued], handed_over[continued] = taken, True
                 events.append(~left)
-            events.append(_events(step, holders, handed_over))
+            events.append(_events(step, holders, handed_over, num_holders))
             before = step, holders
         return cls(
             events=np.concatenate(events),
@@ -61,22 +63,30 @@ def _streams(step: Timeline) -> Ints:
     return step.streams.astype(np.int64)
 
 
-def _events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_]) -> Ints:
-    """The events of a step in order of time: at each instant the frees, then the requests, both in the order of entries.
-    Nobody asks for what was handed over."""
+def _events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_], num_holders: int) -> Ints:
+    """The events of a step in order of time: at each instant first what is free from then on, then what is let go, then
+    what is asked for, all in the order of entries. Nobody asks for what was handed over, and what still waits when the step
+    is over is free before the next one."""
     if compiled:
-        columns = (step.num_bytes, step.born, step.dies, holders, handed_over)
-        return np.frombuffer(compiled.order(*map(np.ascontiguousarray, columns), len(step.phases)), dtype=np.int64)
-    return _sorted_events(step, holders, handed_over)
+        reusable = step.dies if step.reusable is None else step.reusable
+        columns = (step.num_bytes, step.born, step.dies, reusable, holders, handed_over)
+        events = compiled.order(*map(np.ascontiguousarray, columns), len(step.phases), num_holders)
+        return np.frombuffer(events, dtype=np.int64)
+    return _sorted_events(step, holders, handed_over, num_holders)
 
 
-def _sorted_events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_]) -> Ints:
+def _sorted_events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_], num_holders: int) -> Ints:
     """The same by a sort."""
     end = len(step.phases)
     lives = np.flatnonzero((step.num_bytes > 0) & (step.born < np.minimum(step.dies, end)))
     begins, dying = lives[~handed_over[lives]], lives[step.dies[lives] < end]
-    when = np.concatenate([step.dies[dying] * 2, np.maximum(step.born[begins], 0) * 2 + 1])
-    return np.concatenate([~holders[dying], holders[begins]])[np.argsort(when, kind="stable")]
+    freed, let_go = step.dies[dying], dying[:0]
+    if step.reusable is not None:
+        freed = np.minimum(step.reusable[dying], end)
+        let_go = dying[freed > step.dies[dying]]
+    when = np.concatenate([freed * 3, step.dies[let_go] * 3 + 1, np.maximum(step.born[begins], 0) * 3 + 2])
+    events = np.concatenate([~holders[dying], holders[let_go] + num_holders, holders[begins]])
+    return events[np.argsort(when, kind="stable")]
 
 
 def _take_over(step: Timeline, before: Timeline, holders: Ints) -> tuple[Ints, Ints, Ints]:

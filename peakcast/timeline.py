@@ -59,6 +59,8 @@ class Entry:
     dies: int
     module: str = ""
     stream: int = 0
+    reusable: int = 0
+    """The first instant at which the allocator may hand its block out again, where that is after `dies`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,11 @@ class Peak:
 class Timeline:
     """Entries in columns (numpy arrays of one length) over `len(phases)` instants.
 
-    Shapes: `num_bytes`, `born`, `dies`, `categories`, `streams` are [num_entries]; `phases` is [num_instants];
+    Shapes: `num_bytes`, `born`, `dies`, `categories`, `streams`, `reusable` are [num_entries]; `phases` is [num_instants];
     `labels[t]` says what happens at instant t ("" where unknown). Bytes are ints.
+
+    `reusable`: from which instant on the allocator may hand an entry's block out again (None: all from `dies` on). Until
+    then the block is gone from what is allocated, and still missing in what is cached: another stream uses it.
     """
 
     names: Sequence[str]
@@ -87,6 +92,7 @@ class Timeline:
     phases: npt.NDArray[np.int8]
     labels: Sequence[str] = ()
     streams: npt.NDArray[np.int8] | None = None
+    reusable: npt.NDArray[np.int64] | None = None
 
     @classmethod
     def from_entries(cls, entries: Iterable[Entry], phases: Sequence[Phase | int], labels: Sequence[str] = ()) -> Timeline:
@@ -102,6 +108,7 @@ class Timeline:
             phases=np.array(phases, dtype=np.int8),
             labels=labels,
             streams=np.array([e.stream for e in rows], dtype=np.int8),
+            reusable=np.array([max(e.reusable, e.dies) for e in rows], dtype=np.int64),
         )
 
     @cached_property

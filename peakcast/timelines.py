@@ -31,6 +31,7 @@ COLUMNS: dict[str, Any] = {
     "dies": np.int64,
     "phases": np.int8,
     "streams": np.int8,
+    "reusable": np.int64,
 }
 
 

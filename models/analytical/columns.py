@@ -11,14 +11,15 @@ import numpy.typing as npt
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.texts import Texts
 
-NAME, MODULE, CATEGORY, NUM_BYTES, BORN, DIES, STREAM = range(7)
-"""The rows of an array of tensors, [7, num_tensors]; names and modules are the numbers of `Texts`."""
-WIDTH = 7
+NAME, MODULE, CATEGORY, NUM_BYTES, BORN, DIES, STREAM, REUSABLE = range(8)
+"""The rows of an array of tensors, [8, num_tensors]; names and modules are the numbers of `Texts`; REUSABLE is 0 where a
+block is free as soon as its tensor is gone."""
+WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A part of a step, to be run again on others (`Step.record`, `Step.run_again`). `columns`: [7, num_tensors]."""
+    """A part of a step, to be run again on others (`Step.record`, `Step.run_again`). `columns`: [8, num_tensors]."""
 
     columns: npt.NDArray[np.int64]
     phases: bytes = b""
@@ -31,7 +32,7 @@ def tensors_held(
     """The columns of (name, module, bytes) of tensors, of one category with one life, rounded as the allocator does; those
     without bytes are none."""
     rows = [row for row in tensors if row[2] > 0]
-    columns = np.array([0, 0, category, 0, born, dies, 0]).repeat(len(rows)).reshape(WIDTH, len(rows))
+    columns = np.array([0, 0, category, 0, born, dies, 0, 0]).repeat(len(rows)).reshape(WIDTH, len(rows))
     if rows:
         names, modules, sizes = zip(*rows, strict=True)
         columns[NAME], columns[MODULE] = Texts.of(names).numbers, Texts.of(modules).numbers

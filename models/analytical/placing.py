@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.models.analytical.columns import BORN, DIES, MODULE, NUM_BYTES, STREAM, WIDTH
+from peakcast.models.analytical.columns import BORN, DIES, MODULE, NUM_BYTES, REUSABLE, STREAM, WIDTH
 from peakcast.models.analytical.template import Template
 from peakcast.texts import Texts
 
@@ -36,12 +36,14 @@ class Run:
     """Of that recomputation: it ends when all is there that autograd keeps (non-reentrant checkpointing)."""
     gradients_die: int | None = None
     """The instant at which somebody takes its parameter gradients away; None: they stay as `.grad`."""
+    gradients_reusable: int | None = None
+    """The instant from which their blocks are free, where that is later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
     """Entries of runs in columns, template by template. What waits for the end of the step, which is not known yet, counts
-    from FOREVER. `columns`: [7, num_entries], as in `columns.py`."""
+    from FOREVER. `columns`: [8, num_entries], as in `columns.py`."""
 
     columns: Ints
     waits: bool
@@ -58,7 +60,7 @@ def place(runs: Sequence[Run]) -> Placed:
     for run in runs:
         groups.setdefault(id(run.template), []).append(run)
     columns = np.empty((WIDTH, sum(len(of) * of[0].template.num_entries for of in groups.values())), dtype=np.int64)
-    columns[STREAM] = 0
+    columns[STREAM : REUSABLE + 1] = 0
     kept, gradients = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     end = 0
     for members in groups.values():
@@ -69,6 +71,9 @@ def place(runs: Sequence[Run]) -> Placed:
         if not template.modules:
             of_runs[MODULE] = Texts.of([run.module for run in members]).numbers[:, None]
         keeping = _place(template, members, of_runs[BORN], of_runs[DIES])
+        for row, run in enumerate(members):
+            if run.gradients_reusable is not None:
+                of_runs[REUSABLE, row, template.gradient_columns] = run.gradients_reusable
         if len(template.gradient_columns):
             firsts = np.arange(start, end, template.num_entries)[:, None]
             gradients.append((firsts + template.gradient_columns).ravel())

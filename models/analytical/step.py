@@ -24,6 +24,7 @@ from peakcast.models.analytical.columns import (
     MODULE,
     NAME,
     NUM_BYTES,
+    REUSABLE,
     STREAM,
     WIDTH,
     Recording,
@@ -80,6 +81,8 @@ class Step:
     _backward_ends: list[int] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     _allocated: dict[int, tuple[str, Category, int, int, str, int]] = field(default_factory=dict)
+    _let_go: dict[int, tuple[str, Category, int, int, str, int, int]] = field(default_factory=dict)
+    """Of `_allocated`, and the instant since when it is gone: what a stream still uses."""
     _next_handle: int = 0
     _handed_on: int | None = None
     """The instant from which hooks have run since the last block: what it hands to the next one lives on meanwhile."""
@@ -183,10 +186,12 @@ class Step:
         dies: int = FOREVER,
         module: str = "",
         stream: int = 0,
+        reusable: int = 0,
     ) -> None:
-        """One tensor alive from `born` until before `dies`; its bytes are rounded as the allocator does."""
+        """One tensor alive from `born` until before `dies`; its bytes are rounded as the allocator does. `reusable`: from
+        when on its block is free, where that is later."""
         if num_bytes > 0:
-            self._single.extend((number_of(name), number_of(module), category, num_bytes, born, dies, stream))
+            self._single.extend((number_of(name), number_of(module), category, num_bytes, born, dies, stream, reusable))
 
     def _gather(self) -> list[Columns]:
         """All that is held."""
@@ -216,6 +221,7 @@ class Step:
             columns = columns.copy()
             times = columns[BORN : DIES + 1]
             times[(times > 0) & (times < FOREVER)] += self.now - 1
+            columns[REUSABLE][columns[REUSABLE] > 0] += self.now - 1
         self._gather().append(columns)
         self.phases += recorded.phases
         self.labels += recorded.labels
@@ -247,6 +253,21 @@ class Step:
             self.hold(name, category, num_bytes, since, self.now, module, stream)
         handles.clear()
 
+    def let_go(self, handles: list[int]) -> list[int]:
+        """Tensors of `allocate` are gone from the next instant on, while another stream still uses their blocks
+        (`record_stream`): these are free once the handles, which are returned, come to `reuse`. Empties the list."""
+        for handle in handles:
+            self._let_go[handle] = (*self._allocated.pop(handle), self.now)
+        waiting = handles.copy()
+        handles.clear()
+        return waiting
+
+    def reuse(self, handles: Iterable[int]) -> None:
+        """From the next instant on the blocks that were `let_go` are free."""
+        for handle in handles:
+            name, category, num_bytes, since, module, stream, gone = self._let_go.pop(handle)
+            self.hold(name, category, num_bytes, since, gone, module, stream, self.now)
+
     def fork(self, *first: Recording) -> Step:
         """A step that goes on from here, with what `first` holds before anything that is held here. This one stays as it
         is; blocks whose backward is still to come must not go on in both."""
@@ -257,6 +278,7 @@ class Step:
         forked._placed, forked._own, forked._runs = [*self._placed, self._own[1]], None, []
         forked._held, forked._single = [*(part.columns for part in first), *self._gather()], array("q")
         forked._backward_ends, forked._allocated = self._backward_ends.copy(), self._allocated.copy()
+        forked._let_go = self._let_go.copy()
         return forked
 
     def timeline(self) -> Timeline:
@@ -265,6 +287,7 @@ class Step:
         for name, category, num_bytes, since, module, stream in self._allocated.values():
             self.hold(name, category, num_bytes, since, FOREVER, module, stream)
         self._allocated.clear()
+        self.reuse(list(self._let_go))
         placed = [*self._placed, place(self._runs)] if self._runs else self._placed
         none = np.zeros((WIDTH, 0), dtype=np.int64)
         columns = np.concatenate([none, *(runs.columns for runs in placed), *self._gather()], axis=1)
@@ -284,6 +307,7 @@ class Step:
             phases=np.frombuffer(bytes(self.phases), dtype=np.int8),
             labels=self.labels,
             streams=columns[STREAM].astype(np.int8),
+            reusable=np.maximum(columns[REUSABLE], dies) if columns[REUSABLE].any() else None,
         )
         if self.update_in_backward is None:
             return timeline

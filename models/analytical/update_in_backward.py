@@ -72,4 +72,5 @@ def updated_in_backward(timeline: Timeline, gradients: Ints, ends: Sequence[int]
         phases=np.insert(timeline.phases, after + 1, int(Phase.BACKWARD)),
         labels=labels.tolist(),
         streams=None if timeline.streams is None else np.append(timeline.streams, none),
+        reusable=None if timeline.reusable is None else np.append(shifted(timeline.reusable), applied + 1),
     )

@@ -89,16 +89,15 @@ def layout_and_offload(
 
 
 def _fsdp1_options(shards: Settings, options: dict[str, Any]) -> None:
-    """When FSDP1 fetches in backward, what its optimizer sees, and whether rank 0 sends its weights to the others."""
+    """When FSDP1 fetches in backward, what its optimizer sees, whether rank 0 sends its weights to the others, and whether
+    the CPU waits before it gathers."""
     prefetch = (shards.text("fsdp_backward_prefetch") or shards.text("backward_prefetch") or "").upper()
     if prefetch:
         options["fsdp1_backward_prefetch"] = "" if prefetch == "NO_PREFETCH" else prefetch
-    for key in ("fsdp_use_orig_params", "use_orig_params"):
-        if shards.given(key):
-            options["fsdp1_use_orig_params"] = shards.switch(key)
-    for key in ("fsdp_sync_module_states", "sync_module_states"):
-        if shards.given(key):
-            options["fsdp1_sync_module_states"] = shards.switch(key)
+    for name in ("use_orig_params", "sync_module_states", "limit_all_gathers"):
+        for key in (f"fsdp_{name}", name):
+            if shards.given(key):
+                options[f"fsdp1_{name}"] = shards.switch(key)
 
 
 def _zero(

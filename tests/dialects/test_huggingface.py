@@ -109,10 +109,16 @@ def test_what_peft_can_and_a_job_cannot(key, value, words):
 
 
 def test_fsdp1_keeps_what_decides_its_buffers():
-    strategy = {"fsdp_version": 1, "fsdp_backward_prefetch": "backward_pre", "fsdp_use_orig_params": True}
+    strategy = {
+        "fsdp_version": 1,
+        "fsdp_backward_prefetch": "backward_pre",
+        "fsdp_use_orig_params": True,
+        "limit_all_gathers": False,
+    }
     options = translate(num_gpus=8, fsdp=strategy).job.framework_options
     assert options["fsdp1_backward_prefetch"] == "BACKWARD_PRE"
     assert options["fsdp1_use_orig_params"] is True
+    assert options["fsdp1_limit_all_gathers"] is False
     never = translate(num_gpus=8, fsdp={"fsdp_backward_prefetch": "NO_PREFETCH"}).job.framework_options
     assert not never.get("fsdp1_backward_prefetch")
 

@@ -325,19 +325,21 @@ def test_invariants_hold_under_random_traffic(seed, chosen, capacity_mib, allowe
 
 
 def random_step(seed: int, num_streams: int, num_entries: int = 300) -> Timeline:
-    """Entries of sizes that repeat, as a step's do."""
+    """Entries of sizes that repeat, as a step's do; the blocks of some wait for another stream."""
     random = np.random.default_rng(seed)
     sizes = (2 ** random.uniform(8, 26, 12)).astype(np.int64)
     born = np.sort(random.integers(0, 120, num_entries))
+    dies = born + random.choice([1, 2, 3, 30, 500], num_entries)
     return Timeline(
         names=[f"tensor.{i % 7}" for i in range(num_entries)],
         modules=[""] * num_entries,
         categories=np.zeros(num_entries, dtype=np.int8),
         num_bytes=random.choice(sizes, num_entries),
         born=born,
-        dies=born + random.choice([1, 2, 3, 30, 500], num_entries),
+        dies=dies,
         phases=np.ones(120, dtype=np.int8),
         streams=random.integers(0, num_streams, num_entries).astype(np.int8),
+        reusable=dies + random.choice([0, 0, 0, 1, 9, 500], num_entries),
     )
 
 
@@ -350,8 +352,8 @@ def test_the_compiled_order_of_events_equals_the_sort(seed, share):
     timeline = random_step(seed, 1)
     random = np.random.default_rng(seed)
     holders, handed_over = random.permutation(len(timeline.born)), random.random(len(timeline.born)) < share
-    events = allocator_events._events(timeline, holders, handed_over)
-    assert events.tolist() == allocator_events._sorted_events(timeline, holders, handed_over).tolist()
+    columns = timeline, holders, handed_over, len(holders)
+    assert allocator_events._events(*columns).tolist() == allocator_events._sorted_events(*columns).tolist()
 
 
 @built
@@ -396,7 +398,8 @@ def test_the_compiled_replay_covers_runs_that_give_memory_back():
         run = Run.of([random_step(seed, 1), random_step(seed + 1, 1)])
         roomy = allocator_module._replay_compiled(run, Allocator(), None)
         assert roomy is not None
-        tight = outcome(allocator_module._replay_compiled, run, Allocator(), int(roomy.peak_reserved_bytes * 0.97))
+        tightness = (0.97, 0.8)[seed % 2]  # what waits goes back too, so that a run needs a good deal less than it reserves
+        tight = outcome(allocator_module._replay_compiled, run, Allocator(), int(roomy.peak_reserved_bytes * tightness))
         assert tight is not None
         ran_out += isinstance(tight, str)
         retried += not isinstance(tight, str) and tight.num_retries > 0
@@ -430,6 +433,43 @@ def test_what_dies_at_an_instant_makes_room_for_what_is_born_there():
 def test_entries_that_never_live_are_skipped_and_those_that_stay_are_allocated_at_the_end():
     result = replay(step(("never", 40 * MIB, 2, 2), ("stays", 30 * MIB, 1, 99)))
     assert (result.peak_reserved_bytes, result.allocated_bytes, result.num_events) == (30 * MIB, 30 * MIB, 1)
+
+
+def waiting(*entries: tuple[int, int, int, int], num_instants: int = 8) -> Timeline:
+    """Tensors as (MiB, born, dies, reusable)."""
+    return Timeline.from_entries(
+        [
+            Entry(f"t{i}", Category.COMMUNICATION_BUFFERS, size * MIB, born, dies, stream=2, reusable=reusable)
+            for i, (size, born, dies, reusable) in enumerate(entries)
+        ],
+        [Phase.FORWARD] * num_instants,
+    )
+
+
+def test_a_block_that_waits_is_not_allocated_and_not_free():
+    """`DeviceCachingAllocator::free` counts the block as freed at once, `insert_events` keeps it from the pool, and the
+    first `malloc` that finds its event done puts it back (`process_events`): two blocks serve tensors that stand alone."""
+    turns = [(40, 2 * i, 2 * i + 2, 2 * i + 4) for i in range(3)]  # each waits until the next one has gone
+    result = replay(waiting(*turns))
+    assert (result.peak_allocated_bytes, result.peak_reserved_bytes, result.num_segments) == (40 * MIB, 80 * MIB, 2)
+    at_once = replay(waiting(*((size, born, dies, dies) for size, born, dies, _ in turns)))
+    assert (at_once.peak_allocated_bytes, at_once.peak_reserved_bytes) == (40 * MIB, 40 * MIB)
+
+
+def test_what_waits_at_the_end_of_a_step_is_free_in_the_next():
+    run = replay_run([waiting((40, 0, 7, 99)), waiting((40, 0, 7, 99))])
+    assert run.peak_reserved_bytes == 40 * MIB
+
+
+@pytest.mark.parametrize("capacity_mib", [None, 100])
+def test_a_full_gpu_waits_for_what_waits(capacity_mib):
+    """`release_cached_blocks` synchronizes all events first; the instant at which the block was to be free passes by."""
+    steps = [waiting((60, 0, 1, 5), (80, 2, 4, 4), (60, 6, 7, 7))]
+    capacity = capacity_mib and capacity_mib * MIB
+    found = replay_run(steps, capacity_bytes=capacity)
+    assert found == allocator_module._replay_calls(Run.of(steps), CachingAllocator(capacity_bytes=capacity))
+    # 60 and, beside it, 80 for the 80; both then serve: 60 with room for two, 80 where only one fitted
+    assert (found.peak_reserved_bytes, found.num_retries) == ((80 * MIB, 1) if capacity_mib else (140 * MIB, 0))
 
 
 def test_later_steps_take_over_what_earlier_ones_leave():

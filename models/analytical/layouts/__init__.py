@@ -71,6 +71,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
             keeps_inputs=reentrant and bool(chosen.get("checkpoints_around_units")),
             broadcasts=bool(chosen["fsdp1_sync_module_states"]),
             stays_after_forward=stays_after_forward,
+            limits=bool(chosen["fsdp1_limit_all_gathers"]),
         )
     # the Trainer looks for unused parameters unless it checkpoints (transformers trainer.py `_build_accelerator_args`)
     finds_unused = bool(chosen.get("trainer")) and job.activation_checkpointing.mode == "none"

@@ -200,7 +200,7 @@ class ShardedLayout(Layout):
     def after_forward(self, step: Step, module: str) -> None:
         for unit in self._of_module.get(module, []):
             if self.reshards and not (self.stays_after_forward or unit.stays_after_forward):
-                step.free(unit.gathered)
+                self.let_go(step, unit, Phase.FORWARD)
 
     def before_backward(self, step: Step, module: str) -> None:
         for unit in self._of_module.get(module, []):
@@ -264,7 +264,7 @@ class ShardedLayout(Layout):
         if self.reshards:
             self.take_parts(step, unit)
         if self.reshards_in_backward():
-            step.free(unit.gathered)
+            self.let_go(step, unit, Phase.BACKWARD)
         self.fetch_after(step, unit)
         if not unit.trained:
             unit.runs.clear()
@@ -272,6 +272,10 @@ class ShardedLayout(Layout):
             self.keep_full(step, unit)
         else:
             self.reduce(step, unit)
+
+    def let_go(self, step: Step, unit: Unit, phase: Phase) -> None:
+        """Reshard a unit that is done in this phase."""
+        step.free(unit.gathered)
 
     def fetch_after(self, step: Step, unit: Unit) -> None:
         """The unit's backward is done and its gradients are about to be reduced."""

@@ -2,7 +2,8 @@
 
 Source: torch 2.4-2.13 `distributed/fsdp/_flat_param.py` and `_runtime_utils.py`. An all-gather goes straight into the flat
 parameter, which the tensors are views of. In backward the gradients of those views are concatenated to a flat gradient
-(the backward of `torch.split`), which is then reduced.
+(the backward of `torch.split`), which is then reduced. What streams hand to each other is recorded on both
+(`_no_dispatch_record_stream`), so that freed blocks wait (`run_ahead.py`).
 """
 
 from __future__ import annotations
@@ -11,41 +12,30 @@ from collections.abc import Sequence
 from typing import Literal
 
 from peakcast.models.analytical.layouts.base import ShardedLayout, StoredTensor, Unit
+from peakcast.models.analytical.layouts.broadcast import broadcast
+from peakcast.models.analytical.layouts.run_ahead import RunAhead
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.template import HANDED_IN
 from peakcast.timeline import Category, Phase
-from peakcast.units import MIB, round_up
+from peakcast.units import round_up
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
 ALIGNMENT_BYTES = 16
 """With `use_orig_params` each tensor begins at a multiple of this in the flat parameter (`_get_aligned_numel`)."""
 
-
-BROADCAST_BUCKET_BYTES = 250 * MIB
-"""`PARAM_BROADCAST_BUCKET_SIZE` (torch 2.4-2.13 `distributed/fsdp/_init_utils.py`)."""
-
-
-def _buckets(sizes: Sequence[int]) -> list[list[int]]:
-    """`compute_bucket_assignment_by_size`."""
-    buckets: list[list[int]] = [[]]
-    for size in sizes:
-        if sum(buckets[-1]) >= BROADCAST_BUCKET_BYTES:
-            buckets.append([])
-        buckets[-1].append(size)
-    return buckets
-
-
 PRE_UNSHARD, UNSHARD, POST_BACKWARD = 1, 2, 3
 """Streams beside the one that computes, on which narrow parts, gathered parameters and reduced gradients are allocated
 (`_init_streams`, `_unshard`, `_post_backward_hook`). The allocator keeps a pool for each: what one of them has cached is
-of no use to another. A block that a stream still waits for counts as free here; a real run reserves more by as much as the
-CPU is ahead of the GPU (two units, `_FreeEventQueue`)."""
+of no use to another. Views are made on UNSHARD as well (`_use_unsharded_flat_param`), and autograd runs a node on the
+stream on which its forward ran (torch `csrc/autograd/input_metadata.cpp`): there the backward of `torch.split` joins
+gradients, and `_post_backward_hook` frees what was gathered (pytorch#86910)."""
 
 
 class FSDP1(ShardedLayout):
     """`shards` ranks share one model. `reduce_bytes`: of one element of a gradient while it is reduced, None for its own.
-    `original`: `use_orig_params`, the optimizer sees each tensor's piece instead of the flat parameter."""
+    `original`: `use_orig_params`, the optimizer sees each tensor's piece instead of the flat parameter. `limits`:
+    `limit_all_gathers`. Collectives, which are waited for, record no stream (torch since 2.2, pytorch#111431)."""
 
     def __init__(
         self,
@@ -60,8 +50,12 @@ class FSDP1(ShardedLayout):
         keeps_inputs: bool = False,
         broadcasts: bool = False,
         stays_after_forward: bool = False,
+        limits: bool = True,
     ) -> None:
         super().__init__(tensors, units, prefetches=prefetches == "BACKWARD_PRE", waits=waits)
+        self._ahead = RunAhead(limits=limits)
+        self._entered = ""
+        """The module whose backward, or the recomputation for it, was last begun."""
         self.fetches_after = prefetches == "BACKWARD_POST"
         """Whether the next unit is gathered when one has been resharded, before its gradients are reduced
         (`_post_backward_reshard`)."""
@@ -118,7 +112,7 @@ class FSDP1(ShardedLayout):
             moved = step.allocate("unsharded", Category.OTHER, sizes, unit.name)
             step.moment("move", Phase.INIT)
             if self.broadcasts:
-                self._broadcast(step, unit, sizes)
+                broadcast(step, unit, sizes)
             whole = step.allocate("flat_param.whole", Category.OTHER, [self._whole_bytes(unit)], unit.name)
             step.moment("flatten", Phase.INIT)
             step.hold("flat_param", Category.PARAMETERS, self._part_bytes(unit, gathered=False), step.now, module=unit.name)
@@ -126,19 +120,6 @@ class FSDP1(ShardedLayout):
             step.free(whole)
             step.free(moved)
         step.moment("built", Phase.INIT)
-
-    def _broadcast(self, step: Step, unit: Unit, sizes: Sequence[int]) -> None:
-        """`_broadcast_coalesced`: in buckets that end with the tensor that fills them, two under way at a time. A tensor
-        that is a bucket by itself is not copied."""
-        under_way: list[list[int]] = []
-        for bucket in _buckets(sizes):
-            if len(under_way) == 2:
-                step.free(under_way.pop(0))
-            copied = [sum(bucket)] if len(bucket) > 1 else []
-            under_way.append(step.allocate("broadcast", BUFFERS, copied, unit.name))
-            step.moment("broadcast", Phase.INIT)
-        for copies in under_way:
-            step.free(copies)
 
     def _whole_bytes(self, unit: Unit) -> int:
         widths = {tensor.element_bytes for tensor in unit.tensors}
@@ -178,9 +159,10 @@ class FSDP1(ShardedLayout):
         narrow = step.allocate("flat_param.narrow_part", BUFFERS, copied, unit.name, stream=PRE_UNSHARD)
         self._gather(step, unit, step.now)
         step.moment("all_gather", phase)
-        step.free(narrow)
+        self._ahead.let_go(step, narrow)
 
     def _gather(self, step: Step, unit: Unit, born: int) -> None:
+        self._ahead.wait(step)
         size = self._part_bytes(unit, gathered=True) * self.shards
         unit.gathered += step.allocate("flat_param.gathered", BUFFERS, [size], unit.name, born=born, stream=UNSHARD)
 
@@ -191,13 +173,27 @@ class FSDP1(ShardedLayout):
             else:
                 self._gather(step, unit, born)
 
+    def let_go(self, step: Step, unit: Unit, phase: Phase) -> None:
+        if phase == Phase.BACKWARD and unit.trained:
+            step.free(unit.gathered)  # on the stream that it was allocated on
+            self._ahead.record()
+        else:
+            self._let_go(step, unit.gathered)
+
+    def _let_go(self, step: Step, gathered: list[int]) -> None:
+        """`_reshard`."""
+        if gathered:
+            self._ahead.let_go(step, gathered)
+            self._ahead.record()
+
     # -- reducing ---------------------------------------------------------------------------------------------------------
 
     def _flatten(self, step: Step, unit: Unit) -> None:
         """The unit's gradients in one tensor, and added to the one of earlier micro-batches where there is one."""
         size = self._offsets(unit)[-1] * unit.tensors[0].gathered_bytes
-        flat = step.allocate("flat_param.grad", Category.GRADIENTS, [size], unit.name)
+        flat = step.allocate("flat_param.grad", Category.GRADIENTS, [size], unit.name, stream=UNSHARD)
         step.moment("cat", Phase.BACKWARD)
+        self._ahead.let_gradients_go(unit.runs)  # recorded on the stream where they are joined (input_buffer.cpp, `add`)
         self.take_gradients(step, unit)
         if unit.accumulated:
             step.free(flat)
@@ -227,8 +223,14 @@ class FSDP1(ShardedLayout):
         super().finish(step, unit)
 
     def before_backward(self, step: Step, module: str) -> None:
+        for unit in self._of_module.get(module, []):
+            if module == self._entered and self.keeps_inputs and not unit.stays_after_forward:
+                self._let_go(step, unit.gathered)  # the recomputation was a forward of the unit, and ended like one
+            elif module == unit.modules[-1] and unit.stays_after_forward and unit.gathered:
+                self._ahead.wait(step)  # `_unshard` waits before it sees that there is nothing to gather
         super().before_backward(step, module)
-        step.free(self._resharded_late)
+        self._entered = module
+        self._let_go(step, self._resharded_late)
 
     def after_backward(self, step: Step, run: Run) -> None:
         super().after_backward(step, run)
@@ -248,6 +250,8 @@ class FSDP1(ShardedLayout):
         super().end_backward(step)
         step.free(self._resharded_late)
         step.free(self._inputs)
+        self._entered = ""
+        self._ahead.catch_up(step)  # the Trainer looks whether the loss is a number (`logging_nan_inf_filter`)
 
     def keep_full(self, step: Step, unit: Unit) -> None:
         """`no_sync`: the flat gradient stays as it is."""
@@ -255,8 +259,8 @@ class FSDP1(ShardedLayout):
     def reduce(self, step: Step, unit: Unit) -> None:
         stored, used = unit.tensors[0].element_bytes, unit.tensors[0].gathered_bytes
         width, numel, part = self.reduce_bytes or used, self._offsets(unit)[-1], self._part_numel(unit)
-        sources = unit.accumulated
-        unit.accumulated = []
+        flat, unit.accumulated = unit.accumulated, []
+        sources: list[int] = []
         if width != used:
             wide = step.allocate("flat_param.grad.cast", BUFFERS, [numel * width], unit.name, stream=POST_BACKWARD)
             step.moment("reduce_scatter.cast_in", Phase.BACKWARD)
@@ -271,6 +275,7 @@ class FSDP1(ShardedLayout):
             result = step.allocate("gradient", Category.GRADIENTS, [part * stored], unit.name, stream=POST_BACKWARD)
             step.moment("reduce_scatter.cast", Phase.BACKWARD)
             step.free(narrow)
+        self._ahead.let_go(step, flat)
         step.free(sources)
         if unit.gradient:
             step.free(result)

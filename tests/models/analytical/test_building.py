@@ -8,7 +8,7 @@ from peakcast import catalog
 from peakcast.fields import FrozenMapping
 from peakcast.models.allocator import replay_run
 from peakcast.models.analytical.building import building
-from peakcast.models.analytical.layouts.fsdp1 import BROADCAST_BUCKET_BYTES, _buckets
+from peakcast.models.analytical.layouts.broadcast import BROADCAST_BUCKET_BYTES, buckets
 from peakcast.models.analytical.ledger import ledger
 from peakcast.spec import Finetuning, Parallelism, TrainingJob
 from peakcast.timeline import Category
@@ -59,9 +59,9 @@ def test_a_unit_is_there_as_its_tensors_and_joined_while_its_part_is_copied():
 
 
 def test_buckets_end_with_the_tensor_that_fills_them():
-    assert _buckets([100 * MIB] * 5) == [[100 * MIB] * 3, [100 * MIB] * 2]
-    assert _buckets([BROADCAST_BUCKET_BYTES, 1]) == [[BROADCAST_BUCKET_BYTES], [1]]
-    assert _buckets([1, 1]) == [[1, 1]]
+    assert buckets([100 * MIB] * 5) == [[100 * MIB] * 3, [100 * MIB] * 2]
+    assert buckets([BROADCAST_BUCKET_BYTES, 1]) == [[BROADCAST_BUCKET_BYTES], [1]]
+    assert buckets([1, 1]) == [[1, 1]]
 
 
 def test_a_replay_that_begins_with_it_never_reserves_less_than_it_did():
@@ -70,7 +70,7 @@ def test_a_replay_that_begins_with_it_never_reserves_less_than_it_did():
     assert replay_run([built, *steps]).peak_reserved_bytes >= replay_run([built]).peak_reserved_bytes
 
 
-def test_weights_that_are_not_sent_need_no_buckets():
+def test_weights_that_are_not_sent_need_nobuckets():
     quiet = SHARDED.replace(framework_options=FrozenMapping({"fsdp1_sync_module_states": False}))
     assert "broadcast" in building(SHARDED)[0].names
     assert "broadcast" not in building(quiet)[0].names

@@ -217,7 +217,7 @@ def test_scope_names_what_is_left_out(job):
 @pytest.mark.parametrize(
     ("layout", "apart"),
     [
-        ("fsdp1", {"flat_param.narrow_part": 1, "flat_param.gathered": 2, "gradient": 3}),
+        ("fsdp1", {"flat_param.narrow_part": 1, "flat_param.gathered": 2, "flat_param.grad": 2, "gradient": 3}),
         ("fsdp2", {"all_gather.cast": 1, "all_gather.output": 1, "gradient": 2, "gathered": 0, "reduce_scatter.input": 0}),
         ("hsdp", {"all_gather.cast": 1, "all_gather.output": 1, "gradient": 2}),
     ],
