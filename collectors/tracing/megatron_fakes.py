@@ -76,11 +76,20 @@ def _install_in_megatron() -> None:
     import megatron.core.distributed.param_and_grad_buffer as buffers
     import megatron.core.optimizer.clip_grads as clipping
     import megatron.core.tensor_parallel.random as random
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     random._set_cuda_rng_state = lambda *_, **__: None
     buffers._coalescing_manager = lambda *_, **__: contextlib.nullcontext(_Done())  # its operators know no fake tensors
     if not hasattr(clipping.l2_norm_impl, "__self__") and clipping.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
         clipping.l2_norm_impl = _local_l2_norm
+    unscale = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
+
+    def unscale_finite(optimizer: Any) -> bool:
+        """A float16 gradient that overflows, which a host reads from the GPU, would skip the step and its states."""
+        unscale(optimizer)
+        return False
+
+    MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = unscale_finite
 
 
 def answer_counts(rows: int) -> None:

@@ -38,3 +38,27 @@ def data_parallel_reason(job: TrainingJob) -> str:
         ),
     ]
     return next((sentence for fails, sentence in checks if fails), "")
+
+
+def matrix_optimizer_reason(job: TrainingJob) -> str:
+    """Why the ledger does not cover an optimizer that looks at whole matrices where ranks hold parts of them; "" elsewhere."""
+    layout, name = job.parallelism, job.optimizer.name
+    sharding = layout.sharding if layout.num_replicas > 1 else "none"
+    parts = sharding in ("fsdp2", "hsdp") or (layout.tensor_parallel_size > 1 and job.framework == "torch")
+    checks = [
+        (
+            name == "adafactor" and parts,
+            "optimizer.name='adafactor' cannot step over DTensors (torch 2.13 optim/_adafactor.py, transformers 5.17): the "
+            "norms of their rows are parts of sums; use fsdp1, whose parts are vectors.",
+        ),
+        (
+            name == "muon" and parts,
+            "optimizer.name='muon' over matrices that ranks have divided is not modelled: what DTensor gathers to multiply "
+            "them takes up to 9 % of the step's peak.",
+        ),
+        (
+            name == "muon" and sharding == "fsdp1",
+            "optimizer.name='muon' finds no matrix under fsdp1, whose parts are vectors, and torch refuses an empty list.",
+        ),
+    ]
+    return next((sentence for fails, sentence in checks if fails), "")

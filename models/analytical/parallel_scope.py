@@ -6,7 +6,7 @@ from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.hf_traits import traits
-from peakcast.models.analytical.data_parallel_scope import data_parallel_reason
+from peakcast.models.analytical.data_parallel_scope import data_parallel_reason, matrix_optimizer_reason
 from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
 from peakcast.models.analytical.parameters import layer_parameters
 from peakcast.models.analytical.pipeline import SPLIT_BACKWARD, V_SHAPED
@@ -42,6 +42,7 @@ def parallel_reason(job: TrainingJob) -> str:
         reasons.append(_context_reason(job))
     if layout.pipeline_parallel_size > 1:
         reasons.append(_pipeline_reason(job))
+    reasons.append(matrix_optimizer_reason(job))
     return next(filter(None, reasons), "")
 
 
@@ -268,6 +269,11 @@ def _pipeline_reason(job: TrainingJob) -> str:
             and bool(job.gradient_accumulation_steps % rounds(job)),
             f"gradient_accumulation_steps={job.gradient_accumulation_steps} is no multiple of the {rounds(job)} rounds in "
             "which torch's interleaved schedules take them: they refuse that.",
+        ),
+        (
+            layout.pipeline_schedule == "1f1b" and job.gradient_accumulation_steps < layout.pipeline_parallel_size,
+            f"gradient_accumulation_steps={job.gradient_accumulation_steps} is fewer than pipeline_parallel_size="
+            f"{layout.pipeline_parallel_size}: torch's Schedule1F1B refuses that; gpipe takes it.",
         ),
         (
             layout.pipeline_schedule == "dualpipe_v"

@@ -84,7 +84,13 @@ def _chunks(job: TrainingJob, stage: int) -> tuple[Chunk, ...]:
 def _layout(job: TrainingJob, chunks: tuple[Chunk, ...]) -> Layout:
     stored, modules = stored_parameters(job), [set(_modules(chunk)) for chunk in chunks]
     parts = [layout_of(job, [tensor for tensor in stored if tensor.module in names]) for names in modules]
-    return parts[0] if len(parts) == 1 else Stages(parts, modules)
+    return Stages(parts, modules) if _takes_several(job) else parts[0]
+
+
+def _takes_several(job: TrainingJob) -> bool:
+    """Whether the schedule is one of those that run a list of actions on several stages (`_PipelineScheduleRuntime`)."""
+    layout = job.parallelism
+    return layout.pipeline_schedule in SPLIT_BACKWARD or layout.virtual_pipeline_stages > 1
 
 
 def _modules(chunk: Chunk) -> list[str]:
@@ -135,7 +141,7 @@ class _Turns:
         self.split_blocks = Blocks(job, replace(self.context, splits_backward=True))
         self.split: frozenset[tuple[int, int]] = frozenset()
         """Micro-batches, each with its chunk, whose backward comes in two halves."""
-        self.several = job.parallelism.pipeline_schedule in SPLIT_BACKWARD or len(chunks) > 1
+        self.several = _takes_several(job)
         self.alive: dict[tuple[int, int], _InFlight] = {}
         self.begun: set[int] = set()
         """Chunks whose gradients are there."""

@@ -188,6 +188,11 @@ class ShardedLayout(Layout):
             for module in unit.modules:
                 self._of_module.setdefault(module, []).append(unit)
 
+    def by_module(self) -> list[Unit]:
+        """The units in the order of the modules that have them (`_state_ctx.all_states`): what has the table is first."""
+        *others, last = self.units
+        return [last, *others] if "embedding" in last.modules else self.units
+
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self.last = last
 
@@ -227,7 +232,7 @@ class ShardedLayout(Layout):
         return any(run.module == module and run.template is template for run in runs)
 
     def end_backward(self, step: Step) -> None:
-        for unit in (self.units[-1], *self.units[:-1]):  # the root, if any, is the last unit and the first to end
+        for unit in self.by_module():
             if unit.reduces_at_end:
                 self.finish(step, unit)
             if unit.fetched_in_vain:
@@ -239,17 +244,17 @@ class ShardedLayout(Layout):
 
     def end_turns(self, step: Step) -> None:
         self.reshards, self.last = True, True
-        for unit in (self.units[-1], *self.units[:-1]):
+        for unit in self.by_module():
             self.finish(step, unit)
 
     def unshard(self, step: Step, phase: Phase) -> None:
-        """Begin to gather every unit, the root first, as a pipeline does for a stage that comes soon."""
-        for unit in (self.units[-1], *self.units[:-1]):
+        """Begin to gather every unit, as a pipeline does for a stage that comes soon."""
+        for unit in self.by_module():
             self.prefetch(step, unit, phase=phase)
 
     def wait(self, step: Step, phase: Phase) -> None:
         """Every unit that is being gathered is there."""
-        for unit in (self.units[-1], *self.units[:-1]):
+        for unit in self.by_module():
             if not unit.gathered:
                 self.gather(step, unit, phase)
                 self.end_forward(step)  # which waits for nobody: a forward would keep a while what it has copied out
@@ -350,14 +355,15 @@ def units_by_layer(
     if not all(tensor.trains for tensor in head):  # with adapters accelerate does not find the final norm
         left += [tensor for tensor in head if not tensor.name.startswith("lm_head")]
         head = [tensor for tensor in head if tensor.name.startswith("lm_head")]
-    tied = not any(tensor.name == "lm_head.weight" for tensor in head)
+    tied = bool(head) and not any(tensor.name == "lm_head.weight" for tensor in head)
     if tied:  # gathered for the embedding; no input of it has a gradient
         tail = Unit("tail", ("embedding", "head"), (*table, *head), True, reduces_at_end=True, hook="lm_head")
         units = [*layers, tail]
     else:
         in_vain = first_layer_without_gradient
         first = Unit("embedding", ("embedding",), tuple(table), reduces_at_end=True, fetched_in_vain=in_vain)
-        units = [first, *layers, Unit("tail", ("head",), tuple(head), True, hook="lm_head")]
+        tail = Unit("tail", ("head",), tuple(head), True, hook="lm_head")
+        units = [*([first] if table else []), *layers, *([tail] if head else [])]  # of a pipeline stage
     if left:
         units.append(Unit("root", ("embedding", "head"), tuple(left), stays_after_forward=True, reduces_at_end=True))
     return units

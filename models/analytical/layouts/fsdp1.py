@@ -207,6 +207,23 @@ class FSDP1(ShardedLayout):
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         super().begin_micro_batch(step, first=first, last=last)
         self._done.clear()
+        if first and self.first_step:
+            self._begin_training(step)
+
+    def _begin_training(self, step: Step) -> None:
+        """The first forward makes what each unit will be gathered into and empties it, the root first. In mixed precision
+        that is made in both, and the wide one may be the first forward's peak (`init_flat_param_attributes`)."""
+        for unit in (self.units[-1], *self.units[:-1]):
+            stored, used = (self._part_bytes(unit, gathered=gathered) for gathered in (False, True))
+            mixed = stored != used
+            for name, size in (
+                ("flat_param.narrow_part", used * mixed),
+                ("flat_param.gathered", used * self.shards),
+                ("flat_param.wide", stored * self.shards * mixed),
+            ):
+                made = step.allocate(name, BUFFERS, [size], unit.name)
+                step.moment("init_flat_param_attributes", Phase.FORWARD)
+                step.free(made)
 
     def fetch_after(self, step: Step, unit: Unit) -> None:
         self._done.append(unit)

@@ -44,7 +44,7 @@ class Stages(Layout):
                 part.reshard(step)
         fetched = [chunk for chunk in coming if chunk not in self._active]
         self._active = set(coming)
-        phase = Phase.FORWARD if turn.forward else Phase.BACKWARD
+        phase = Phase(step.phases[-1]) if step.phases else Phase.FORWARD  # a turn's own begins when all is there
         for chunk in fetched:
             if isinstance(part := self.parts[chunk], ShardedLayout):
                 part.unshard(step, phase)

@@ -58,8 +58,7 @@ def _loop_sgd(run: Locals, group: Sequence[TrainedTensor], options: Options) -> 
 def _foreach_root(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
     """_multi_tensor_adam: torch._foreach_addcmul_(exp_avg_sqs, grads, grads) takes gradients twice; exp_avg_sq_sqrt =
     torch._foreach_sqrt(exp_avg_sqs), a copy of the group until it returns."""
-    if summed := [tensor for tensor in group if tensor.sums_gradient]:
-        _take_gradients(run, [*summed, *summed], options)
+    _take_gradients(run, [*group, *group], options)
     run.let("exp_avg_sq_sqrt", *(tensor.num_bytes for tensor in group))
 
 

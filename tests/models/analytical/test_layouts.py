@@ -16,7 +16,7 @@ from peakcast.models.analytical.layouts.fsdp2 import FSDP2
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.models.analytical.step import Step
-from peakcast.spec import ActivationCheckpointing, Finetuning, Offload, Parallelism, Precision
+from peakcast.spec import ActivationCheckpointing, Finetuning, Offload, Optimizer, Parallelism, Precision
 from peakcast.timeline import Category, Phase
 from peakcast.units import MIB
 
@@ -104,6 +104,14 @@ def test_fsdp1_gathers_into_the_flat_parameter_itself(job):
     # torch's own default fetches the next layer in backward
     plain, trainer = (most(ledger(job(name)), BUFFERS, Phase.BACKWARD) for name in ("fsdp1", "fsdp1_trainer"))
     assert plain - trainer == LAYER * BF16
+
+
+def test_fsdp1s_first_forward_makes_what_units_are_gathered_into_wide_and_narrow(job):
+    first, later = (ledger(job("fsdp1", precision=MIXED), step=step) for step in ("first", "steady"))
+    begins = [instant for instant, label in enumerate(first.labels) if label == "init_flat_param_attributes"]
+    one, layer = (first.composition(instant)[BUFFERS] for instant in (begins[2], max(begins)))
+    assert (one, layer, len(begins)) == (ENDS * FP32, LAYER * FP32, 3 * 3)  # the root's, a layer's
+    assert "init_flat_param_attributes" not in later.labels
 
 
 def test_fsdp1_flattens_a_units_gradients_before_it_reduces_them(job):
@@ -212,6 +220,14 @@ def test_scope_names_what_is_left_out(job):
     assert out_of_scope(job("zero3", precision=half)) == ""
     assert out_of_scope(job("fsdp1", finetuning=Finetuning(method="lora", rank=8))) == ""
     assert "offload" in out_of_scope(job("fsdp1", offload=Offload(parameters=True, optimizer=True)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "refused"), [("ddp", ""), ("fsdp1", "muon"), ("fsdp2", "muon adafactor"), ("hsdp", "muon adafactor")]
+)
+def test_optimizers_of_matrices_need_them_whole(job, layout, refused):
+    for name in ("muon", "adafactor", "sgd"):
+        assert (name in out_of_scope(job(layout, ranks=16, optimizer=Optimizer(name=name)))) == (name in refused)
 
 
 @pytest.mark.parametrize(

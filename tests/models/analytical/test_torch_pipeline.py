@@ -88,9 +88,12 @@ def test_more_micro_batches_than_are_in_flight_cost_their_buffers_alone():
     [
         (job(pipeline_schedule="interleaved_1f1b"), "virtual_pipeline_stages=1"),
         (job(pipeline_schedule="zero_bubble_v"), "zero_bubble_v and dualpipe_v with 2"),
+        (job(3), "Schedule1F1B refuses"),
         (job(7, pipeline_schedule="dualpipe_v", virtual_pipeline_stages=2), "fewer than the stages"),
         (
-            job(pipeline_schedule="zero_bubble").replace(activation_checkpointing=ActivationCheckpointing(mode="selective")),
+            job(pipeline_schedule="zero_bubble").replace(
+                activation_checkpointing=ActivationCheckpointing(mode="selective")
+            ),
             "weight's backward",
         ),
         (job(data_parallel_size=2, pipeline_schedule="zero_bubble"), "no hook of DDP"),
@@ -136,3 +139,16 @@ def test_of_several_sharded_stages_three_at_most_are_gathered():
         for now in range(len(timeline.phases))
     )  # fmt: skip
     assert most == 3
+
+
+def test_zero_bubble_sends_for_all_units_of_a_stage_before_it_copies_any_out():
+    """In the order of the modules, the table before the layers; the other schedules gather a unit when it is used."""
+    stages = job(8, data_parallel_size=2, sharding="fsdp2", pipeline_schedule="zero_bubble")
+    timeline = ledger(stages.replace(versions=FrozenMapping({"torchtitan": "main"})))
+    units = ["embedding", "layers.0", "layers.1"]
+    sent, gathered = (
+        {timeline.modules[i]: int(timeline.born[i]) for i, one in enumerate(timeline.names) if one == name}
+        for name in ("all_gather.output", "gathered")
+    )
+    assert sorted(sent, key=sent.__getitem__) == sorted(gathered, key=gathered.__getitem__) == units
+    assert max(sent.values()) < min(gathered.values())
