@@ -237,8 +237,11 @@ class Zero12(Partitions):
                     size = int(run.template.num_bytes[index])
                     self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size])
                     run.gradients_die = step.now  # held here from then on
-            if run.module == "embedding":
+            if self._tied and run.module == "embedding":
                 step.free(self._tied)
+                (table,) = (t for t in left if t.name == "embed_tokens.weight")
+                at = run.template.backward_labels.index("tied_weight")
+                self._arrive(step, table, begin + at, ended_bytes(run, at), begin + at)
         elif not any(earlier.module == run.module for earlier in self._runs):
             self._runs.append(run)
 
