@@ -32,7 +32,7 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
     spread = spreading.is_spread(job)
     first = "cpu" if job.finetuning.quantization else device
     with making or contextlib.nullcontext(), spreading.untouched() if spread else torch.device(first):
-        model = model_of(job)
+        model = model_of(job, padded=making is None)
     if spread:
         model.tie_weights()
         spreading.unmade(model, job)

@@ -26,8 +26,9 @@ AUTO_MODELS = {
 """Kind of architecture -> the class of transformers that trains it."""
 
 
-def model_of(job: TrainingJob) -> Any:
-    """The job's network with random weights in `precision.parameters`."""
+def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
+    """The job's network with random weights in `precision.parameters`. Not `padded`: no token pads, whose row transformers
+    could not set to zero where zero.Init has the table in parts already (5.17 modeling_utils.py `_init_weights`)."""
     attention: str | None = {"flex": "flex_attention"}.get(job.attention, job.attention)
     if attention == "sdpa":
         attention = str(conventions(job).get("sdpa", "sdpa"))
@@ -37,7 +38,7 @@ def model_of(job: TrainingJob) -> Any:
     architecture = _trainable(job.architecture)
     told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
     config = transformers.AutoConfig.for_model(**told)
-    if (getattr(config, "pad_token_id", None) or 0) >= architecture.vocab_size:
+    if not padded or (getattr(config, "pad_token_id", None) or 0) >= architecture.vocab_size:
         config.pad_token_id = None  # the family's default, which a smaller vocabulary does not have
     dtype = getattr(torch, job.precision.parameters)
     if job.loss.kind == "reward":

@@ -143,6 +143,16 @@ class Step:
             self.hooks.after_backward(self, run)
             self._hand_on(ended)
 
+    def made_bytes(self) -> Columns:
+        """Of each instant so far, the bytes that a block's operation allocates there, passing ones too."""
+        made = np.zeros(self.now, dtype=np.int64)
+        for run in self._runs:
+            forward, backward = run.template.made_bytes
+            made[run.forward_start : run.forward_start + len(forward)] = forward
+            if run.backward_start is not None and run.backward_start >= 0:
+                made[run.backward_start : run.backward_start + len(backward)] = backward
+        return made
+
     def _enter(self, template: Template, module: str, phase: Phase) -> None:
         """What hooks do before a block runs forward, for the first time or again in backward."""
         since = self._since()

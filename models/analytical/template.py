@@ -130,6 +130,17 @@ class Template:
         return tuple(bytes((phase,)) * self.num_backward for phase in Phase)
 
     @cached_property
+    def made_bytes(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of each forward, then of each backward instant, the bytes that its operation allocates, passing ones too. What
+        takes the place of another tensor when the operation is over bears the name of the one before."""
+        made = np.zeros(self.num_forward, dtype=np.int64), np.zeros(self.num_backward, dtype=np.int64)
+        labels = self.forward_labels, self.backward_labels
+        for name, size, at, half in zip(self.names, self.num_bytes, self.born, self.born_backward.astype(int), strict=True):
+            if at < len(made[half]) and name.startswith(labels[half][at]):
+                made[half][at] += size
+        return made
+
+    @cached_property
     def handed_in_bytes(self) -> int:
         """Bytes of the gradient that the block after it hands in; 0 where there is none."""
         return int(self.num_bytes[self.names.index(HANDED_IN)]) if HANDED_IN in self.names else 0

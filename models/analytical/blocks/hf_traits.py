@@ -82,6 +82,8 @@ class HFTraits:
     """`wide`: native, and what autocast widens is converted by the product that takes it."""
     linears_transpose_weight: bool = False
     """Its Linear multiplies by `weight.T`, which is no leaf: autocast caches no copy (Falcon)."""
+    conv1d: bool = False
+    """Its matrices are Conv1D, whose `addmm` has the bias's gradient before the weight's."""
     router_in_float32: bool = False
     routing_weights: Literal["narrow", "float32"] = "narrow"
     """Dtype of the chosen experts' weights; fp32 ones widen the weighted rows."""
@@ -151,7 +153,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "granitemoe": replace(_GRANITE, scores_of_top_experts="float32"),
     "cohere": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, norms_after_projections=True),
     "cohere2": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, full_attention_every=4),
-    "gpt2": HFTraits(keeps_sublayer_outputs=True, eager_softmax="native", loss_apart=True),
+    "gpt2": HFTraits(keeps_sublayer_outputs=True, eager_softmax="native", loss_apart=True, conv1d=True),
     "gpt_bigcode": HFTraits(keeps_sublayer_outputs=True, causal_mask_buffer=True),
     "gpt_neox": HFTraits(rotary_fraction=0.25),
     "phi": HFTraits(rotary_fraction=0.5, rotary_inline=True),

@@ -8,6 +8,7 @@ from typing import Any
 from peakcast.conventions import conventions
 from peakcast.fields import FrozenMapping
 from peakcast.loss import REFERRING
+from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.layouts.base import Layout, StoredTensor, units_by_layer
 from peakcast.models.analytical.layouts.ddp import DDP
 from peakcast.models.analytical.layouts.fsdp1 import FSDP1
@@ -127,8 +128,9 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
         contiguous=contiguous,
         offloads=offloads,
         offloads_parameters=job.offload.parameters,
-        head_of_root=job.loss.kind in REFERRING,
+        head_of_root=job.loss.kind in REFERRING or job.loss.fused_linear_cross_entropy,
         leaf="mlp" if job.architecture.model_type in LEAVES else "",
+        biases_first=traits(job.architecture).conv1d,  # not the Linear that DeepSpeed puts in torch's place
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from peakcast.models.analytical.layouts.base import Layout, StoredTensor
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
+from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category, Phase
 from peakcast.units import round_up
 
@@ -51,15 +52,30 @@ def ended_bytes(run: Run, at: int) -> int:
     return int(template.num_bytes[ends].sum())
 
 
+def made_at(template: Template, weight: int) -> int:
+    """The backward instant of the operation that makes a weight's gradient, entry number `weight`; born then, or, where it
+    takes the place of what was kept, when that is over."""
+    return int(template.dies[weight]) - 1
+
+
 class Partitions(Layout):
     """What the stages share: main copies, their gradients in the optimizer's step, and norms."""
 
     holds_main_parameters = True
 
     def __init__(
-        self, tensors: Sequence[StoredTensor], *, ranks: int, element_bytes: int, buckets: Buckets, offloads: bool
+        self,
+        tensors: Sequence[StoredTensor],
+        *,
+        ranks: int,
+        element_bytes: int,
+        buckets: Buckets,
+        offloads: bool,
+        biases_first: bool,
     ) -> None:
         super().__init__(tensors)
+        self.biases_first = biases_first
+        """Whether a matrix's gradient is seen after its bias's: `addmm` hands them on in that order."""
         self.ranks = ranks
         self.element_bytes = element_bytes
         """Of the engine's dtype, in which gradients are sent and kept."""
@@ -98,20 +114,32 @@ class Partitions(Layout):
             for index, group in enumerate(self.groups)
         ]
 
+    def in_order(self, template: Template) -> list[int]:
+        """The weights' gradients of a block, as its backward makes them."""
+        size = dict(zip(template.names, template.num_bytes.tolist(), strict=True))
+
+        def after_bias(name: str) -> bool:  # a norm's two are as large as each other
+            return self.biases_first and size.get(name.replace(".weight.grad", ".bias.grad"), size[name]) < size[name]
+
+        weights = template.weight_gradient.nonzero()[0].tolist()
+        return sorted(weights, key=lambda index: (made_at(template, index), after_bias(template.names[index])))
+
     def _largest_gradient(self) -> int:
         """Elements of the largest piece of a gradient that a rank may hold."""
         return max(min(max(t.numel for t in group), self.partition(group)) for group in self.groups)
 
     def norm_in_backward(
         self, step: Step, elements: Iterable[int], now: int, *, more_bytes: int = 0, gone: int = 0
-    ) -> None:
+    ) -> int:
         """When the optimizer is offloaded, a gradient's norm is taken as it leaves (`set_norm_for_param_grad_in_gpu`), one
         after the other; the norms wait for the optimizer's step. `elements`: of this rank's part of each; `more_bytes`: per
-        element, of what is there meanwhile; `gone`: of what the operation at `now` has let go of."""
+        element, of what is there meanwhile; `gone`: of what the operation at `now` has let go of. Returns the
+        bytes that this takes beyond that."""
         pieces = list(elements)
         size = max(pieces, default=0) * more_bytes + min(max(pieces, default=0), NORM_ELEMENTS) * NORM_BYTES
         step.hold("norm.to_float64", Category.TEMPORARIES, size - gone, now, now + 1)
         self._norms += step.allocate("norm_for_param_grads", Category.TEMPORARIES, [NORM_BYTES] * len(pieces), born=now)
+        return size - gone
 
     def clip(self, step: Step) -> None:
         size = 0 if self.offloads else self._largest_gradient() * NORM_BYTES

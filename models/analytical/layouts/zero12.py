@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from peakcast.models.analytical.layouts.base import StoredTensor
-from peakcast.models.analytical.layouts.zero import BUFFERS, Buckets, Partitions, ended_bytes
+from peakcast.models.analytical.layouts.zero import BUFFERS, Buckets, Partitions, ended_bytes, made_at
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
@@ -49,7 +49,9 @@ class Zero12(Partitions):
         contiguous: bool = True,
         offloads: bool = False,
     ) -> None:
-        super().__init__(tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads)
+        super().__init__(
+            tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads, biases_first=True
+        )
         self.stage = stage
         self.rank = rank
         self.round_robin = round_robin
@@ -206,11 +208,11 @@ class Zero12(Partitions):
         self._reduce(step, now)
 
     def after_backward(self, step: Step, run: Run) -> None:
-        weights = run.template.weight_gradient.nonzero()[0].tolist()
+        weights = self.in_order(run.template)
         begin = run.backward_start or 0
         if weights and not self._bucket and self.contiguous:  # `setup_buckets`, at the first gradient
             sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
-            first = begin + int(run.template.born[weights].min()) + 1  # when the operation is done, its temporaries gone
+            first = begin + made_at(run.template, weights[0]) + 1  # when the operation is done, its temporaries gone
             self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=first)
         if self.stage == 2 or (self._overlaps and self._last):  # each gradient goes into the bucket as soon as it is there
             run.keeps_gradients = False
@@ -219,11 +221,11 @@ class Zero12(Partitions):
                 earlier.gradients_die = begin
                 self._runs.remove(earlier)
             left = [t for t in self.trained if t.module == run.module]
-            for index in sorted(weights, key=lambda index: int(run.template.born[index])):
+            for index in weights:
                 name = run.template.names[index].removesuffix(".grad")
                 numel = int(run.template.num_bytes[index]) // self.element_bytes
                 found = [t for t in left if t.name == name] or [t for t in reversed(left) if t.numel == numel]
-                at = int(run.template.born[index])
+                at = made_at(run.template, index)
                 if found:
                     left.remove(found[0])
                     if added and numel <= self.buckets.reduce:
@@ -235,8 +237,11 @@ class Zero12(Partitions):
                     size = int(run.template.num_bytes[index])
                     self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size])
                     run.gradients_die = step.now  # held here from then on
-            if run.module == "embedding":
+            if self._tied and run.module == "embedding":
                 step.free(self._tied)
+                (table,) = (t for t in left if t.name == "embed_tokens.weight")
+                at = run.template.backward_labels.index("tied_weight")
+                self._arrive(step, table, begin + at, ended_bytes(run, at), begin + at)
         elif not any(earlier.module == run.module for earlier in self._runs):
             self._runs.append(run)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from peakcast.models.analytical.layouts.base import StoredTensor
-from peakcast.models.analytical.layouts.zero import BUFFERS, MAIN_BYTES, Buckets, Partitions, ended_bytes
+from peakcast.models.analytical.layouts.zero import BUFFERS, MAIN_BYTES, Buckets, Partitions, ended_bytes, made_at
 from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
 from peakcast.models.analytical.layouts.zero3_turns import Turn, turns_of, within_first
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
@@ -30,9 +30,12 @@ class Zero3(Partitions):
         offloads_parameters: bool = False,
         head_of_root: bool = False,
         leaf: str = "",
+        biases_first: bool = False,
     ) -> None:
         whole, tensors = [t for t in tensors if not t.sharded], [t for t in tensors if t.sharded]
-        super().__init__(tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads)
+        super().__init__(
+            tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads, biases_first=biases_first
+        )
         self._whole = whole
         """What hangs on parameters and is none (the constants of quantised weights)."""
         self.packs = packs
@@ -57,7 +60,7 @@ class Zero3(Partitions):
         self.reference: Zero3 | None = None
         """The layout of a copy beside it, an engine of its own."""
         self._turns: list[Turn] = []
-        self._reductions: set[int] = set()
+        self._reductions: dict[int, int] = {}
         self._entered = 0
         self._began = 0
         """When the network last began to run forward."""
@@ -125,7 +128,7 @@ class Zero3(Partitions):
                 self._coordinator.learn(self._turns)
                 small = [t for t in self.tensors if self.persists(t)]
                 self._coordinator.available = dict.fromkeys(small, 0)  # gathered again when the last step ended
-        self._coordinator.reductions = self._reductions
+        self._coordinator.made, self._coordinator.reductions = step.made_bytes(), self._reductions
         self._coordinator.play(self._turns)
         return self._coordinator
 
@@ -154,7 +157,7 @@ class Zero3(Partitions):
         run.keeps_gradients = False  # each goes into the bucket as soon as it is there
         template = run.template
         for at, index in self._arrivals(run):
-            size, born = int(template.num_bytes[index]), begins + int(template.born[index])
+            size, born = int(template.num_bytes[index]), begins + made_at(template, index)
             if self._tied and template.names[index] == "lm_head.weight.grad":
                 self._half += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size], run.module)
                 run.gradients_die = step.now  # held here from then on
@@ -185,9 +188,9 @@ class Zero3(Partitions):
         leaf when all of it is done (`reduce_leaf_module_grads`)."""
         template, leaf = run.template, f"{self.leaf}."
         inside = [at for at, label in enumerate(template.backward_labels) if label.startswith(leaf)]
-        weights = sorted(template.weight_gradient.nonzero()[0].tolist(), key=lambda i: int(template.born[i]))
+        weights = self.in_order(template)
         whole = [bool(self.leaf) and template.names[i].startswith(leaf) for i in weights]
-        found = [(max(inside) if in_leaf else int(template.born[i]), i) for i, in_leaf in zip(weights, whole, strict=True)]
+        found = [(max(inside) if in_leaf else made_at(template, i), i) for i, in_leaf in zip(weights, whole, strict=True)]
         return sorted(found, key=lambda one: one[0])
 
     def _never_done(self, turns: list[Turn], ended: int) -> list[Turn]:
@@ -255,19 +258,22 @@ class Zero3(Partitions):
     def _reduce(self, step: Step, now: int, gone: int = 0) -> None:
         """`reduce_scatter_coalesced`: several gradients are copied into one tensor, and one larger than the bucket has
         waited outside it."""
-        self._reductions.add(now)
         size = sum(-(-elements // self.ranks) * self.ranks for elements, _ in self._filled) * self.element_bytes
         narrower = self.gradient_bytes != self.element_bytes
-        if len(self._filled) > 1 or narrower or size != self._filled[0][0] * self.element_bytes:
-            step.hold("reduce_scatter.input", BUFFERS, size - gone, now, now + 1)
+        if len(self._filled) == 1 and not narrower and size == self._filled[0][0] * self.element_bytes:
+            size = 0
+        step.hold("reduce_scatter.input", BUFFERS, size - gone, now, now + 1)
         for elements, born in self._filled:
             if not self._in_bucket(elements):
                 step.hold("gradient", Category.GRADIENTS, elements * self.gradient_bytes, born + 1, now + 1)
         parts = [-(-elements // self.ranks) for elements, _ in self._filled]
+        passing = 0
         if self.offloads and self._last:  # beside the part itself, which is copied back from the host (`partition_grads`)
-            self.norm_in_backward(step, parts, now, more_bytes=self.element_bytes, gone=gone)
+            passing = self.norm_in_backward(step, parts, now, more_bytes=self.element_bytes, gone=gone)
         elif self.offloads:
-            step.hold("grad_buffer", Category.GRADIENTS, max(parts) * self.element_bytes - gone, now, now + 1)
+            passing = max(parts) * self.element_bytes - gone
+            step.hold("grad_buffer", Category.GRADIENTS, passing, now, now + 1)
+        self._reductions[now] = max(size - gone, 0) + max(passing, 0)
         self._filled.clear()
 
     def end_backward(self, step: Step) -> None:

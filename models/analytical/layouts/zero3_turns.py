@@ -12,9 +12,13 @@ from functools import lru_cache
 
 from peakcast.models.analytical.layouts.base import StoredTensor
 
-ACTIVATIONS = ("silu", "gelu", "act_fn", "activation")
-"""What a feed-forward's activation is called, which is a module of its own."""
+WITHOUT_WEIGHTS = ("silu", "relu", "gelu", "gelu_new", "act_fn", "activation", "dropout")
+"""What operations are named after whose module has no parameters: a feed-forward's activation, dropout."""
+WITHIN = {"qkv_split": "self_attn"}
+"""Operations whose names do not say in which module they run."""
 
+FUNCTIONS = ("logits", "softcap")
+"""What operations of the head are named after that no module runs: they are the network's own and the loss."""
 ADAPTED = " with its adapter"
 CALLED = {"post_attention_layernorm": "pre_feedforward_layernorm", "norm": "final_norm"}
 """Modules whose operations are named after what they do."""
@@ -82,7 +86,7 @@ def _turns_from_0(
         name = tensor.name.removesuffix(".weight").removesuffix(".weight").removesuffix(".bias")  # a quantised one has two
         name = leaf if leaf and name.startswith(f"{leaf}.") else name
         does = CALLED.get(name, name)
-        if does != name and any(label.startswith(f"{does}.") for label in labels):
+        if does != name and any(f"{label}.".startswith(f"{does}.") for label in labels):
             name = does if f"{does}.weight" not in {t.name for t in tensors} else name
         modules.setdefault(name, []).append(tensor)
     turns = [Turn(0, 1, name=f"{block} within {depth}", inside=tensors) for depth in range(around)]
@@ -94,7 +98,7 @@ def _turns_from_0(
         path = (leaf,) if leaf and owner == leaf else tuple(_path(label, owner, modules))
         for module in path:
             if module == owner:
-                if {last, owner} == {owner.removesuffix(".lora_A"), f"{last.removesuffix('.lora_A')}.lora_A"}:
+                if owner != last and owner.removesuffix(".lora_A") == last.removesuffix(".lora_A"):
                     dropout = f"{block} {owner.removesuffix('.lora_A')}.dropout"  # between a Linear and its adapter
                     turns.append(Turn(index, index + 1, name=dropout))
                 if owner != last or owner not in entered:
@@ -136,13 +140,14 @@ def _owner(label: str, modules: Mapping[str, object]) -> str:
 
 def _path(label: str, owner: str, modules: Mapping[str, object]) -> Iterator[str]:
     """The modules within the block that run this operation, the outermost first."""
-    outer = label.partition(".")[0]
-    if outer != label and outer not in modules:
+    parts = label.split(".")
+    outer = WITHIN.get(label, parts[0] if len(parts) > 1 else "")
+    if outer and outer not in modules and outer not in FUNCTIONS:
         yield outer
     linear = label.partition(".lora")[0].removesuffix(".clone")
     if f"{linear}.lora_A" in modules:
         yield linear + ADAPTED
-    if label.rpartition(".")[2] in ACTIVATIONS:
-        yield label
+    if not owner and len(parts) > 1 and parts[1] in WITHOUT_WEIGHTS:
+        yield ".".join(parts[:2])
     if owner:
         yield owner
