@@ -53,6 +53,11 @@ def _architecture_reason(architecture: Architecture) -> str:
         return f"model_type={architecture.model_type!r} is not known to the ledger; trace it (`peakcast explain --trace`)."
     if architecture.kind not in ("decoder", "encoder", "encoder_decoder"):
         return f"{architecture.name!r} is not a decoder-only transformer, BERT or T5 (kind={architecture.kind!r})."
+    if architecture.model_type == "mpt" and architecture.intermediate_size != 4 * architecture.hidden_size:
+        return (
+            f"{architecture.name!r} has intermediate_size={architecture.intermediate_size}, and transformers makes MPT's "
+            f"feed-forward 4 * hidden_size wide, whatever is asked for; use {4 * architecture.hidden_size}."
+        )
     return ""
 
 

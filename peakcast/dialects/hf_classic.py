@@ -11,7 +11,7 @@ from typing import Any
 
 from peakcast.architecture import Architecture
 from peakcast.dialects.hf_dense import NO_WINDOW
-from peakcast.dialects.hf_rules import Choice, Family, Key, Product, Row, classic, gpt2, gptj
+from peakcast.dialects.hf_rules import Choice, Family, Key, Row, classic, gpt2, gptj
 
 
 def _falcon(config: Mapping[str, Any], values: Row) -> None:
@@ -154,7 +154,7 @@ CLASSIC: Mapping[str, Family] = {
             hidden_size=Key("d_model"),
             num_hidden_layers=Key("n_layers"),
             num_attention_heads=Key("n_heads"),
-            intermediate_size=Product(Key("expansion_ratio", 4), Key("d_model")),
+            intermediate_size=None,
             vocab_size=Key("vocab_size", 50368),
             max_position_embeddings=Key("max_seq_len", 2048),
             tie_word_embeddings=Key("tie_word_embeddings", True),
@@ -169,7 +169,8 @@ CLASSIC: Mapping[str, Family] = {
             hidden_dropout=Key("resid_pdrop", 0.0),
             embedding_dropout=Key("emb_pdrop", 0.0),
         ),
-        demands={"no_bias": True},
+        # transformers 5.17 modeling_mpt.py MptMLP: 4 * hidden_size, whatever expansion_ratio says
+        demands={"no_bias": True, "expansion_ratio": 4},
     ),
     "starcoder2": Family(
         classic(

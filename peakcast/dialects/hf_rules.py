@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The product of two keys (0 where one is null): MPT's width, DeepSeek's shared experts."""
+    """The product of two keys (0 where one is null): DeepSeek's shared experts."""
 
     left: Key
     right: Key

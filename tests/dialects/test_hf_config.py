@@ -187,6 +187,7 @@ def test_the_mappings_own_name_is_used_unless_another_is_given() -> None:
         ({"model_type": "newmoe", "num_experts": 8}, "model_type", "'newmoe' is not a known family"),
         ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before", "must be true"),
         ({"model_type": "opt", "word_embed_proj_dim": 512}, "word_embed_proj_dim", "must equal hidden_size"),
+        ({"model_type": "mpt", "d_model": 512, "expansion_ratio": 2}, "expansion_ratio", "must be 4"),
         ({"model_type": "falcon", "num_kv_heads": "8"}, "num_kv_heads", "must be a whole number"),
         ({"model_type": "falcon", "multi_query": 1}, "multi_query", "must be true or false"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": 5}, "mlp_only_layers", "must be a list of the first layers"),

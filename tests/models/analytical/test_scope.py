@@ -1,5 +1,7 @@
 """What the ledger does not cover is named, and no more than that."""
 
+from dataclasses import replace
+
 import pytest
 
 from peakcast import catalog
@@ -32,6 +34,7 @@ def reason(name, **changes):
         ("deepseek-v2-lite", {"framework_options": FrozenMapping({"autocast": True})}, "under autocast"),
         ("gpt-j-6b", {"task": "inference"}, "generation with"),
         ("mpt-7b", FLASH, "no flash_attention_2"),
+        ("mpt-7b", {"architecture": replace(catalog.architecture("mpt-7b"), intermediate_size=8192)}, "4 * hidden_size wide"),
         ("opt-125m", {**FLASH, "batch": Batch(form="padding_free")}, "tells attention no positions"),
     ],
 )
