@@ -34,7 +34,7 @@ def reason(name, **changes):
         ("deepseek-v2-lite", {"framework_options": FrozenMapping({"autocast": True})}, "under autocast"),
         ("gpt-j-6b", {"task": "inference"}, "generation with"),
         ("mpt-7b", FLASH, "no flash_attention_2"),
-        ("mpt-7b", {"architecture": replace(catalog.architecture("mpt-7b"), intermediate_size=8192)}, "4 * hidden_size wide"),
+        ("mpt-7b", {"architecture": replace(catalog.architecture("mpt-7b"), intermediate_size=8192)}, "4 * hidden_size"),
         ("opt-125m", {**FLASH, "batch": Batch(form="padding_free")}, "tells attention no positions"),
     ],
 )
