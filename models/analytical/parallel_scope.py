@@ -103,8 +103,8 @@ def _tensor_reason(job: TrainingJob) -> str:
         ),
         (
             layout.num_replicas > 1 and layout.sharding == "none" and architecture.tie_word_embeddings,
-            f"{architecture.name!r} shares its token table with the head, of which DDP over tensor parallelism makes plain "
-            "tensors at one end only: torch 2.13 fails; use fsdp2.",
+            f"{architecture.name!r} shares its token table with the head, of which torch's DDP over tensor parallelism "
+            "makes plain tensors at one end only: torch 2.13 fails, and how others hold it is not modelled; fsdp2 is.",
         ),
         (job.loss.fused_linear_cross_entropy, "a fused loss under tensor parallelism is not modelled."),
         (job.attention == "flex", "flex attention under tensor parallelism is not modelled."),

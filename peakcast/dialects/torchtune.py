@@ -58,6 +58,7 @@ IGNORED = re.compile(
     r"|optimizer\.(lr|weight_decay|betas|eps)|model\.lora_alpha|loss\.(num_output_chunks|ignore_index)|quantizer\..*"
     r"|(seed|shuffle|epochs|max_steps_per_epoch|resume_from_checkpoint|save_adapter_weights_only|output_dir|log_every_n_steps"
     r"|log_peak_memory_stats|log_level|device|low_cpu_ram|cudnn_deterministic_mode|use_output_dir|run_val_every_n_steps"
+    r"|save_every_n_steps"
     r"|batch_size_val|clip_grad_norm|enable_async_checkpointing|keep_last_n_checkpoints"
     r"|tensor_parallel_plan\..*|data_parallel_.*|dcp_.*|compile\..*)"
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from peakcast.dialects.accelerate import Launcher, launcher_of, refuse_twice
@@ -122,6 +123,9 @@ def from_parts(pasted: Pasted, role: str) -> Translation:
         notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.")
     if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
         training[launcher.mixed_precision] = True
+    processes = Settings({"num_processes": training.pop("num_processes", None)}, notes, "trl").integer("num_processes")
+    if launcher.num_gpus is None and processes:  # recipes name it beside what they train
+        launcher = replace(launcher, num_gpus=processes)
     num_gpus = launcher.gpus(pasted, notes)
     for key in [key for key in training if _SCRIPT.fullmatch(key)]:
         notes.ignored.append(key)

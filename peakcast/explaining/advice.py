@@ -250,7 +250,7 @@ def first_to_try(job: TrainingJob, device: Device | None, rank: int, count: int 
 
     def take(candidates: Sequence[Candidate], most: int) -> None:
         nonlocal job
-        while len(found) < most and (others := advice(job, device, rank, candidates)):
+        while len(found) < most and (others := advice(job, device, rank, _fresh(candidates, found, room))):
             enough = {item.name: item for item in others if item.peak_bytes <= room < item.peak_bytes + item.saved_bytes}
             found.append(next((enough[mild.name] for mild in candidates if mild.name in enough), others[0]))
             job = changed(job, found[-1].changes)
@@ -261,6 +261,12 @@ def first_to_try(job: TrainingJob, device: Device | None, rank: int, count: int 
         take(CANDIDATES, count + MORE_TO_FIT)
     enough = next((number for number, item in enumerate(found, 1) if item.peak_bytes <= room), 0)
     return tuple(found[: max(count, enough)])
+
+
+def _fresh(candidates: Sequence[Candidate], found: Sequence[Advice], room: int) -> list[Candidate]:
+    """Those worth trying next: the same again (halving the micro-batch once more) only on the way to what fits."""
+    again = bool(found) and found[-1].peak_bytes > room
+    return [candidate for candidate in candidates if again or all(item.name != candidate.name for item in found)]
 
 
 def _room(job: TrainingJob, device: Device | None) -> int:

@@ -32,6 +32,11 @@ LLAMAFACTORY_KTO = {
 }  # fmt: skip
 
 
+def test_processes_that_a_recipe_names_are_gpus():
+    assert translation_of({**GRPO, "num_processes": 7}).job.parallelism.data_parallel_size == 7
+    assert translation_of(GRPO).job.parallelism.data_parallel_size == 1
+
+
 @pytest.mark.parametrize(
     ("values", "kind", "reference", "sequences", "length"),
     [

@@ -66,6 +66,13 @@ def test_where_three_changes_are_not_enough_the_mildest_that_is_comes_next() -> 
     assert (chain[-1].name, chain[-2].peak_bytes > 44 * 2**30, chain[-1].peak_bytes < 23 * 2**30) == ("lora", True, True)
 
 
+def test_the_same_change_again_is_only_for_what_does_not_fit_yet() -> None:
+    asked = job(micro_batch_size=16, sequence_length=2048, activation_checkpointing={"mode": "full"})
+    tried = [item.name for item in first_to_try(asked, A100, 0)]
+    assert "smaller-micro-batch" in tried
+    assert len(set(tried)) == len(tried)
+
+
 def test_the_batch_stays_the_same_when_micro_batches_get_smaller() -> None:
     asked = job(micro_batch_size=6, gradient_accumulation_steps=2, finetuning={"method": "lora", "rank": 8})
     (item,) = [item for item in advice(asked, A100, 0) if item.name == "smaller-micro-batch"]
