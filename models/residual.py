@@ -2,8 +2,9 @@
 the baseline, for allocated memory with the simulated allocator's slack (`Baseline.start`).
 
 Candidates of growing freedom (nothing, a median per group, ridge, a Gaussian process, boosted trees) compete by predicting
-architectures they were not fitted on. The simplest that is within one standard error of the best wins, and is then shrunk
-towards the baseline by as much as unseen architectures ask for: where it does not help them, the residual is nothing.
+architectures they were not fitted on. The simplest that is within one standard error of the best wins, and is shrunk
+towards the baseline only as far as unseen architectures ask for by more than that error: a share that a few of them like a
+little better is chance, and takes away from everybody.
 
 A run that went out of memory is a bound: its peak would have been at least this. It teaches nothing where the fit lies
 above it, and counts as a row at the bound where the fit lies below (`fit_bounded`).
@@ -12,7 +13,7 @@ above it, and counts as a row at the bound where the fit lies below (`fit_bounde
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +25,14 @@ from peakcast.models.strict import number, read, texts
 NUM_FOLDS = 10
 MOST_ROUNDS = 4
 """Fits of one candidate while bounds come in that it lies below."""
-SHRINKAGES = (0.0, 0.25, 0.5, 0.75, 1.0)
+SHRINKAGES = (1.0, 0.75, 0.5, 0.25, 0.0)
 WORST_COUNTED = 0.1
 """Log ratios further than this from the median are learned, and errors beyond it counted, as just this far: such a row is
 a fault of the ledger, not something a residual should chase."""
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Choice = TypeVar("Choice")
 
 
 class Residual:
@@ -87,8 +89,7 @@ class Residual:
         errors = {name: lost(guess) for name, guess in tried.items()}
         self.scores_ = {name: float(error.mean()) for name, error in errors.items()}
         chosen = simplest_within_one_standard_error(errors)
-        losses = {s: float(lost(s * tried[chosen]).mean()) for s in SHRINKAGES}
-        self.shrinkage_ = min(SHRINKAGES, key=lambda s: (losses[s], s))
+        self.shrinkage_ = simplest_within_one_standard_error({s: lost(s * tried[chosen]) for s in SHRINKAGES})
         if chosen != Zero.name and self.shrinkage_ > 0:
             winner = next(c for c in self.make_candidates() if c.name == chosen)
             self.regressor_ = fit_bounded(winner, x, targets, balanced, groups, censored)
@@ -196,8 +197,8 @@ def per_unit_error(errors: Floats, units: npt.NDArray[np.int64], counts: Floats)
     return sums
 
 
-def simplest_within_one_standard_error(errors: Mapping[str, Floats]) -> str:
-    """The first candidate whose mean error exceeds the best one's by at most one standard error of their difference,
+def simplest_within_one_standard_error(errors: Mapping[Choice, Floats]) -> Choice:
+    """The first choice whose mean error exceeds the best one's by at most one standard error of their difference,
     unit by unit (paired, so that units which are hard for every candidate do not blur the comparison)."""
     best = min(errors, key=lambda name: float(errors[name].mean()))
     for name, error in errors.items():
