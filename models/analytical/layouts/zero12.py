@@ -152,7 +152,9 @@ class Zero12(Partitions):
                     step.hold("gradient", Category.GRADIENTS, size, born, placed + copies, module)
         if self.offloads and self._last:
             parts = [elements for one in self._waiting if (elements := self._mine[one.tensor])]
-            self.norm_in_backward(step, parts, placed if copies else now, gone=0 if copies else gone)
+            taken = placed if copies else now
+            size = self.norm_in_backward(step, parts, taken) - (0 if copies else gone)
+            step.hold("norm.to_float64", Category.TEMPORARIES, size, taken, taken + 1)
         self._waiting.clear()
         if owned and not self._reduced and not self.offloads:
             self._reduced = True
