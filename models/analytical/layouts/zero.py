@@ -128,18 +128,13 @@ class Partitions(Layout):
         """Elements of the largest piece of a gradient that a rank may hold."""
         return max(min(max(t.numel for t in group), self.partition(group)) for group in self.groups)
 
-    def norm_in_backward(
-        self, step: Step, elements: Iterable[int], now: int, *, more_bytes: int = 0, gone: int = 0
-    ) -> int:
+    def norm_in_backward(self, step: Step, elements: Iterable[int], now: int, *, more_bytes: int = 0) -> int:
         """When the optimizer is offloaded, a gradient's norm is taken as it leaves (`set_norm_for_param_grad_in_gpu`), one
         after the other; the norms wait for the optimizer's step. `elements`: of this rank's part of each; `more_bytes`: per
-        element, of what is there meanwhile; `gone`: of what the operation at `now` has let go of. Returns the
-        bytes that this takes beyond that."""
+        element, of what is there meanwhile. Returns the bytes that this takes in passing."""
         pieces = list(elements)
-        size = max(pieces, default=0) * more_bytes + min(max(pieces, default=0), NORM_ELEMENTS) * NORM_BYTES
-        step.hold("norm.to_float64", Category.TEMPORARIES, size - gone, now, now + 1)
         self._norms += step.allocate("norm_for_param_grads", Category.TEMPORARIES, [NORM_BYTES] * len(pieces), born=now)
-        return size - gone
+        return max(pieces, default=0) * more_bytes + min(max(pieces, default=0), NORM_ELEMENTS) * NORM_BYTES
 
     def clip(self, step: Step) -> None:
         size = 0 if self.offloads else self._largest_gradient() * NORM_BYTES

@@ -125,24 +125,33 @@ class Zero12(Partitions):
         return len(parts) > 1 or sum(parts) < self.partition(group)
 
     def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int, born: int) -> None:
-        """The gradient goes into the bucket, which is emptied first when it would be too full."""
+        """The gradient goes into the bucket, which is emptied first when it would be too full. One larger than the bucket
+        waits beside it, for an optimizer on the host in a copy."""
         if self._waiting and sum(one.tensor.numel for one in self._waiting) + tensor.numel > self.buckets.reduce:
-            self._reduce(step, now, gone)
+            gone += self._reduce(step, now, gone)
+        if self._is_copied(tensor):
+            step.hold("gradient.clone", Category.GRADIENTS, tensor.numel * self.element_bytes - gone, now, now + 1)
         self._waiting.append(Arrival(tensor, born))
 
-    def _reduce(self, step: Step, now: int, gone: int = 0) -> None:
+    def _is_copied(self, tensor: StoredTensor) -> bool:
+        """Whether a gradient is cloned as it arrives (`_offload_gradient_safety_enabled`)."""
+        return self.offloads and tensor.numel > self.buckets.reduce
+
+    def _reduce(self, step: Step, now: int, gone: int = 0) -> int:
         """The bucket is reduced, when the operation at `now` has let go of `gone` bytes: in copies where it holds parts of
         several ranks in turn. What lies in this rank's partition is then copied into `grads_in_partition`, which has room
-        for all of every tensor that lies in it in part."""
+        for all of every tensor that lies in it in part. Returns the bytes that this leaves free at that instant."""
         if not self.contiguous:
             self._reduce_in_place(step, now, gone)
-            return
+            return 0
         owned = any(self.rank in self.owners[one.tensor] for one in self._waiting)
         elements = self._copied()
         copies = elements > 0
         placed = now + 1  # the copy, if any, is gone when gradients are put in their place
+        free = 0
         if copies:
-            step.hold("all_reduce.input", BUFFERS, elements * self.element_bytes - gone, now, now + 1)
+            free = max(elements * self.element_bytes - gone, 0)
+            step.hold("all_reduce.input", BUFFERS, free, now, now + 1)
         for one in self._waiting:
             if one.tensor.numel > self.buckets.reduce:
                 size, born, module = one.tensor.numel * self.element_bytes, min(one.born + 1, now), one.tensor.module
@@ -150,9 +159,13 @@ class Zero12(Partitions):
                     self._bucket += step.allocate("gradient", Category.GRADIENTS, [size], module, born=born)
                 else:
                     step.hold("gradient", Category.GRADIENTS, size, born, placed + copies, module)
+                    free += size
         if self.offloads and self._last:
             parts = [elements for one in self._waiting if (elements := self._mine[one.tensor])]
-            self.norm_in_backward(step, parts, placed if copies else now, gone=0 if copies else gone)
+            taken = placed if copies else now
+            size = self.norm_in_backward(step, parts, taken) - (0 if copies else gone)
+            step.hold("norm.to_float64", Category.TEMPORARIES, size, taken, taken + 1)
+            free += 0 if copies else max(size, 0)
         self._waiting.clear()
         if owned and not self._reduced and not self.offloads:
             self._reduced = True
@@ -162,6 +175,7 @@ class Zero12(Partitions):
                 step.hold("grads_in_partition", Category.GRADIENTS, size - gone, now, placed)
             handles = step.allocate("grads_in_partition", Category.GRADIENTS, [size], born=placed)
             self._earlier, self._partition_gradients = self._partition_gradients, handles
+        return free
 
     def _reduce_in_place(self, step: Step, now: int, gone: int) -> None:
         """`buffered_reduce_fallback`: gradients are flattened together, and copied back to where they are; stage 2 lets go
@@ -267,6 +281,9 @@ class Zero12(Partitions):
                 self._reduce_now(step)
                 filled = 0
             filled += tensor.numel
+            if self._is_copied(tensor):
+                now = step.moment("gradient.clone", Phase.BACKWARD)
+                step.hold("gradient.clone", Category.GRADIENTS, tensor.numel * self.element_bytes, now, now + 1, tensor.module)
             self._waiting.append(Arrival(tensor, step.now))
             copied.append((tensor, step.now))
         for tensor, dies in copied if self.contiguous else ():

@@ -8,6 +8,7 @@ from dataclasses import replace
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero import BUFFERS, MAIN_BYTES, Buckets, Partitions, ended_bytes, made_at
 from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
+from peakcast.models.analytical.layouts.zero3_passing import Reduction
 from peakcast.models.analytical.layouts.zero3_turns import Turn, turns_of, within_first
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
@@ -60,7 +61,7 @@ class Zero3(Partitions):
         self.reference: Zero3 | None = None
         """The layout of a copy beside it, an engine of its own."""
         self._turns: list[Turn] = []
-        self._reductions: dict[int, int] = {}
+        self._reductions: dict[int, Reduction] = {}
         self._entered = 0
         self._began = 0
         """When the network last began to run forward."""
@@ -149,7 +150,9 @@ class Zero3(Partitions):
         if self._turned is not None and run.forward_start >= self._turned:  # computed again
             ends = run.forward_start + run.template.num_forward
             again = self._turns_of(step, run.module, run.forward_start, ends, again=True)
-            turns = within_first(turns, again) if self.packs else [*again, *turns]
+            kept = run.template.dies_backward & ~run.template.born_backward
+            asks = begins + int(run.template.dies[kept].min()) - 1  # who first lets go of something has asked for it
+            turns = within_first(turns, again, asks) if self.packs else [*again, *turns]
             self._hold_last_result(step, run)
         elif run.forward_start < self._began:
             turns = self._never_done(turns, run.forward_start + run.template.num_forward)
@@ -262,24 +265,29 @@ class Zero3(Partitions):
         narrower = self.gradient_bytes != self.element_bytes
         if len(self._filled) == 1 and not narrower and size == self._filled[0][0] * self.element_bytes:
             size = 0
-        step.hold("reduce_scatter.input", BUFFERS, size - gone, now, now + 1)
         for elements, born in self._filled:
             if not self._in_bucket(elements):
                 step.hold("gradient", Category.GRADIENTS, elements * self.gradient_bytes, born + 1, now + 1)
         parts = [-(-elements // self.ranks) for elements, _ in self._filled]
-        passing = 0
+        then = 0
         if self.offloads and self._last:  # beside the part itself, which is copied back from the host (`partition_grads`)
-            passing = self.norm_in_backward(step, parts, now, more_bytes=self.element_bytes, gone=gone)
+            then = self.norm_in_backward(step, parts, now, more_bytes=self.element_bytes)
         elif self.offloads:
-            passing = max(parts) * self.element_bytes - gone
-            step.hold("grad_buffer", Category.GRADIENTS, passing, now, now + 1)
-        self._reductions[now] = max(size - gone, 0) + max(passing, 0)
+            then = max(parts) * self.element_bytes
+        before = self._reductions.get(now)  # in the same operation, one after the other
+        if before is None or before.joined_bytes + before.parts_bytes < size + then:
+            self._reductions[now] = Reduction(size, then, gone)
         self._filled.clear()
 
     def end_backward(self, step: Step) -> None:
         if self._filled:
             self._reduce(step, step.moment("reduce_gradients", Phase.BACKWARD))
         self._play(step).end(step.now)
+        for now, reduction in self._reductions.items():
+            joined, then = reduction.num_bytes()
+            step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1)
+            step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1)
+        self._reductions.clear()
 
     def clip(self, step: Step) -> None:
         """`step` begins with `_partition_all_parameters`."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero import Buckets
 from peakcast.models.analytical.layouts.zero3_order import Order
+from peakcast.models.analytical.layouts.zero3_passing import Fetched, Reduction
 from peakcast.models.analytical.layouts.zero3_turns import Turn
 from peakcast.models.analytical.step import Step
 from peakcast.timeline import Category
@@ -59,16 +60,15 @@ class Coordinator:
     """Of modules that do not run: whoever reads them gathers them, and from then on as it begins."""
     made: Sequence[int] | npt.NDArray[np.int64] = ()
     """Bytes that operations allocate at each instant: after what their modules have fetched."""
-    reductions: dict[int, int] = field(default_factory=dict)
-    """Instants at which gradients are reduced: when the operation is done, and what a checkpoint kept for it is gone. Of
-    each the bytes that this takes."""
+    reductions: dict[int, Reduction] = field(default_factory=dict)
+    """By instant: when the operation is done, and what a checkpoint kept for it is gone."""
     elements: int = 0
     """Gathered ones, as DeepSpeed counts them: from 0 each time that the network runs forward."""
     _queue: deque[tuple[StoredTensor, int]] = field(default_factory=deque)
     _next_use: dict[StoredTensor, int] = field(default_factory=dict)
     _for_good: set[StoredTensor] = field(default_factory=set)
-    _fetched: list[tuple[int, int, bool]] = field(default_factory=list)
-    """In one instant: when, bytes, and whether they are gone before the module runs."""
+    _fetched: Fetched = field(default_factory=lambda: Fetched(-1))
+    """In the instant at which turns begin."""
     _decided: dict[tuple[str, int], tuple[StoredTensor, ...]] = field(default_factory=dict)
     """What a module releases as the so-manieth turn, as it was when that was first asked, though the order may have changed
     since (`lru_cache` around `__params_to_release`)."""
@@ -94,7 +94,7 @@ class Coordinator:
         packed, kept, lent = set[StoredTensor](), set[StoredTensor](), dict[StoredTensor, None]()
         last = {t: turn.ends for turn in turns for t in turn.tensors if self.packs and t.quantized}
         for index, turn in enumerate(turns):
-            self._let_pass(turn.begins)
+            self._begin(turn.begins)
             if turn.starts:
                 self._restart(turn.begins)
             if turn.enters and self.order.meet(turn):
@@ -136,8 +136,10 @@ class Coordinator:
                     after = list(_turns_with(tensor, turns, index + 1))
                     if after and not any(later.computes_again for later in after):
                         ends = max(ends, after[-1].done.get(tensor.name, after[-1].ends))
-                self._release(tensor, ends - (tensor in packed and ends - 1 in self.reductions))
-        self._let_pass()
+                if tensor in packed and tensor in self.available and ends - 1 in self.reductions:
+                    self.reductions[ends - 1].gone_bytes += self._padded_bytes(tensor)
+                self._release(tensor, ends)
+        self._begin(-1)
 
     def _restart(self, now: int) -> None:
         """`reset_step`: what was fetched ahead and did not come to its turn is let go."""
@@ -166,7 +168,7 @@ class Coordinator:
             if tensor not in self.available and tensor not in self.gathers and tensor not in ahead:
                 ahead[tensor] = None
                 filled += tensor.numel
-        self._gather(ahead, now, stays=True)
+        self._gather(ahead, now)
 
     def _to_release(self, mine: Sequence[StoredTensor], *, leaf: bool) -> Iterable[StoredTensor]:
         """A turn's tensors, but for small ones, those that the prefetch has passed over, and those used again soon."""
@@ -174,8 +176,7 @@ class Coordinator:
         found = (t for t in mine if t.numel > self.sizes.persistence and self._next_use.get(t, -1) <= at)
         return (t for t in found if not self.order.comes_again(t, reuse, leaf=leaf))
 
-    def _gather(self, tensors: Iterable[StoredTensor], now: int, *, stays: bool = False) -> None:
-        """`stays`: nobody waits for them yet."""
+    def _gather(self, tensors: Iterable[StoredTensor], now: int) -> None:
         wanted = dict.fromkeys(tensors)
         if not wanted:
             return
@@ -185,10 +186,11 @@ class Coordinator:
         gather = Gather(wanted.copy(), now, tuple(flat.values()))
         self.gathers.update(dict.fromkeys(wanted, gather))
         self.elements += sum(t.numel for t in wanted)
-        if stays or not gather.coalesced_bytes:
-            self._stays(gather.coalesced_bytes or map(self._padded_bytes, wanted), now)
-        if self.from_host and self.ranks > 1:  # its own parts, which are sent from there
-            self._fetched.append((now, sum(map(self._padded_bytes, wanted)) // self.ranks, True))
+        whole = sum(map(self._padded_bytes, wanted))
+        self._fetched.allocate(whole)
+        if self.from_host and self.ranks > 1:  # its own parts are copied to the GPU, to be sent
+            self._fetched.allocate(whole // self.ranks)
+            self._fetched.free(whole // self.ranks)
 
     def _padded_bytes(self, tensor: StoredTensor) -> int:
         if self.ranks == 1 and not self.from_host:
@@ -204,36 +206,29 @@ class Coordinator:
         if gather.arrived is None:
             gather.arrived = now
             self.available |= dict.fromkeys(gather.tensors, now if gather.coalesced_bytes else gather.born)
-            if gather.coalesced_bytes and gather.born < now:  # else the flat output itself is as large, while it is there
-                self._stays(map(self._padded_bytes, gather.tensors), now)
+            if gather.coalesced_bytes:
+                self._fetched.allocate(sum(map(self._padded_bytes, gather.tensors)))
         del gather.tensors[tensor]
         if not gather.tensors:
             self._hold_output(gather, now)
-            if gather.arrived == now or meanwhile:
-                self._fetched += [(now, size, True) for size in gather.coalesced_bytes]
+            if gather.born == now:
+                self._fetched.free(sum(gather.coalesced_bytes))
+            elif gather.arrived == now or meanwhile:
+                self._fetched.free_older(sum(gather.coalesced_bytes))
 
     def _hold_output(self, gather: Gather, ends: int) -> None:
         for size in gather.coalesced_bytes if gather.born < ends else ():
             self.step.hold("all_gather.output", BUFFERS, size, gather.born, ends)
 
-    def _stays(self, sizes: Iterable[int], now: int) -> None:
-        self._fetched += [(now, size, False) for size in sizes]
-
-    def _let_pass(self, now: int | None = None) -> None:
-        """A turn begins at `now`, or none any more: what was only passing at another instant was gone when its operation
-        ran, and beside that and what was gathered afterwards only what is more stands for it."""
-        if not self._fetched or self._fetched[0][0] == now:
+    def _begin(self, now: int) -> None:
+        """A turn begins. What was only passing at another instant was gone when its operation ran."""
+        at = self._fetched.at
+        if at == now:
             return
-        at = self._fetched[0][0]
-        later = int(self.made[at]) if at < len(self.made) else 0
-        later += self.reductions.get(at, 0)
-        for _, size, passes in reversed(self._fetched):
-            if passes:
-                self.step.hold("all_gather", BUFFERS, size - later, at, at + 1)
-                later = max(later, size)
-            else:
-                later += size
-        self._fetched.clear()
+        made = int(self.made[at]) if 0 <= at < len(self.made) else 0
+        made += sum(self.reductions[at].num_bytes()) if at in self.reductions else 0
+        self.step.hold("all_gather", BUFFERS, self._fetched.more_than(made), at, at + 1)
+        self._fetched = Fetched(now)
 
     def stay(self) -> None:
         """No optimizer's step will part small tensors again: they are there for good."""

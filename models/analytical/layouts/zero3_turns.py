@@ -119,12 +119,16 @@ def _turns_from_0(
     return tuple(replace(turn, computes_again=True) for turn in turns) if again else tuple(turns)
 
 
-def within_first(turns: Sequence[Turn], again: Sequence[Turn]) -> list[Turn]:
-    """The turns of a backward that computes a block again once an operation asks for what it would have kept: the first of
-    a module with weights, which is done when that operation is."""
+def within_first(turns: Sequence[Turn], again: Sequence[Turn], asks: int) -> list[Turn]:
+    """The turns of a backward that computes a block again once an operation, at instant `asks`, asks for what it would have
+    kept: that of the first module with weights, which is done when that operation is, or dropout before it."""
     found = (index for index, turn in enumerate(turns) if index and turn.tensors and turn.releases)
     first = next(found, len(turns) - 1)
     begins = again[0].begins
+    if turns[first].begins > asks:
+        first = next(index for index, turn in enumerate(turns) if index and turn.begins > asks)
+        before = [replace(turn, begins=begins, ends=begins + 1) for turn in turns[1:first]]
+        return [turns[0], *before, *again, *turns[first:]]
     before = [replace(turn, begins=begins, ends=begins + 1) for turn in turns[1 : first + 1]]
     before[-1] = replace(before[-1], stays=True, releases=False)
     return [turns[0], *before, *again, replace(turns[first], enters=False), *turns[first + 1 :]]
