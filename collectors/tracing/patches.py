@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import _meta_registrations as shapes
 
 
 def scaled_dot_product_attention(
@@ -94,6 +95,19 @@ def _math(
     return output
 
 
+def _grouped_mm(
+    mat_a: torch.Tensor, mat_b: torch.Tensor, scale_a: Any, scale_b: Any, *, offs: Any, out_dtype: Any, **more: Any
+) -> Any:
+    """The result of `aten._grouped_mm`. torch 2.13's meta function refuses all but bfloat16, which a GPU does not: there
+    other dtypes are multiplied group by group into the result (aten/src/ATen/native/GroupedMMUtils.h)."""
+    if scale_a is None and mat_a.dtype == mat_b.dtype != torch.bfloat16:
+        return shapes._create_grouped_mm_output_tensor(mat_a, mat_b, offs, out_dtype)
+    return _bfloat16_grouped_mm(mat_a, mat_b, scale_a, scale_b, offs=offs, out_dtype=out_dtype, **more)
+
+
+_bfloat16_grouped_mm: Any = getattr(shapes, "_meta_grouped_mm_common", None)
+
+
 def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.nn.Module:
     """`Module._apply` (behind `.to`, `.float`) by plain assignment: torch's own swaps tensors, which fake ones refuse. What
     a framework has noted on a parameter stays on it: Megatron's experts say that they are no part of the dense buffers."""
@@ -118,6 +132,8 @@ def install(*, masks_of_batch: bool = False) -> None:
     need: `masks_of_batch` says that the batch has padding, or sequences joined in a row."""
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+    if _bfloat16_grouped_mm is not None:
+        shapes._meta_grouped_mm_common = _grouped_mm
     # fake tensors cannot say whether a gradient was infinite; a step that is taken is the one to see
     torch.amp.GradScaler._maybe_opt_step = (  # type: ignore[method-assign]
         lambda self, optimizer, state, *arguments, **keywords: optimizer.step(*arguments, **keywords)

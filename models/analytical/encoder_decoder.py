@@ -5,7 +5,6 @@ Source: transformers 5.17 `models/t5/modeling_t5.py` T5Stack, T5ForConditionalGe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from peakcast.conventions import conventions
@@ -23,6 +22,7 @@ from peakcast.models.analytical.blocks.t5 import (
 )
 from peakcast.models.analytical.hf_blocks import target_context
 from peakcast.models.analytical.hf_checkpoint import recompute
+from peakcast.models.analytical.hf_model import hold_cast_weights
 from peakcast.models.analytical.parameters_t5 import CROSS
 from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.spec import TrainingJob
@@ -100,10 +100,9 @@ class _Stack:
 
 
 def encoder_decoder_micro_batch(
-    timeline: Step, job: TrainingJob, context: HFContext, cached: Mapping[str, int], *, keeps_gradients: bool, last: bool
+    timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool
 ) -> Run:
-    """Forward, loss and backward of one micro-batch; returns the run of its head and loss. `cached`: bytes of the weights'
-    narrow copies by module, under autocast."""
+    """Forward, loss and backward of one micro-batch; returns the run of its head and loss."""
     architecture, target = job.architecture, target_context(context, job)
     encoder = _Stack(timeline, job, _contexts(context, job, architecture.num_hidden_layers), 0)
     decoder = _Stack(
@@ -124,9 +123,8 @@ def encoder_decoder_micro_batch(
     targets = timeline.run_forward(embedding(_first(decoder)), "embedding", keeps_gradients=keeps_gradients)
     decoder.run_forward(keeps_gradients)
     loss = timeline.run_forward(head(target), "head", keeps_gradients=keeps_gradients)
-    for run in (*encoder.forward, *decoder.forward) if decoder.checkpointed else ():  # else the graph owns the copies
-        ended = _forward_ends(run)
-        timeline.hold("autocast_cache", Category.TEMPORARIES, cached.get(run.module, 0), ended, timeline.now, run.module)
+    if context.autocast:
+        hold_cast_weights(timeline, (*encoder.forward, *decoder.forward), owned=not decoder.checkpointed)
     decoded = _decoder_returns(loss)
     _hold_embeddings(timeline, target, targets, decoded, leaf)
 

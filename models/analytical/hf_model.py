@@ -4,12 +4,13 @@ the gradient of a tied table that waits for its other half."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.attention_kernels import flex_block_mask_bytes
+from peakcast.models.analytical.blocks.hf_builder import CAST
 from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding_variables
 from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers, kinds_of_masks, traits
@@ -59,6 +60,8 @@ def hold_embeddings(
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
     if is_input:
+        if offloads and checkpointed and not (layers[0].trainable or layers[0].neftune):
+            return  # a leaf (`hold_leaf`)
         if not offloads and (checkpointed or layer_template(layers[0]).keeps_input):
             return  # the checkpoint or the graph holds it anyway
         born += layer_template(layers[0]).num_forward
@@ -66,6 +69,14 @@ def hold_embeddings(
         sizes = sizes[1:]  # a leaf that requires a gradient: its own node keeps it
     for size in sizes:
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
+
+
+def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
+    """What the embedding has made, until backward has ended now, where peft's `enable_input_require_grads` makes it a leaf:
+    its node holds it when the checkpoint's copy is on the host."""
+    if embedding_variables(first)[0] and not (first.trainable or first.neftune):
+        born = embedded.forward_start + embedded.template.num_forward + layer_template(first).num_forward
+        timeline.hold("embedding.output", Category.ACTIVATIONS, first.input_bytes, born, timeline.now, "embedding")
 
 
 def model_ends(loss: Run) -> int:
@@ -155,8 +166,22 @@ def hold_attention_weights(timeline: Step, layer: HFContext, first_runs: Mapping
             timeline.hold("attention_weights", Category.ACTIVATIONS, size, born, ends, run.module)
 
 
-def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, start: int) -> None:
-    """cos and sin of every position, shared by all layers until the first layer's backward is done."""
+def hold_cast_weights(timeline: Step, runs: Iterable[Run], *, owned: bool) -> None:
+    """The narrow copies of weights that autocast caches until the forward ends, now: those of blocks that have no graph,
+    and where a graph owns what it keeps, those that it does not keep (an adapter's whose input needs no gradient)."""
+    for run in runs:
+        template, born = run.template, run.forward_start + run.template.num_forward
+        kept = template.dies_backward if owned else np.zeros_like(template.dies_backward)
+        casts = np.array([name.endswith(CAST) for name in template.names], dtype=bool)
+        size = int(template.num_bytes[casts & ~kept].sum())
+        timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
+
+
+def hold_rotary_tables(
+    timeline: Step, job: TrainingJob, context: HFContext, start: int, copied: int | None = None
+) -> None:
+    """cos and sin of every position, shared by all layers until the first layer's backward is done; where layers keep
+    copies of their own, until `copied`, the end of the model's forward (None: layers that run again ask for them)."""
     if job.architecture.position_embedding == "rope" and "mask" not in context.compiled:  # computed anew in each kernel
         mla, family = job.architecture.mla, traits(job.architecture)
         width = mla.qk_rope_head_dim if mla else int(job.architecture.head_dim * family.rotary_fraction)
@@ -167,4 +192,5 @@ def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, sta
         tokens = context.rows if context.ring.ranks > 1 else context.sequence
         size = tokens * width * (FP32 if wide else context.weight_bytes)
         for name in ("rotary.cos", "rotary.sin") * min(family.rotary_tables, kinds):
-            timeline.hold(name, Category.ACTIVATIONS, size, start, timeline.now)
+            ends = copied if copied and family.rotary_tables_per_layer else timeline.now
+            timeline.hold(name, Category.ACTIVATIONS, size, start, ends)

@@ -6,7 +6,6 @@ command line lasts half a second, most of it imports.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from peakcast.allocator import Allocator
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.fields import FrozenMapping
-from peakcast.models.analytical.blocks.hf_context import HFContext, autocast_copy_bytes
+from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs, tied_in_graph
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
@@ -24,8 +23,10 @@ from peakcast.models.analytical.hf_blocks import Blocks, block_context, target_c
 from peakcast.models.analytical.hf_model import (
     hold_attention_weights,
     hold_buffers,
+    hold_cast_weights,
     hold_embeddings,
     hold_for_tied_product,
+    hold_leaf,
     hold_logits_of_compiling,
     hold_masks,
     hold_parts_of_inputs,
@@ -36,7 +37,7 @@ from peakcast.models.analytical.hf_model import (
     model_ends,
 )
 from peakcast.models.analytical.layouts import layout_of
-from peakcast.models.analytical.layouts.base import Layout, StoredTensor
+from peakcast.models.analytical.layouts.base import Layout
 from peakcast.models.analytical.optimizer_step import place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
 from peakcast.models.analytical.preference import (
@@ -114,14 +115,13 @@ def _optimizer_on_one_gpu(timeline: Step, job: TrainingJob, step: str) -> None:
 
 def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout: Layout, step: str) -> None:
     """As many micro-batches as differ: the first, which makes the gradients, and the last, which may reduce them."""
-    cached = _autocast_cache(context, layout.tensors) if context.autocast else {}
     micro_batches = min(job.gradient_accumulation_steps, 2)
     adds_tied = job.architecture.tie_word_embeddings and not optimizer_rule(job).updates_in_backward
     for micro_batch in range(micro_batches):
         start = timeline.now
         last = micro_batch == micro_batches - 1
         layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
-        loss = _micro_batch(timeline, job, context, cached, keeps_gradients=micro_batch == 0, last=last)
+        loss = _micro_batch(timeline, job, context, keeps_gradients=micro_batch == 0, last=last)
         loss_made = loss.forward_start + loss.template.num_forward
         if step == "steady" or micro_batch > 0:
             _hold_previous_outputs(timeline, job, context, start, loss_made)
@@ -141,9 +141,8 @@ def _one_micro_batch(job: TrainingJob, kernel_temporaries: bool) -> tuple[Step, 
     what stands before it; its context; the instants at which the micro-batch starts and at which its loss is there."""
     context, timeline = block_context(job, kernel_temporaries), Step()
     _hold_before_forward(timeline, job)
-    cached = _autocast_cache(context, stored_parameters(job)) if context.autocast else {}
     start = timeline.now
-    loss = _micro_batch(timeline, job, context, cached, keeps_gradients=True, last=True)
+    loss = _micro_batch(timeline, job, context, keeps_gradients=True, last=True)
     return timeline, context, start, loss.forward_start + loss.template.num_forward
 
 
@@ -220,24 +219,14 @@ def _hold_before_forward(timeline: Step, job: TrainingJob) -> None:
     hold_buffers(timeline, job)
 
 
-def _autocast_cache(context: HFContext, tensors: Iterable[StoredTensor]) -> dict[str, int]:
-    """Module -> bytes of the narrow weight copies that autocast caches while its layer runs forward."""
-    size, cached = autocast_copy_bytes(context), dict[str, int]()
-    uncached = context.trainable and traits(context.architecture).linears_transpose_weight
-    for tensor in () if uncached else tensors:
-        if size and tensor.trains and len(tensor.shape) > 1:
-            cached[tensor.module] = cached.get(tensor.module, 0) + tensor.numel * size
-    return cached
-
-
 def _micro_batch(
-    timeline: Step, job: TrainingJob, context: HFContext, cached: Mapping[str, int], *, keeps_gradients: bool, last: bool
+    timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool
 ) -> Run:
     """Forward, loss and backward of one micro-batch; returns the run of its head."""
     if job.architecture.kind == "encoder_decoder":
         from peakcast.models.analytical.encoder_decoder import encoder_decoder_micro_batch
 
-        loss = encoder_decoder_micro_batch(timeline, job, context, cached, keeps_gradients=keeps_gradients, last=last)
+        loss = encoder_decoder_micro_batch(timeline, job, context, keeps_gradients=keeps_gradients, last=last)
         _hold_logits(timeline, job, target_context(context, job), loss, last)
         return loss
     if job.loss.kind == "kto":
@@ -257,11 +246,12 @@ def _micro_batch(
     loss = timeline.run_forward(head(context), "head", keeps_gradients=keeps_gradients)
     checkpointed = {index: run for index, run in runs.items() if blocks.checkpointed[index]}
     returned = returned_cache_bytes(context) if conventions(job).get("caches_while_checkpointing") else 0
-    for run in checkpointed.values() if cached or returned else ():  # where a graph is kept, it owns the copies
-        size = cached.get(run.module, 0)
+    if context.autocast:
+        hold_cast_weights(timeline, checkpointed.values(), owned=False)
+        others = [run for index, run in runs.items() if index not in checkpointed]
+        hold_cast_weights(timeline, [*others, loss], owned=not context.saves_on_cpu)
+    for run in checkpointed.values() if returned else ():  # until `outputs` is dropped
         born = run.forward_start + run.template.num_forward
-        timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
-        # until `outputs` is dropped
         timeline.hold("past_key_values", Category.ACTIVATIONS, returned, born, timeline.now, run.module)
     hold_attention_weights(timeline, blocks.contexts[0], checkpointed)
     hold_embeddings(
@@ -275,8 +265,10 @@ def _micro_batch(
     masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
     dies = last_readers(blocks.contexts, runs) if masks_kept else []
     hold_masks(timeline, blocks.contexts, start, model_ends(loss), dies)
-    hold_rotary_tables(timeline, job, context, start)
+    hold_rotary_tables(timeline, job, context, start, None if checkpointed else model_ends(loss))
     timeline.run_backward(embedded)
+    if checkpointed and job.offload.activations:
+        hold_leaf(timeline, blocks.contexts[0], embedded)
     if tied_in_graph(context):
         hold_for_tied_product(timeline, loss, context)
     if context.compiled.issuperset(("layers", "ends", "loss")) and not keeps_gradients:

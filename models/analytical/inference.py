@@ -120,5 +120,6 @@ def _hold_inputs_of_the_model(timeline: Step, context: HFContext, start: int, en
         timeline.hold_all([("causal_mask", "", mask)] * kinds_of_masks(architecture), Category.TEMPORARIES, start, ends)
     if architecture.position_embedding == "rope":
         width = int(architecture.head_dim * traits(architecture).rotary_fraction)
+        size = FP32 if traits(architecture).rotary == "promoted" else size
         for name in ("rotary.cos", "rotary.sin"):
             timeline.hold(name, Category.TEMPORARIES, context.sequence * width * size, start, ends)

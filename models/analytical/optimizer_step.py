@@ -17,6 +17,8 @@ from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase
 from peakcast.units import DTYPE_BYTES
 
+NORMS_FIRST = ("bert", "bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt")
+"""Families whose layers register a norm before the matrices that it is for (transformers 5.17 modeling_*.py)."""
 SCALAR_BYTES = FP32
 """One number, 512 bytes after rounding: clip_grad_norm_ makes one per gradient and no other tensor of size."""
 
@@ -32,6 +34,9 @@ def place_optimizer_step(timeline: Step, job: TrainingJob, layout: Layout, step:
     _clip(timeline, job, () if rule.updates_in_backward else trained)
     layout.clip(timeline)
     timeline.hold_all(((name, "optimizer", size) for name, size in rule.shared), Category.OPTIMIZER_STATES)
+    for frozen in (t.optimized(t.shape) for t in layout.tensors if rule.has_states_of_frozen and not t.trains):
+        states = ((f"{frozen.name}.{name}", frozen.module, size) for name, size in rule.states(frozen, options))
+        timeline.hold_all(states, Category.OPTIMIZER_STATES)
     updated = trained if layout.holds_main_parameters else _main_parameters(timeline, job, trained)
     taken = [tensor for tensor in updated if rule.takes(tensor)]
     others = [tensor for tensor in updated if not rule.takes(tensor)]
@@ -72,10 +77,10 @@ def _main_parameters(timeline: Step, job: TrainingJob, trained: Sequence[Trained
 
 def _groups(job: TrainingJob, layout: Layout, tensors: list[TrainedTensor]) -> Iterable[list[TrainedTensor]]:
     """The Trainer makes two groups, with and without weight decay; a plain loop makes one, in the order of the modules:
-    transformers' layers with RMSNorms register them after their matrices."""
+    most of transformers' layers register their norms after their matrices."""
     by_decay = bool(conventions(job).get("trainer"))
     groups = layout.update_groups(tensors, by_decay=by_decay)
-    if by_decay or job.architecture.normalization != "rmsnorm":
+    if by_decay or job.architecture.model_type in NORMS_FIRST:
         return groups
     return [_in_order_of_modules(group) for group in groups]
 

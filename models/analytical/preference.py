@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from peakcast.models.analytical.blocks.hf_context import HFContext, autocast_copy_bytes
+from peakcast.models.analytical.blocks.hf_context import HFContext, autocast_copy_bytes, is_cast_by_autocast
 from peakcast.models.analytical.blocks.hf_ends import embedding_variables, head
 from peakcast.models.analytical.blocks.preference_heads import FP32, INT64, scored_rows, vocabulary_part_bytes
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
@@ -176,7 +176,8 @@ def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list
     size, tensors = autocast_copy_bytes(context), () if switched_off else stored_parameters(job)
     for run in runs:
         born = run.forward_start + run.template.num_forward
-        wide = [t for t in tensors if prefix + t.module == run.module and t.trains and len(t.shape) > 1]
+        of_run = (t for t in tensors if prefix + t.module == run.module and t.trains)
+        wide = [t for t in of_run if is_cast_by_autocast(context, t.name, t.shape)]
         cached = size * sum(t.numel for t in wide)
         timeline.hold("autocast_cache", Category.TEMPORARIES, cached, born, timeline.now, run.module)
 

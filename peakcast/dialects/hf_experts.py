@@ -79,6 +79,7 @@ EXPERTS: Mapping[str, Family] = {
             sliding_window=NO_WINDOW,
         ),
         experts(Key("num_local_experts", 16), Key("num_experts_per_tok", 2), Key("intermediate_size", 6400)),
+        demands={"num_experts_per_tok": 2},  # transformers 5.17 modeling_phimoe.py sparsemixer chooses two
     ),
     "olmoe": Family(
         OLMO | {"intermediate_size": Key("intermediate_size", 2048), "qk_norm": "full"},

@@ -52,9 +52,9 @@ def attention_kernel(context: HFContext) -> str:
 def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context = build.context
     q, k, v = _to_compute_dtype(build, q, k, v)
-    whole, taken = q.num_bytes, context.rows
+    whole, taken, unpadded = q.num_bytes, context.rows, False
     if context.valid_rows and context.attention == "flash_attention_2":
-        taken = context.valid_rows
+        taken, unpadded = context.valid_rows, True
         q, k, v = (_without_padding(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     log_sum_exp = FP32 * taken * context.architecture.num_attention_heads
     output = build.tape.operation(
@@ -67,7 +67,10 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         backward_temporary_bytes=flash_backward_bytes(context) if context.kernel_temporaries else 0,
         kind="" if context.attention == "flash_attention_2" else "attention",  # the package's is on no list of what is kept
     )
-    return output if taken == context.rows else build.tape.operation("self_attn.pad", [output], whole)
+    output = build.tape.operation("self_attn.pad", [output], whole) if unpadded else output
+    if traits(context.architecture).returns_attention_weights:  # in their place
+        build.variables.append(output)
+    return output
 
 
 def _ring(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -148,13 +151,13 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (`convert_boolean_attn_mask`), which is kept; key heads are copied for every query head by transformers."""
     context, tape = build.context, build.tape
     heads = context.architecture.num_attention_heads
-    k, v = repeat_key_value(build, q, k, v)
+    k, v = repeated = repeat_key_value(build, q, k, v)
     q, k, v = _to_compute_dtype(build, q, k, v, repeated=True)
     bias = []
     if context.masked and "mask" not in context.compiled:  # compiled, one is made for all layers (`hold_masks`)
         size = context.batch * context.sequence**2 * context.compute_bytes
         bias.append(tape.operation("self_attn.additive_mask", [], size, gradients=[]))
-    return tape.operation(
+    output = tape.operation(
         "self_attn.efficient_attention",
         [q, k, v, *bias],
         v.num_bytes,
@@ -165,6 +168,9 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         backward_temporary_bytes=FP32 * context.rows * heads if context.kernel_temporaries else 0,
         kind="attention",
     )
+    for variable in repeated:  # of transformers' `sdpa_attention_forward`
+        tape.hold(variable)
+    return output
 
 
 def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

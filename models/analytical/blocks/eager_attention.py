@@ -123,10 +123,10 @@ def _softmax_with_sinks(
     )
     probabilities = ops.unary_of_result(tape, shifted, "self_attn.softmax")
     weights = tape.operation("self_attn.sinks.cut", [probabilities], elements * element, view_of=probabilities)
-    tape.hold(scores)
     if element != context.compute_bytes:
         weights = ops.cast(tape, weights, elements * context.compute_bytes, "self_attn.softmax.to_narrow")
-    return weights, [shifted]
+    tape.hold(scores)
+    return weights, [shifted, probabilities]
 
 
 def _joined(build: BlockBuilder, x: Tensor, name: str, *, by_head: bool = False) -> Tensor:

@@ -38,6 +38,7 @@ def float8_linear(
         weight_gradients=[WeightGradient(f"{name}.weight.grad", weight * element_bytes)],
         forward_temporary_bytes=max(forward, inputs + weight),
         backward_temporary_bytes=max(backward - made, 0),
+        kind="matmul",
     )
     if not bias:
         return output

@@ -43,7 +43,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
             q = _qk_norm(build, q, query, "self_attn.q_norm")
             k = _qk_norm(build, k, key_value, "self_attn.k_norm")
     variables = [x, q, k] if family.rotary_inline else [x]
-    variables += [fused] if family.expands_key_value else []
+    variables += [fused] if family.names_fused_projection else []
     if architecture.position_embedding == "rope":
         q, k, parts = _rotary(build, q, k)
         variables += parts if family.rotary_inline else []

@@ -25,6 +25,8 @@ from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 from peakcast.spec import Finetuning
 
 FP32 = 4
+CAST = ".weight_cast"
+"""Ends the name of a weight's narrow copy that autocast caches."""
 
 
 @dataclass(slots=True)
@@ -171,21 +173,22 @@ class BlockBuilder:
         numel = in_features * out_features * self.num_matrices
         # a narrow copy of a wide weight, which autocast caches; arguments are cast from right to left, so in backward the
         # input's gradient is widened first
+        transposed = traits(context.architecture).linears_transpose_weight and name != "lm_head"
+        cached = trainable and not transposed
         weight = tape.operation(
-            f"{name}.weight_cast",
+            f"{name}{CAST if cached else '.weight_copy'}",
             [],
             numel * compute,
             weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * weight_bytes)] if trainable else [],
         )
-        transposed = traits(context.architecture).linears_transpose_weight and name != "lm_head"
-        if trainable and not transposed:  # else nobody keeps it beyond the product, where no graph does
+        if cached:  # else nobody keeps it beyond the product, where no graph does
             self.variables.append(weight)
         narrow = self._input_cast(x, in_features, compute, name)
         result = tape.operation(
             name,
             [narrow, weight],
             rows * out_features * compute,
-            saves=([narrow] if trainable else []) + [weight],
+            saves=([narrow] if trainable else []) + ([weight] if narrow.requires_grad else []),
             weight_gradients=[WeightGradient(f"{name}.bias.grad", out_features * weight_bytes)]
             if bias and trainable
             else [],
@@ -260,7 +263,7 @@ class BlockBuilder:
             affine=kind != "nonparametric",
             bias=kind == "layernorm",
         )
-        if kind == "nonparametric":  # OLMo: F.layer_norm in fp32, converted back
+        if output.num_bytes != narrow and kind == "nonparametric":  # OLMo: F.layer_norm in fp32, converted back
             output = ops.cast(self.tape, output, narrow, f"{name}.to_narrow")
         return output
 

@@ -147,3 +147,9 @@ def autocast_copy_bytes(context: HFContext) -> int:
     context exits: also where no graph would keep them (torch/csrc/autograd autocast_mode.cpp, `cached_cast`)."""
     wide = context.adapter_bytes if context.finetuning.method != "full" else context.weight_bytes
     return context.compute_bytes if context.autocast and wide > context.compute_bytes else 0
+
+
+def is_cast_by_autocast(context: HFContext, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether autocast makes a narrow copy of this weight: of matrices, but not of experts in grouped products, which are
+    on none of its lists (transformers 5.17 `integrations/moe.py` _grouped_mm)."""
+    return len(shape) > 1 and (context.experts == "loop" or not name.startswith("mlp.experts."))

@@ -231,7 +231,7 @@ def head(context: HFContext) -> Template:
             log_probabilities = _logits_op(tape, log_probabilities, wide, "nll_loss.to_float32")  # autocast's fp32 list
         tape.operation("nll_loss", [log_probabilities], FP32, saves=[log_probabilities])
     # variables of the model's and the loss's forward; an encoder's head has one name for its states and the logits
-    for tensor in (*kept, *([] if context.in_stages or architecture.kind == "encoder" else [final])):
+    for tensor in (*kept, *build.variables, *([] if context.in_stages or architecture.kind == "encoder" else [final])):
         tape.hold(tensor)
     return tape.finish()
 

@@ -67,6 +67,8 @@ class HFTraits:
     """Lets the attention kernel share key heads, instead of copying them or falling to the step-by-step path."""
     expands_key_value: bool = False
     """Splits a fused projection into copies, with every key head for each of its query heads (where there are several)."""
+    names_fused_projection: bool = False
+    """Attention's forward has a variable for the fused projection's result."""
     attention_softcap: bool = False
     """tanh of the scores, in eager attention only."""
     returns_attention_weights: bool = False
@@ -139,7 +141,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "olmo2": HFTraits(
         norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False, whole_parts=frozenset({"self_attn"})
     ),
-    "phi3": HFTraits(whole_parts=frozenset({"self_attn", "mlp"})),
+    "phi3": HFTraits(names_fused_projection=True, whole_parts=frozenset({"self_attn", "mlp"})),
     "olmo3": HFTraits(norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False, full_attention_every=4),
     "exaone4": HFTraits(full_attention_every=4, norms_after_projections=True),
     "gpt_oss": HFTraits(
@@ -155,7 +157,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "cohere2": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, full_attention_every=4),
     "gpt2": HFTraits(keeps_sublayer_outputs=True, eager_softmax="native", loss_apart=True, conv1d=True),
     "gpt_bigcode": HFTraits(keeps_sublayer_outputs=True, causal_mask_buffer=True),
-    "gpt_neox": HFTraits(rotary_fraction=0.25),
+    "gpt_neox": HFTraits(names_fused_projection=True, rotary_fraction=0.25),
     "phi": HFTraits(rotary_fraction=0.5, rotary_inline=True),
     "stablelm": HFTraits(rotary_fraction=0.25, rotary_inline=True, keeps_sublayer_outputs=True, keeps_sublayer_inputs=True),
     "nemotron": HFTraits(rotary_fraction=0.5, norm_without_autocast=True),
@@ -175,12 +177,14 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "mt5": _T5,
     "bert": HFTraits(norm_after_residual=True, eager_softmax="wide"),
     "gptj": HFTraits(scores_in_float32=True, returns_attention_weights=True, position_table_width=64),
-    "codegen": HFTraits(scores_in_float32=True, returns_attention_weights=True, position_table_width=64),
+    "codegen": HFTraits(
+        names_fused_projection=True, scores_in_float32=True, returns_attention_weights=True, position_table_width=64
+    ),
     "gpt_neo": HFTraits(
         scores_in_float32=True, returns_attention_weights=True, keeps_sublayer_outputs=True, causal_mask_buffers=True
     ),
-    "bloom": HFTraits(returns_attention_weights=True, joins_heads_first=True),
-    "mpt": HFTraits(returns_attention_weights=True, scores_biased_and_filled=True),
+    "bloom": HFTraits(names_fused_projection=True, returns_attention_weights=True, joins_heads_first=True),
+    "mpt": HFTraits(names_fused_projection=True, returns_attention_weights=True, scores_biased_and_filled=True),
     "opt": HFTraits(feed_forward_inline=True, positions_per_sequence=True),
     "glm": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2, whole_parts=frozenset({"mlp"})),
     "glm4": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2),
@@ -188,6 +192,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
         always_masked=True,
         grouped_query_kernel=False,
         expands_key_value=True,
+        names_fused_projection=True,
         norms_together=True,
         parallel_sum_in_place=True,
         scores_scaled_in_place=True,

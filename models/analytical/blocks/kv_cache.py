@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_context import HFContext
+from peakcast.models.analytical.blocks.hf_traits import attention_key_heads
 from peakcast.models.analytical.tape import Tensor
 
 CACHES = ("key_cache", "value_cache")
@@ -19,7 +20,7 @@ def layer_cache_bytes(context: HFContext) -> tuple[int, int]:
     each, with the tokens so far (dynamic) or all that there will be (static); of multi-latent attention the latent
     and the rotated part, as one head each (transformers 5.17 models/deepseek_v3/modeling_deepseek_v3.py)."""
     architecture, mla, tokens = context.architecture, context.architecture.mla, context.batch * context.key_length
-    keys = values = architecture.key_value_size
+    keys = values = attention_key_heads(architecture) * architecture.head_dim
     if mla is not None:
         keys, values = mla.kv_lora_rank, mla.qk_rope_head_dim
     return tokens * keys * context.compute_bytes, tokens * values * context.compute_bytes

@@ -134,6 +134,7 @@ RULES: dict[tuple[str, str, str], OptimizerRule] = {
         "lomo-optim 0.1.1 adalomo.py fuse_update: grad_fp32, grad² and its sum with eps; later the update and p_fp32",
         _factored_fp32,
         built_with_optimizer=True,
+        has_states_of_frozen=True,
         updates_in_backward=True,
         update_fp32_copies=lambda element_bytes: 3,
     ),

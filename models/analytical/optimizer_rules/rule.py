@@ -94,6 +94,8 @@ class OptimizerRule:
     """Bytes kept in managed (host) memory instead: they are not PyTorch's and not on the timeline."""
     built_with_optimizer: bool = False
     """Whether the states exist before the first step."""
+    has_states_of_frozen: bool = False
+    """Whether it makes states for parameters that do not train, too."""
     takes: Callable[[TrainedTensor], bool] = lambda tensor: True
     """Which tensors it updates; AdamW updates the others."""
     groups: Callable[[Sequence[TrainedTensor]], list[list[TrainedTensor]]] | None = None

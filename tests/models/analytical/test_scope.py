@@ -14,6 +14,7 @@ SINGLE = Precision(parameters="float32", compute="float32")
 EVERYWHERE = Finetuning(method="lora", rank=8, targets=("all-linear",))
 ATTENTION = Finetuning(method="lora", rank=8, targets=("q_proj", "v_proj"))
 LIGER = {"framework_options": FrozenMapping({"liger_kernels": True})}
+NARROW_MPT = replace(catalog.architecture("mpt-7b"), intermediate_size=8192)
 FLASH = {"attention": "flash_attention_2"}
 
 
@@ -34,7 +35,7 @@ def reason(name, **changes):
         ("deepseek-v2-lite", {"framework_options": FrozenMapping({"autocast": True})}, "under autocast"),
         ("gpt-j-6b", {"task": "inference"}, "generation with"),
         ("mpt-7b", FLASH, "no flash_attention_2"),
-        ("mpt-7b", {"architecture": replace(catalog.architecture("mpt-7b"), intermediate_size=8192)}, "4 * hidden_size"),
+        ("mpt-7b", {"architecture": NARROW_MPT}, "4 * hidden_size wide"),
         ("opt-125m", {**FLASH, "batch": Batch(form="padding_free")}, "tells attention no positions"),
     ],
 )
