@@ -41,7 +41,7 @@ def data_parallel_reason(job: TrainingJob) -> str:
 
 
 def matrix_optimizer_reason(job: TrainingJob) -> str:
-    """Why the ledger does not cover an optimizer that looks at whole matrices where ranks hold parts of them; "" elsewhere."""
+    """Why the ledger does not cover an optimizer that looks at whole matrices where ranks hold parts; "" elsewhere."""
     layout, name = job.parallelism, job.optimizer.name
     sharding = layout.sharding if layout.num_replicas > 1 else "none"
     parts = sharding in ("fsdp2", "hsdp") or (layout.tensor_parallel_size > 1 and job.framework == "torch")
