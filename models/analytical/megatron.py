@@ -15,6 +15,7 @@ from peakcast.models.analytical.blocks.megatron_head import encoder_end, head
 from peakcast.models.analytical.blocks.megatron_layer import ENCODER_STATES, decoder_layer
 from peakcast.models.analytical.blocks.megatron_primitives import dropout_mask_bytes
 from peakcast.models.analytical.megatron_inputs import hold_inputs, reads_mask
+from peakcast.models.analytical.megatron_leaves import Leaves
 from peakcast.models.analytical.megatron_persistent import (
     hold_fp8_weights,
     hold_workspaces,
@@ -54,6 +55,7 @@ def megatron_ledger(
     done.run_again(optimizer_stepped(weights, first))
     turns.hold_received(done)
     turns.hold_dispatchers(done)
+    turns.leaves.hold(done, first=first)
     return done.timeline()
 
 
@@ -103,7 +105,7 @@ class _Turns:
         self.first_recomputed: dict[int, int] = {}
         """The instants at which checkpointed layers, or their feed-forwards, run again for the first time, by layer."""
         self.deferred_tensors: list[tuple[str, Category, int, int]] = []
-
+        self.leaves = Leaves(share.context.stream_bytes)
         for turn in self._turns():
             if turn.forward:
                 self._forward(turn)
@@ -135,7 +137,7 @@ class _Turns:
                 state.runs.append(_Checkpoint(begin, layers, received=self._receives(chunk, layers[0])))
                 for layer in layers:
                     template = self._layer(layer, layer == layers[0], without_graph=True)
-                    step.run_without_graph(template, f"layers.{layer}")
+                    self._dispatched(layers, step.run_without_graph(template, f"layers.{layer}"), begin)
                 self._hold_masks(begin)
             else:
                 for template, modules, turns in self._alike(chunk, layers):
@@ -235,9 +237,13 @@ class _Turns:
             if isinstance(run, _Checkpoint):
                 self._recompute(run, keeps_gradient=not received)
                 summed = summed or step.now
+                self.leaves.lower_done(step.now)
+                if any(self._routed(layer) for layer in run.layers):
+                    self.leaves.named(run.layers, step.now, received=run.received)
             else:
                 self._run_backward(run)
                 summed = summed or self._summed(run)
+        self.leaves.lower_done(step.now)
         if self.share.target is not None:
             self._hold_encoder_states([run for run in state.runs if isinstance(run, Run)])
         if chunk.is_first and chunk.is_last and self.share.job.architecture.tie_word_embeddings:
@@ -314,6 +320,7 @@ class _Turns:
             template = self._layer(i, i == checkpoint.layers[0])
             self.first_recomputed.setdefault(i, step.now)
             runs.append(step.run_forward(template, f"layers.{i}", Phase.BACKWARD, keeps_gradients=False))
+            self._dispatched(checkpoint.layers, runs[-1])
         recomputed = step.now
         for run in reversed(runs):
             self._run_backward(run)
@@ -358,6 +365,14 @@ class _Turns:
             hold("dispatcher.probabilities", Category.OTHER, always, 0, module=module)
             hold("dispatcher.routing", Category.OTHER, between, 0, first, module)
             hold("dispatcher.routing", Category.OTHER, between, done, module=module)
+
+    def _dispatched(self, layers: range, run: Run, replaced: int | None = None) -> None:
+        """A layer of the checkpointed group `layers` has run: if it is the group's last routed one, its dispatcher, which
+        took others' probabilities before, was the last that named the graph of the group's recomputation."""
+        routed = [layer for layer in layers if self._routed(layer)]
+        if routed and run.module == f"layers.{routed[-1]}":
+            at = next(i for i, label in enumerate(run.template.forward_labels) if label.startswith("dispatch"))
+            self.leaves.released(layers, run.forward_start + at, replaced)
 
     def _routed(self, layer: int) -> bool:
         return self.share.layer_context(layer).experts is not None

@@ -134,7 +134,8 @@ def chunk_parameters(
     contexts: Callable[[int], MegatronContext], chunk: Chunk, *, tied: bool, pipelined: bool, ahead: Sequence[int] = ()
 ) -> list[Parameter]:
     """Parameters of a model chunk whose layer i has `contexts(i)`. A tied output layer on another stage than the embedding
-    holds its own copy; so does the last stage under multi-token prediction, whose layers are those numbered `ahead`."""
+    holds its own copy; so does the last stage under multi-token prediction, whose layers are those numbered `ahead`, and
+    there, where both ends are, the copies are two (megatron-core 0.16.1 `gpt_model.py`, `skip_weight_param_allocation`)."""
     parameters = []
     shares, context = (tied or bool(ahead)) and pipelined, contexts(0)
     embeds = chunk.is_first or (chunk.is_last and bool(ahead))
@@ -158,7 +159,7 @@ def chunk_parameters(
             parameters += [replace(p, module=f"mtp.{layer}") for p in _prediction(contexts(layer))]
         if context.masked_tokens:
             parameters += [replace(p, module="head") for p in _masked_token_head(context)]
-        if not (tied and embeds):
+        if not (tied and chunk.is_first):
             table = (context.vocabulary, context.hidden)
             parameters.append(Parameter("output_layer.weight", "head", table, own_bucket=shares and tied))
         if context.output_bias:

@@ -55,9 +55,11 @@ def _grouped(
     projected = _expert_linear(tape, x, rows, context.hidden, inner, context, count, "experts.linear_fc1")
     activated = _weighted_activation(tape, projected, probabilities, rows, context, experts)
     again = _activation_again_bytes(rows, context, experts) if experts.recompute_activation and experts.grouped else None
-    return _expert_linear(
+    output = _expert_linear(
         tape, activated, rows, experts.ffn, context.hidden, context, count, "experts.linear_fc2", again_bytes=again
     )
+    tape.hold(projected)  # `fc1_output`, a variable of TEGroupedMLP's forward (megatron-core 0.16.1 `moe/experts.py`)
+    return output
 
 
 def _one_by_one(

@@ -1,0 +1,72 @@
+"""What a token dispatcher keeps of a recomputed group of layers until the group runs again, in the next step too.
+
+It names the probabilities that its router gave last (`self.probs`, `self.local_probs`), and with them their graph. Backward
+has emptied that, but its end is the leaf that the recomputation began with: the group's input, detached, and its gradient.
+Source: megatron-core 0.16.1 `transformer/moe/token_dispatcher.py` (`dispatch_preprocess`), `tensor_parallel/random.py`
+(`CheckpointFunction.backward`); a layer that is not recomputed leads to parameters alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from peakcast.models.analytical.step import FOREVER, Step
+from peakcast.timeline import Category
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """A group's input, which has been used, and its gradient: the instants from which nobody else holds either."""
+
+    input_from: int
+    gradient_from: int = 0
+    received: bool = False
+    """Whether the input came from another stage, which the model holds until its next forward begins."""
+
+
+@dataclass(slots=True)
+class Leaves:
+    """The leaves of a rank's recomputed groups with routed layers, `num_bytes` each. A group is known by its first one."""
+
+    num_bytes: int
+    _alive: dict[int, _Leaf] = field(default_factory=dict)
+    _waits: _Leaf | None = None
+    """The one whose gradient the layers below it are using."""
+    _first: dict[int, tuple[int, int | None]] = field(default_factory=dict)
+    """When each group runs for the first time: until then a step has the leaves of the step before."""
+    _lives: list[tuple[Category, int, int]] = field(default_factory=list)
+
+    def named(self, layers: range, now: int, *, received: bool) -> None:
+        """The backward of the group `layers` is done."""
+        leaf = self._alive[layers[0]] = _Leaf(now, now, received)
+        if not received:  # what a stage sends back is a copy
+            self._waits = leaf
+
+    def lower_done(self, now: int) -> None:
+        """The backward of what lies below a group is done."""
+        if self._waits is not None:
+            self._waits.gradient_from = now
+        self._waits = None
+
+    def released(self, layers: range, now: int, replaced: int | None) -> None:
+        """The dispatchers of `layers` name others; `replaced`: when the forward began, None for one in backward."""
+        self._first.setdefault(layers[0], (now, replaced))
+        if leaf := self._alive.pop(layers[0], None):
+            self._lives += _lives(leaf, now, replaced)
+
+    def hold(self, step: Step, *, first: bool) -> None:
+        """Hold them on `step`; the `first` step of a training begins with none."""
+        lives = list(self._lives)
+        for group, leaf in self._alive.items():
+            until, replaced = self._first[group]
+            lives += _lives(leaf, FOREVER, FOREVER)
+            if not first:
+                lives += _lives(_Leaf(0, 0, leaf.received), until, replaced)
+        for category, born, dies in lives:
+            step.hold("recomputed.leaf", category, self.num_bytes, born, dies, "dispatcher")
+
+
+def _lives(leaf: _Leaf, dies: int, replaced: int | None) -> list[tuple[Category, int, int]]:
+    input_from = replaced if leaf.received and replaced is not None else leaf.input_from
+    lives = [(Category.ACTIVATIONS, input_from, dies), (Category.TEMPORARIES, leaf.gradient_from, dies)]
+    return [life for life in lives if life[1] < life[2]]
