@@ -39,6 +39,25 @@ class Together:
             part.zero_grad()
 
 
+class InBackward(Together):
+    """An optimizer for each parameter, which steps and releases the gradient as soon as it has come (torchtune 0.6
+    `OptimizerInBackward`, `register_optim_in_bwd_hooks`)."""
+
+    def __init__(self, build: Callable[[Any], Any], parameters: Sequence[Any]) -> None:
+        parts = [build(parameter) for parameter in parameters]
+        super().__init__(*parts)
+        self._own = dict(zip(parameters, parts, strict=True))
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._update)
+
+    def _update(self, parameter: Any) -> None:
+        self._own[parameter].step()
+        self._own[parameter].zero_grad()
+
+    def step(self) -> None:
+        """All have stepped."""
+
+
 def build_optimizer(job: TrainingJob, model: Any) -> Any:
     """The job's optimizer over the trained parameters of `model`, in the Trainer's two groups or a plain loop's one."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -52,6 +71,8 @@ def build_optimizer(job: TrainingJob, model: Any) -> Any:
         raise CollectorError(
             f"optimizer.name={name!r} has no collector yet; measure one of {known}.", parameter="optimizer.name", value=name
         )
+    if job.framework_options.get("optimizer_in_backward"):
+        return InBackward(lambda parameter: builder(job, model, [[parameter]]), trained)
     return builder(job, model, [group for group in groups if group])
 
 

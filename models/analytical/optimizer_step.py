@@ -12,7 +12,7 @@ from peakcast.models.analytical.local_variables import Locals
 from peakcast.models.analytical.optimizer_rules.rule import FP32, OptimizerRule, Options, TrainedTensor
 from peakcast.models.analytical.optimizers import adamw_rule, optimizer_options, optimizer_rule
 from peakcast.models.analytical.step import Step
-from peakcast.models.analytical.update_in_backward import UpdateInBackward
+from peakcast.models.analytical.update_in_backward import Alone, UpdateInBackward
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase
 from peakcast.units import DTYPE_BYTES
@@ -27,10 +27,7 @@ def place_optimizer_step(timeline: Step, job: TrainingJob, layout: Layout, step:
     """Everything from the end of backward to the end of the step, of what `layout` lets this rank update."""
     rule, options, trained = optimizer_rule(job), optimizer_options(job, step), layout.optimized()
     if rule.updates_in_backward and trained:
-        width = trained[0].element_bytes
-        summed = {"lm_head.weight.grad"} if job.architecture.tie_word_embeddings else set()
-        per_byte = rule.update_fp32_copies(width) * FP32 // width
-        timeline.update_in_backward = UpdateInBackward(per_byte, frozenset(summed))
+        timeline.update_in_backward = _updates(job, rule, trained, options)
     _clip(timeline, job, () if rule.updates_in_backward else trained)
     layout.clip(timeline)
     timeline.hold_all(((name, "optimizer", size) for name, size in rule.shared), Category.OPTIMIZER_STATES)
@@ -41,6 +38,10 @@ def place_optimizer_step(timeline: Step, job: TrainingJob, layout: Layout, step:
     taken = [tensor for tensor in updated if rule.takes(tensor)]
     others = [tensor for tensor in updated if not rule.takes(tensor)]
     for part, tensors in ((rule, taken), (adamw_rule(job), others)):
+        if rule.updates_in_backward == "at_once":
+            if not options.first_step or part.built_with_optimizer:
+                timeline.hold_all(_states(part, tensors, options), Category.OPTIMIZER_STATES)
+            continue
         for group in part.groups(tensors) if part.groups else _groups(job, layout, tensors):
             if group:
                 layout.before_update(timeline, group)
@@ -48,6 +49,28 @@ def place_optimizer_step(timeline: Step, job: TrainingJob, layout: Layout, step:
                 layout.after_update(timeline)
     layout.release_gradients(timeline)
     timeline.gradients_die = timeline.moment("zero_grad", Phase.OPTIMIZER_STEP)
+
+
+def _updates(
+    job: TrainingJob, rule: OptimizerRule, trained: Sequence[TrainedTensor], options: Options
+) -> UpdateInBackward:
+    """What each update in backward takes."""
+    summed = frozenset({"lm_head.weight.grad"} if job.architecture.tie_word_embeddings else ())
+    if rule.updates_in_backward == "one_behind":
+        width = trained[0].element_bytes
+        return UpdateInBackward(rule.update_fp32_copies(width) * FP32 // width, summed)
+    alone = []
+    for tensor in trained:
+        own, run = rule if rule.takes(tensor) else adamw_rule(job), Locals()
+        own.step(run, [tensor], options)
+        makes = options.first_step and not own.built_with_optimizer
+        states = tuple(_states(own, [tensor], options)) if makes else ()
+        alone.append(Alone(tensor.module, f"{tensor.name}.grad", tensor.num_bytes, run.most_bytes(), states))
+    return UpdateInBackward(summed=summed, alone=tuple(alone))
+
+
+def _states(rule: OptimizerRule, tensors: Iterable[TrainedTensor], options: Options) -> list[tuple[str, str, int]]:
+    return [(f"{t.name}.{name}", t.module, size) for t in tensors for name, size in rule.states(t, options)]
 
 
 def _clip(timeline: Step, job: TrainingJob, trained: Sequence[TrainedTensor]) -> None:
@@ -110,11 +133,8 @@ def _step(timeline: Step, rule: OptimizerRule, group: Sequence[TrainedTensor], o
     exist = not options.first_step or rule.built_with_optimizer
     instants = [0] * len(group) if exist else made
     for born, together in itertools.groupby(zip(group, instants, strict=True), key=lambda pair: pair[1]):
-        states = [
-            (f"{tensor.name}.{name}", tensor.module, size)
-            for tensor, _ in together
-            for name, size in rule.states(tensor, options)
-        ]
-        timeline.hold_all(states, Category.OPTIMIZER_STATES, born)
+        timeline.hold_all(
+            _states(rule, (tensor for tensor, _ in together), options), Category.OPTIMIZER_STATES, born
+        )
     for name, size, born, dies in run.lives:
         timeline.hold(name, Category.OPTIMIZER_TEMPORARIES, size, begin + born, begin + dies, "optimizer")

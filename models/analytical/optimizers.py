@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 from peakcast.conventions import conventions
 from peakcast.errors import SpecError, near_misses
 from peakcast.models.analytical.optimizer_rules import low_bit, others, pytorch
@@ -33,7 +36,13 @@ def optimizer_rule(job: TrainingJob) -> OptimizerRule:
             parameter="optimizer.name",
             value=name,
         )
-    return rule
+    return _at_once(rule) if conventions(job).get("optimizer_in_backward") and not rule.updates_in_backward else rule
+
+
+@lru_cache(maxsize=64)
+def _at_once(rule: OptimizerRule) -> OptimizerRule:
+    """The rule where every parameter has an optimizer of its own, which steps as soon as the gradient is there."""
+    return replace(rule, updates_in_backward="at_once")
 
 
 def adamw_rule(job: TrainingJob) -> OptimizerRule:

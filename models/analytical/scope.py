@@ -88,17 +88,27 @@ def _encoder_decoder_reason(job: TrainingJob) -> str:
 
 
 def _in_backward_reason(job: TrainingJob) -> str:
-    """What of optimizers that update in backward (LOMO) no trace has confirmed."""
-    if job.optimizer.name not in ("lomo", "adalomo"):
+    """What of optimizers that update in backward no trace has confirmed."""
+    at_once = bool(conventions(job).get("optimizer_in_backward"))
+    if job.optimizer.name not in ("lomo", "adalomo") and not at_once:
         return ""
     name = f"optimizer.name={job.optimizer.name!r} updates in backward, which"
     checks = [
+        (
+            at_once and job.gradient_accumulation_steps > 1,
+            "leaves no gradient to add to; use gradient_accumulation_steps=1, or set optimizer_in_backward=false.",
+        ),
+        (
+            at_once and (job.finetuning.method != "full" or job.precision.main_parameters is not None),
+            "is modelled with full fine-tuning and no second copy of the weights only.",
+        ),
+        (at_once and job.optimizer.name == "muon", "would make a Muon of every vector, which takes matrices only."),
         (job.parallelism.world_size > 1, "is modelled on one GPU only."),
         (job.compile, "is modelled without torch.compile only."),
         (job.loss.kind != "cross_entropy", f"is not modelled with loss.kind={job.loss.kind!r}."),
         (
             bool(conventions(job).get("autocast")) and job.precision.compute == "float16",
-            "is not modelled under autocast in float16: LOMO has a loss scaler of its own.",
+            "is not modelled under autocast in float16: the loss scaler would have to be asked for every gradient.",
         ),
         (
             job.optimizer.name == "adalomo" and job.architecture.moe is not None,

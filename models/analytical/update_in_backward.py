@@ -1,7 +1,9 @@
-"""Optimizers that update in backward (LOMO, AdaLomo): a gradient is used up as soon as the next one has come.
+"""Optimizers that update in backward: a gradient is used up as soon as it, or the next one, has come.
 
-The library registers a hook on every parameter (lomo-optim 0.1.1 `fuse_update`): when its gradient comes, the one that
-came before is applied and released; `fused_backward` applies the last. The hook runs when autograd's engine takes the
+LOMO and AdaLomo register a hook on every parameter (lomo-optim 0.1.1 `fuse_update`): when its gradient comes, the one that
+came before is applied and released; `fused_backward` applies the last. With an optimizer for each parameter
+(`register_post_accumulate_grad_hook`, torchtune 0.6 `OptimizerInBackward`) the hook steps that one and releases the
+gradient. The hook runs when autograd's engine takes the
 gradient to its parameter, which is its next task after the operation that made it: AccumulateGrad has the highest priority,
 and an operation's inputs and what it kept are gone by then (torch/csrc/autograd/engine.cpp `thread_main`). So an update is
 an instant of its own, between two operations.
@@ -15,19 +17,35 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.models.analytical.template import HANDED_IN
-from peakcast.timeline import Category, Phase, Timeline
+from peakcast.timeline import Category, Entry, Phase, Timeline
+from peakcast.units import round_up
 
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """The optimizer of one parameter: whose gradient it takes, the most that its step has at once, and the states that it
+    makes, as (name, module, bytes)."""
+
+    module: str
+    gradient: str
+    gradient_bytes: int
+    num_bytes: int
+    states: tuple[tuple[str, str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateInBackward:
     """What updating a parameter allocates."""
 
-    bytes_per_gradient_byte: int
+    bytes_per_gradient_byte: int = 0
     summed: frozenset[str] = frozenset()
     """Gradients of weights that are used twice: what comes to the parameter is the sum, when backward ends."""
+    alone: tuple[Alone, ...] = ()
+    """The optimizers of single parameters, where each has one: a gradient is applied as it comes."""
 
 
 def updated_in_backward(timeline: Timeline, gradients: Ints, ends: Sequence[int], update: UpdateInBackward) -> Timeline:
@@ -44,7 +62,8 @@ def updated_in_backward(timeline: Timeline, gradients: Ints, ends: Sequence[int]
     order = np.lexsort((timeline.num_bytes[gradients], comes))
     gradients, comes, end_of = gradients[order], comes[order], end_of[order]
     before_end = end_of - 1
-    after = np.minimum(np.append(comes[1:], before_end[-1:]), before_end)  # the operation after which each is applied
+    follows = comes if update.alone else np.append(comes[1:], before_end[-1:])
+    after = np.minimum(follows, before_end)  # the operation after which each is applied
     applied = after + 1 + np.arange(len(after))
 
     def shifted(instants: Ints) -> Ints:
@@ -53,24 +72,62 @@ def updated_in_backward(timeline: Timeline, gradients: Ints, ends: Sequence[int]
     # what a block hands to the next one is there from the end of the operation that made it
     handed_in = np.array([name == HANDED_IN for name in timeline.names], dtype=bool)
     born = np.where(handed_in, shifted(timeline.born - 1) + 1, shifted(timeline.born))
-    # a projection's input is a view, by whose backward its gradient is added to another's: the next task but one
+    # a projection's input is a view, by whose backward its gradient is added to another's: where the gradient that came
+    # before is applied, that is the next task but one (traced: OLMoE's); where each is applied as it comes, it is done
     added = np.array([name.endswith(".gradient") and "norm" not in name for name in timeline.names], dtype=bool)
-    added &= timeline.dies == timeline.born + 1
+    added &= (timeline.dies == timeline.born + 1) & (not update.alone)
     dies = np.maximum(np.where(added, shifted(timeline.dies), shifted(timeline.dies - 1) + 1), born)
-    dies[gradients] = applied
-    num_bytes = timeline.num_bytes[gradients] * update.bytes_per_gradient_byte
+    dies[gradients] = applied + bool(update.alone)
+    made = _made(timeline, gradients, applied, update, len(timeline.phases) + len(after))
     labels = np.insert(np.array(timeline.labels, dtype=object), after + 1, "update")
-    none = np.zeros(len(after), dtype=np.int8)
     return replace(
         timeline,
-        names=[*timeline.names, *["update"] * len(after)],
-        modules=[*timeline.modules, *["optimizer"] * len(after)],
-        categories=np.append(timeline.categories, none + np.int8(Category.OPTIMIZER_TEMPORARIES)),
-        num_bytes=np.append(timeline.num_bytes, num_bytes),
-        born=np.append(born, applied),
-        dies=np.append(dies, applied + 1),
+        names=[*timeline.names, *made.names],
+        modules=[*timeline.modules, *made.modules],
+        categories=np.append(timeline.categories, made.categories),
+        num_bytes=np.append(timeline.num_bytes, made.num_bytes),
+        born=np.append(born, made.born),
+        dies=np.append(dies, made.dies),
         phases=np.insert(timeline.phases, after + 1, int(Phase.BACKWARD)),
         labels=labels.tolist(),
-        streams=None if timeline.streams is None else np.append(timeline.streams, none),
-        reusable=None if timeline.reusable is None else np.append(shifted(timeline.reusable), applied + 1),
+        streams=None if timeline.streams is None else np.append(timeline.streams, np.zeros(len(made.born), dtype=np.int8)),
+        reusable=None if timeline.reusable is None else np.append(shifted(timeline.reusable), made.dies),
     )
+
+
+def _made(timeline: Timeline, gradients: Ints, applied: Ints, update: UpdateInBackward, end: int) -> Timeline:
+    """What the updates make: temporaries, each for its own instant of `applied`, and states, until `end`."""
+    entries = []
+    optimizers = _optimizers(timeline, gradients, update.alone) if update.alone else [None] * len(gradients)
+    for gradient, instant, own in zip(gradients.tolist(), applied.tolist(), optimizers, strict=True):
+        size = _rounded(own.num_bytes) if own else int(timeline.num_bytes[gradient]) * update.bytes_per_gradient_byte
+        temporary = Entry("update", Category.OPTIMIZER_TEMPORARIES, size, instant, instant + 1, "optimizer")
+        states = own.states if own else ()
+        entries += [temporary]
+        entries += [
+            Entry(name, Category.OPTIMIZER_STATES, _rounded(num_bytes), instant, end, module)
+            for name, module, num_bytes in states
+        ]
+    return Timeline.from_entries(entries, ())
+
+
+def _rounded(num_bytes: int) -> int:
+    """As the allocator does."""
+    return round_up(num_bytes, MIN_BLOCK_BYTES)
+
+
+def _optimizers(timeline: Timeline, gradients: Ints, alone: Sequence[Alone]) -> list[Alone | None]:
+    """The optimizer that takes each gradient: its parameter's, by name; where blocks call it otherwise (the last norm, a
+    table that is used as the head), the one left over for a gradient of this size, in the same module if there is one."""
+    named = {(optimizer.module, optimizer.gradient): optimizer for optimizer in alone}
+    keys = [(timeline.modules[index], timeline.names[index]) for index in gradients.tolist()]
+    found = [named.pop(key, None) for key in keys]
+    left = list(named.values())
+    for place, (module, _) in enumerate(keys):
+        if found[place] is None:
+            size = int(timeline.num_bytes[gradients[place]])
+            alike = [one for one in left if _rounded(one.gradient_bytes) == size]
+            if alike:
+                found[place] = min(alike, key=lambda one: one.module != module)
+                left = [one for one in left if one is not found[place]]
+    return found

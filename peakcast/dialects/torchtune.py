@@ -110,8 +110,6 @@ def from_torchtune(pasted: Pasted) -> Translation:
         ),
         framework_options=FrozenMapping(_options(settings, sharded=sharded)),
     )
-    if settings.switch("optimizer_in_bwd"):
-        notes.unsupported.append("The optimizer step inside backward (optimizer_in_bwd) is not modelled.")
     if settings.text("loss._component_").endswith("rlhf.loss.DPOLoss"):
         job = with_method(job, "dpo", "loss._component_", notes, whole_logits="torchtune (rlhf/loss/dpo.py)")
     for key in ("use_dora", "model.use_dora", "quantizer._component_"):
@@ -144,6 +142,8 @@ def _options(settings: Settings, *, sharded: bool) -> dict[str, Any]:
     elif layers and sharded:
         said = f"custom_sharded_layers={' '.join(layers)} is not modelled; layers alone are FSDP's units."
         settings.notes.unsupported.append(said)
+    if settings.switch("optimizer_in_bwd"):
+        options["optimizer_in_backward"] = True
     return options
 
 

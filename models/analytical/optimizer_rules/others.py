@@ -127,7 +127,7 @@ RULES: dict[tuple[str, str, str], OptimizerRule] = {
     ),
     ("lomo", "lomo_optim", ""): OptimizerRule(
         "lomo-optim 0.1.1 lomo.py fuse_update: fp32 copies of a half gradient and parameter",
-        updates_in_backward=True,
+        updates_in_backward="one_behind",
         update_fp32_copies=lambda element_bytes: 2 if element_bytes < FP32 else 1,
     ),
     ("adalomo", "lomo_optim", ""): OptimizerRule(
@@ -135,7 +135,7 @@ RULES: dict[tuple[str, str, str], OptimizerRule] = {
         _factored_fp32,
         built_with_optimizer=True,
         has_states_of_frozen=True,
-        updates_in_backward=True,
+        updates_in_backward="one_behind",
         update_fp32_copies=lambda element_bytes: 3,
     ),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from peakcast.models.analytical.local_variables import Locals
 
@@ -100,7 +101,7 @@ class OptimizerRule:
     """Which tensors it updates; AdamW updates the others."""
     groups: Callable[[Sequence[TrainedTensor]], list[list[TrainedTensor]]] | None = None
     """Parameter groups of its own; None for the framework's."""
-    updates_in_backward: bool = False
-    """Whether a gradient is used and released in backward, as soon as the next one is there."""
+    updates_in_backward: Literal["", "one_behind", "at_once"] = ""
+    """Whether a gradient is used and released in backward: as soon as the next one is there, or as it comes."""
     update_fp32_copies: Callable[[int], int] = lambda element_bytes: 0
     """How many fp32 tensors of a gradient's shape that update has at once when a gradient's elements have so many bytes."""

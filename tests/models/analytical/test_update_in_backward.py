@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from peakcast import catalog
+from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
-from peakcast.models.analytical.update_in_backward import UpdateInBackward, updated_in_backward
+from peakcast.models.analytical.update_in_backward import Alone, UpdateInBackward, updated_in_backward
 from peakcast.spec import Loss, Optimizer, Parallelism, TrainingJob
 from peakcast.timeline import Category, Entry, Phase, Timeline
 
@@ -57,6 +58,32 @@ def test_what_a_block_hands_on_and_a_gradient_that_is_added_to_another_are_there
         ("first_norm.gradient", T, 7, 2, 3),
     )
     assert timeline.totals[3] == 1000 + 100 + 10 + 4 * 10
+
+
+def test_with_an_optimizer_for_each_parameter_a_gradient_is_applied_as_it_comes():
+    """The first step makes its states there: 512 bytes each, as are the temporaries, after rounding."""
+    timeline = Timeline.from_entries(
+        [Entry("first.weight.grad", G, 512, 2, 5), Entry("second.weight.grad", G, 1024, 1, 5)],
+        PHASES,
+        ["", "second", "first", "ends", ""],
+    )
+    states = tuple((f"first.weight.{name}", "", 512) for name in ("exp_avg", "exp_avg_sq"))
+    alone = (Alone("", "second.weight.grad", 1024, 0), Alone("", "first.weight.grad", 512, 300, states))
+    made = updated_in_backward(timeline, np.array([0, 1]), ENDS, UpdateInBackward(alone=alone))
+    assert made.labels == ["", "second", "update", "first", "update", "ends", ""]
+    assert made.totals.tolist() == [0, 1024, 1024, 512, 512 + 512 + 1024, 1024, 1024]
+
+
+def test_what_an_optimizer_in_backward_cannot_do_is_named():
+    alone = TrainingJob(
+        architecture=catalog.architecture("gpt2"),
+        framework="torch",
+        framework_options=FrozenMapping({"optimizer_in_backward": True}),
+    )
+    assert not out_of_scope(alone)
+    plain = alone.replace(framework_options=FrozenMapping())
+    assert ledger(alone).phase_peaks()[Phase.GRADIENT_CLIPPING] < ledger(plain).phase_peaks()[Phase.GRADIENT_CLIPPING]
+    assert "no gradient to add to" in out_of_scope(alone.replace(gradient_accumulation_steps=2))
 
 
 @pytest.mark.parametrize("name", ["lomo", "adalomo"])
