@@ -71,3 +71,10 @@ def test_paged_states_are_paged():
 def test_a_teacher_beside_the_student_is_refused():
     with pytest.raises(SpecError, match=r"teacher_model._component_.* is a teacher"):
         read(teacher_model={"_component_": "torchtune.models.llama3_1.llama3_1_8b"})
+
+
+def test_an_optimizer_in_backward_is_part_of_the_job():
+    found = read(num_gpus=1, optimizer_in_bwd=True)
+    assert found.job.framework_options["optimizer_in_backward"] is True
+    assert not found.unsupported
+    assert "optimizer_in_backward" not in read(num_gpus=1).job.framework_options
