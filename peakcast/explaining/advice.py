@@ -156,6 +156,11 @@ def _offload(part: str) -> Callable[[TrainingJob], Changes]:
     return lambda job: _when(not getattr(job.offload, part), {f"offload.{part}": True})
 
 
+def _optimizer_in_backward(job: TrainingJob) -> Changes:
+    alone = job.framework == "torch" and not conventions(job).get("optimizer_in_backward")
+    return _when(alone and job.gradient_accumulation_steps == 1, {"framework_options.optimizer_in_backward": True})
+
+
 RECOMPUTES = "one more forward per step, about a third more work (Chen et al. 2016, arXiv:1604.06174)"
 LEARNS_LESS = "only adapters learn (Hu et al. 2021, arXiv:2106.09685)"
 MANY_LAUNCHES = "one kernel launch per tensor and operation: a slower optimizer step"
@@ -174,6 +179,13 @@ CANDIDATES = (
         "Split the batch into smaller micro-batches and accumulate",
         "less work per kernel; the same tokens per optimizer step",
         _smaller_micro_batch,
+    ),
+    Candidate(
+        "optimizer-in-backward",
+        "Step each parameter's optimizer as its gradient comes",
+        "no gradient clipping and no accumulation (torchtune's optimizer_in_bwd)",
+        _optimizer_in_backward,
+        same_training=False,
     ),
     Candidate("sdpa", "Let PyTorch choose a fused attention kernel", FREE, _attention("sdpa", ("eager",))),
     Candidate(

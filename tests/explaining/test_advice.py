@@ -113,6 +113,7 @@ def test_what_holds_already_or_cannot_be_is_not_advised(values: dict[str, Any], 
             "distributed-optimizer",
         ),
         ({"framework": "megatron", "parallelism": {"tensor_parallel_size": 2}}, "sequence-parallel"),
+        ({"framework": "torch", "activation_checkpointing": {"mode": "full"}}, "optimizer-in-backward"),
     ],
 )
 def test_what_saves_is_advised(values: dict[str, Any], wanted: str) -> None:
