@@ -282,8 +282,8 @@ class Zero12(Partitions):
                 filled = 0
             filled += tensor.numel
             if self._is_copied(tensor):
-                now = step.moment("gradient.clone", Phase.BACKWARD)
-                step.hold("gradient.clone", Category.GRADIENTS, tensor.numel * self.element_bytes, now, now + 1, tensor.module)
+                now, size = step.moment("gradient.clone", Phase.BACKWARD), tensor.numel * self.element_bytes
+                step.hold("gradient.clone", Category.GRADIENTS, size, now, now + 1, tensor.module)
             self._waiting.append(Arrival(tensor, step.now))
             copied.append((tensor, step.now))
         for tensor, dies in copied if self.contiguous else ():
