@@ -162,6 +162,9 @@ class Zero3(Partitions):
         if self._turned is not None and run.forward_start >= self._turned:  # computed again
             ends = run.forward_start + run.template.num_forward
             again = self._turns_of(step, run.module, run.forward_start, ends, again=True)
+            stops = run.forward_start + run.template.num_recomputed
+            if self.packs and again[-1].ends > stops:  # in an operation that keeps something, before it would release
+                again[-1] = replace(again[-1], releases=False)
             kept = run.template.dies_backward & ~run.template.born_backward
             asks = begins + int(run.template.dies[kept].min()) - 1  # who first lets go of something has asked for it
             turns = within_first(turns, again, asks) if self.packs else [*again, *turns]
@@ -218,7 +221,8 @@ class Zero3(Partitions):
         """Where a recomputation stops early: stage 3's own Linear, a function in Python, has its product by the time that
         it keeps something (`zero/linear.py`)."""
         template, at = run.template, run.template.num_recomputed
-        if run.stops_early and at < template.num_forward:
+        label = template.forward_labels[at] if at < template.num_forward else ""
+        if run.stops_early and any(t.name.removesuffix(".weight") == label for t in self._of_module.get(run.module, ())):
             size = int(template.num_bytes[~template.born_backward & (template.born == at)].sum())
             now = run.forward_start + at
             step.hold("recomputed.result", Category.ACTIVATIONS, size, now, now + 1, run.module)
@@ -243,8 +247,6 @@ class Zero3(Partitions):
         if module in ("embedding", "head"):
             everything = tuple(self.tensors)
             turns = [replace(turn, inside=everything) if turn.inside else turn for turn in turns]
-        if again:  # which stops in the last operation that keeps something, before it would release
-            turns[-1] = replace(turns[-1], releases=not self.packs)
         if backward:  # what has no operation there has no turn either: no gradient comes by
             kept = self._throughout.get(module, ())
             turns[0] = replace(turns[0], tensors=tuple(t for t in turns[0].tensors if t in kept))

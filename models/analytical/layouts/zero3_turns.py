@@ -49,6 +49,8 @@ RUN_AFTER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """By `model_type`, the modules without weights that run after another (transformers 5.17 models/*/modeling_*.py), most of
 them nn.Dropout, also of probability 0. Other families have none, or call the function."""
+INLINE = ("opt",)
+"""Families whose layers run the parts of a feed-forward themselves."""
 NO_ROTARY_MODULE = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt")
 """Families without a module that makes rotary tables."""
 WITHIN = {"qkv_split": "self_attn"}
@@ -147,7 +149,7 @@ def _turns_from_0(
         if inside != left:
             after = run_after.get(inside if backward else left, ())
             turns += [Turn(index, index + 1, name=f"{block} {name}") for name in after]
-        path = (leaf,) if leaf and owner == leaf else tuple(_path(label, owner, modules))
+        path = (leaf,) if leaf and owner == leaf else tuple(_path(label, owner, modules, family in INLINE))
         for module in path:
             if module == owner:
                 if owner != last and owner.removesuffix(".lora_A") == last.removesuffix(".lora_A"):
@@ -198,11 +200,12 @@ def _owner(label: str, modules: Mapping[str, object]) -> str:
     return "" if label.startswith((f"{owner}.lora.", f"{owner}.clone")) else owner
 
 
-def _path(label: str, owner: str, modules: Mapping[str, object]) -> Iterator[str]:
-    """The modules within the block that run this operation, the outermost first."""
+def _path(label: str, owner: str, modules: Mapping[str, object], inline: bool) -> Iterator[str]:
+    """The modules within the block that run this operation, the outermost first. `inline`: the layer itself is the
+    feed-forward."""
     parts = label.split(".")
     outer = WITHIN.get(label, parts[0] if len(parts) > 1 else "")
-    if outer and outer not in modules and outer not in FUNCTIONS:
+    if outer and outer not in modules and outer not in FUNCTIONS and not (inline and outer == "mlp"):
         yield outer
     linear = label.partition(".lora")[0].removesuffix(".clone")
     if f"{linear}.lora_A" in modules:
