@@ -1,4 +1,4 @@
-"""Which settings of DDP and FSDP1 the ledger covers, under any framework but Megatron. ZeRO's are in `scope.py`."""
+"""Which settings of DDP and FSDP1 the ledger covers, under any framework but Megatron. ZeRO's are in `zero_scope.py`."""
 
 from __future__ import annotations
 

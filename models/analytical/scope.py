@@ -7,9 +7,9 @@ from peakcast.conventions import conventions
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.adapter_scope import adapter_reason
 from peakcast.models.analytical.compile_scope import compile_reason
-from peakcast.models.analytical.layouts import LEAVES
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.analytical.preference_scope import preference_reason
+from peakcast.models.analytical.zero_scope import zero_reason
 from peakcast.spec import Offload, TrainingJob
 
 
@@ -223,7 +223,7 @@ def _huggingface_reason(job: TrainingJob) -> str:
         (bool(mixture := _mixture_reason(job)), mixture),
         (bool(adapters := adapter_reason(job)), adapters),
         (bool(kernels := _kernels_reason(job)), kernels),
-        (bool(zero := _zero_reason(job)), zero),
+        (bool(zero := zero_reason(job)), zero),
         (bool(compiled := compile_reason(job)), compiled),
         (
             job.optimizer.name == "galore" and job.architecture.model_type == "gpt2",
@@ -256,67 +256,6 @@ def _huggingface_reason(job: TrainingJob) -> str:
         ),
     ]
     return next((sentence for fails, sentence in checks if fails), "")
-
-
-def _zero_reason(job: TrainingJob) -> str:
-    """What of DeepSpeed's ZeRO no trace has confirmed."""
-    layout, optimizer = job.parallelism, job.optimizer
-    if layout.zero_stage == 0:
-        return ""
-    quantized, name = job.finetuning.quantization, f"zero_stage={layout.zero_stage} is compared with DeepSpeed's trace"
-    checks = [
-        (job.offload.activations, "without offloaded activations only."),
-        (job.task != "train", "in training only."),
-        (
-            quantized not in (None, "nf4"),
-            f"with nf4 or whole weights only, not finetuning.quantization={quantized!r}.",
-        ),
-        (bool(quantized) and job.offload != Offload(), "offloading with whole weights only, not quantised ones."),
-        (
-            job.offload.parameters and layout.num_replicas == 1,
-            "on one rank with its weights on the GPU only: from the host, first steps are counted up to 0.5 % too low.",
-        ),
-        (
-            layout.zero_stage == 1 and conventions(job).get("overlap_comm") is True and _beside_early_reduction(job),
-            "with overlap_comm only where no table is shared beside several micro-batches, without offloading, quantised "
-            "weights, experts and preferences.",
-        ),
-        (
-            not conventions(job).get("contiguous_gradients", True) and _beside_scattered_gradients(job),
-            "with contiguous_gradients=true only beside offloading, quantised weights, experts, preferences, overlap_comm.",
-        ),
-        (
-            job.precision.parameters != job.precision.compute,
-            f"computed in the dtype of the weights only, not {job.precision.parameters!r} in {job.precision.compute!r}.",
-        ),
-        (job.architecture.kind != "decoder", "on decoders only."),
-        (job.architecture.moe is not None and bool(quantized), "with whole experts only, not quantised ones."),
-        (
-            job.architecture.moe is not None and layout.zero_stage == 3 and job.architecture.model_type not in LEAVES,
-            f"with experts of {', '.join(LEAVES)} only, whose feed-forwards are modules without parts.",
-        ),
-        (optimizer.name not in ("adamw", "adam"), f"with torch's AdamW only, not optimizer.name={optimizer.name!r}."),
-        (job.activation_checkpointing.mode == "selective", "without selective checkpointing only."),
-        (layout.world_size > layout.data_parallel_size, "beside no other parallelism."),
-    ]
-    return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")
-
-
-def _beside_scattered_gradients(job: TrainingJob) -> bool:
-    """Whether the job has what was not traced together with gradients that wait where backward has made them."""
-    overlaps = job.parallelism.zero_stage < 3 and conventions(job).get("overlap_comm") is True
-    return overlaps or _beside_plain_weights(job)
-
-
-def _beside_early_reduction(job: TrainingJob) -> bool:
-    """Whether the job has what was not traced, or missed by 2 %, where stage 1 reduces in backward."""
-    shared = job.architecture.tie_word_embeddings and job.gradient_accumulation_steps > 1
-    return shared or _beside_plain_weights(job)
-
-
-def _beside_plain_weights(job: TrainingJob) -> bool:
-    otherwise = job.offload != Offload() or job.loss.kind != "cross_entropy"
-    return otherwise or bool(job.finetuning.quantization) or job.architecture.moe is not None
 
 
 def _offloads_with_zero(job: TrainingJob) -> bool:

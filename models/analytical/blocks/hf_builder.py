@@ -12,7 +12,7 @@ from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.float8 import float8_linear
 from peakcast.models.analytical.blocks.hf_context import HFContext
-from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.blocks.hf_traits import multiplies_itself, traits
 from peakcast.models.analytical.blocks.tensor_parallel import (
     Split,
     enter_columns,
@@ -149,6 +149,7 @@ class BlockBuilder:
     ) -> Tensor:
         context = self.context
         rows, tape = self.rows, self.tape
+        calls_linear = name == "lm_head" or not multiplies_itself(context.architecture)
         if self._computes_in_float8(in_features, out_features, name) and trainable:
             return float8_linear(
                 tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias
@@ -165,7 +166,7 @@ class BlockBuilder:
                 element_bytes=compute,
                 bias=bias,
                 trainable=trainable,
-                keeps_input=context.linears_keep_input,
+                keeps_input=context.linears_keep_input and calls_linear,
                 num_matrices=self.num_matrices,
             )
             tape.hold(x)  # the module's argument, until it returns

@@ -211,6 +211,12 @@ def traits(architecture: Architecture) -> HFTraits:
     return FAMILY_TRAITS.get(architecture.model_type, _DEFAULT)
 
 
+def multiplies_itself(architecture: Architecture) -> bool:
+    """Whether its layers' matrices multiply without `F.linear`: Conv1D, FalconLinear."""
+    family = traits(architecture)
+    return family.conv1d or family.linears_transpose_weight
+
+
 def attention_key_heads(architecture: Architecture) -> int:
     """Key heads that the attention kernel is given."""
     heads, key_heads = architecture.num_attention_heads, architecture.num_key_value_heads

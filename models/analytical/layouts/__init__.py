@@ -131,6 +131,8 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
         head_of_root=job.loss.kind in REFERRING or job.loss.fused_linear_cross_entropy,
         leaf="mlp" if job.architecture.model_type in LEAVES else "",
         biases_first=traits(job.architecture).conv1d,  # not the Linear that DeepSpeed puts in torch's place
+        transposes=traits(job.architecture).linears_transpose_weight,
+        family=job.architecture.model_type,
     )
 
 

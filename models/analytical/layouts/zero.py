@@ -159,8 +159,12 @@ class Partitions(Layout):
         step.moment("to_float32", Phase.OPTIMIZER_STEP)
         step.free(flat)
         self._updated += 1
-        if self._updated == len(self.groups):
+        if self._updated == self._groups_with_gradients():
             step.free(self._partition_gradients)
+
+    def _groups_with_gradients(self) -> int:
+        """How many groups are updated until none of this rank's gradients is left to be."""
+        return len(self.groups)
 
     def _joins_gradients(self) -> bool:
         """Whether the next partition to be updated has gradients of several tensors: those of one are flattened to a view

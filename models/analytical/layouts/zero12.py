@@ -124,6 +124,10 @@ class Zero12(Partitions):
         parts = [mine for tensor in group if (mine := self._mine[tensor])]
         return len(parts) > 1 or sum(parts) < self.partition(group)
 
+    def _groups_with_gradients(self) -> int:
+        """A partition may lie in a group's padding."""
+        return max((n for n, group in enumerate(self.groups, start=1) if any(map(self._mine.get, group))), default=0)
+
     def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int, born: int) -> None:
         """The gradient goes into the bucket, which is emptied first when it would be too full. One larger than the bucket
         waits beside it, for an optimizer on the host in a copy."""
@@ -282,8 +286,7 @@ class Zero12(Partitions):
                 filled = 0
             filled += tensor.numel
             if self._is_copied(tensor):
-                now = step.moment("gradient.clone", Phase.BACKWARD)
-                size = tensor.numel * self.element_bytes
+                now, size = step.moment("gradient.clone", Phase.BACKWARD), tensor.numel * self.element_bytes
                 step.hold("gradient.clone", Category.GRADIENTS, size, now, now + 1, tensor.module)
             self._waiting.append(Arrival(tensor, step.now))
             copied.append((tensor, step.now))

@@ -9,7 +9,7 @@ from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero import BUFFERS, MAIN_BYTES, Buckets, Partitions, ended_bytes, made_at
 from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
 from peakcast.models.analytical.layouts.zero3_passing import Reduction
-from peakcast.models.analytical.layouts.zero3_turns import Turn, turns_of, within_first
+from peakcast.models.analytical.layouts.zero3_turns import NO_ROTARY_MODULE, Turn, turns_of, within_first
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
@@ -32,6 +32,8 @@ class Zero3(Partitions):
         head_of_root: bool = False,
         leaf: str = "",
         biases_first: bool = False,
+        transposes: bool = False,
+        family: str = "",
     ) -> None:
         whole, tensors = [t for t in tensors if not t.sharded], [t for t in tensors if t.sharded]
         super().__init__(
@@ -43,6 +45,8 @@ class Zero3(Partitions):
         self.contiguous = contiguous
         """Whether gradients wait in a bucket, or where backward has made them."""
         self.leaf = leaf
+        self.family = family
+        """`model_type`."""
         self.offloads_parameters = offloads_parameters
         self._of_module: dict[str, list[StoredTensor]] = {}
         for tensor in tensors:
@@ -57,6 +61,8 @@ class Zero3(Partitions):
         second forward on fetched as the root begins (`ZeROOrderedDict`, `register_external_parameter`)."""
         if self._of_root:
             self._of_module["head"] = [t for t in self._of_module["head"] if t not in head]
+        matrices = (t for t in tensors if len(t.shape) > 1 and t.module not in ("embedding", "head"))
+        self._viewed = {t for t in matrices if transposes and ".lora_" not in t.name}
         self._coordinator: Coordinator | None = None
         self.reference: Zero3 | None = None
         """The layout of a copy beside it, an engine of its own."""
@@ -123,7 +129,13 @@ class Zero3(Partitions):
         """The turns of a micro-batch, or of a network's forward alone; who has fetched for them."""
         if self._coordinator is None:
             self._coordinator = Coordinator(
-                step, self.ranks, self.buckets, self.packs, self.offloads_parameters, unread=set(self._of_root)
+                step,
+                self.ranks,
+                self.buckets,
+                self.packs,
+                self.offloads_parameters,
+                viewed=self._viewed,
+                unread=set(self._of_root),
             )
             if not self.first_step:
                 self._coordinator.learn(self._turns)
@@ -150,6 +162,9 @@ class Zero3(Partitions):
         if self._turned is not None and run.forward_start >= self._turned:  # computed again
             ends = run.forward_start + run.template.num_forward
             again = self._turns_of(step, run.module, run.forward_start, ends, again=True)
+            stops = run.forward_start + run.template.num_recomputed
+            if self.packs and again[-1].ends > stops:  # in an operation that keeps something, before it would release
+                again[-1] = replace(again[-1], releases=False)
             kept = run.template.dies_backward & ~run.template.born_backward
             asks = begins + int(run.template.dies[kept].min()) - 1  # who first lets go of something has asked for it
             turns = within_first(turns, again, asks) if self.packs else [*again, *turns]
@@ -206,7 +221,8 @@ class Zero3(Partitions):
         """Where a recomputation stops early: stage 3's own Linear, a function in Python, has its product by the time that
         it keeps something (`zero/linear.py`)."""
         template, at = run.template, run.template.num_recomputed
-        if run.stops_early and at < template.num_forward:
+        label = template.forward_labels[at] if at < template.num_forward else ""
+        if run.stops_early and any(t.name.removesuffix(".weight") == label for t in self._of_module.get(run.module, ())):
             size = int(template.num_bytes[~template.born_backward & (template.born == at)].sum())
             now = run.forward_start + at
             step.hold("recomputed.result", Category.ACTIVATIONS, size, now, now + 1, run.module)
@@ -217,12 +233,20 @@ class Zero3(Partitions):
         around = self._around(module, backward=backward)
         labels = step.labels[begins:ends]
         tensors = self._of_module.get(module, [])
-        turns = turns_of(module, labels, begins, tensors, around=around, leaf=self.leaf, again=again)
+        turns = turns_of(
+            module,
+            labels,
+            begins,
+            tensors,
+            around=around,
+            leaf=self.leaf,
+            again=again,
+            backward=backward,
+            family=self.family,
+        )
         if module in ("embedding", "head"):
             everything = tuple(self.tensors)
             turns = [replace(turn, inside=everything) if turn.inside else turn for turn in turns]
-        if again:  # which stops in the last operation that keeps something, before it would release
-            turns[-1] = replace(turns[-1], releases=not self.packs)
         if backward:  # what has no operation there has no turn either: no gradient comes by
             kept = self._throughout.get(module, ())
             turns[0] = replace(turns[0], tensors=tuple(t for t in turns[0].tensors if t in kept))
@@ -241,8 +265,9 @@ class Zero3(Partitions):
         elif self._of_root and module == "head" and not again:
             reads = next(index for index, label in enumerate(labels) if label.startswith("lm_head."))
             turns.append(Turn(begins + reads, ends, self._of_root, "root", enters=False))
-        if module == "embedding" and not (backward or again):  # then comes what makes rotary tables, or drops out
-            turns = [replace(turns[0], starts=True), *turns[1:], Turn(ends - 1, ends, name="positions")]
+        if module == "embedding" and not (backward or again):
+            rotary = [Turn(ends - 1, ends, name="rotary_emb")] if self.family not in NO_ROTARY_MODULE else []
+            turns = [replace(turns[0], starts=True), *turns[1:], *rotary]
         return turns
 
     def run_forward_alone(self, step: Step, runs: Iterable[tuple[str, Run]]) -> None:

@@ -7,7 +7,7 @@ Source: DeepSpeed 0.19.8 `runtime/zero/partitioned_param_coordinator.py` (`_fetc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -56,6 +56,9 @@ class Coordinator:
     available: dict[StoredTensor, int] = field(default_factory=dict)
     """Tensor -> instant since which it is there."""
     gathers: dict[StoredTensor, Gather] = field(default_factory=dict)
+    viewed: Collection[StoredTensor] = ()
+    """Those that autograd keeps as views, besides stacked experts: a release does not free that memory (a checkpoint does
+    not keep them)."""
     unread: set[StoredTensor] = field(default_factory=set)
     """Of modules that do not run: whoever reads them gathers them, and from then on as it begins."""
     made: Sequence[int] | npt.NDArray[np.int64] = ()
@@ -132,7 +135,7 @@ class Coordinator:
                     ends = next((later.ends for later in _turns_with(tensor, turns, index + 1)), ends)
                 if tensor in mine:  # bitsandbytes' product keeps a quantised weight for its backward (`MatMul4Bit`)
                     ends = last.get(tensor, ends)
-                if tensor in mine and tensor.stacked and self.packs:  # as autograd does, and a checkpoint does not
+                if tensor in mine and (tensor.stacked or tensor in self.viewed):
                     after = list(_turns_with(tensor, turns, index + 1))
                     if after and not any(later.computes_again for later in after):
                         ends = max(ends, after[-1].done.get(tensor.name, after[-1].ends))

@@ -12,8 +12,47 @@ from functools import lru_cache
 
 from peakcast.models.analytical.layouts.base import StoredTensor
 
-WITHOUT_WEIGHTS = ("silu", "relu", "gelu", "gelu_new", "act_fn", "activation", "dropout")
-"""What operations are named after whose module has no parameters: a feed-forward's activation, dropout."""
+ACTIVATIONS = ("silu", "relu", "gelu", "bloom_gelu", "act_fn", "activation")
+"""How a feed-forward's activation is called, which is a module of its own."""
+_GPT2 = {"embed_positions": ("drop",), "self_attn.c_proj": ("resid_dropout",), "mlp.c_proj": ("dropout",)}
+RUN_AFTER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "bloom": {"self_attn.query_key_value": ("attention_dropout",)},
+    "codegen": {
+        "embed_tokens": ("drop",),
+        "self_attn.qkv_proj": ("attn_dropout",),
+        "self_attn.out_proj": ("resid_dropout",),
+        "mlp.fc_out": ("dropout",),
+    },
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "gpt_neo": {
+        "embed_positions": ("drop",),
+        "self_attn": ("attention",),
+        "self_attn.v_proj": ("attn_dropout",),
+        "self_attn.out_proj": ("resid_dropout",),
+        "mlp.c_proj": ("dropout",),
+    },
+    "gpt_neox": {
+        "embed_tokens": ("emb_dropout",),
+        "self_attn.dense": ("post_attention_dropout",),
+        "mlp.dense_4h_to_h": ("post_mlp_dropout",),
+    },
+    "gptj": {
+        "embed_tokens": ("drop",),
+        "self_attn.v_proj": ("attn_dropout",),
+        "self_attn.out_proj": ("resid_dropout",),
+        "mlp.fc_out": ("dropout",),
+    },
+    "mpt": {"self_attn.out_proj": ("resid_attn_dropout",)},
+    "phi": {"embed_tokens": ("embed_dropout",), "self_attn.dense": ("resid_dropout",), "mlp.fc2": ("resid_dropout",)},
+    "phi3": {"self_attn.o_proj": ("resid_attn_dropout",), "mlp.down_proj": ("resid_mlp_dropout",)},
+}
+"""By `model_type`, the modules without weights that run after another (transformers 5.17 models/*/modeling_*.py), most of
+them nn.Dropout, also of probability 0. Other families have none, or call the function."""
+INLINE = ("opt",)
+"""Families whose layers run the parts of a feed-forward themselves."""
+NO_ROTARY_MODULE = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt")
+"""Families without a module that makes rotary tables."""
 WITHIN = {"qkv_split": "self_attn"}
 """Operations whose names do not say in which module they run."""
 
@@ -68,17 +107,27 @@ def turns_of(
     around: int = 0,
     leaf: str = "",
     again: bool = False,
+    backward: bool = False,
+    family: str = "",
 ) -> list[Turn]:
     """The turns of modules in a block's forward or backward, whose operations have these labels, the first at `begins`.
     What no label names is used throughout, and has the first turn, but for adapters, which are switched off then.
     `around`: how many modules are entered before. `leaf`: a module that has the parameters of all within it. `again`: the
-    block is computed once more."""
-    return [turn.later(begins) for turn in _turns_from_0(block, tuple(labels), tuple(tensors), around, leaf, again)]
+    block is computed once more. `family`: the network's, whose modules without weights are in `RUN_AFTER`."""
+    turns = _turns_from_0(block, tuple(labels), tuple(tensors), around, leaf, again, backward, family)
+    return [turn.later(begins) for turn in turns]
 
 
 @lru_cache(maxsize=4096)
 def _turns_from_0(
-    block: str, labels: tuple[str, ...], tensors: tuple[StoredTensor, ...], around: int, leaf: str, again: bool
+    block: str,
+    labels: tuple[str, ...],
+    tensors: tuple[StoredTensor, ...],
+    around: int,
+    leaf: str,
+    again: bool,
+    backward: bool,
+    family: str,
 ) -> tuple[Turn, ...]:
     """`turns_of`, with the first operation at 0."""
     modules: dict[str, list[StoredTensor]] = {}
@@ -92,10 +141,15 @@ def _turns_from_0(
     turns = [Turn(0, 1, name=f"{block} within {depth}", inside=tensors) for depth in range(around)]
     switched_off = not any(".lora_A" in label for label in labels)
     entered: tuple[str, ...] = ()
-    last, named = "", set[str]()
+    last, inside, named, run_after = "", "", set[str](), RUN_AFTER.get(family, {})
     for index, label in enumerate(labels):
         owner = _owner(label, modules)
-        path = (leaf,) if leaf and owner == leaf else tuple(_path(label, owner, modules))
+        left, linear = inside, label.partition(".lora")[0].removesuffix(".clone")
+        inside = linear if linear in run_after else owner
+        if inside != left:
+            after = run_after.get(inside if backward else left, ())
+            turns += [Turn(index, index + 1, name=f"{block} {name}") for name in after]
+        path = (leaf,) if leaf and owner == leaf else tuple(_path(label, owner, modules, family in INLINE))
         for module in path:
             if module == owner:
                 if owner != last and owner.removesuffix(".lora_A") == last.removesuffix(".lora_A"):
@@ -110,10 +164,14 @@ def _turns_from_0(
                 read = modules.get(f"{module.removesuffix(ADAPTED)}.lora_A", ()) if module.endswith(ADAPTED) else ()
                 done = not read or switched_off
                 turns.append(Turn(index, index + 1, tuple(read), f"{block} {module}", releases=done))
+                turns += [Turn(index, index + 1, name=f"{block} {module}.{name}") for name in run_after.get(module, ())]
         if leaf and owner == leaf:
             turns[-1] = replace(turns[-1], done={**turns[-1].done, label: index + 1})
         entered, last = path, owner or last
         named.add(owner)
+    if not backward:
+        ends = len(labels)
+        turns += [Turn(ends - 1, ends, name=f"{block} {name}") for name in run_after.get(inside, ())]
     rest = tuple(t for name, found in modules.items() if name not in named and ".lora_" not in name for t in found)
     turns = [Turn(0, len(labels), rest, block, enters=bool(rest)), *turns]
     return tuple(replace(turn, computes_again=True) for turn in turns) if again else tuple(turns)
@@ -142,16 +200,17 @@ def _owner(label: str, modules: Mapping[str, object]) -> str:
     return "" if label.startswith((f"{owner}.lora.", f"{owner}.clone")) else owner
 
 
-def _path(label: str, owner: str, modules: Mapping[str, object]) -> Iterator[str]:
-    """The modules within the block that run this operation, the outermost first."""
+def _path(label: str, owner: str, modules: Mapping[str, object], inline: bool) -> Iterator[str]:
+    """The modules within the block that run this operation, the outermost first. `inline`: the layer itself is the
+    feed-forward."""
     parts = label.split(".")
     outer = WITHIN.get(label, parts[0] if len(parts) > 1 else "")
-    if outer and outer not in modules and outer not in FUNCTIONS:
+    if outer and outer not in modules and outer not in FUNCTIONS and not (inline and outer == "mlp"):
         yield outer
     linear = label.partition(".lora")[0].removesuffix(".clone")
     if f"{linear}.lora_A" in modules:
         yield linear + ADAPTED
-    if not owner and len(parts) > 1 and parts[1] in WITHOUT_WEIGHTS:
+    if not owner and len(parts) > 1 and parts[1].startswith(ACTIVATIONS):
         yield ".".join(parts[:2])
     if owner:
         yield owner
