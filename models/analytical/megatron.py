@@ -262,6 +262,7 @@ class _Turns:
         instants = run.template.in_backward
         if RECOMPUTED_EXPERTS in instants:  # its input is the norm's result, whose gradient the norm reads
             layer, used = int(run.module.removeprefix("layers.")), start + instants["pre_mlp_layernorm"] + 1
+            self.leaves.released(range(layer, layer + 1), start + instants[RECOMPUTED_EXPERTS], None)
             self.leaves.named(range(layer, layer + 1), used, received=False)
             self.leaves.lower_done(used)
         if "mlp" in instants:  # a feed-forward that runs again
