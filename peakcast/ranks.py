@@ -33,10 +33,11 @@ def _ranks(job: TrainingJob, stages: range | list[int]) -> tuple[int, ...]:
 
 def _places(job: TrainingJob) -> list[int]:
     """In torch's ring attention the first rank has nobody before it, the last nobody behind it, and all others are alike
-    (`models/analytical/blocks/ring_attention.py`). Megatron's ranks are alike."""
+    (`models/analytical/blocks/ring_attention.py`). Megatron's ranks are alike but for the ring's last one, whose turns all
+    give whole outputs (`blocks/megatron_attention.py`)."""
     layout = job.parallelism
     if job.framework == "megatron":
-        return [0]
+        return [(layout.context_parallel_size - 1) * layout.tensor_parallel_size]
     if layout.zero_stage == 2:  # the last partition's gradients come first in backward, and stay
         return [layout.data_parallel_size - 1]
     positions = sorted({0, min(1, layout.context_parallel_size - 1), layout.context_parallel_size - 1})

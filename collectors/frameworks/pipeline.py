@@ -79,7 +79,7 @@ class PipelineTraining:
         self.optimizer = build_optimizer(job, self.model)
         self._draw = draw
         ids = draw()
-        self.batch = {"input_ids": ids, "labels": ids}
+        self.batch = {"input_ids": ids, "labels": ids.clone()}  # which a data loader gives
         self._layouts = wrapped
         self._begin: Callable[[Phase], None] = lambda phase: None
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

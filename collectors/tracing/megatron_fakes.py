@@ -44,6 +44,8 @@ def install(tracer: Tracer, *, engine: bool, routed_rows: int = 0) -> None:
     cuda.is_current_stream_capturing = lambda: False
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
     cuda.manual_seed = cuda.set_rng_state = lambda *_, **__: None
+    # what CheckpointWithoutOutput copies back: of fake storages that keeps both for good
+    torch.UntypedStorage.copy_ = lambda storage, *_, **__: storage  # type: ignore[method-assign]
     dist.all_gather_object = _all_gather_object
     make, torch.Tensor.cuda = torch.tensor, lambda tensor, *_, **__: tensor.to(device)  # type: ignore[method-assign]
     torch.tensor = lambda *values, pin_memory=False, **keywords: make(*values, **keywords)

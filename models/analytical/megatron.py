@@ -18,9 +18,11 @@ from peakcast.models.analytical.megatron_inputs import hold_inputs, reads_mask
 from peakcast.models.analytical.megatron_leaves import Leaves
 from peakcast.models.analytical.megatron_persistent import (
     hold_fp8_weights,
+    hold_previous_gradients,
     hold_workspaces,
     optimizer_stepped,
     parameters_held,
+    widens_gradients,
 )
 from peakcast.models.analytical.megatron_received import Exchange, Span, hold_received
 from peakcast.models.analytical.megatron_scope import megatron_out_of_scope
@@ -32,6 +34,9 @@ from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 
 __all__ = ["megatron_ledger", "megatron_out_of_scope"]
+
+RECOMPUTED_EXPERTS = "moe"
+"""The operation that is a whole mixture of experts, recomputed (`routed_feed_forward`)."""
 
 
 @lru_cache(maxsize=1024)
@@ -56,6 +61,8 @@ def megatron_ledger(
     turns.hold_received(done)
     turns.hold_dispatchers(done)
     turns.leaves.hold(done, first=first)
+    if widens_gradients(share) and not first:
+        hold_previous_gradients(done, weights)
     return done.timeline()
 
 
@@ -106,6 +113,8 @@ class _Turns:
         """The instants at which checkpointed layers, or their feed-forwards, run again for the first time, by layer."""
         self.deferred_tensors: list[tuple[str, Category, int, int]] = []
         self.leaves = Leaves(share.context.stream_bytes)
+        if widens_gradients(share):
+            self.step.moment("zero_grad", Phase.FORWARD)
         for turn in self._turns():
             if turn.forward:
                 self._forward(turn)
@@ -143,7 +152,13 @@ class _Turns:
                 for template, modules, turns in self._alike(chunk, layers):
                     if turns:
                         state.runs += self._turn_to_decoder()
-                    state.runs += step.run_forward_in_turn(template, modules, keeps_gradients=False)
+                    runs = step.run_forward_in_turn(template, modules, keeps_gradients=False)
+                    state.runs += runs
+                    if RECOMPUTED_EXPERTS in template.forward_labels:
+                        at = template.forward_labels.index(RECOMPUTED_EXPERTS)
+                        for run in runs:
+                            i = int(run.module.removeprefix("layers."))
+                            self.leaves.released(range(i, i + 1), run.forward_start + at, None)
         if chunk.is_last:
             state.runs.append(step.run_forward(self._head(), "head", keeps_gradients=False))
         else:
@@ -259,6 +274,11 @@ class _Turns:
         start = self.step.now
         self.step.run_backward(run)
         instants = run.template.in_backward
+        if RECOMPUTED_EXPERTS in instants:  # its input is the norm's result, whose gradient the norm reads
+            layer, used = int(run.module.removeprefix("layers.")), start + instants["pre_mlp_layernorm"] + 1
+            self.leaves.released(range(layer, layer + 1), start + instants[RECOMPUTED_EXPERTS], None)
+            self.leaves.named(range(layer, layer + 1), used, received=False)
+            self.leaves.lower_done(used)
         if "mlp" in instants:  # a feed-forward that runs again
             self.first_recomputed.setdefault(int(run.module.removeprefix("layers.")), start + instants["mlp"])
         if self.is_first_backward and instants.keys() - self.first_backward:

@@ -59,6 +59,7 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         wide_softmax=engine or job.precision.parameters == "float32" or _softmax_in_fp32(convention),
         bias_activation_fusion=bool(fusion)
         and (architecture.gated_mlp or (activation == "gelu" and architecture.mlp_bias)),
+        glu_adds_offset=bool(convention.get("glu_adds_offset", True)),
         bias_dropout_fusion=bool(convention.get("bias_dropout_fusion", True)),
         gradient_accumulation_fusion=bool(convention.get("gradient_accumulation_fusion", True)),
         cached_placeholders=bool(convention.get("cached_weight_gradient_placeholders", True)),

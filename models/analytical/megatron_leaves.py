@@ -1,9 +1,10 @@
 """What a token dispatcher keeps of a recomputed group of layers until the group runs again, in the next step too.
 
 It names the probabilities that its router gave last (`self.probs`, `self.local_probs`), and with them their graph. Backward
-has emptied that, but its end is the leaf that the recomputation began with: the group's input, detached, and its gradient.
+has emptied that, but at its end is the leaf that the recomputation began with: the detached input, and its gradient.
 Source: megatron-core 0.16.1 `transformer/moe/token_dispatcher.py` (`dispatch_preprocess`), `tensor_parallel/random.py`
-(`CheckpointFunction.backward`); a layer that is not recomputed leads to parameters alone.
+(`CheckpointFunction.backward`); a layer that is not recomputed leads to parameters alone. So it is with a mixture of
+experts that is recomputed by itself (`recompute_modules` moe).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class _Leaf:
 
 @dataclass(slots=True)
 class Leaves:
-    """The leaves of a rank's recomputed groups with routed layers, `num_bytes` each. A group is known by its first one."""
+    """Those of a rank's recomputed groups with routed layers, `num_bytes` each. A group is known by its first layer."""
 
     num_bytes: int
     _alive: dict[int, _Leaf] = field(default_factory=dict)

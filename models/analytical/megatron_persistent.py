@@ -114,14 +114,25 @@ def hold_parameters(step: Step, share: RankShare) -> None:
             step.hold_all(main, Category.MAIN_PARAMETERS)
 
 
+def widens_gradients(share: RankShare) -> bool:
+    """Whether the optimizer makes fp32 copies of the gradients."""
+    precision = share.job.precision
+    return DTYPE_BYTES[precision.gradients] < FP32 and precision.main_parameters == "float32"
+
+
+def hold_previous_gradients(step: Step, share: RankShare) -> None:
+    """Those of the step before, until `zero_grad`, with which a step begins once the buffers are zero."""
+    wide = ((f"{p.name}.main_grad", p.module, owned * FP32) for b in buffers(share) for p, owned in b.pieces)
+    step.hold_all(wide, Category.GRADIENTS, 0, 1)
+
+
 def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
     """Adam on the owned fp32 shards: states made by the first step; gradients narrower than fp32 get an fp32 copy that
     lives until the next step's `zero_grad`."""
-    precision = share.job.precision
     now = step.moment("optimizer.step", Phase.OPTIMIZER_STEP)
     born = now if first else 0
-    width = int(DTYPE_BYTES[precision.optimizer_states])
-    widened = DTYPE_BYTES[precision.gradients] < FP32 and precision.main_parameters == "float32"
+    width = int(DTYPE_BYTES[share.job.precision.optimizer_states])
+    widened = widens_gradients(share)
     names = ("exp_avg", "exp_avg_sq")
     groups: Counter[bool] = Counter()
     for buffer in buffers(share):

@@ -23,6 +23,7 @@ from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
 from peakcast.models.analytical.hf_model import (
     hold_embeddings,
+    hold_masks,
     hold_parts_of_inputs,
     hold_rotary_tables,
     hold_shared_inputs,
@@ -109,6 +110,8 @@ class _InFlight:
     """Of checkpointed layers, those computed anew for the inputs' backward."""
     embedded: Run | None = None
     loss: Run | None = None
+    body_ends: int = 0
+    """The instant at which its layers, and its norm if it has one, are done."""
     unwound: int = 0
     """The instant after its backward; 0 before that."""
 
@@ -190,14 +193,14 @@ class _Turns:
         if chunk.is_first:
             state.embedded = step.run_forward(blocks.embedding(), "embedding")
         state.runs = blocks.forward(step, chunk.layers, input_held=not chunk.is_first)
-        body_ends = step.now
+        state.body_ends = step.now
         if chunk.is_last:
             state.loss = step.run_forward(head(ends.context), "head")
-            body_ends = model_ends(state.loss)
+            state.body_ends = model_ends(state.loss)
             self._name_logits(state, state.loss)
         if state.embedded is not None:
             offloads = self.job.offload.activations
-            hold_embeddings(step, blocks.contexts, state.embedded, blocks.checkpointed[0], offloads, body_ends)
+            hold_embeddings(step, blocks.contexts, state.embedded, blocks.checkpointed[0], offloads, state.body_ends)
         state.ended = step.now
         self.layout.end_forward(step)
         self.alive[turn.micro_batch, turn.chunk] = state
@@ -212,6 +215,8 @@ class _Turns:
         self.blocks.backward(
             step, state.runs, keeps_gradients=keeps, input_held=not chunk.is_first, gradient_held=not chunk.is_last
         )
+        again = [run.recomputation for run in state.runs.values() if run.recomputation]
+        self._hold_masks(state, [(run.backward_start or 0) + run.template.num_backward for run in again[:1]])
         hold_rotary_tables(step, self.job, self.context, state.start)
         if state.embedded is not None:
             state.embedded.keeps_gradients = keeps
@@ -297,12 +302,17 @@ class _Turns:
             if inputs is not run and run is not turns[0][0]:
                 size = self.context.input_bytes
                 step.hold("checkpoint", Category.ACTIVATIONS, size, run.forward_start, step.now, run.module)
+        self._hold_masks(state, [step.now] if state.again else [])
         hold_rotary_tables(step, self.job, self.context, state.start)
         if not chunk.is_last:
             module, size = f"chunk.{turn.chunk}", self.context.input_bytes
             # handed to a stage of this rank it takes the place of that one's buffer
             step.hold("output", Category.ACTIVATIONS, 0 if chunk.to_here else size, state.ended, step.now, module)
             step.hold("received.output.grad", Category.COMMUNICATION_BUFFERS, size, 0, module=module)
+
+    def _hold_masks(self, state: _InFlight, dies: list[int]) -> None:
+        """A stage makes its own; `dies`: when the last checkpointed layer, which takes it as an argument, lets go of it."""
+        hold_masks(self.step, self.blocks.contexts, state.start, state.body_ends, dies)
 
     def _hold_waiting(
         self, run: Run, ended: list[int], inputs_done: int, *, top: bool, received: bool, recomputed: bool

@@ -88,7 +88,8 @@ def _flash(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Megat
         saves_output=True,
         extra_saved_bytes=[statistics, RNG_STATE_BYTES],
         forward_temporary_bytes=_ring_forward_bytes(context),
-        backward_temporary_bytes=flash_backward_bytes(context) if context.kernel_temporaries else 0,
+        backward_temporary_bytes=_ring_backward_bytes(context)
+        + (flash_backward_bytes(context) if context.kernel_temporaries else 0),
     )
     return tape.operation("output_to_sbhd", [output], output.num_bytes)
 
@@ -99,12 +100,25 @@ def _output_bytes(context: MegatronContext) -> int:
 
 
 def _ring_forward_bytes(context: MegatronContext) -> int:
-    """Context parallelism: two more K/V pairs in flight and the partial outputs of every step of the ring."""
-    if context.context_parallel_size == 1:
+    """Context parallelism passes keys and values on: a joined pair for every turn of the ring, and the turns' outputs.
+    Those of a rank are whole as long as they come from ranks before it, so the last one's, which this is, all are.
+
+    Source: Transformer Engine 2.8 `context_parallel.py` AttnFuncWithCPAndKVP2P, whose lists name all to the end.
+    """
+    if context.context_parallel_size == 1 or not context.ring:
         return 0
-    pair = 2 * context.rows * context.key_value * context.element_bytes
-    partial = context.rows * context.query * context.element_bytes
-    return pair * 2 + partial * context.context_parallel_size
+    return context.context_parallel_size * (_pair_bytes(context) + _output_bytes(context))
+
+
+def _ring_backward_bytes(context: MegatronContext) -> int:
+    """Two buffers, each of a pair and its gradient, and a turn's gradients, of which keys' and values' are summed there."""
+    if context.context_parallel_size == 1 or not context.ring:
+        return 0
+    return 4 * _pair_bytes(context) + context.rows * context.query * context.element_bytes
+
+
+def _pair_bytes(context: MegatronContext) -> int:
+    return 2 * context.rows * context.key_value * context.element_bytes
 
 
 def flash_backward_bytes(context: MegatronContext) -> int:
@@ -129,7 +143,9 @@ def _fused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Megat
         saves=[query, key, value],
         saves_output=True,
         extra_saved_bytes=[FP32 * context.rows * context.heads, RNG_STATE_BYTES],
-        backward_temporary_bytes=flash_backward_bytes(context) if context.kernel_temporaries else 0,
+        forward_temporary_bytes=_ring_forward_bytes(context),
+        backward_temporary_bytes=_ring_backward_bytes(context)
+        + (flash_backward_bytes(context) if context.kernel_temporaries else 0),
     )
     if context.context_parallel_size == 1 or context.ring:
         return output

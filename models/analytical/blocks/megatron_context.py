@@ -147,6 +147,8 @@ class MegatronContext:
     wide_softmax: bool
     """Whether an unfused softmax is computed in fp32."""
     bias_activation_fusion: bool
+    glu_adds_offset: bool
+    """Whether an unfused gated activation adds an offset to its second factor, 0 or not."""
     bias_dropout_fusion: bool
     gradient_accumulation_fusion: bool
     cached_placeholders: bool

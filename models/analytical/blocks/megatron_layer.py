@@ -17,6 +17,7 @@ from peakcast.models.analytical.blocks.megatron_primitives import (
     bias_dropout_add,
     column_linear,
     column_linear_of_norm,
+    gated_activation,
     norm,
     own_norm,
     row_linear,
@@ -107,5 +108,4 @@ def _activation(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     if not context.gated:
         return tape.operation("activation", [x], output, saves=[x])
     gate, up = tape.split(x, [output, output], "chunk")
-    activated = tape.operation("activation", [gate], output, saves=[gate])
-    return tape.operation("glu_product", [activated, up], output, saves=[activated, up])
+    return gated_activation(tape, gate, up, context, ("activation", "glu_product"))

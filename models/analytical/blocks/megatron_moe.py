@@ -11,7 +11,13 @@ from dataclasses import replace
 
 from peakcast.models.analytical.blocks.megatron_context import ExpertContext, MegatronContext
 from peakcast.models.analytical.blocks.megatron_dispatch import Dispatch
-from peakcast.models.analytical.blocks.megatron_primitives import column_linear, norm, row_linear, weight_gradients
+from peakcast.models.analytical.blocks.megatron_primitives import (
+    column_linear,
+    gated_activation,
+    norm,
+    row_linear,
+    weight_gradients,
+)
 from peakcast.models.analytical.blocks.megatron_recompute import checkpointed
 from peakcast.models.analytical.blocks.megatron_router import router
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
@@ -58,7 +64,8 @@ def _grouped(
     output = _expert_linear(
         tape, activated, rows, experts.ffn, context.hidden, context, count, "experts.linear_fc2", again_bytes=again
     )
-    tape.hold(projected)  # `fc1_output`, a variable of TEGroupedMLP's forward (megatron-core 0.16.1 `moe/experts.py`)
+    if experts.grouped:  # `fc1_output`, a variable of TEGroupedMLP's forward (megatron-core 0.16.1 `moe/experts.py`)
+        tape.hold(projected)
     return output
 
 
@@ -116,7 +123,7 @@ def _expert_linear(
 def _activation_again_bytes(rows: int, context: MegatronContext, experts: ExpertContext) -> int:
     """Bytes that a recomputed activation leaves for its own backward: its result, and what unfused functions keep."""
     narrow = rows * experts.ffn * context.element_bytes
-    return narrow if experts.fused_weighted_activation else narrow * (3 if context.gated else 2)
+    return narrow if experts.fused_weighted_activation else narrow * (3 + context.glu_adds_offset if context.gated else 2)
 
 
 def _weighted_activation(
@@ -138,8 +145,7 @@ def _weighted_activation(
         )
     if context.gated:
         gate, up = tape.split(x, [narrow, narrow], "experts.chunk")
-        activated = tape.operation("experts.activation", [gate], narrow, saves=[gate])
-        activated = tape.operation("experts.glu_product", [activated, up], narrow, saves=[activated, up])
+        activated = gated_activation(tape, gate, up, context, ("experts.activation", "experts.glu_product"))
     else:
         activated = tape.operation("experts.activation", [x], narrow, saves=[x])
     weighted = tape.operation(
@@ -195,5 +201,4 @@ def _activation(tape: Tape, x: Tensor, num_bytes: int, context: MegatronContext)
     if not context.gated or context.bias_activation_fusion:
         return tape.operation("shared_experts.activation", [x], num_bytes, saves=[x])
     gate, up = tape.split(x, [num_bytes, num_bytes], "shared_experts.chunk")
-    activated = tape.operation("shared_experts.activation", [gate], num_bytes, saves=[gate])
-    return tape.operation("shared_experts.product", [activated, up], num_bytes, saves=[activated, up])
+    return gated_activation(tape, gate, up, context, ("shared_experts.activation", "shared_experts.product"))

@@ -214,3 +214,11 @@ def bias_dropout_add(tape: Tape, x: Tensor, residual: Tensor, context: MegatronC
         weight_gradients=bias,
         forward_temporary_bytes=unfused,
     )
+
+
+def gated_activation(tape: Tape, gate: Tensor, up: Tensor, context: MegatronContext, names: tuple[str, str]) -> Tensor:
+    """act(gate) · up without a fused kernel, which keeps all three factors; to up an offset (of 0) is added first."""
+    activated = tape.operation(names[0], [gate], gate.num_bytes, saves=[gate])
+    if context.glu_adds_offset:
+        up = tape.operation(f"{names[1]}.offset", [up], up.num_bytes, gradients=[(up, None)])
+    return tape.operation(names[1], [activated, up], gate.num_bytes, saves=[activated, up])
