@@ -14,6 +14,7 @@ from peakcast.collectors.frameworks import layouts
 from peakcast.collectors.frameworks.batches import batch_of
 from peakcast.collectors.frameworks.compiled import is_compiled_whole
 from peakcast.collectors.frameworks.optimizers import LEARNING_RATE, build_optimizer
+from peakcast.conventions import conventions
 from peakcast.lengths import lengths_change, steps
 from peakcast.spec import TrainingJob
 
@@ -30,6 +31,9 @@ class HuggingFaceTraining:
         self.model = layout.model
         self.optimizer = build_optimizer(job, self.model)
         self.batch = batch
+        collated = job.batch.form == "rows" and conventions(job).get("trainer")
+        self._mask = torch.ones_like(batch["input_ids"]) if collated else None
+        """What the Trainer's collators send along; a mask of ones is none to the model (5.17 masking_utils.py)."""
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._unwrapped = model
         self._outputs: Any = None

@@ -81,7 +81,10 @@ class BlockBuilder:
                 result = self.tape.operation(f"{name}.clone", [result], result.num_bytes, gradients=[(result, None)])
         else:
             trains, size = context.trainable, context.weight_bytes
-            result = self._split_linear(x, in_features, out_features, name, bias, trains, size, split)
+            # as wide, the adapter's product gives x its gradient first, as a view of two dimensions' (`ViewBackward`)
+            alike = x.num_bytes == self.rows * in_features * context.adapter_bytes
+            adds = adapted and alike and not (tuning.dropout or context.autocast) and x.requires_grad
+            result = self._split_linear(x, in_features, out_features, name, bias, trains, size, split, adds_to_view=adds)
         return self._adapter(x, result, in_features, out_features, name, split) if adapted else result
 
     def _split_linear(
@@ -94,10 +97,14 @@ class BlockBuilder:
         trainable: bool,
         weight_bytes: int,
         split: Split,
+        *,
+        adds_to_view: bool = False,
     ) -> Tensor:
         tape, group = self.tape, self.context.group
         x = enter_columns(tape, x, group, name) if split == "columns" else x
-        result = self.linear(x, in_features, out_features, name, bias, trainable, weight_bytes)
+        result = self.linear(
+            x, in_features, out_features, name, bias, trainable, weight_bytes, adds_to_view=adds_to_view
+        )
         return leave_rows(tape, result, group, name) if split == "rows" else result
 
     def _adapter(
@@ -145,7 +152,16 @@ class BlockBuilder:
         return result
 
     def linear(
-        self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool, trainable: bool, weight_bytes: int
+        self,
+        x: Tensor,
+        in_features: int,
+        out_features: int,
+        name: str,
+        bias: bool,
+        trainable: bool,
+        weight_bytes: int,
+        *,
+        adds_to_view: bool = False,
     ) -> Tensor:
         context = self.context
         rows, tape = self.rows, self.tape
@@ -168,6 +184,7 @@ class BlockBuilder:
                 trainable=trainable,
                 keeps_input=context.linears_keep_input and calls_linear,
                 num_matrices=self.num_matrices,
+                adds_to_view=adds_to_view,
             )
             tape.hold(x)  # the module's argument, until it returns
             return result

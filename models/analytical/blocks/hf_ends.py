@@ -189,7 +189,7 @@ def head(context: HFContext) -> Template:
         logits = ops.scale(tape, ops.unary_of_result(tape, logits, "softcap.tanh"), "softcap.multiply")
     if "loss" in context.compiled:
         return _compiled_loss(tape, logits, context)
-    narrow = logits
+    narrow, labels = logits, list[Tensor]()
     wide, shifted_rows = rows * vocabulary * FP32, context.batch * (context.sequence - 1)
     upcast = context.logits_upcast
     if upcast == "model":
@@ -215,7 +215,8 @@ def head(context: HFContext) -> Template:
         if upcast == "loss_shifted":
             logits = _shift(tape, logits, shifted_rows, rows)
         elif context.ring.ranks == 1:  # else the labels were shifted before the sequence was cut
-            tape.operation("pad_labels", [], rows * INT64, category=Category.INPUTS)
+            labels = _shifted_labels(tape, context)
+            kept += [] if context.in_stages else labels
     if group.loss:
         _loss_over_parts(tape, logits)
     else:
@@ -229,11 +230,19 @@ def head(context: HFContext) -> Template:
         )
         if upcast == "none" and context.autocast and log_probabilities.num_bytes != wide:
             log_probabilities = _logits_op(tape, log_probabilities, wide, "nll_loss.to_float32")  # autocast's fp32 list
-        tape.operation("nll_loss", [log_probabilities], FP32, saves=[log_probabilities])
+        tape.operation("nll_loss", [log_probabilities, *labels[-1:]], FP32, saves=[log_probabilities, *labels[-1:]])
     # variables of the model's and the loss's forward; an encoder's head has one name for its states and the logits
     for tensor in (*kept, *build.variables, *([] if context.in_stages or architecture.kind == "encoder" else [final])):
         tape.hold(tensor)
     return tape.finish()
+
+
+def _shifted_labels(tape: Tape, context: HFContext) -> list[Tensor]:
+    """The labels, padded, and without the first of each row: a copy, but for a single row."""
+    padded = tape.operation("pad_labels", [], context.batch * (context.sequence + 1) * INT64, category=Category.INPUTS)
+    shared = padded if context.batch == 1 else None
+    size = context.rows * INT64
+    return [padded, tape.operation("shift_labels", [padded], size, view_of=shared, category=Category.INPUTS)]
 
 
 def _compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> Template:
