@@ -6,9 +6,10 @@ Bytes are ints and of one rank unless a name says otherwise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from peakcast.advised import Advice, plain
 from peakcast.allocator import Allocator
 from peakcast.timeline import Category, Timeline
 
@@ -104,24 +105,6 @@ class Collective:
     sent_in_cluster_bytes: int
     """What all ranks together send for it per iteration."""
     source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """A changed job whose peak was computed, and what it saves."""
-
-    name: str
-    sentence: str
-    price: str
-    """What it costs, in words."""
-    changes: Mapping[str, Any]
-    """Field of the job -> its new value."""
-    same_training: bool
-    """Whether the same is learned, up to rounding."""
-    saved_bytes: int
-    peak_bytes: int
-    """The quantity's peak after the change."""
-    quantity: str = "peak_allocated_bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,14 +207,3 @@ class Explanation:
             "labels": list(timeline.labels),
         }
         return mapping
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON has it: dataclasses as mappings, tuples as lists."""
-    if isinstance(value, tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if hasattr(value, "__dataclass_fields__"):
-        return {key: plain(item) for key, item in asdict(value).items()}
-    return value

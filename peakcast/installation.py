@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peakcast.explanation import plain
+from peakcast.advised import plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from peakcast.explanation import Advice, plain
+from peakcast.advised import Advice, plain
 
 SEEN_BY = {
     "peak_allocated_bytes": "torch.cuda.max_memory_allocated",

@@ -155,7 +155,7 @@ def _outlook(p: Answer) -> str:
         if names or fits == "yes":
             lines.append(_wrapped(f"{words}: {', '.join(names) or 'no GPU type of the catalog'}."))
     if p.first_to_try:
-        from peakcast.explaining.text import steps_text
+        from peakcast.explaining.steps import steps_text
 
         lines.append(steps_text(p.first_to_try))
     else:

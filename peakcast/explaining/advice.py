@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from peakcast.advised import Advice
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.errors import PeakcastError
-from peakcast.explanation import Advice
 from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.spec import TrainingJob

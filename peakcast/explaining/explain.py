@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from peakcast.advised import Advice
 from peakcast.catalog import Device
 from peakcast.explaining import advice as advising
 from peakcast.explaining.communication import communication, notes
@@ -13,7 +14,7 @@ from peakcast.explaining.groups import groups_of
 from peakcast.explaining.inventory import parameter_rows, unsharded
 from peakcast.explaining.layers import module_rows
 from peakcast.explaining.reason import peak_reason
-from peakcast.explanation import Advice, Explanation, ModuleRow
+from peakcast.explanation import Explanation, ModuleRow
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.ranks import ranks_that_differ, worst_rank

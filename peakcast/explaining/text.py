@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from peakcast.advised import Advice
 from peakcast.explaining.blocks import blocks
 from peakcast.explaining.reason import category_name, phase_name
+from peakcast.explaining.steps import WIDTH, flags_text, steps_text, value_text
 from peakcast.explanation import (
     COLUMNS,
-    Advice,
     Change,
     Collective,
     Comparison,
@@ -20,10 +21,8 @@ from peakcast.explanation import (
     ModuleRow,
     ParameterRow,
 )
-from peakcast.job_flags import FLAGS
 from peakcast.units import GIB, MIB, format_gib
 
-WIDTH = 100
 NUM_TENSORS = 12
 NUM_RANKS_SHOWN = 8
 
@@ -163,17 +162,6 @@ def _communication(rows: Sequence[Collective], notes: Sequence[str]) -> str:
 # -- advice and comparison ----------------------------------------------------------------------------------------------
 
 
-def steps_text(steps: Sequence[Advice]) -> str:
-    """What to try first: a line for each change on top of those before it."""
-    lines = ["First to try, each on top of those before it:"]
-    for item in steps:
-        other = "" if item.same_training else " (trains differently)"
-        what = f"−{item.saved_bytes / GIB:.2f} to {item.peak_bytes / GIB:.2f} GiB: {item.sentence}{other}"
-        flags = flags_text(item.changes)
-        lines += [f"  {what}; {flags}"] if len(what) + len(flags) < WIDTH - 4 else [f"  {what}", f"      {flags}"]
-    return "\n".join(lines)
-
-
 def advice_text(advice: Sequence[Advice]) -> str:
     """Two lines per piece of advice: what it saves by itself, what it costs, the flags that do it."""
     sections = []
@@ -191,24 +179,10 @@ def advice_text(advice: Sequence[Advice]) -> str:
     return "\n\n".join(sections)
 
 
-def flags_text(changes: Mapping[str, Any]) -> str:
-    """The flags of the command line that make `changes`."""
-    names = {flag.fields[0]: flag.name for flag in FLAGS if len(flag.fields) == 1}
-    words = []
-    for field, value in changes.items():
-        if field in names and not isinstance(value, bool):
-            words.append(f"--{names[field].replace('_', '-')} {_value(value)}")
-        elif field in names:
-            words.append(f"--{'' if value else 'no-'}{names[field].replace('_', '-')}")
-        else:
-            words.append(f"--set {field}={_value(value)}")
-    return " ".join(words)
-
-
 def comparison_text(comparison: Comparison) -> str:
     """What changes from the first job to the second, by field, phase, category and tensor."""
     c = comparison
-    fields = [f"  {path}: {_value(before)} → {_value(after)}" for path, (before, after) in c.fields.items()]
+    fields = [f"  {path}: {value_text(before)} → {value_text(after)}" for path, (before, after) in c.fields.items()]
     before, after = c.peak_bytes
     phases = (phase_name(c.peak_phase[0]), phase_name(c.peak_phase[1]))
     moved = f"in {phases[0]}" if phases[0] == phases[1] else f"from {phases[0]} to {phases[1]}"
@@ -230,10 +204,3 @@ def _changes(title: str, changes: Sequence[Change], name: Any) -> list[str]:
             f"    {shown:<54}{change.before / GIB:>12.3f}{change.after / GIB:>12.3f}{change.difference / GIB:>+12.3f}"
         )
     return lines
-
-
-def _value(value: Any) -> str:
-    """As YAML writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peakcast.explanation import plain
+from peakcast.advised import plain
 from peakcast.prediction import Fits, Interval
 from peakcast.spec import TrainingJob
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from peakcast.drawing import inline_svg
 from peakcast.explaining.reason import category_name, phase_name
-from peakcast.explaining.text import flags_text
+from peakcast.explaining.steps import flags_text
 from peakcast.explanation import COLUMNS
 from peakcast.prediction import QUANTITIES, SEEN_BY
 from peakcast.units import GIB, format_gib

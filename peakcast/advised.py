@@ -1,0 +1,36 @@
+"""`Advice`: a change that needs less memory, as answers and explanations carry it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A changed job whose peak was computed, and what it saves."""
+
+    name: str
+    sentence: str
+    price: str
+    """What it costs, in words."""
+    changes: Mapping[str, Any]
+    """Field of the job -> its new value."""
+    same_training: bool
+    """Whether the same is learned, up to rounding."""
+    saved_bytes: int
+    peak_bytes: int
+    """The quantity's peak after the change."""
+    quantity: str = "peak_allocated_bytes"
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON has it: dataclasses as mappings, tuples as lists."""
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if hasattr(value, "__dataclass_fields__"):
+        return {key: plain(item) for key, item in asdict(value).items()}
+    return value

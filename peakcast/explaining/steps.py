@@ -1,0 +1,44 @@
+"""What to try first, as text: each change with the flags that make it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peakcast.advised import Advice
+from peakcast.job_flags import FLAGS
+from peakcast.units import GIB
+
+WIDTH = 100
+
+
+def steps_text(steps: Sequence[Advice]) -> str:
+    """What to try first: a line for each change on top of those before it."""
+    lines = ["First to try, each on top of those before it:"]
+    for item in steps:
+        other = "" if item.same_training else " (trains differently)"
+        what = f"−{item.saved_bytes / GIB:.2f} to {item.peak_bytes / GIB:.2f} GiB: {item.sentence}{other}"
+        flags = flags_text(item.changes)
+        lines += [f"  {what}; {flags}"] if len(what) + len(flags) < WIDTH - 4 else [f"  {what}", f"      {flags}"]
+    return "\n".join(lines)
+
+
+def flags_text(changes: Mapping[str, Any]) -> str:
+    """The flags of the command line that make `changes`."""
+    names = {flag.fields[0]: flag.name for flag in FLAGS if len(flag.fields) == 1}
+    words = []
+    for field, value in changes.items():
+        if field in names and not isinstance(value, bool):
+            words.append(f"--{names[field].replace('_', '-')} {value_text(value)}")
+        elif field in names:
+            words.append(f"--{'' if value else 'no-'}{names[field].replace('_', '-')}")
+        else:
+            words.append(f"--set {field}={value_text(value)}")
+    return " ".join(words)
+
+
+def value_text(value: Any) -> str:
+    """As YAML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
