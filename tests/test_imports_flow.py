@@ -59,7 +59,8 @@ def layer(module: str) -> str:
             return package
     if module == TRACKING:
         return TRACKING
-    if within(module, *DOORS, "peakcast.explaining.door", "peakcast.explaining.text", "peakcast.web"):
+    texts = ("peakcast.explaining.text", "peakcast.explaining.steps")  # they name the command line's flags
+    if within(module, *DOORS, "peakcast.explaining.door", *texts, "peakcast.web"):
         return "doors"
     return next((package for package in (EXPLAINING, SEARCHING) if within(module, package)), "peakcast")
 

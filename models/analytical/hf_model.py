@@ -156,12 +156,15 @@ def attention_weights_bytes(layer: HFContext) -> int:
     return layer.rows * layer.architecture.num_attention_heads * (layer.key_length or layer.sequence) * element
 
 
-def hold_attention_weights(timeline: Step, layer: HFContext, first_runs: Mapping[int, Run]) -> None:
-    """Attention weights that a layer returned, where no graph keeps them, while the next layer runs."""
+def hold_attention_weights(
+    timeline: Step, layer: HFContext, first_runs: Mapping[int, Run], layers: Mapping[int, Run]
+) -> None:
+    """Attention weights that a layer of `first_runs` returned, where no graph keeps them, while the next of all layers
+    runs."""
     size = attention_weights_bytes(layer)
     for index, run in first_runs.items():
-        if index + 1 in first_runs:
-            born, after = run.forward_start + run.template.num_forward, first_runs[index + 1]
+        if index + 1 in layers:
+            born, after = run.forward_start + run.template.num_forward, layers[index + 1]
             ends = after.forward_start + after.template.num_forward
             timeline.hold("attention_weights", Category.ACTIVATIONS, size, born, ends, run.module)
 
@@ -182,7 +185,9 @@ def hold_rotary_tables(
 ) -> None:
     """cos and sin of every position, shared by all layers until the first layer's backward is done; where layers keep
     copies of their own, until `copied`, the end of the model's forward (None: layers that run again ask for them)."""
-    if job.architecture.position_embedding == "rope" and "mask" not in context.compiled:  # computed anew in each kernel
+    in_layers = bool(traits(job.architecture).position_table_width)
+    shared = job.architecture.position_embedding == "rope" and not in_layers
+    if shared and "mask" not in context.compiled:  # computed anew in each kernel
         mla, family = job.architecture.mla, traits(job.architecture)
         width = mla.qk_rope_head_dim if mla else int(job.architecture.head_dim * family.rotary_fraction)
         width //= 1 + family.rotary_in_halves

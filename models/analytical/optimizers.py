@@ -67,5 +67,6 @@ def optimizer_options(job: TrainingJob, step: str) -> Options:
         momentum=job.optimizer.momentum,
         rank=int(conventions(job).get("galore_rank", Options().rank)),
         first_step=step == "first",
+        trainer=bool(conventions(job).get("trainer")),
     )
 

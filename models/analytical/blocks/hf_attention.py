@@ -107,8 +107,8 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
         q, k = (_join(tape, *each) for each in turned)
         parts = [part for part, _, _ in turned]
     else:
-        q = rotate(tape, q, promoted[0], "self_attn.rotary_q")
-        k = rotate(tape, k, promoted[1], "self_attn.rotary_k")
+        q = rotate(tape, q, promoted[0], "self_attn.rotary_q", _tables_of_layer(build))
+        k = rotate(tape, k, promoted[1], "self_attn.rotary_k", _tables_of_layer(build))
     arguments += [q, k]
     if kind != "narrow":
         q = ops.cast(tape, q, narrow[0], "self_attn.rotary_q.to_narrow")
@@ -129,9 +129,10 @@ def _join(tape: Tape, part: Tensor, rest: Tensor, num_bytes: int) -> Tensor:
 
 
 def _tables_of_layer(build: BlockBuilder) -> list[Tensor]:
-    """cos and sin that a layer lays out anew, where its family does."""
+    """cos and sin that a layer lays out anew, where its family does: for both q and k, or for each (GPT-J and its kin)."""
     architecture, family = build.context.architecture, traits(build.context.architecture)
-    width = int(architecture.head_dim * family.rotary_fraction) * family.rotary_tables_per_layer
+    rotated = family.position_table_width or int(architecture.head_dim * family.rotary_fraction)
+    width = rotated * (2 if family.position_table_width else family.rotary_tables_per_layer)
     size = build.context.sequence * width * build.context.weight_bytes
     return [build.tape.operation("self_attn.rotary_tables", [], size, gradients=[])] if size else []
 

@@ -25,6 +25,8 @@ from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 from peakcast.spec import Finetuning
 
 FP32 = 4
+NOT_ADAPTED = ("lm_head", "mlp.gate")
+"""What all-linear leaves out: the head, and a router, which is no nn.Linear in transformers 5."""
 CAST = ".weight_cast"
 """Ends the name of a weight's narrow copy that autocast caches."""
 
@@ -293,5 +295,5 @@ def is_adapter_target(name: str, tuning: Finetuning, architecture: Architecture)
     """Whether the projection `name` ("self_attn.q_proj") gets an adapter."""
     leaf = name.rsplit(".", 1)[-1]
     if tuning.targets:
-        return leaf in tuning.targets or ("all-linear" in tuning.targets and leaf != "lm_head")
+        return leaf in tuning.targets or ("all-linear" in tuning.targets and name not in NOT_ADAPTED)
     return leaf in default_adapter_targets(architecture)

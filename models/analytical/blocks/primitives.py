@@ -28,8 +28,8 @@ def linear(
 ) -> Tensor:
     """x·Wᵀ (+ b). Keeps its input when the weight trains, or always (`keeps_input`); the weight itself is a parameter
     anyway. `num_matrices`: so many weights in a row, each on its share of the rows. `adds_to_view`: x has a gradient that
-    is a view, and so is not added to in place (`input_buffer.cpp` can_accumulate_inplace): when the incoming one has gone,
-    both and their sum are there."""
+    is a view, and so is not added to in place (torch/csrc/autograd/input_buffer.cpp can_accumulate_inplace): when the
+    incoming one has gone, both and their sum are there."""
     gradients = [WeightGradient(f"{name}.weight.grad", in_features * out_features * element_bytes)] * num_matrices
     if bias:
         gradients.append(WeightGradient(f"{name}.bias.grad", out_features * element_bytes))

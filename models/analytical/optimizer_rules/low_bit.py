@@ -22,18 +22,18 @@ def bitsandbytes(num_states: int, bits: int, *, paged: bool = False) -> Optimize
     Trainer keeps them in fp32 (transformers 5.17 trainer.py create_optimizer, register_module_override)."""
     numbers = range(1, num_states + 1)
 
-    def quantized(tensor: TrainedTensor) -> bool:
-        return bits == 8 and tensor.numel >= MIN_QUANTIZED_NUMEL and not tensor.is_embedding
+    def quantized(tensor: TrainedTensor, options: Options) -> bool:
+        return bits == 8 and tensor.numel >= MIN_QUANTIZED_NUMEL and not (tensor.is_embedding and options.trainer)
 
-    def state_bytes(tensor: TrainedTensor) -> int:
-        return tensor.numel * (1 if quantized(tensor) else FP32)
+    def state_bytes(tensor: TrainedTensor, options: Options) -> int:
+        return tensor.numel * (1 if quantized(tensor, options) else FP32)
 
     def is_paged(tensor: TrainedTensor) -> bool:
         return paged and tensor.numel >= MIN_PAGED_NUMEL
 
     def states(tensor: TrainedTensor, options: Options) -> list[Sized]:
-        kept = [] if is_paged(tensor) else [(f"state{i}", state_bytes(tensor)) for i in numbers]
-        if quantized(tensor):
+        kept = [] if is_paged(tensor) else [(f"state{i}", state_bytes(tensor, options)) for i in numbers]
+        if quantized(tensor, options):
             kept += [(f"absmax{i}", -(-tensor.numel // BLOCK) * FP32) for i in numbers]
         return kept
 
@@ -41,7 +41,7 @@ def bitsandbytes(num_states: int, bits: int, *, paged: bool = False) -> Optimize
         _BNB,
         states,
         shared=tuple((f"qmap{i}", QMAP_BYTES) for i in numbers) if bits == 8 else (),
-        paged=lambda tensor, options: num_states * state_bytes(tensor) if is_paged(tensor) else 0,
+        paged=lambda tensor, options: num_states * state_bytes(tensor, options) if is_paged(tensor) else 0,
     )
 
 

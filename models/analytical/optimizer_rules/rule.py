@@ -59,6 +59,8 @@ class Options:
     momentum: float = 0.0
     rank: int = 128
     first_step: bool = False
+    trainer: bool = True
+    """Whether transformers' Trainer, or who does as it does, makes the optimizer."""
 
 
 States = Callable[[TrainedTensor, Options], list[Sized]]
