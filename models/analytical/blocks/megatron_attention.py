@@ -100,8 +100,8 @@ def _output_bytes(context: MegatronContext) -> int:
 
 
 def _ring_forward_bytes(context: MegatronContext) -> int:
-    """Context parallelism passes keys and values on: a joined pair for every turn of the ring, and the turns' outputs. Those
-    of a rank are whole as long as they come from ranks before it, so the last one's, which this is, all are.
+    """Context parallelism passes keys and values on: a joined pair for every turn of the ring, and the turns' outputs.
+    Those of a rank are whole as long as they come from ranks before it, so the last one's, which this is, all are.
 
     Source: Transformer Engine 2.8 `context_parallel.py` AttnFuncWithCPAndKVP2P, whose lists name all to the end.
     """
