@@ -1,10 +1,10 @@
 """What a token dispatcher keeps of a recomputed group of layers until the group runs again, in the next step too.
 
 It names the probabilities that its router gave last (`self.probs`, `self.local_probs`), and with them their graph. Backward
-has emptied that, but at its end is the leaf that the recomputation began with: the detached input, and its gradient.
+has emptied that, but at its end is the leaf that the recomputation began with: its detached input, with the gradient.
 Source: megatron-core 0.16.1 `transformer/moe/token_dispatcher.py` (`dispatch_preprocess`), `tensor_parallel/random.py`
-(`CheckpointFunction.backward`); a layer that is not recomputed leads to parameters alone. So it is with a mixture of
-experts that is recomputed by itself (`recompute_modules` moe).
+(`CheckpointFunction.backward`). A mixture of experts that is recomputed by itself (`recompute_modules` moe) is alike; a
+layer that is not recomputed leads to parameters alone.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     if context.experts is not None:
         return routed_feed_forward(tape, x, context, context.experts)
     if context.recompute_feed_forward:
-        return checkpointed(tape, x, "mlp", lambda part, held: _dense(part, held, context))
+        return checkpointed(tape, x, "mlp", lambda part, held: _dense(part, held, context), read_elsewhere=True)
     return _dense(tape, x, context)
 
 

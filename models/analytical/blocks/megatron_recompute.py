@@ -14,9 +14,12 @@ from peakcast.models.analytical.tape import Tape, Tensor
 from peakcast.models.analytical.template import HANDED_IN, Template
 
 
-def checkpointed(tape: Tape, x: Tensor, name: str, part: Callable[[Tape, Tensor], Tensor]) -> Tensor:
+def checkpointed(
+    tape: Tape, x: Tensor, name: str, part: Callable[[Tape, Tensor], Tensor], *, read_elsewhere: bool = False
+) -> Tensor:
     """`part` of `x` as one operation that keeps `x` only. Weight gradients are among its temporaries: Megatron-LM adds each
-    to the persistent main gradient at once."""
+    to the persistent main gradient at once. `read_elsewhere`: the gradient of `x` is added to that of another reader, which
+    the tape does in the same instant, and autograd when the temporaries are gone."""
     inner = Tape()
     output = part(inner, inner.input(x.num_bytes, owned=False))
     forward, backward = _passes(inner.finish(output), output.num_bytes)
@@ -26,7 +29,8 @@ def checkpointed(tape: Tape, x: Tensor, name: str, part: Callable[[Tape, Tensor]
         output.num_bytes,
         saves=[x],
         forward_temporary_bytes=max(0, forward - output.num_bytes),
-        backward_temporary_bytes=max(0, backward - x.num_bytes),  # the operation's own gradient is not a temporary
+        # the operation's own gradient is not a temporary, nor what that is added to
+        backward_temporary_bytes=max(0, backward - x.num_bytes * (1 + read_elsewhere)),
     )
 
 

@@ -131,6 +131,16 @@ def test_context_parallelism_of_one_and_one_virtual_stage_change_nothing():
     assert np.array_equal(a.num_bytes, b.num_bytes)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ring_names_a_pair_and_an_output_for_every_turn_to_its_end(ranks):
+    context = layer_context(make(num_gpus=ranks, context_parallel_size=ranks, attention_backend="fused"), None)
+    template, one = decoder_layer(context), SBH // ranks * 2  # keys, values and outputs are as large, in bf16
+    backward = template.born_backward
+    in_passing = [name == "fused_attention.temporary" for name in template.names]
+    assert template.num_bytes[in_passing & ~backward].tolist() == [ranks * (2 * one + one)]
+    assert template.num_bytes[in_passing & backward].tolist() == [4 * 2 * one + one]
+
+
 def test_more_tensor_parallelism_never_raises_parameters():
     sizes = [
         category_bytes(last(make(num_gpus=t, tensor_model_parallel_size=t)), Category.PARAMETERS) for t in (1, 2, 4, 8)

@@ -176,6 +176,41 @@ def test_recomputing_a_module_keeps_less_and_holds_the_same_weights(module):
     assert weights(last(again)) == weights(last(plain))
 
 
+@pytest.mark.parametrize(
+    ("recompute", "leaves"),
+    [
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, 4),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, 2),
+        ({"recompute_granularity": "selective", "recompute_modules": "moe"}, 4),
+        ({"recompute_granularity": "selective", "recompute_modules": "core_attn"}, 0),
+    ],
+)
+def test_what_recomputed_experts_begin_with_stays_between_steps(recompute, leaves):
+    """Of each group or mixture its input and the gradient of that, [T, H], which the next step lets go of."""
+    job = small(num_layers=4, **recompute)
+    first, steady = (megatron_ledger(job, step=step) for step in ("first", "steady"))
+    for timeline, ends in ((first, [False]), (steady, [False, True])):
+        born = timeline.born[[name == "recomputed.leaf" for name in timeline.names]]
+        assert sorted({bool(instant == 0) for instant in born}) == (ends if leaves else [])
+    alive = timeline.alive_at(len(timeline.phases) - 1) & np.array([name == "recomputed.leaf" for name in timeline.names])
+    assert int(timeline.num_bytes[alive].sum()) == leaves * 2 * (2 * T * H)
+
+
+def test_an_unfused_gate_adds_an_offset_since_megatron_core_0_15():
+    """A second factor of its own, [rows, FFN], where before it was a part of the first projection."""
+    gated = {"swiglu": True, "no_bias_swiglu_fusion": True}
+    job = small(**gated)
+    older = job.replace(versions=FrozenMapping({"megatron_core": "0.14.0"}))
+    assert kept(routed(job)[0]) - kept(routed(older)[0]) == 2 * (2 * T) * FFN
+
+
+def test_predicting_ahead_of_a_tied_table_the_last_stage_has_two():
+    ahead = {"num_layers": 2, "pipeline_model_parallel_size": 2, "mtp_num_layers": 1}
+    tied = make(2, **{**SMALL, **ahead})
+    own = make(2, **{**SMALL, **ahead, "untie_embeddings_and_output_weights": True})
+    assert weights(last(tied)) == weights(last(own))
+
+
 def test_capacity_and_the_worst_case():
     """Rows of this rank's experts: balanced T·k; at most what the capacity lets through; everybody's tokens at worst."""
 
