@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peakcast import catalog
-from peakcast.architecture import Architecture
+from peakcast.architecture import Architecture, MixtureOfExperts
 from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
 from peakcast.models.analytical.ledger import ledger
-from peakcast.spec import ActivationCheckpointing, Finetuning, Optimizer, Precision, TrainingJob
+from peakcast.spec import ActivationCheckpointing, Finetuning, Offload, Optimizer, Precision, TrainingJob
 from peakcast.timeline import Category, Phase
 
 TINY = Architecture(
@@ -214,3 +214,31 @@ def test_layers_that_differ_in_nothing_are_made_once(changes, alike):
     asked = job(**changes)
     first, second = Blocks(asked, block_context(asked, False)).contexts
     assert (first == second) is alike
+
+
+def autocast_copies(architecture, **changes):
+    timeline = ledger(
+        job(
+            architecture=architecture,
+            precision=Precision(parameters="float32", gradients="float32", optimizer_states="float32"),
+            framework_options=FrozenMapping({"autocast": True}),
+            **changes,
+        )
+    )
+    named = zip(timeline.names, timeline.modules, timeline.num_bytes, strict=True)
+    return {module: int(size) for name, module, size in named if name == "autocast_cache"}
+
+
+def test_autocast_caches_copies_of_matrices_and_of_no_experts():
+    experts = MixtureOfExperts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128)
+    routed = replace(TINY, model_type="qwen3_moe", moe=experts)
+    attention, router = 4 * 256 * 256, 8 * 256
+    of_layer = 2 * (attention + router)
+    assert autocast_copies(routed, activation_checkpointing=FULL) == {"layers.0": of_layer, "layers.1": of_layer}
+
+
+def test_autocast_keeps_its_copies_also_where_what_autograd_keeps_goes_to_the_host():
+    of_layer, head = 2 * (4 * 256 * 256 + 3 * 256 * 512), 2 * 1024 * 256
+    offloaded = autocast_copies(TINY, offload=Offload(activations=True))
+    assert offloaded == {"layers.0": of_layer, "layers.1": of_layer, "head": head}
+    assert autocast_copies(TINY) == {}  # the graph owns them

@@ -92,6 +92,11 @@ def test_eight_bit_states_of_bitsandbytes_and_of_torchao():
     assert states(job("adamw_8bit", framework_options=torchao)) == pytest.approx(both, abs=512 * 2 * NUM_TENSORS)
 
 
+def test_eight_bit_states_of_embeddings_are_wide_with_the_trainer_alone():
+    absmax = EMBEDDING // 256 * 4
+    assert states(job("adamw_8bit")) - states(job("adamw_8bit", framework="torch")) == 2 * (EMBEDDING * 3 - absmax)
+
+
 def test_four_bit_states_take_half_a_byte_and_a_scale_per_128():
     elements = EMBEDDING + LINEARS
     expected = elements + elements // 128 * 8 + 2 * 512 * 16 + 4 * NORMS
