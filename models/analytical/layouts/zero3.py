@@ -8,8 +8,9 @@ from dataclasses import replace
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero import BUFFERS, MAIN_BYTES, Buckets, Partitions, ended_bytes, made_at
 from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
+from peakcast.models.analytical.layouts.zero3_modules import Modules
 from peakcast.models.analytical.layouts.zero3_passing import Reduction
-from peakcast.models.analytical.layouts.zero3_turns import NO_ROTARY_MODULE, Turn, turns_of, within_first
+from peakcast.models.analytical.layouts.zero3_turns import Turn, within_first
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
@@ -30,9 +31,9 @@ class Zero3(Partitions):
         offloads: bool = False,
         offloads_parameters: bool = False,
         head_of_root: bool = False,
-        leaf: str = "",
         biases_first: bool = False,
         transposes: bool = False,
+        leaf: str = "",
         family: str = "",
     ) -> None:
         whole, tensors = [t for t in tensors if not t.sharded], [t for t in tensors if t.sharded]
@@ -44,23 +45,8 @@ class Zero3(Partitions):
         self.packs = packs
         self.contiguous = contiguous
         """Whether gradients wait in a bucket, or where backward has made them."""
-        self.leaf = leaf
-        self.family = family
-        """`model_type`."""
         self.offloads_parameters = offloads_parameters
-        self._of_module: dict[str, list[StoredTensor]] = {}
-        for tensor in tensors:
-            self._of_module.setdefault(tensor.module, []).append(tensor)
-        table = [t for t in self._of_module.get("embedding", []) if t.name == "embed_tokens.weight"]
-        self._tied = not any(t.name == "lm_head.weight" for t in tensors)
-        if self._tied and not head_of_root:
-            self._of_module.setdefault("head", []).extend(replace(t, name="lm_head.weight") for t in table)
-        head = [t for t in self._of_module.get("head", []) if t.name.startswith("lm_head.")]
-        self._of_root = tuple(table if self._tied else head) if head_of_root else ()
-        """What the network's own forward reads of a module that does not run: an external parameter of the root, from its
-        second forward on fetched as the root begins (`ZeROOrderedDict`, `register_external_parameter`)."""
-        if self._of_root:
-            self._of_module["head"] = [t for t in self._of_module["head"] if t not in head]
+        self._modules = Modules(tensors, head_of_root=head_of_root, leaf=leaf, family=family)
         matrices = (t for t in tensors if len(t.shape) > 1 and t.module not in ("embedding", "head"))
         self._viewed = {t for t in matrices if transposes and ".lora_" not in t.name}
         self._coordinator: Coordinator | None = None
@@ -72,8 +58,6 @@ class Zero3(Partitions):
         self._began = 0
         """When the network last began to run forward."""
         self._last = True
-        self._throughout: dict[str, tuple[StoredTensor, ...]] = {}
-        """Of each module the tensors that no operation of its forward is named after."""
         self._turned: int | None = None
         self._filled: list[tuple[int, int]] = []
         """Of the gradients that wait to be reduced: elements, and the instant at which each was born."""
@@ -135,7 +119,7 @@ class Zero3(Partitions):
                 self.packs,
                 self.offloads_parameters,
                 viewed=self._viewed,
-                unread=set(self._of_root),
+                unread=set(self._modules.of_root),
             )
             if not self.first_step:
                 self._coordinator.learn(self._turns)
@@ -150,7 +134,7 @@ class Zero3(Partitions):
         self._began = step.now if module == "embedding" else self._began
 
     def after_forward(self, step: Step, module: str) -> None:
-        if module in self._of_module:  # and not of another network that runs meanwhile
+        if module in self._modules.tensors:  # and not of another network that runs meanwhile
             self._turns += self._turns_of(step, module, self._entered, step.now)
 
     def before_backward(self, step: Step, module: str) -> None:
@@ -176,14 +160,14 @@ class Zero3(Partitions):
         template = run.template
         for at, index in self._arrivals(run):
             size, born = int(template.num_bytes[index]), begins + made_at(template, index)
-            if self._tied and template.names[index] == "lm_head.weight.grad":
+            if self._modules.tied and template.names[index] == "lm_head.weight.grad":
                 self._half += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size], run.module)
                 run.gradients_die = step.now  # held here from then on
             else:
                 self._arrive(step, run, at, size, born)
         if self._half and run.module == "embedding":
             step.free(self._half)
-            (table,) = (t for t in self._of_module["embedding"] if t.name == "embed_tokens.weight")
+            (table,) = (t for t in self._modules.tensors["embedding"] if t.name == "embed_tokens.weight")
             summed = template.backward_labels.index("tied_weight")
             self._arrive(step, run, summed, table.numel * self.gradient_bytes, begins + summed)
 
@@ -204,10 +188,10 @@ class Zero3(Partitions):
     def _arrivals(self, run: Run) -> list[tuple[int, int]]:
         """When each gradient of a block comes to the bucket, from the begin of its backward, and which it is: those of a
         leaf when all of it is done (`reduce_leaf_module_grads`)."""
-        template, leaf = run.template, f"{self.leaf}."
+        template, leaf = run.template, f"{self._modules.leaf}."
         inside = [at for at, label in enumerate(template.backward_labels) if label.startswith(leaf)]
         weights = self.in_order(template)
-        whole = [bool(self.leaf) and template.names[i].startswith(leaf) for i in weights]
+        whole = [bool(self._modules.leaf) and template.names[i].startswith(leaf) for i in weights]
         found = [(max(inside) if in_leaf else made_at(template, i), i) for i, in_leaf in zip(weights, whole, strict=True)]
         return sorted(found, key=lambda one: one[0])
 
@@ -222,53 +206,14 @@ class Zero3(Partitions):
         it keeps something (`zero/linear.py`)."""
         template, at = run.template, run.template.num_recomputed
         label = template.forward_labels[at] if at < template.num_forward else ""
-        if run.stops_early and any(t.name.removesuffix(".weight") == label for t in self._of_module.get(run.module, ())):
+        of_block = self._modules.tensors.get(run.module, ())
+        if run.stops_early and any(t.name.removesuffix(".weight") == label for t in of_block):
             size = int(template.num_bytes[~template.born_backward & (template.born == at)].sum())
             now = run.forward_start + at
             step.hold("recomputed.result", Category.ACTIVATIONS, size, now, now + 1, run.module)
 
-    def _turns_of(
-        self, step: Step, module: str, begins: int, ends: int, *, again: bool = False, backward: bool = False
-    ) -> list[Turn]:
-        around = self._around(module, backward=backward)
-        labels = step.labels[begins:ends]
-        tensors = self._of_module.get(module, [])
-        turns = turns_of(
-            module,
-            labels,
-            begins,
-            tensors,
-            around=around,
-            leaf=self.leaf,
-            again=again,
-            backward=backward,
-            family=self.family,
-        )
-        if module in ("embedding", "head"):
-            everything = tuple(self.tensors)
-            turns = [replace(turn, inside=everything) if turn.inside else turn for turn in turns]
-        if backward:  # what has no operation there has no turn either: no gradient comes by
-            kept = self._throughout.get(module, ())
-            turns[0] = replace(turns[0], tensors=tuple(t for t in turns[0].tensors if t in kept))
-        else:
-            self._throughout[module] = turns[0].tensors
-        if self._tied and not self._of_root:  # the lm_head's is the table itself
-            table = {t.name: t for t in self._of_module.get("embedding", [])}.get("embed_tokens.weight")
-            turns = [  # of a pipeline's last stage, which has no embedding, the lm_head's is its own
-                replace(turn, tensors=tuple(table if table and t.name == "lm_head.weight" else t for t in turn.tensors))
-                for turn in turns
-            ]
-        if backward and module == "embedding":
-            turns = [replace(turn, releases=False) for turn in turns]
-        if self._of_root and module == ("head" if backward else "embedding"):
-            turns[around - 1] = replace(turns[around - 1], tensors=self._of_root, name="root", stays=True, releases=False)
-        elif self._of_root and module == "head" and not again:
-            reads = next(index for index, label in enumerate(labels) if label.startswith("lm_head."))
-            turns.append(Turn(begins + reads, ends, self._of_root, "root", enters=False))
-        if module == "embedding" and not (backward or again):
-            rotary = [Turn(ends - 1, ends, name="rotary_emb")] if self.family not in NO_ROTARY_MODULE else []
-            turns = [replace(turns[0], starts=True), *turns[1:], *rotary]
-        return turns
+    def _turns_of(self, step: Step, module: str, begins: int, ends: int, **passes: bool) -> list[Turn]:
+        return self._modules.turns(module, step.labels[begins:ends], begins, **passes)
 
     def run_forward_alone(self, step: Step, runs: Iterable[tuple[str, Run]]) -> None:
         """A network that is only run forward has been, as `runs`, by the names of their modules: fetch for it."""
@@ -277,11 +222,6 @@ class Zero3(Partitions):
             ends = run.forward_start + run.template.num_forward
             self._turns += self._turns_of(step, module, run.forward_start, ends)
         self._play(step).stay()
-
-    def _around(self, module: str, *, backward: bool) -> int:
-        """Modules that are entered as the block begins: its layer's; the network's, and peft's two around it."""
-        network = 2 if len(self.trained) == len(self.tensors) else 4
-        return {"embedding": 0 if backward else network, "head": network if backward else 0}.get(module, 1)
 
     def _reduce(self, step: Step, now: int, gone: int = 0) -> None:
         """`reduce_scatter_coalesced`: several gradients are copied into one tensor, and one larger than the bucket has
