@@ -123,6 +123,13 @@ def _expert_reason(job: TrainingJob) -> str:
             "Multi-latent attention with context parallelism is not modelled.",
         ),
         (
+            architecture.mla is not None
+            and convention.get("attention_backend") == "unfused"
+            and job.activation_checkpointing.mode == "selective"
+            and (not job.activation_checkpointing.modules or "core_attn" in job.activation_checkpointing.modules),
+            "Recomputing unfused multi-latent attention is counted up to 5 % too high in backward; fused is modelled.",
+        ),
+        (
             full and architecture.num_nextn_predict_layers > 0,
             "Full recomputation together with multi-token prediction is not modelled.",
         ),
@@ -137,6 +144,11 @@ def _expert_reason(job: TrainingJob) -> str:
         (
             routed and bool(convention.get("moe_router_padding_for_quantization")),
             "framework_options.moe_router_padding_for_quantization is not modelled.",
+        ),
+        (
+            routed and full and not convention.get("moe_grouped_gemm") and layout.context_parallel_size > 1,
+            "Experts one after the other that are recomputed beside context parallelism are counted up to 3 % too high in "
+            "the first step; grouped ones are modelled.",
         ),
         (
             architecture.moe is not None and architecture.moe.expert_bias and bool(convention.get("moe_grouped_gemm")),
