@@ -72,7 +72,9 @@ def layout_and_offload(
     sharding: Literal["fsdp1", "fsdp2", "no_shard", "hsdp"] = keys.SHARDING[strategy]
     reshards = [shards.text(key, "true").lower() for key in ("fsdp_reshard_after_forward", "reshard_after_forward")]
     if strategy in ("shard_grad_op", "2", "hybrid_shard_zero2", "5") or (version == 2 and "false" in reshards):
-        notes.unsupported.append(f"Weights kept gathered after forward (sharding strategy {strategy}) are not modelled.")
+        options["fsdp_reshard_after_forward"] = False
+    if shards.switch("fsdp_forward_prefetch") or shards.switch("forward_prefetch"):
+        notes.unsupported.append("Units gathered ahead in forward (fsdp_forward_prefetch) are not modelled.")
     if version == 2 and sharding == "fsdp1":
         sharding = "fsdp2"
     if sharding == "fsdp1":

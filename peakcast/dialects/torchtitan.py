@@ -233,6 +233,8 @@ def _options(settings: Settings, chunks: int, *, autocast: bool) -> dict[str, An
         options["autocast"] = True
     if settings.one_of("training.mixed_precision_reduce", "float32", ("float32", "bfloat16")) == "bfloat16":
         options["fsdp_reduce_dtype"] = "bfloat16"
+    if settings.text("parallelism.fsdp_reshard_after_forward", "default") == "never":
+        options["fsdp_reshard_after_forward"] = False
     return {"loss_parallel": False, **options} if settings.switch("parallelism.disable_loss_parallel") else options
 
 
@@ -250,8 +252,4 @@ def _unsupported(settings: Settings) -> None:
     if graphs:
         settings.notes.unsupported.append(
             "CUDA graphs (training.disable_cuda_graphs=false) are not modelled: a graph's memory is kept between steps."
-        )
-    if settings.text("parallelism.fsdp_reshard_after_forward", "default") == "never":
-        settings.notes.unsupported.append(
-            "Weights kept gathered after forward (fsdp_reshard_after_forward=never) are not modelled."
         )

@@ -115,8 +115,6 @@ def from_torchtune(pasted: Pasted) -> Translation:
     for key in ("use_dora", "model.use_dora", "quantizer._component_"):
         if settings.raw(key):
             notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.")
-    if not settings.switch("fsdp_reshard_after_forward", True) and sharded:
-        notes.unsupported.append("Weights kept gathered after forward (fsdp_reshard_after_forward=false) are not modelled.")
     settings.note_left(IGNORED)
     return notes.finish(job)
 
@@ -142,6 +140,8 @@ def _options(settings: Settings, *, sharded: bool) -> dict[str, Any]:
     elif layers and sharded:
         said = f"custom_sharded_layers={' '.join(layers)} is not modelled; layers alone are FSDP's units."
         settings.notes.unsupported.append(said)
+    if not settings.switch("fsdp_reshard_after_forward", True) and sharded:
+        options["fsdp_reshard_after_forward"] = False
     if settings.switch("optimizer_in_bwd"):
         options["optimizer_in_backward"] = True
     return options

@@ -204,8 +204,9 @@ def test_fsdp_from_training_arguments():
     assert translation.job.parallelism.sharding == "fsdp1"
     assert translation.job.offload.parameters
     assert translation.unknown == ()
-    partly = translate(num_gpus=2, fsdp={"fsdp_sharding_strategy": "SHARD_GRAD_OP"})
-    assert any("kept gathered" in sentence for sentence in partly.unsupported)
+    partly = translate(num_gpus=2, fsdp={"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_forward_prefetch": True})
+    assert partly.job.framework_options["fsdp_reshard_after_forward"] is False
+    assert any("fsdp_forward_prefetch" in sentence for sentence in partly.unsupported)
 
 
 def test_unknown_keys_are_reported_and_harmless_ones_listed():

@@ -59,8 +59,9 @@ def test_the_ends_are_units_of_their_own_where_the_recipe_says_so():
     assert any("custom_sharded_layers" in sentence for sentence in one.unsupported)
 
 
-def test_weights_that_stay_gathered_are_said():
-    assert any("reshard" in sentence for sentence in read(fsdp_reshard_after_forward=False).unsupported)
+def test_weights_that_stay_gathered_are_part_of_the_job():
+    assert read(fsdp_reshard_after_forward=False).job.framework_options["fsdp_reshard_after_forward"] is False
+    assert "fsdp_reshard_after_forward" not in read(num_gpus=1, fsdp_reshard_after_forward=False).job.framework_options
 
 
 def test_paged_states_are_paged():
