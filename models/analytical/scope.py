@@ -213,8 +213,8 @@ def _mixture_reason(job: TrainingJob) -> str:
             "backward is up to 2 % below its trace.",
         ),
         (
-            adapts and architecture.moe is not None and autocast and checkpointing.mode != "none",
-            "adapters beside experts under autocast with checkpointing: backward is up to 0.6 % above its trace.",
+            adapts and architecture.model_type == "granitemoe" and autocast and checkpointing.mode != "none",
+            "adapters on GraniteMoE under autocast with checkpointing: backward is up to 0.6 % above its trace.",
         ),
         (
             adapts and architecture.model_type == "mpt" and adapter_dtype(job) != job.precision.parameters,
