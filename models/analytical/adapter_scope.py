@@ -21,7 +21,7 @@ ENDS = ("embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out")
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """What families call the matrices of an expert, where each is a Linear."""
 
-STACKED_EXPERTS_ADAPTED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "qwen3_moe")
+STACKED_EXPERTS_ADAPTED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen3_moe")
 """Families of which peft takes these names, and all-linear, for their stacked experts and the router too (peft 0.21
 utils/transformers_weight_conversion.py _convert_peft_config_moe, transformers 5.17 conversion_mapping.py)."""
 

@@ -170,6 +170,10 @@ def _kernels_reason(job: TrainingJob) -> str:
             flash and job.batch.form == "padding_free" and family == "opt",
             "OPT tells attention no positions, so that flash_attention_2 without padding is not modelled there.",
         ),
+        (
+            flash and family == "opt",
+            "OPT makes a padding mask of its own, by which flash_attention_2 takes rows apart in its trace: up to 1 %.",
+        ),
     ]
     return next((sentence for fails, sentence in checks if fails), "")
 
@@ -224,6 +228,14 @@ def _mixture_reason(job: TrainingJob) -> str:
             checkpointing.mode != "none" and architecture.model_type in ("codegen", "gptj"),
             f"model_type={architecture.model_type!r} with checkpointing: position tables and rotated parts that its "
             "attention names are not counted where no graph keeps them.",
+        ),
+        (
+            job.optimizer.name == "galore" and architecture.moe is not None,
+            "galore beside experts: its step is up to 3 % above its trace.",
+        ),
+        (
+            job.offload.activations and autocast and architecture.model_type == "falcon",
+            "Falcon's offloaded activations under autocast are up to 1 % below their trace.",
         ),
         (
             checkpointing.every_n_layers > 1 and architecture.model_type == "bloom",

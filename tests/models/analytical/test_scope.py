@@ -26,6 +26,7 @@ def reason(name, **changes):
     ("name", "changes", "why"),
     [
         ("qwen3-30b-a3b", {"finetuning": EVERYWHERE}, "adapters on the experts"),
+        ("mixtral-8x7b", {"finetuning": EVERYWHERE}, "adapters on the experts"),
         ("qwen3-30b-a3b", LIGER, "kernels for experts"),
         ("falcon-7b", LIGER, "no kernels for model_type='falcon'"),
         ("gpt2", {"loss": Loss(fused_linear_cross_entropy=True)}, "no kernels for model_type='gpt2'"),
@@ -36,6 +37,7 @@ def reason(name, **changes):
         ("gpt-j-6b", {"task": "inference"}, "generation with"),
         ("mpt-7b", FLASH, "no flash_attention_2"),
         ("mpt-7b", {"architecture": NARROW_MPT}, "4 * hidden_size wide"),
+        ("opt-125m", FLASH, "a padding mask of its own"),
         ("opt-125m", {**FLASH, "batch": Batch(form="padding_free")}, "tells attention no positions"),
     ],
 )
@@ -48,9 +50,8 @@ def test_what_no_trace_confirms_is_out_of_scope(name, changes, why):
     [
         ("qwen3-30b-a3b", {"finetuning": ATTENTION}),
         ("qwen3-30b-a3b", {"loss": Loss(fused_linear_cross_entropy=True)}),
-        ("mixtral-8x7b", {"finetuning": EVERYWHERE}),
+        ("mixtral-8x7b", {"finetuning": ATTENTION}),
         ("qwen3-0.6b", {**LIGER, "finetuning": EVERYWHERE}),
-        ("opt-125m", FLASH),
     ],
 )
 def test_what_lies_beside_it_is_in_scope(name, changes):
