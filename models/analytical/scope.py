@@ -111,7 +111,7 @@ def _in_backward_reason(job: TrainingJob) -> str:
             "is not modelled under autocast in float16: the loss scaler would have to be asked for every gradient.",
         ),
         (
-            job.loss.fused_linear_cross_entropy and job.finetuning.method == "full",
+            job.loss.fused_linear_cross_entropy and job.finetuning.method == "full" and not at_once,
             "is not all counted beside a fused loss: backward is up to 1.2 % below its trace.",
         ),
         (
