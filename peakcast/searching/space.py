@@ -17,6 +17,8 @@ MOST_MICRO_BATCH = 64
 MEGATRON_CHECKPOINTING = ("none", "selective", "full")
 CHECKPOINTING = ("none", "full")
 ZERO_STAGES = (0, 1, 2, 3)
+ENOUGH_FOR_A_STAGE = 4
+"""Micro-batches: DualPipeV wants two for each stage, the interleaved schedules as many in every round."""
 OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, parameters=True))
 
 
@@ -81,11 +83,18 @@ def _torch(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Para
                         virtual_pipeline_stages=virtual,
                         context_parallel_size=context,
                     )
-                    asked = job.replace(parallelism=layout)
+                    asked = _spread(job, layout)
                 except SpecError:
                     continue
                 if data == num_gpus or not parallel_reason(asked):
                     yield layout
+
+
+def _spread(job: TrainingJob, layout: Parallelism) -> TrainingJob:
+    """`job` in that layout, with micro-batches enough for every schedule of its pipeline."""
+    stages = layout.pipeline_parallel_size
+    steps = ENOUGH_FOR_A_STAGE * stages if stages > 1 else job.gradient_accumulation_steps
+    return job.replace(parallelism=layout, gradient_accumulation_steps=steps)
 
 
 def _shardings(data: int, context: int, group: int) -> Iterator[Literal["none", "fsdp2", "hsdp"]]:
@@ -165,7 +174,7 @@ def _offloads(job: TrainingJob, layout: Parallelism) -> tuple[Offload, ...]:
     if job.framework not in ("huggingface", "torch"):
         return (job.offload,)
     others = (Offload(activations=True), Offload(optimizer=True, parameters=True))
-    spread = job.replace(parallelism=layout)
+    spread = _spread(job, layout)
     if out_of_scope(spread.replace(offload=Offload())):
         return (job.offload,)
     return (job.offload, *(o for o in others if o != job.offload and not out_of_scope(spread.replace(offload=o))))
