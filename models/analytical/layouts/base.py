@@ -352,10 +352,10 @@ def units_by_layer(
         return [*layers, root]
     table = [tensor for tensor in embedding if tensor.name == "embed_tokens.weight"]
     left = [tensor for tensor in embedding if tensor.name != "embed_tokens.weight"]
+    tied = bool(head) and not any(tensor.name == "lm_head.weight" for tensor in head)  # a pipeline's stage may have no end
     if not all(tensor.trains for tensor in head):  # with adapters accelerate does not find the final norm
         left += [tensor for tensor in head if not tensor.name.startswith("lm_head")]
         head = [tensor for tensor in head if tensor.name.startswith("lm_head")]
-    tied = bool(head) and not any(tensor.name == "lm_head.weight" for tensor in head)
     if tied:  # gathered for the embedding; no input of it has a gradient
         tail = Unit("tail", ("embedding", "head"), (*table, *head), True, reduces_at_end=True, hook="lm_head")
         units = [*layers, tail]
