@@ -83,8 +83,9 @@ class BlockBuilder:
                 result = self.tape.operation(f"{name}.clone", [result], result.num_bytes, gradients=[(result, None)])
         else:
             trains, size = context.trainable, context.weight_bytes
-            # as wide, the adapter's product gives x its gradient first, as a view of two dimensions' (`ViewBackward`)
-            alike = x.num_bytes == self.rows * in_features * context.adapter_bytes
+            # as wide, the adapter's product gives x its gradient first, as a view of two dimensions' (`ViewBackward`); not
+            # so stage 3's own Linear, which multiplies three (DeepSpeed 0.19.8 zero/linear.py)
+            alike = x.num_bytes == self.rows * in_features * context.adapter_bytes and not context.linears_keep_input
             adds = adapted and alike and not (tuning.dropout or context.autocast) and x.requires_grad
             result = self._split_linear(x, in_features, out_features, name, bias, trains, size, split, adds_to_view=adds)
         return self._adapter(x, result, in_features, out_features, name, split) if adapted else result
