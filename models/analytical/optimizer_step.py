@@ -32,8 +32,7 @@ def place_optimizer_step(timeline: Step, job: TrainingJob, layout: Layout, step:
     layout.clip(timeline)
     timeline.hold_all(((name, "optimizer", size) for name, size in rule.shared), Category.OPTIMIZER_STATES)
     for frozen in (t.optimized(t.shape) for t in layout.tensors if rule.has_states_of_frozen and not t.trains):
-        states = ((f"{frozen.name}.{name}", frozen.module, size) for name, size in rule.states(frozen, options))
-        timeline.hold_all(states, Category.OPTIMIZER_STATES)
+        timeline.hold_all(_states(rule, [frozen], options), Category.OPTIMIZER_STATES)
     updated = trained if layout.holds_main_parameters else _main_parameters(timeline, job, trained)
     taken = [tensor for tensor in updated if rule.takes(tensor)]
     others = [tensor for tensor in updated if not rule.takes(tensor)]

@@ -3,7 +3,7 @@
 LOMO and AdaLomo register a hook on every parameter (lomo-optim 0.1.1 `fuse_update`): when its gradient comes, the one that
 came before is applied and released; `fused_backward` applies the last. With an optimizer for each parameter
 (`register_post_accumulate_grad_hook`, torchtune 0.6 `OptimizerInBackward`) the hook steps that one and releases the
-gradient. The hook runs when autograd's engine takes the
+gradient. Either hook runs when autograd's engine takes the
 gradient to its parameter, which is its next task after the operation that made it: AccumulateGrad has the highest priority,
 and an operation's inputs and what it kept are gone by then (torch/csrc/autograd/engine.cpp `thread_main`). So an update is
 an instant of its own, between two operations.
@@ -42,6 +42,7 @@ class UpdateInBackward:
     """What updating a parameter allocates."""
 
     bytes_per_gradient_byte: int = 0
+    """Bytes of temporaries for each byte of a gradient, where it is applied one behind."""
     summed: frozenset[str] = frozenset()
     """Gradients of weights that are used twice: what comes to the parameter is the sum, when backward ends."""
     alone: tuple[Alone, ...] = ()
@@ -101,12 +102,10 @@ def _made(timeline: Timeline, gradients: Ints, applied: Ints, update: UpdateInBa
     optimizers = _optimizers(timeline, gradients, update.alone) if update.alone else [None] * len(gradients)
     for gradient, instant, own in zip(gradients.tolist(), applied.tolist(), optimizers, strict=True):
         size = _rounded(own.num_bytes) if own else int(timeline.num_bytes[gradient]) * update.bytes_per_gradient_byte
-        temporary = Entry("update", Category.OPTIMIZER_TEMPORARIES, size, instant, instant + 1, "optimizer")
-        states = own.states if own else ()
-        entries += [temporary]
+        entries.append(Entry("update", Category.OPTIMIZER_TEMPORARIES, size, instant, instant + 1, "optimizer"))
         entries += [
             Entry(name, Category.OPTIMIZER_STATES, _rounded(num_bytes), instant, end, module)
-            for name, module, num_bytes in states
+            for name, module, num_bytes in (own.states if own else ())
         ]
     return Timeline.from_entries(entries, ())
 
