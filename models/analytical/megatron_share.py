@@ -43,6 +43,10 @@ class RankShare:
             return self.target
         return self.context if self.job.architecture.is_moe_layer(layer) else self.dense
 
+    def is_routed(self, layer: int) -> bool:
+        """Whether layer `layer` has routed experts."""
+        return self.layer_context(layer).experts is not None
+
     @property
     def layer_contexts(self) -> set[MegatronContext]:
         """The different contexts of the layers on this rank."""

@@ -143,6 +143,20 @@ class Step:
             self.hooks.after_backward(self, run)
             self._hand_on(ended)
 
+    def run_backward_in_turn(self, runs: Sequence[Run]) -> None:
+        """Run the backward of earlier forwards of one template, the last one first."""
+        if self._watched:
+            for run in reversed(runs):
+                self.run_backward(run)
+            return
+        template, start = runs[0].template, len(self.phases)
+        length = template.num_backward
+        for run in reversed(runs):
+            run.backward_start = start
+            start += length
+        self.phases += template.backward_phases[Phase.BACKWARD] * len(runs)
+        self.labels += template.backward_labels * len(runs)
+
     def made_bytes(self) -> Columns:
         """Of each instant so far, the bytes that a block's operation allocates there, passing ones too."""
         made = np.zeros(self.now, dtype=np.int64)

@@ -1,0 +1,330 @@
+"""The forward and backward turns of one Megatron-LM rank: blocks placed on the instants of its pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import groupby
+
+from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.blocks.megatron_ends import embedding
+from peakcast.models.analytical.blocks.megatron_head import encoder_end, head
+from peakcast.models.analytical.blocks.megatron_layer import ENCODER_STATES, decoder_layer
+from peakcast.models.analytical.blocks.megatron_primitives import dropout_mask_bytes
+from peakcast.models.analytical.megatron_inputs import hold_inputs, reads_mask
+from peakcast.models.analytical.megatron_leaves import Leaves
+from peakcast.models.analytical.megatron_persistent import (
+    widens_gradients,
+)
+from peakcast.models.analytical.megatron_received import Span
+from peakcast.models.analytical.megatron_share import RankShare
+from peakcast.models.analytical.pipeline import Chunk, Turn, representative_micro_batches, schedule
+from peakcast.models.analytical.step import Run, Step
+from peakcast.models.analytical.template import Template
+from peakcast.timeline import Category, Phase
+
+RECOMPUTED_EXPERTS = "moe"
+"""The operation that is a whole mixture of experts, recomputed (`routed_feed_forward`)."""
+
+
+@lru_cache(maxsize=1024)
+def layer_template(context: MegatronContext, input_held: bool, makes_mask: bool, without_graph: bool) -> Template:
+    """The template of a layer that owns its input, or of one whose input somebody else holds."""
+    return decoder_layer(replace(context, checkpointed=input_held, makes_mask=makes_mask, without_graph=without_graph))
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    """A group of checkpointed layers: its first forward instant, and its layers."""
+
+    begin: int
+    layers: range
+    received: bool
+    """Whether its input was received from another stage, which is then held as such."""
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """What a forward turn leaves for its backward turn."""
+
+    start: int
+    runs: list[list[Run] | _Checkpoint]
+    """Runs of one template that follow each other, and checkpointed groups."""
+    end: int = 0
+
+
+class Turns:
+    """The turns of one rank, placed on a step."""
+
+    def __init__(self, share: RankShare) -> None:
+        self.share = share
+        self.step = Step()
+        self.templates: dict[tuple[int, bool, bool], Template] = {}
+        """Layers, by their number, whether somebody else holds their input, and whether they run for their result alone;
+        and what those of one kind share."""
+        self.kinds: dict[tuple[int, bool, bool, bool], Template] = {}
+        self.unmasked = {layer for chunk in share.chunks if not reads_mask(share, chunk) for layer in chunk.layers}
+        self.alike: dict[range, list[tuple[Template, list[str], bool]]] = {}
+        self.alive: dict[tuple[int, int], _MicroBatch] = {}
+        self.spans: list[Span] = []
+        self.first_product = self.deferred = 0
+        self.is_first_backward = False
+        self.first_backward: dict[str, int] = {}
+        """The instants at which the operations of the first backward run for the first time, by label."""
+        self.first_recomputed: dict[int, int] = {}
+        """The instants at which checkpointed layers, or their feed-forwards, run again for the first time, by layer."""
+        self.deferred_tensors: list[tuple[str, Category, int, int]] = []
+        self.leaves = Leaves(share.context.stream_bytes)
+        if widens_gradients(share):
+            self.step.moment("zero_grad", Phase.FORWARD)
+        for turn in self._turns():
+            if turn.forward:
+                self._forward(turn)
+            else:
+                self._backward(turn)
+
+    # -- forward and backward -----------------------------------------------------------------------------------------
+
+    def _turns(self) -> Sequence[Turn]:
+        layout = self.share.job.parallelism
+        sizes = layout.pipeline_parallel_size, layout.virtual_pipeline_stages, self.share.stage
+        group = int(self.share.convention.get("microbatch_group_size_per_virtual_pipeline_stage", 0) or 0) or None
+        steps = representative_micro_batches(*sizes, self.share.job.gradient_accumulation_steps, group)
+        return schedule(*sizes, steps, group)
+
+    def _forward(self, turn: Turn) -> None:
+        chunk, step = self.share.chunks[turn.chunk], self.step
+        state = _MicroBatch(step.now, [])
+        if chunk.is_first:
+            state.runs.append([step.run_forward(self._embedding, "embedding", keeps_gradients=False)])
+        for layers, checkpointed in self._groups(chunk.layers):
+            if checkpointed:
+                begin = step.now
+                state.runs.append(_Checkpoint(begin, layers, received=self._receives(chunk, layers[0])))
+                for layer in layers:
+                    template = self._layer(layer, layer == layers[0], without_graph=True)
+                    self._dispatched(layers, step.run_without_graph(template, f"layers.{layer}"), begin)
+                self._hold_masks(begin)
+            else:
+                for template, modules, turns in self._alike(chunk, layers):
+                    if turns:
+                        state.runs += self._turn_to_decoder()
+                    runs = step.run_forward_in_turn(template, modules, keeps_gradients=False)
+                    state.runs.append(runs)
+                    if RECOMPUTED_EXPERTS in template.forward_labels:
+                        at = template.forward_labels.index(RECOMPUTED_EXPERTS)
+                        for run in runs:
+                            i = int(run.module.removeprefix("layers."))
+                            self.leaves.released(range(i, i + 1), run.forward_start + at, None)
+        if chunk.is_last:
+            state.runs.append([step.run_forward(self._head(), "head", keeps_gradients=False)])
+        else:
+            sent = step.moment("send_forward", Phase.FORWARD)
+            step.hold("output_tensor", Category.ACTIVATIONS, self.share.context.stream_bytes, sent, sent + 1)
+        state.end = step.now
+        self.spans.append(Span(turn, state.start, step.now))
+        self.alive[turn.micro_batch, turn.chunk] = state
+
+    def _alike(self, chunk: Chunk, layers: range) -> list[tuple[Template, list[str], bool]]:
+        """`layers` of a chunk, those of one template that follow each other together: it, their names, and whether the
+        model turns from its encoder to its decoder before them."""
+        if layers not in self.alike:
+            decoder = self.share.job.architecture.num_hidden_layers
+            templates = {i: self._layer(i, self._receives(chunk, i)) for i in layers}
+            parts = [list(part) for _, part in groupby(layers, lambda i: (id(templates[i]), i >= decoder))]
+            self.alike[layers] = [
+                (templates[first], [f"layers.{i}" for i in (first, *others)], chunk.layers[0] < first == decoder)
+                for first, *others in parts
+            ]
+        return self.alike[layers]
+
+    def _turn_to_decoder(self) -> list[list[Run]]:
+        """Between an encoder's last layer and its decoder's first one."""
+        target = embedding(self.share.layer_context(self._last()))
+        blocks = ((encoder_end(self.share.context), "encoder"), (target, "embedding"))
+        return [[self.step.run_forward(template, module, keeps_gradients=False)] for template, module in blocks]
+
+    def _last(self) -> int:
+        """The number of the model's last layer."""
+        return self.share.job.architecture.num_layers - 1
+
+    @staticmethod
+    def _receives(chunk: Chunk, layer: int) -> bool:
+        """Whether the layer's input comes from another stage."""
+        return not chunk.is_first and layer == chunk.layers[0]
+
+    @cached_property
+    def _embedding(self) -> Template:
+        return embedding(self.share.context)
+
+    def _hold_masks(self, begin: int) -> None:
+        """Of the checkpointed group that began at `begin`: residuals are added under `enable_grad` (megatron-core 0.16.1
+        `transformer_layer.py`, `bias_dropout_add_exec_handler`), so the graph of a bias keeps masks to the group's end."""
+        context, step = self.share.context, self.step
+        if not (context.linear_bias and context.hidden_dropout > 0):
+            return
+        for instant in range(begin, step.now - 1):
+            if step.labels[instant].endswith("_bda"):
+                step.hold("dropout_mask", Category.ACTIVATIONS, dropout_mask_bytes(context), instant + 1, step.now)
+
+    def _layer(self, layer: int, input_held: bool, *, without_graph: bool = False) -> Template:
+        """Decoder layer `layer`; `input_held`: somebody else holds its input (a checkpoint, the receiving buffer)."""
+        place = layer, input_held, without_graph
+        template = self.templates.get(place)
+        if template is None:
+            context = self.share.layer_context(layer)
+            kind = id(context), input_held, layer in self.unmasked, without_graph
+            if kind not in self.kinds:
+                self.kinds[kind] = layer_template(context, *kind[1:])
+            template = self.templates[place] = self.kinds[kind]
+        return template
+
+    def _head(self) -> Template:
+        architecture = self.share.job.architecture
+        return head(self.share.layer_context(self._last()), architecture.num_nextn_predict_layers)
+
+    def _groups(self, layers: range) -> list[tuple[range, bool]]:
+        """Layers of a chunk in the groups in which they are checkpointed (`_checkpointed_forward`)."""
+        recompute = self.share.job.activation_checkpointing
+        if recompute.mode != "full" or not layers:
+            return [(layers, False)]
+        size = recompute.num_layers or 1
+        if recompute.method == "uniform":
+            return [(layers[i : i + size], True) for i in range(0, len(layers), size)]
+        return [(layers[i : i + 1], True) for i in range(min(size, len(layers)))] + [(layers[size:], False)]
+
+    def _backward(self, turn: Turn) -> None:
+        state, step = self.alive.pop((turn.micro_batch, turn.chunk)), self.step
+        share = self.share
+        chunk, context, started = share.chunks[turn.chunk], share.context, step.now
+        self.is_first_backward = not self.first_product
+        if not self.first_product:  # the loss itself multiplies no matrices: the output layer is the first that does
+            self.first_product = started + (self._head().in_backward["output_layer"] if chunk.is_last else 0)
+        if not chunk.is_last:
+            step.moment("receive_backward", Phase.BACKWARD)
+            step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
+        summed = 0
+        for runs in reversed(state.runs):
+            received = not summed and not chunk.is_last
+            if isinstance(runs, _Checkpoint):
+                self._recompute(runs, keeps_gradient=not received)
+                summed = summed or step.now
+                self.leaves.lower_done(step.now)
+                if any(self.share.is_routed(layer) for layer in runs.layers):
+                    self.leaves.named(runs.layers, step.now, received=runs.received)
+            else:
+                self._run_backward(runs)
+                summed = summed or self._summed(runs[-1])
+        self.leaves.lower_done(step.now)
+        if self.share.target is not None:
+            self._hold_encoder_states([run for runs in state.runs if isinstance(runs, list) for run in runs])
+        if chunk.is_first and chunk.is_last and self.share.job.architecture.tie_word_embeddings:
+            self._hold_tied_gradient(started)
+        self.spans.append(Span(turn, started, step.now, summed))
+        hold_inputs(step, share, chunk, state.start, state.end)
+        if chunk.is_last and self.share.convention.get("defer_embedding_wgrad_compute"):
+            self._defer_output_layer(started)
+        if not chunk.is_first:
+            step.moment("send_backward", Phase.BACKWARD)
+
+    def _run_backward(self, runs: Sequence[Run]) -> None:
+        """Runs of one template backward, the last one first."""
+        start = self.step.now
+        self.step.run_backward_in_turn(runs)
+        instants = runs[0].template.in_backward
+        if RECOMPUTED_EXPERTS in instants or "mlp" in instants:
+            for run in reversed(runs):
+                self._ran_again(run, run.backward_start or 0)
+        if self.is_first_backward and instants.keys() - self.first_backward:
+            self.first_backward = {label: start + at for label, at in instants.items()} | self.first_backward
+
+    def _ran_again(self, run: Run, start: int) -> None:
+        """The backward of a layer, which began at `start`, of which a part was computed again."""
+        instants = run.template.in_backward
+        layer = int(run.module.removeprefix("layers."))
+        if RECOMPUTED_EXPERTS in instants:  # its input is the norm's result, whose gradient the norm reads
+            used = start + instants["pre_mlp_layernorm"] + 1
+            self.leaves.released(range(layer, layer + 1), start + instants[RECOMPUTED_EXPERTS], None)
+            self.leaves.named(range(layer, layer + 1), used, received=False)
+            self.leaves.lower_done(used)
+        if "mlp" in instants:  # a feed-forward that runs again
+            self.first_recomputed.setdefault(layer, start + instants["mlp"])
+
+    @staticmethod
+    def _summed(run: Run) -> int:
+        """The instant at which a layer's backward adds the gradient that was handed in to the one of its feed-forward."""
+        template, start = run.template, run.backward_start or 0
+        return start + template.in_backward.get("self_attn_bda", template.num_backward + 1) - 1
+
+    def _hold_tied_gradient(self, started: int) -> None:
+        """A table that both ends use gets its gradient when both have given theirs: the output layer's waits for the
+        embedding's, which is added to it in place. To a cached placeholder, which others hold, it is added anew."""
+        context, step = self.share.context, self.step
+        size = context.vocabulary * context.hidden * context.element_bytes
+        born = started + self._head().in_backward["output_layer"] + 1
+        if context.gradient_accumulation_fusion and context.cached_output_placeholder:
+            born = step.now - 1
+        step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
+
+    def _hold_encoder_states(self, runs: list[Run]) -> None:
+        """What an encoder hands to its decoder: every decoder layer keeps it and adds to its gradient."""
+        end = next((place for place, run in enumerate(runs) if run.module == "encoder"), None)
+        if end is None:  # recomputed, or on another stage: out of scope
+            return
+        made, read = runs[end], runs[end + 2 : -1]  # between them the decoder's embedding, after them the head
+        first, last = (layer.template.elsewhere[ENCODER_STATES] for layer in (read[0], read[-1]))
+        assert first.kept_until is not None
+        assert last.gradient_from is not None
+        assert made.backward_start is not None
+        size, hold = self.share.context.stream_bytes, self.step.hold
+        born, kept = made.forward_start + made.template.num_forward, (read[0].backward_start or 0) + first.kept_until
+        hold(ENCODER_STATES, Category.ACTIVATIONS, size, born, kept, "encoder")
+        gradient = (read[-1].backward_start or 0) + last.gradient_from
+        hold(f"{ENCODER_STATES}.grad", Category.TEMPORARIES, size, gradient, made.backward_start, "encoder")
+
+    def _defer_output_layer(self, started: int) -> None:
+        """`--defer-embedding-wgrad-compute`: up to `--wgrad-deferral-limit` micro-batches (0: all) keep the logits gradient
+        and the output layer's input until the step's cooldown."""
+        context, micro_batches = self.share.context, self.share.job.gradient_accumulation_steps
+        limit = min(int(self.share.convention.get("wgrad_deferral_limit", 0) or 0) or micro_batches, micro_batches)
+        if self.deferred >= limit:
+            return
+        count = 1 if self.deferred else limit - min(limit, len(self._turns()) // 2) + 1
+        self.deferred += count
+        logits = context.rows * context.vocabulary * context.element_bytes
+        self.deferred_tensors += [
+            ("deferred_logits_gradient", Category.LOGITS, count * logits, started),
+            ("deferred_output_layer_input", Category.ACTIVATIONS, count * context.gathered_bytes, started),
+        ]
+
+    def _recompute(self, checkpoint: _Checkpoint, *, keeps_gradient: bool) -> None:
+        """A checkpointed group in backward: all its layers forward again, then backward; the checkpoint holds the input,
+        and the gradient that was handed in until it returns (`keeps_gradient`: unless somebody else holds that)."""
+        step, start, size = self.step, self.step.now, self.share.context.stream_bytes
+        runs = []
+        for i in checkpoint.layers:
+            template = self._layer(i, i == checkpoint.layers[0])
+            self.first_recomputed.setdefault(i, step.now)
+            runs.append(step.run_forward(template, f"layers.{i}", Phase.BACKWARD, keeps_gradients=False))
+            self._dispatched(checkpoint.layers, runs[-1])
+        recomputed = step.now
+        for run in reversed(runs):
+            self._run_backward([run])
+        if keeps_gradient:
+            step.hold("gradient", Category.TEMPORARIES, size, self._summed(runs[-1]), step.now, "checkpoint")
+        held = size
+        if self.share.convention.get("distribute_saved_activations"):
+            held //= self.share.context.tensor_parallel_size
+        if not checkpoint.received:
+            step.hold("checkpoint", Category.ACTIVATIONS, held, checkpoint.begin, step.now, "checkpoint")
+        step.hold("gradient", Category.TEMPORARIES, size, start, recomputed, "checkpoint")
+        step.hold("recomputed_output", Category.ACTIVATIONS, size, recomputed, step.now, "checkpoint")
+
+    def _dispatched(self, layers: range, run: Run, replaced: int | None = None) -> None:
+        """A layer of the checkpointed group `layers` has run: if it is the group's last routed one, its dispatcher, which
+        took others' probabilities before, was the last that named the graph of the group's recomputation."""
+        routed = [layer for layer in layers if self.share.is_routed(layer)]
+        if routed and run.module == f"layers.{routed[-1]}":
+            at = next(i for i, label in enumerate(run.template.forward_labels) if label.startswith("dispatch"))
+            self.leaves.released(layers, run.forward_start + at, replaced)
