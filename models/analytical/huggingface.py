@@ -38,7 +38,7 @@ from peakcast.models.analytical.hf_model import (
 )
 from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.layouts.base import Layout
-from peakcast.models.analytical.optimizer_step import place_optimizer_step
+from peakcast.models.analytical.optimizer_step import hand_updates, place_optimizer_step
 from peakcast.models.analytical.optimizers import optimizer_options, optimizer_rule
 from peakcast.models.analytical.preference import (
     as_trained,
@@ -79,6 +79,7 @@ def huggingface_ledger(
         weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
         return inference_ledger(job, context, weights, device)
     layout.first_step = step == "first"
+    hand_updates(job, layout, step)
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
     hold_reference(timeline, job)

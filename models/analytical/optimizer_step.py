@@ -9,6 +9,7 @@ from dataclasses import replace
 from peakcast.conventions import conventions
 from peakcast.models.analytical.layouts.base import Layout
 from peakcast.models.analytical.local_variables import Locals
+from peakcast.models.analytical.module_order import in_order_of_modules
 from peakcast.models.analytical.optimizer_rules.rule import FP32, OptimizerRule, Options, TrainedTensor
 from peakcast.models.analytical.optimizers import adamw_rule, optimizer_options, optimizer_rule
 from peakcast.models.analytical.step import Step
@@ -17,8 +18,6 @@ from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase
 from peakcast.units import DTYPE_BYTES
 
-NORMS_FIRST = ("bert", "bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt")
-"""Families whose layers register a norm before the matrices that it is for (transformers 5.17 modeling_*.py)."""
 SCALAR_BYTES = FP32
 """One number, 512 bytes after rounding: clip_grad_norm_ makes one per gradient and no other tensor of size."""
 
@@ -26,7 +25,7 @@ SCALAR_BYTES = FP32
 def place_optimizer_step(timeline: Step, job: TrainingJob, layout: Layout, step: str) -> None:
     """Everything from the end of backward to the end of the step, of what `layout` lets this rank update."""
     rule, options, trained = optimizer_rule(job), optimizer_options(job, step), layout.optimized()
-    if rule.updates_in_backward and trained:
+    if rule.updates_in_backward and trained and not layout.updates:
         timeline.update_in_backward = _updates(job, rule, trained, options)
     _clip(timeline, job, () if rule.updates_in_backward else trained)
     layout.clip(timeline)
@@ -50,9 +49,15 @@ def place_optimizer_step(timeline: Step, job: TrainingJob, layout: Layout, step:
     timeline.gradients_die = timeline.moment("zero_grad", Phase.OPTIMIZER_STEP)
 
 
-def _updates(
-    job: TrainingJob, rule: OptimizerRule, trained: Sequence[TrainedTensor], options: Options
-) -> UpdateInBackward:
+def hand_updates(job: TrainingJob, layout: Layout, step: str) -> None:
+    """Tell `layout` what each update in backward takes, where that comes with its reductions."""
+    rule = optimizer_rule(job)
+    if layout.updates_as_reduced and rule.updates_in_backward == "at_once":
+        alone = _updates(job, rule, layout.optimized(), optimizer_options(job, step)).alone
+        layout.updates = {(one.module, one.name): one for one in alone}
+
+
+def _updates(job: TrainingJob, rule: OptimizerRule, trained: Sequence[TrainedTensor], options: Options) -> UpdateInBackward:
     """What each update in backward takes."""
     summed = frozenset({"lm_head.weight.grad"} if job.architecture.tie_word_embeddings else ())
     if rule.updates_in_backward == "one_behind":
@@ -64,7 +69,7 @@ def _updates(
         own.step(run, [tensor], options)
         makes = options.first_step and not own.built_with_optimizer
         states = tuple(_states(own, [tensor], options)) if makes else ()
-        alone.append(Alone(tensor.module, f"{tensor.name}.grad", tensor.num_bytes, run.most_bytes(), states))
+        alone.append(Alone(tensor.module, tensor.name, tensor.num_bytes, run.most_bytes(), states))
     return UpdateInBackward(summed=summed, alone=tuple(alone))
 
 
@@ -102,22 +107,7 @@ def _groups(job: TrainingJob, layout: Layout, tensors: list[TrainedTensor]) -> I
     most of transformers' layers register their norms after their matrices."""
     by_decay = bool(conventions(job).get("trainer"))
     groups = layout.update_groups(tensors, by_decay=by_decay)
-    if by_decay or job.architecture.model_type in NORMS_FIRST:
-        return groups
-    return [_in_order_of_modules(group) for group in groups]
-
-
-def _in_order_of_modules(tensors: Sequence[TrainedTensor]) -> list[TrainedTensor]:
-    by_module: dict[str, list[TrainedTensor]] = {}
-    for tensor in tensors:
-        by_module.setdefault(tensor.module, []).append(tensor)
-    ends = ("embedding", "head")
-    layers = {name: part if name in ends else sorted(part, key=_is_vector) for name, part in by_module.items()}
-    return [tensor for part in layers.values() for tensor in part]
-
-
-def _is_vector(tensor: TrainedTensor) -> bool:
-    return len(tensor.shape) < 2
+    return groups if by_decay else [in_order_of_modules(group, job.architecture.model_type) for group in groups]
 
 
 def _step(timeline: Step, rule: OptimizerRule, group: Sequence[TrainedTensor], options: Options) -> None:
@@ -132,8 +122,6 @@ def _step(timeline: Step, rule: OptimizerRule, group: Sequence[TrainedTensor], o
     exist = not options.first_step or rule.built_with_optimizer
     instants = [0] * len(group) if exist else made
     for born, together in itertools.groupby(zip(group, instants, strict=True), key=lambda pair: pair[1]):
-        timeline.hold_all(
-            _states(rule, (tensor for tensor, _ in together), options), Category.OPTIMIZER_STATES, born
-        )
+        timeline.hold_all(_states(rule, (tensor for tensor, _ in together), options), Category.OPTIMIZER_STATES, born)
     for name, size, born, dies in run.lives:
         timeline.hold(name, Category.OPTIMIZER_TEMPORARIES, size, begin + born, begin + dies, "optimizer")

@@ -103,7 +103,14 @@ def _in_backward_reason(job: TrainingJob) -> str:
             "is modelled with full fine-tuning and no second copy of the weights only.",
         ),
         (at_once and job.optimizer.name == "muon", "would make a Muon of every vector, which takes matrices only."),
-        (job.parallelism.world_size > 1, "is modelled on one GPU only."),
+        (
+            job.parallelism.world_size > 1 and not (at_once and _under_fsdp2(job)),
+            "is modelled on one GPU only, or with an optimizer for each parameter under FSDP2.",
+        ),
+        (
+            at_once and job.offload.parameters,
+            "is not modelled with offloaded parameters: FSDP2 then waits for each gradient on the host.",
+        ),
         (job.compile, "is modelled without torch.compile only."),
         (job.loss.kind != "cross_entropy", f"is not modelled with loss.kind={job.loss.kind!r}."),
         (
@@ -120,6 +127,12 @@ def _in_backward_reason(job: TrainingJob) -> str:
         ),
     ]
     return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")
+
+
+def _under_fsdp2(job: TrainingJob) -> bool:
+    """Whether FSDP2, or HSDP, shards what no pipeline and no ZeRO divides."""
+    layout = job.parallelism
+    return layout.sharding in ("fsdp2", "hsdp") and layout.pipeline_parallel_size == 1 and not layout.zero_stage
 
 
 def _plain_float8(job: TrainingJob) -> bool:

@@ -27,11 +27,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """The optimizer of one parameter: whose gradient it takes, the most that its step has at once, and the states that it
-    makes, as (name, module, bytes)."""
+    """The optimizer of the parameter `name` of `module`: the bytes of its gradient, the most that its step has at once, and
+    the states that it makes, as (name, module, bytes)."""
 
     module: str
-    gradient: str
+    name: str
     gradient_bytes: int
     num_bytes: int
     states: tuple[tuple[str, str, int], ...] = ()
@@ -118,7 +118,7 @@ def _rounded(num_bytes: int) -> int:
 def _optimizers(timeline: Timeline, gradients: Ints, alone: Sequence[Alone]) -> list[Alone | None]:
     """The optimizer that takes each gradient: its parameter's, by name; where blocks call it otherwise (the last norm, a
     table that is used as the head), the one left over for a gradient of this size, in the same module if there is one."""
-    named = {(optimizer.module, optimizer.gradient): optimizer for optimizer in alone}
+    named = {(optimizer.module, f"{optimizer.name}.grad"): optimizer for optimizer in alone}
     keys = [(timeline.modules[index], timeline.names[index]) for index in gradients.tolist()]
     found = [named.pop(key, None) for key in keys]
     left = list(named.values())

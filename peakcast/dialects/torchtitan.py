@@ -235,12 +235,13 @@ def _options(settings: Settings, chunks: int, *, autocast: bool) -> dict[str, An
         options["fsdp_reduce_dtype"] = "bfloat16"
     if settings.text("parallelism.fsdp_reshard_after_forward", "default") == "never":
         options["fsdp_reshard_after_forward"] = False
+    if settings.switch("optimizer.early_step_in_backward"):
+        options["optimizer_in_backward"] = True
     return {"loss_parallel": False, **options} if settings.switch("parallelism.disable_loss_parallel") else options
 
 
 def _unsupported(settings: Settings) -> None:
     for key, what in {
-        "optimizer.early_step_in_backward": "The optimizer step inside backward",
         "fault_tolerance.enable": "Fault-tolerant replicas",
         "parallelism.enable_fsdp_symm_mem": "FSDP's collectives in symmetric memory",
     }.items():

@@ -118,6 +118,11 @@ def test_the_dtype_of_reductions_is_read():
     assert read(LLAMA, training=training).job.framework_options["fsdp_reduce_dtype"] == "bfloat16"
 
 
+def test_a_step_inside_backward_is_an_optimizer_for_each_parameter():
+    assert read(LLAMA, optimizer={"early_step_in_backward": True}).job.framework_options["optimizer_in_backward"] is True
+    assert "optimizer_in_backward" not in read(LLAMA, optimizer={"name": "AdamW"}).job.framework_options
+
+
 @pytest.mark.parametrize(
     ("inner", "attention"),
     [({"block_size": 128}, "flex"), ({"window_size": [-1, 0]}, "flash_attention_2"), ({}, "sdpa")],

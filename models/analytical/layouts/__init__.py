@@ -13,6 +13,7 @@ from peakcast.models.analytical.layouts.base import Layout, StoredTensor, units_
 from peakcast.models.analytical.layouts.ddp import DDP
 from peakcast.models.analytical.layouts.fsdp1 import FSDP1
 from peakcast.models.analytical.layouts.fsdp2 import FSDP2
+from peakcast.models.analytical.module_order import in_order_of_modules
 from peakcast.ranks import ranks_that_differ
 from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES, MIB
@@ -44,7 +45,9 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
                 parallelism.data_parallel_size, int(chosen["shard_group_size"])
             )
         units = units_by_layer(
-            sharded, ends_apart=chosen["fsdp2_units"] == "ends", first_layer_without_gradient=no_gradient_enters
+            in_order_of_modules(sharded, job.architecture.model_type),
+            ends_apart=chosen["fsdp2_units"] == "ends",
+            first_layer_without_gradient=no_gradient_enters,
         )
         if gathers_head_itself(job):
             units = [unit for unit in units if unit.name != "tail"]

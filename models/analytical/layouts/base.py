@@ -4,7 +4,7 @@ runs of the blocks. `Layout` is the one rank that holds everything; the other la
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.pipeline import Turn
 from peakcast.models.analytical.step import Hooks, Run, Step
 from peakcast.models.analytical.template import Template
+from peakcast.models.analytical.update_in_backward import Alone
 from peakcast.timeline import Category, Phase
 
 
@@ -70,11 +71,15 @@ class Layout(Hooks):
 
     holds_main_parameters = False
     """Whether the layout itself keeps the wide copies that its optimizer updates."""
+    updates_as_reduced = False
+    """Whether what updates in backward does so where the layout reduces a gradient, and not where autograd makes it."""
     first_step = False
     """Whether this is the first step of the training: a library may not have seen the network run yet."""
 
     def __init__(self, tensors: Sequence[StoredTensor]) -> None:
         self.tensors = tensors
+        self.updates: Mapping[tuple[str, str], Alone] = {}
+        """The optimizers of single parameters, by module and name, if so."""
 
     def build(self, step: Step) -> None:
         """What the layout does with the network before the first step, where that is known."""

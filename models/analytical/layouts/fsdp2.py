@@ -44,6 +44,8 @@ class FSDP2(ShardedLayout):
     """`shards` ranks share one model, `replicas` groups of them reduce together. `reduce_bytes`: of one element of a
     gradient while it is reduced, None for its own."""
 
+    updates_as_reduced = True
+
     def __init__(
         self,
         tensors: Sequence[StoredTensor],
@@ -210,13 +212,27 @@ class FSDP2(ShardedLayout):
                 self._all_reduced += narrow
             else:
                 step.free(narrow)
+        self._update(step, unit)
         step.free(named)
-        if (unit.gradient or self.offloads) and self.replicas > 1 and width == stored:
+        used_up = bool(unit.gradient or self.offloads or self.updates)
+        if used_up and self.replicas > 1 and width == stored:
             self._all_reduced += result
-        elif unit.gradient or self.offloads:  # added to the part that is there, or copied to the host
+        elif used_up:  # added to the part that is there, copied to the host, or applied
             step.free(result)
         else:
             unit.gradient = result
+
+    def _update(self, step: Step, unit: Unit) -> None:
+        """`_post_accumulate_grad_hooks`, which `foreach_reduce` calls for one parameter after the other, on the stream that
+        reduces. Each gradient is a part of one tensor, which is released when all have been applied."""
+        stream = ALL_REDUCE if self.replicas > 1 else REDUCE_SCATTER
+        for tensor in unit.trained if self.updates else ():
+            own = self.updates[tensor.module, tensor.name]
+            for name, module, num_bytes in own.states:
+                step.hold(name, Category.OPTIMIZER_STATES, num_bytes, step.now, module=module, stream=stream)
+            temporary = Category.OPTIMIZER_TEMPORARIES
+            step.hold("update", temporary, own.num_bytes, step.now, step.now + 1, "optimizer", stream)
+            step.moment("update", Phase.BACKWARD)
 
     def take_parts(self, step: Step, unit: Unit) -> None:
         if any(t.gradient_parts > 1 for t in unit.trained):

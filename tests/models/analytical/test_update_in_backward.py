@@ -5,10 +5,11 @@ import pytest
 
 from peakcast import catalog
 from peakcast.fields import FrozenMapping
+from peakcast.models.analytical.layouts.fsdp2 import REDUCE_SCATTER
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.models.analytical.update_in_backward import Alone, UpdateInBackward, updated_in_backward
-from peakcast.spec import Loss, Optimizer, Parallelism, TrainingJob
+from peakcast.spec import Loss, Optimizer, Parallelism, Precision, TrainingJob
 from peakcast.timeline import Category, Entry, Phase, Timeline
 
 F, B, G, T, A = Phase.FORWARD, Phase.BACKWARD, Category.GRADIENTS, Category.TEMPORARIES, Category.ACTIVATIONS
@@ -68,7 +69,7 @@ def test_with_an_optimizer_for_each_parameter_a_gradient_is_applied_as_it_comes(
         ["", "second", "first", "ends", ""],
     )
     states = tuple((f"first.weight.{name}", "", 512) for name in ("exp_avg", "exp_avg_sq"))
-    alone = (Alone("", "second.weight.grad", 1024, 0), Alone("", "first.weight.grad", 512, 300, states))
+    alone = (Alone("", "second.weight", 1024, 0), Alone("", "first.weight", 512, 300, states))
     made = updated_in_backward(timeline, np.array([0, 1]), ENDS, UpdateInBackward(alone=alone))
     assert made.labels == ["", "second", "update", "first", "update", "ends", ""]
     assert made.totals.tolist() == [0, 1024, 1024, 512, 512 + 512 + 1024, 1024, 1024]
@@ -111,6 +112,32 @@ def test_accumulating_changes_nothing_since_no_gradient_is_there_to_add_to():
 
 
 def job(name, architecture):
-    return TrainingJob(
-        architecture=catalog.architecture(architecture), sequence_length=64, optimizer=Optimizer(name=name)
+    return TrainingJob(architecture=catalog.architecture(architecture), sequence_length=64, optimizer=Optimizer(name=name))
+
+
+def test_under_fsdp2_a_reduction_updates_and_no_gradient_waits_for_the_optimizer():
+    """fp32 weights on four ranks: the parts of all gradients, a quarter of all that trains, wait for the optimizer without
+    it; with it the states of a first step are made in backward, on the stream that reduces."""
+    sharded = TrainingJob(
+        architecture=catalog.architecture("gpt2"),
+        framework="torch",
+        precision=Precision(parameters="float32", compute="bfloat16"),
+        parallelism=Parallelism(data_parallel_size=4, sharding="fsdp2"),
     )
+    in_backward = sharded.replace(framework_options=FrozenMapping({"optimizer_in_backward": True}))
+    assert not out_of_scope(in_backward)
+    plain, updating = ledger(sharded), ledger(in_backward)
+    assert plain.totals[-1] == updating.totals[-1]  # weights and states, and nothing else between steps
+    parameters = sum(plain.num_bytes[plain.categories == Category.PARAMETERS])
+    assert gradients_at_clipping(plain) == pytest.approx(parameters, rel=1e-3)
+    assert gradients_at_clipping(updating) == 0
+    first = ledger(in_backward, step="first")
+    made = np.flatnonzero((first.categories == Category.OPTIMIZER_STATES) & (first.born > 0))
+    assert {int(first.streams[index]) for index in made} == {REDUCE_SCATTER}
+    assert {first.phases[first.born[index]] for index in made} == {Phase.BACKWARD}
+
+
+def gradients_at_clipping(timeline: Timeline) -> int:
+    clip = timeline.labels.index("clip_grad_norm_")
+    there = (timeline.born <= clip) & (timeline.dies > clip) & (timeline.categories == Category.GRADIENTS)
+    return int(timeline.num_bytes[there].sum())

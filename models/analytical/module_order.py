@@ -1,0 +1,35 @@
+"""The order in which a network's modules register their parameters: in which optimizers and FSDP2 take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+
+class _Tensor(Protocol):
+    @property
+    def module(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+T = TypeVar("T", bound=_Tensor)
+
+NORMS_FIRST = ("bert", "bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt")
+"""Families whose layers register a norm before the matrices that it is for (transformers 5.17 modeling_*.py)."""
+
+
+def in_order_of_modules(tensors: Sequence[T], model_type: str) -> list[T]:
+    """`tensors`, module by module: most of transformers' layers register their norms after their matrices."""
+    if model_type in NORMS_FIRST:
+        return list(tensors)
+    by_module: dict[str, list[T]] = {}
+    for tensor in tensors:
+        by_module.setdefault(tensor.module, []).append(tensor)
+    ends = ("embedding", "head")
+    layers = {name: part if name in ends else sorted(part, key=_is_vector) for name, part in by_module.items()}
+    return [tensor for part in layers.values() for tensor in part]
+
+
+def _is_vector(tensor: _Tensor) -> bool:
+    return len(tensor.shape) < 2
