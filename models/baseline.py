@@ -208,9 +208,10 @@ def communicator_bytes(job: TrainingJob) -> int:
 
 
 def _between_steps(steady: Timeline) -> int:
-    """What a steady step begins with, less its inputs."""
-    standing = (steady.born <= 0) & (steady.dies > 0) & (steady.categories != Category.INPUTS)
-    return int(steady.num_bytes[standing].sum())
+    """What a steady step leaves, less its inputs."""
+    end = len(steady.phases)
+    left = (steady.born < end) & (steady.dies >= end) & (steady.categories != Category.INPUTS)
+    return int(steady.num_bytes[left].sum())
 
 
 def _most_held(timeline: Timeline) -> int:

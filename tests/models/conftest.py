@@ -62,7 +62,7 @@ DEVICES = {
 def fake_ledger(
     job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
 ) -> Timeline:
-    """A step of five instants whose bytes can be counted by hand: weights W = hidden · 1 MiB, activations A = tokens ·
+    """A step of six instants whose bytes can be counted by hand: weights W = hidden · 1 MiB, activations A = tokens ·
     4 KiB, gradients W, states 2 W, and W of temporaries in the optimizer step. The last pipeline stage has 8 MiB of
     logits more."""
     weights = job.architecture.hidden_size * MIB // job.parallelism.pipeline_parallel_size
@@ -80,7 +80,8 @@ def fake_ledger(
         entries.append(Entry("exp_avg_sq", Category.OPTIMIZER_STATES, weights, 4 if step == "first" else 0, 99))
     if on_last_stage:
         entries.append(Entry("logits", Category.LOGITS, 8 * MIB, 1, 5))
-    phases = [Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.GRADIENT_CLIPPING, Phase.OPTIMIZER_STEP]
+    step_and_zero_grad = [Phase.OPTIMIZER_STEP] * 2
+    phases = [Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.GRADIENT_CLIPPING, *step_and_zero_grad]
     return Timeline.from_entries(entries, phases)
 
 
