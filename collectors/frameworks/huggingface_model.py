@@ -38,7 +38,8 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
     architecture = _trainable(job.architecture)
     told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
     config = transformers.AutoConfig.for_model(**told)
-    if not padded or (getattr(config, "pad_token_id", None) or 0) >= architecture.vocab_size:
+    begins_padded = architecture.kind == "encoder_decoder"  # T5 shifts targets by its padding, whose row is like others
+    if not (padded or begins_padded) or (getattr(config, "pad_token_id", None) or 0) >= architecture.vocab_size:
         config.pad_token_id = None  # the family's default, which a smaller vocabulary does not have
     dtype = getattr(torch, job.precision.parameters)
     if job.loss.kind == "reward":
@@ -103,10 +104,12 @@ def in_float8(model: Any) -> Any:
     )
 
 
-def _task_type(job: TrainingJob) -> str:
-    if job.loss.kind == "reward":
-        return "SEQ_CLS"
-    return "SEQ_2_SEQ_LM" if job.architecture.kind == "encoder_decoder" else "CAUSAL_LM"
+TASK_TYPES = {"encoder_decoder": "SEQ_2_SEQ_LM", "encoder": None}
+"""What peft calls the task of a kind of network, where it is not to generate; for masked words it has no name."""
+
+
+def _task_type(job: TrainingJob) -> str | None:
+    return "SEQ_CLS" if job.loss.kind == "reward" else TASK_TYPES.get(job.architecture.kind, "CAUSAL_LM")
 
 
 def with_adapters(model: Any, job: TrainingJob) -> Any:

@@ -18,6 +18,11 @@ def data_parallel_reason(job: TrainingJob) -> str:
             "ddp_gradient_as_bucket_view beside gradient accumulation without synchronisation is counted up to 0.8 % too "
             "high: gradients leave for their buckets one by one."
         )
+    if layout.sharding != "none" and job.architecture.kind == "encoder":
+        return (
+            f"{job.architecture.name!r} under FSDP is not modelled: its embeddings are a unit by themselves and share a "
+            "table with the head outside of it, which FSDP1 stores twice and FSDP2 refuses (torch 2.13); use DDP or ZeRO."
+        )
     if layout.sharding != "fsdp1":
         return ""
     liger = bool(chosen.get("liger_kernels")) or job.loss.fused_linear_cross_entropy

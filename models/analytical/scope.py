@@ -64,10 +64,22 @@ def _architecture_reason(architecture: Architecture) -> str:
 def _encoder_decoder_reason(job: TrainingJob) -> str:
     if job.architecture.kind != "encoder_decoder":
         return ""
-    checkpointing, name = job.activation_checkpointing, f"{job.architecture.name!r} is an encoder-decoder:"
+    checkpointing, layout = job.activation_checkpointing, job.parallelism
+    name = f"{job.architecture.name!r} is an encoder-decoder:"
     checks = [
         (job.task != "train", "generation with it is not modelled."),
-        (job.parallelism.world_size > 1, "it is modelled on one GPU only."),
+        (
+            layout.world_size > layout.data_parallel_size or layout.zero_stage == 3,
+            "of several ranks it is modelled with DDP, FSDP and ZeRO-1 and 2 only.",
+        ),
+        (
+            layout.sharding in ("fsdp2", "hsdp") and conventions(job).get("fsdp2_units") == "ends",
+            "FSDP2 cannot shard it as accelerate asks: modules of several groups share its table; use fsdp1.",
+        ),
+        (
+            layout.sharding != "none" and layout.num_replicas > 1 and job.finetuning.method != "full",
+            "adapters in shards are not modelled for it.",
+        ),
         (job.attention not in ("eager", "sdpa"), f"attention={job.attention!r} is not modelled for it; use sdpa or eager."),
         (
             "float16" in (job.precision.parameters, job.precision.compute),

@@ -50,7 +50,6 @@ def zero_reason(job: TrainingJob) -> str:
             layout.zero_stage == 3 and job.architecture.moe is not None and job.activation_checkpointing.every_n_layers > 1,
             "with experts only where every layer is checkpointed, or none.",
         ),
-        (job.architecture.kind != "decoder", "on decoders only."),
         (
             job.architecture.moe is not None and job.precision.parameters != "bfloat16",
             "with experts in bfloat16 only: grouped products of other dtypes cannot be traced.",

@@ -188,6 +188,8 @@ class ShardedLayout(Layout):
         self.reshards = True
         """Whether a unit is resharded when it is done; under pipelining, once for all micro-batches (`end_turns`)."""
         self.last = True
+        self._fetched_for: set[Unit] = set()
+        """Units that have fetched the next in this backward; both ends of an encoder-decoder are one, and do so once."""
         self._of_module: dict[str, list[Unit]] = {}
         for unit in self.units:
             for module in unit.modules:
@@ -200,6 +202,7 @@ class ShardedLayout(Layout):
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self.last = last
+        self._fetched_for.clear()
 
     def before_forward(self, step: Step, module: str) -> None:
         units = self._of_module.get(module, [])
@@ -216,8 +219,11 @@ class ShardedLayout(Layout):
         for unit in self._of_module.get(module, []):
             if not unit.gathered and not unit.fetched_in_vain:
                 self.gather(step, unit)
+            if unit in self._fetched_for:
+                continue
             if self.prefetches and not unit.hook and unit.modules[-1] == module and (following := self.unit_before(unit)):
                 self.prefetch(step, following)
+                self._fetched_for.add(unit)
 
     def after_backward(self, step: Step, run: Run) -> None:
         for unit in self._of_module.get(run.module, []):

@@ -8,7 +8,7 @@ from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.parameters import layer_parameters, num_parameters
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.spec import ActivationCheckpointing, Parallelism, Precision, TrainingJob
-from peakcast.timeline import Phase
+from peakcast.timeline import Category, Phase
 
 CONFIG = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 100}
 TINY = architecture_from_hf_config(CONFIG)
@@ -70,7 +70,8 @@ def test_more_targets_never_need_less(checkpointing):
     [
         ({"attention": "flash_attention_2"}, "flash_attention_2"),
         ({"precision": Precision(parameters="float16", compute="float16")}, "float16"),
-        ({"parallelism": Parallelism(data_parallel_size=2)}, "one GPU"),
+        ({"parallelism": Parallelism(data_parallel_size=2, zero_stage=3)}, "ZeRO-1 and 2 only"),
+        ({"parallelism": Parallelism(data_parallel_size=2, sharding="fsdp2")}, "use fsdp1"),
         ({"activation_checkpointing": ActivationCheckpointing(mode="full", use_reentrant=True)}, "reentrant"),
         ({"task": "inference"}, "generation"),
     ],
@@ -78,6 +79,19 @@ def test_more_targets_never_need_less(checkpointing):
 def test_what_is_not_modelled_says_so(changes, reason):
     assert reason in out_of_scope(job(**changes))
     assert not out_of_scope(job())
+
+
+@pytest.mark.parametrize(
+    ("framework", "sharding"), [("huggingface", "none"), ("huggingface", "fsdp1"), ("torch", "fsdp2"), ("torch", "hsdp")]
+)
+def test_over_several_ranks_nothing_that_was_gathered_or_reduced_outlives_the_step(framework, sharding):
+    """Both ends of the network are one unit, whose backward comes twice: it must fetch the last layer once."""
+    sharded = job(framework=framework, parallelism=Parallelism(data_parallel_size=16, sharding=sharding))
+    assert not out_of_scope(sharded)
+    steady = ledger(sharded)
+    left = (steady.dies >= len(steady.phases)) & (steady.born < len(steady.phases))
+    buckets = sharding == "none"  # DDP's stand from its first step on
+    assert (Category.COMMUNICATION_BUFFERS in steady.categories[left]) == buckets
 
 
 def test_a_job_without_targets_is_written_as_ever():
