@@ -48,6 +48,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
             in_order_of_modules(sharded, job.architecture.model_type),
             ends_apart=chosen["fsdp2_units"] == "ends",
             first_layer_without_gradient=no_gradient_enters,
+            tied=job.architecture.tie_word_embeddings,
         )
         if gathers_head_itself(job):
             units = [unit for unit in units if unit.name != "tail"]

@@ -341,10 +341,12 @@ def units_by_layer(
     ends_apart: bool = False,
     adapters_apart: bool = False,
     first_layer_without_gradient: bool = False,
+    tied: bool = False,
 ) -> list[Unit]:
     """A unit per decoder layer, and the rest: the root, which is gathered first and stays; or, with `ends_apart`, the token
     table as a unit, final norm and lm_head as another (one for both where they share the table), and the root what is left.
     `adapters_apart`: each adapter matrix is a unit of its own. `first_layer_without_gradient`: no gradient enters it.
+    `tied`: the head uses the table, also where it has no tensor of its own.
 
     In the order in which their forward ends; the root is the last.
     """
@@ -363,7 +365,8 @@ def units_by_layer(
         return [*layers, root]
     table = [tensor for tensor in embedding if tensor.name == "embed_tokens.weight"]
     left = [tensor for tensor in embedding if tensor.name != "embed_tokens.weight"]
-    tied = bool(head) and not any(tensor.name == "lm_head.weight" for tensor in head)  # a pipeline's stage may have no end
+    # without tensors it may be a pipeline's stage that has no end, or a final norm without weights (OLMo)
+    tied = (tied or bool(head)) and not any(tensor.name == "lm_head.weight" for tensor in head)
     if not all(tensor.trains for tensor in head):  # with adapters accelerate does not find the final norm
         left += [tensor for tensor in head if not tensor.name.startswith("lm_head")]
         head = [tensor for tensor in head if tensor.name.startswith("lm_head")]
