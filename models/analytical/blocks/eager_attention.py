@@ -63,12 +63,10 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     if weights.num_bytes != elements * context.compute_bytes:
         weights = ops.cast(tape, weights, elements * context.compute_bytes, "self_attn.weights_cast")
     v_used = v if family.joins_heads_first else _joined(build, v, "v", by_head=laid_out)
-    # the product, before .transpose(1, 2).contiguous()
     summed = v.num_bytes // context.keys * context.sequence
-    laid_out_anew = 0 if single_token else summed
-    output = ops.matmul(
-        tape, weights, v_used, summed, "self_attn.weighted_sum", forward_temporary_bytes=laid_out_anew
-    )
+    output = ops.matmul(tape, weights, v_used, summed, "self_attn.weighted_sum")
+    if not single_token:  # .transpose(1, 2).contiguous()
+        output = ops.copy(tape, output, "self_attn.contiguous")
     for variable in (*named, *variables):
         tape.hold(variable)
     build.variables.append(returned)  # the attention module returns them too
