@@ -41,8 +41,8 @@ def inference_ledger(
     hold_buffers(timeline, job)
     timeline.hold_all(training_workspaces(device, job.versions)[:1], Category.WORKSPACES)  # no autograd thread
     prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
-    for name in ("input_ids", "attention_mask"):
-        timeline.hold(name, Category.INPUTS, job.micro_batch_size * (prompt + new) * INT64, 0)
+    token = job.micro_batch_size * INT64
+    timeline.hold("input_ids", Category.INPUTS, prompt * token, 0)  # the caller's, beside those that grow
     full = prompt + new - 1  # the last token is never fed
     static = job.inference.cache == "static"
     layers = range(job.architecture.num_hidden_layers)
@@ -51,10 +51,8 @@ def inference_ledger(
     for past in (0, *_decoded(prompt, full)):
         forward = replace(context, sequence=1 if past else prompt)
         turns = {one: cache_turn(one, past, forward.sequence, full, static=static) for one in dict.fromkeys(windows)}
-        seen = {one: _with_cache(forward, one, turn, follows=static and past > 0) for one, turn in turns.items()}
+        seen = {one: _with_cache(forward, one, turn, past, follows=static and past > 0) for one, turn in turns.items()}
         start = timeline.now
-        if past == prompt:  # the caller's, beside those that grow
-            timeline.hold("input_ids", Category.INPUTS, job.micro_batch_size * prompt * INT64, start)
         timeline.run_without_graph(embedding(forward), "embedding")
         embedded = first_ends = timeline.now
         returned = 0
@@ -77,6 +75,8 @@ def inference_ledger(
             chosen = begins + head.forward_labels.index("next_token_logits") + 1
             size = job.micro_batch_size * job.architecture.vocab_size * FP32
             timeline.hold("next_token_logits", Category.LOGITS, size, start, chosen, "head")
+        for name in ("input_ids", "attention_mask") if past else ("attention_mask",):
+            timeline.hold(name, Category.INPUTS, (past + forward.sequence) * token, start, timeline.now)
         stage = "decode" if past else "prefill"
         timeline.labels[start:] = [f"{stage} {label}" for label in timeline.labels[start:]]
     for (layer, name), (born, size) in caches.items():
@@ -110,16 +110,16 @@ def _run_layer(
     return attention_weights_bytes(context)
 
 
-def _with_cache(context: HFContext, window: int | None, turn: CacheTurn, *, follows: bool) -> HFContext:
+def _with_cache(context: HFContext, window: int | None, turn: CacheTurn, past: int, *, follows: bool) -> HFContext:
     """What a layer with a `window`, or without, sees of what its cache gives. `follows`: of a static cache, on a prompt.
 
-    Source: transformers 5.17 masking_utils.py `_ignore_causal_mask_sdpa`; sdpa_attention.py: without a mask a prompt takes
-    of a static cache what was given.
+    Source: transformers 5.17 masking_utils.py `_ignore_causal_mask_sdpa`, `flash_attention_mask`; sdpa_attention.py:
+    without a mask a prompt takes of a static cache what was given.
     """
     always = traits(context.architecture).always_masked
     masked = always or follows or (window is not None and turn.length >= window)
-    sees_prompt = context.attention == "sdpa" and turn.does == "stores" and not masked
-    keys = context.sequence if sees_prompt else turn.length
+    part = {"sdpa": not masked, "flash_attention_2": True}.get(context.attention, False)
+    keys = min(past + context.sequence, turn.length) if part and turn.does == "stores" else turn.length
     return replace(context, cache=turn.does, cache_length=turn.length, key_length=keys, masked=masked)
 
 

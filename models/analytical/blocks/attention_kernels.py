@@ -26,11 +26,11 @@ Kernel = Callable[[BlockBuilder, Tensor, Tensor, Tensor], Tensor]
 
 def attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q, k, v to the heads' outputs, by the kernel that the job takes. Of a static cache sdpa's prefill takes what was
-    given, as a view (transformers 5.17 `sdpa_attention.py`)."""
+    given, and flash attention what there is, as a view (transformers 5.17 `sdpa_attention.py`, `_upad_input`)."""
     context = build.context
     if context.cache_length > context.keys:
         k, v = (
-            build.tape.operation("self_attn.prompt", [x], x.num_bytes // context.cache_length * context.keys, view_of=x)
+            build.tape.operation("self_attn.filled", [x], x.num_bytes // context.cache_length * context.keys, view_of=x)
             for x in (k, v)
         )
     return KERNELS[attention_kernel(context)](build, q, k, v)
@@ -57,12 +57,19 @@ def attention_kernel(context: HFContext) -> str:
 
 
 def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    context = build.context
+    context, mla = build.context, build.context.architecture.mla
     q, k, v = _to_compute_dtype(build, q, k, v)
-    whole, taken, unpadded = q.num_bytes, context.rows, False
+    whole, narrow, taken, unpadded = q.num_bytes, 0, context.rows, False
+    indices: list[Tensor] = []
+    if mla is not None and mla.v_head_dim < mla.qk_nope_head_dim + mla.qk_rope_head_dim:  # values as wide as keys
+        narrow = v.num_bytes // context.keys * context.sequence
+        v = build.tape.operation("self_attn.widen_v", [v], k.num_bytes)
     if context.valid_rows and context.attention == "flash_attention_2":
         taken, unpadded = context.valid_rows, True
         q, k, v = (_without_padding(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    elif context.cache_length > context.keys and context.attention == "flash_attention_2":
+        unpadded = True
+        q, k, v, *indices = _filled(build, q, k, v)
     log_sum_exp = FP32 * taken * context.architecture.num_attention_heads
     output = build.tape.operation(
         "self_attn.flash_attention",
@@ -74,7 +81,11 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         backward_temporary_bytes=flash_backward_bytes(context) if context.kernel_temporaries else 0,
         kind="" if context.attention == "flash_attention_2" else "attention",  # the package's is on no list of what is kept
     )
-    output = build.tape.operation("self_attn.pad", [output], whole) if unpadded else output
+    if unpadded:
+        output = build.tape.operation("self_attn.pad", [output], whole)
+        for variable in (q, k, v, *indices):  # of `_flash_attention_forward`
+            build.tape.hold(variable)
+    output = build.tape.operation("self_attn.crop", [output], narrow) if narrow else output
     if traits(context.architecture).returns_attention_weights:  # in their place
         build.variables.append(output)
     return output
@@ -109,6 +120,20 @@ def _without_padding(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
     Source: transformers 5.17 modeling_flash_attention_utils.py `_upad_input`, `_pad_input`."""
     context = build.context
     return build.tape.operation(f"self_attn.unpad_{name}", [x], x.num_bytes // context.rows * context.valid_rows)
+
+
+def _filled(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """What a static cache has so far, gathered as if the rest were padding: keys and values are laid out token by token
+    first; a single query is as it is, and of several it is named where they were."""
+    context, tape = build.context, build.tape
+    indices = tape.operation("self_attn.filled.indices", [], context.batch * context.keys * INT64, gradients=[])
+    taken = [
+        tape.operation(f"self_attn.unpad_{name}", [x, indices], x.num_bytes, forward_temporary_bytes=x.num_bytes)
+        for x, name in ((k, "k"), (v, "v"))
+    ]
+    if context.sequence == 1:
+        return [q, *taken]
+    return [tape.operation("self_attn.unpad_q", [q, indices], q.num_bytes), *taken, indices]
 
 
 def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
