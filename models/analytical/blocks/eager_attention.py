@@ -41,7 +41,7 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     q_used = _joined(build, _narrow(build, q, size, "q"), "q", by_head=joined or single_token)
     k_used = _joined(build, _narrow(build, k, size, "k"), "k", by_head=(joined and not single) or laid_out)
     scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
-    named = [scores, q_used, k_used, v] if family.joins_heads_first else [q, k]
+    named = [scores, q_used, k_used, v] if family.joins_heads_first else [q, k, v]
     if not family.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
         scores = ops.scale(tape, scores, "self_attn.scaling", where_it_stands=family.scores_scaled_in_place)
     if family.attention_softcap:
