@@ -66,9 +66,17 @@ flash_attn_varlen_func = _function("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
 """Of sequences of any length, one after the other."""
 
 
-def install(*, packed: bool) -> None:
-    """Put it in the place of the package, in this process; `packed`: the row of a batch holds several sequences, which
-    fake positions cannot tell."""
+def _mask(*, kv_length: int, attention_mask: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
+    """transformers' `flash_attention_mask` where no token pads, which fake ones cannot tell: a mask is kept where a static
+    cache is longer."""
+    sliced = None if attention_mask is None else attention_mask[:, -kv_length:]
+    return None if sliced is None or sliced.shape[1] == kv_length else sliced
+
+
+def install(*, packed: bool, padded: bool = True) -> None:
+    """Put it in the place of the package, in this process; `packed`: the row of a batch holds several sequences, and
+    `padded`: a batch's mask says which tokens pad, which fake ones cannot tell."""
+    import transformers.masking_utils as masking
     import transformers.modeling_flash_attention_utils as utils
     from transformers import PreTrainedModel
 
@@ -80,5 +88,7 @@ def install(*, packed: bool) -> None:
     vars(package).update(functions, flash_attn_with_kvcache=None, __path__=[])
     vars(padding).update(pad_input=utils._pad_input, unpad_input=utils._unpad_input)
     utils.is_flash_attn_2_available = lambda: True
+    if not padded:
+        masking.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["flash_attention_2"] = _mask
     utils._is_packed_sequence = lambda position_ids, batch_size: packed
     PreTrainedModel._flash_attn_can_dispatch = lambda *arguments, **keywords: True

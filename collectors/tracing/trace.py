@@ -112,10 +112,6 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     if job.framework == "megatron":
         engine = conventions(job)["adam_library"] != "torch"
         megatron_fakes.install(tracer, engine=engine, routed_rows=_routed_rows(job))
-    if job.task == "inference":
-        with fake_mode(), tracer:
-            span = _generate(job, tracer)
-        return {step: tracer.timeline(*span) for step in ("first", "steady")}
     # one thread: autograd's own would not know that tensors made in backward are fake too
     compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if job.compile:
@@ -126,7 +122,11 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     if job.attention == "flash_attention_2":
         from peakcast.collectors.tracing import flash_attention_stub
 
-        flash_attention_stub.install(packed=joined)
+        flash_attention_stub.install(packed=joined, padded=job.task != "inference")
+    if job.task == "inference":
+        with fake_mode(), tracer:
+            span = _generate(job, tracer)
+        return {step: tracer.timeline(*span) for step in ("first", "steady")}
     # flash attention gathers the tokens that are no padding, or finds the sequences by their first positions
     num_nonzero = job.micro_batch_size if joined else at_its_longest(job).num_tokens
     with compiling, fake_mode(num_nonzero), torch.autograd.set_multithreading_enabled(False):

@@ -9,7 +9,7 @@ from peakcast.architecture import Architecture
 from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions
 from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding
-from peakcast.models.analytical.blocks.hf_traits import slides, traits
+from peakcast.models.analytical.blocks.hf_traits import rotates, slides, traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.blocks.ring_attention import ring_of
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
@@ -192,12 +192,12 @@ def _cached_matmuls(job: TrainingJob) -> int:
 
 def _layer_contexts(context: HFContext, job: TrainingJob) -> list[HFContext]:
     """The context of every decoder layer; equal layers have the same object."""
-    kinds: dict[tuple[bool, bool, bool, str], HFContext] = {}
+    kinds: dict[tuple[bool, bool, bool, bool, str], HFContext] = {}
     parts = job.architecture.layer_types
     found = []
     for index in range(job.architecture.num_hidden_layers):
         slid, named = slides(job.architecture, index, context.sequence), parts[index] if parts else ""
-        kind = index == 0, job.architecture.is_moe_layer(index), slid, named
+        kind = index == 0, job.architecture.is_moe_layer(index), slid, rotates(job.architecture, index), named
         if kind not in kinds:
             kinds[kind] = _layer_context(context, job, index)
         found.append(kinds[kind])
@@ -217,6 +217,7 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         # peft's enable_input_require_grads comes with checkpointing only
         input_requires_grad=index > 0 or not adapters_alone,
         routed=context.architecture.is_moe_layer(index),
+        rotates=rotates(context.architecture, index),
         parts=context.architecture.layer_types[index] if context.architecture.layer_types else "",
         liger=context.liger or "layers" in context.compiled,
         masked=context.mask_of_batch

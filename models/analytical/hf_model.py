@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.attention_kernels import flex_block_mask_bytes
 from peakcast.models.analytical.blocks.hf_builder import CAST
@@ -153,7 +154,7 @@ def attention_weights_bytes(layer: HFContext) -> int:
     if layer.attention != "eager" or not family.returns_attention_weights:
         return 0
     element = FP32 if layer.autocast and family.eager_softmax == "wide" else layer.compute_bytes
-    return layer.rows * layer.architecture.num_attention_heads * (layer.key_length or layer.sequence) * element
+    return layer.rows * layer.architecture.num_attention_heads * layer.keys * element
 
 
 def hold_attention_weights(
@@ -185,17 +186,22 @@ def hold_rotary_tables(
 ) -> None:
     """cos and sin of every position, shared by all layers until the first layer's backward is done; where layers keep
     copies of their own, until `copied`, the end of the model's forward (None: layers that run again ask for them)."""
-    in_layers = bool(traits(job.architecture).position_table_width)
-    shared = job.architecture.position_embedding == "rope" and not in_layers
-    if shared and "mask" not in context.compiled:  # computed anew in each kernel
-        mla, family = job.architecture.mla, traits(job.architecture)
-        width = mla.qk_rope_head_dim if mla else int(job.architecture.head_dim * family.rotary_fraction)
-        width //= 1 + family.rotary_in_halves
-        wide = family.rotary == "promoted"
-        kinds = kinds_of_layers(job.architecture)
+    if "mask" not in context.compiled:  # computed anew in each kernel
         # where ranks share a sequence, each sequence of a batch has positions of its own
         tokens = context.rows if context.ring.ranks > 1 else context.sequence
-        size = tokens * width * (FP32 if wide else context.weight_bytes)
-        for name in ("rotary.cos", "rotary.sin") * min(family.rotary_tables, kinds):
-            ends = copied if copied and family.rotary_tables_per_layer else timeline.now
-            timeline.hold(name, Category.ACTIVATIONS, size, start, ends)
+        ends = copied if copied and traits(job.architecture).rotary_tables_per_layer else timeline.now
+        timeline.hold_all(rotary_tables(job.architecture, tokens, context.weight_bytes), Category.ACTIVATIONS, start, ends)
+
+
+def rotary_tables(architecture: Architecture, tokens: int, weight_bytes: int) -> list[tuple[str, str, int]]:
+    """(name, module, bytes) of what the model makes for all layers to rotate `tokens` positions."""
+    mla, family = architecture.mla, traits(architecture)
+    if architecture.position_embedding != "rope" or family.position_table_width:
+        return []
+    width = mla.qk_rope_head_dim if mla else int(architecture.head_dim * family.rotary_fraction)
+    if family.rotary_complex:
+        return [("rotary.frequencies", "", tokens * width * FP32)]
+    width //= 1 + family.rotary_in_halves
+    size = tokens * width * (FP32 if family.rotary == "promoted" else weight_bytes)
+    sets = min(family.rotary_tables, kinds_of_layers(architecture))
+    return [("rotary.cos", "", size), ("rotary.sin", "", size)] * sets

@@ -6,7 +6,7 @@ and `_sample`, cache_utils.py; run without a graph, so a tensor dies after its l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from peakcast.catalog import Device
@@ -14,9 +14,9 @@ from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding, embedding_variables, next_token_head
 from peakcast.models.analytical.blocks.hf_layer import decoder_layer
-from peakcast.models.analytical.blocks.hf_traits import kinds_of_masks, traits
-from peakcast.models.analytical.blocks.kv_cache import CACHES, layer_cache_bytes
-from peakcast.models.analytical.hf_model import attention_weights_bytes, hold_buffers
+from peakcast.models.analytical.blocks.hf_traits import kinds_of_masks, rotates, traits, window_of
+from peakcast.models.analytical.blocks.kv_cache import CACHES, CacheTurn, cache_turn, layer_cache_bytes
+from peakcast.models.analytical.hf_model import attention_weights_bytes, hold_buffers, rotary_tables
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import TrainingJob
@@ -41,31 +41,27 @@ def inference_ledger(
     hold_buffers(timeline, job)
     timeline.hold_all(training_workspaces(device, job.versions)[:1], Category.WORKSPACES)  # no autograd thread
     prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
-    for name in ("input_ids", "attention_mask"):
-        timeline.hold(name, Category.INPUTS, job.micro_batch_size * (prompt + new) * INT64, 0)
+    token = job.micro_batch_size * INT64
+    timeline.hold("input_ids", Category.INPUTS, prompt * token, 0)  # the caller's, beside those that grow
     full = prompt + new - 1  # the last token is never fed
     static = job.inference.cache == "static"
-    # a static cache is seen whole, but by sdpa's prefill, which without a mask takes what was given (sdpa_attention.py)
-    sees_prompt = context.attention == "sdpa" and not traits(context.architecture).always_masked
     layers = range(job.architecture.num_hidden_layers)
+    windows = [window_of(job.architecture, layer) for layer in layers]
     caches = {(layer, name): (0, 0) for layer in layers for name in CACHES}  # born, bytes
     for past in (0, *_decoded(prompt, full)):
-        sequence = 1 if past else prompt
-        forward = replace(
-            context,
-            sequence=sequence,
-            cache=job.inference.cache,
-            key_length=full if static and (past or not sees_prompt) else past + sequence,
-            masked=static and past > 0,
-        )
+        forward = replace(context, sequence=1 if past else prompt)
+        turns = {one: cache_turn(one, past, forward.sequence, full, static=static) for one in dict.fromkeys(windows)}
+        seen = {one: _with_cache(forward, one, turn, past, follows=static and past > 0) for one, turn in turns.items()}
         start = timeline.now
         timeline.run_without_graph(embedding(forward), "embedding")
         embedded = first_ends = timeline.now
         returned = 0
         for layer in layers:
-            run = replace(forward, routed=job.architecture.is_moe_layer(layer))
+            window = windows[layer]
+            routed, turned = job.architecture.is_moe_layer(layer), rotates(job.architecture, layer)
+            run = replace(seen[window], routed=routed, rotates=turned)
             begins, before = timeline.now, returned
-            returned = _run_layer(timeline, run, layer, caches, full if static else 0)
+            returned = _run_layer(timeline, run, layer, caches, turns[window].kept)
             timeline.hold("attention_weights", Category.ACTIVATIONS, before, begins, timeline.now, f"layers.{layer - 1}")
             first_ends = timeline.now if layer == 0 else first_ends
         head = next_token_head(forward, str(conventions(job).get("generate_logits", "last")))
@@ -74,11 +70,13 @@ def inference_ledger(
         is_input, sizes = embedding_variables(forward)  # the first layer's input, which that layer has meanwhile
         for size in sizes:
             timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, first_ends if is_input else embedded, ends)
-        _hold_inputs_of_the_model(timeline, forward, start, ends)
+        _hold_inputs_of_the_model(timeline, seen, start, ends)
         if past:  # the variable names the last forward's copy until it names this one's
             chosen = begins + head.forward_labels.index("next_token_logits") + 1
             size = job.micro_batch_size * job.architecture.vocab_size * FP32
             timeline.hold("next_token_logits", Category.LOGITS, size, start, chosen, "head")
+        for name in ("input_ids", "attention_mask") if past else ("attention_mask",):
+            timeline.hold(name, Category.INPUTS, (past + forward.sequence) * token, start, timeline.now)
         stage = "decode" if past else "prefill"
         timeline.labels[start:] = [f"{stage} {label}" for label in timeline.labels[start:]]
     for (layer, name), (born, size) in caches.items():
@@ -96,30 +94,45 @@ def _decoded(prompt: int, full: int) -> list[int]:
 def _run_layer(
     timeline: Step, context: HFContext, layer: int, caches: dict[tuple[int, str], tuple[int, int]], length: int
 ) -> int:
-    """One layer's forward. A dynamic cache is concatenated: a layer's old and new keys meet; a static one of `length`
-    tokens is made once. Returns the bytes of the attention weights that the model's loop names until the next layer's."""
-    grows, cached = not length, replace(context, key_length=length or context.key_length)
+    """One layer's forward. A dynamic cache is concatenated: a layer's old and new keys meet; a static one is made once. It
+    keeps `length` tokens. Returns the bytes of the attention weights that the model's loop names until the next layer's."""
+    grows = context.cache in ("grows", "slides")
     template = decoder_layer(context)
     start = timeline.run_without_graph(template, f"layers.{layer}").forward_start
-    for name, size in zip(CACHES, layer_cache_bytes(cached), strict=True):
+    for name, size in zip(CACHES, layer_cache_bytes(context, length), strict=True):
         born, before = caches[layer, name]
         now = start + template.forward_labels.index(name if grows else CACHES[0])
         if before and grows:
-            timeline.hold(name, Category.ACTIVATIONS, before, born, now + 1, f"layers.{layer}")
+            replaced = now if context.cache == "grows" else start + template.forward_labels.index(CACHES[-1])
+            timeline.hold(name, Category.ACTIVATIONS, before, born, replaced + 1, f"layers.{layer}")
         if grows or not before:
             caches[layer, name] = (now, size)
     return attention_weights_bytes(context)
 
 
-def _hold_inputs_of_the_model(timeline: Step, context: HFContext, start: int, ends: int) -> None:
-    """What the model's own forward makes for all layers and keeps until it returns: the mask, cos and sin [1, sequence,
-    head_dim]."""
-    architecture, size = context.architecture, context.compute_bytes
-    if context.attention == "eager":  # additive masks [micro_batch_size, 1, sequence, keys], as generate() passes one along
-        mask = context.rows * context.key_length * size
-        timeline.hold_all([("causal_mask", "", mask)] * kinds_of_masks(architecture), Category.TEMPORARIES, start, ends)
-    if architecture.position_embedding == "rope":
-        width = int(architecture.head_dim * traits(architecture).rotary_fraction)
-        size = FP32 if traits(architecture).rotary == "promoted" else size
-        for name in ("rotary.cos", "rotary.sin"):
-            timeline.hold(name, Category.TEMPORARIES, context.sequence * width * size, start, ends)
+def _with_cache(context: HFContext, window: int | None, turn: CacheTurn, past: int, *, follows: bool) -> HFContext:
+    """What a layer with a `window`, or without, sees of what its cache gives. `follows`: of a static cache, on a prompt.
+
+    Source: transformers 5.17 masking_utils.py `_ignore_causal_mask_sdpa`, `flash_attention_mask`; sdpa_attention.py:
+    without a mask a prompt takes of a static cache what was given.
+    """
+    always = traits(context.architecture).always_masked
+    masked = always or follows or (window is not None and turn.length >= window)
+    part = {"sdpa": not masked, "flash_attention_2": True}.get(context.attention, False)
+    keys = min(past + context.sequence, turn.length) if part and turn.does == "stores" else turn.length
+    return replace(context, cache=turn.does, cache_length=turn.length, key_length=keys, masked=masked)
+
+
+def _hold_inputs_of_the_model(timeline: Step, seen: Mapping[int | None, HFContext], start: int, ends: int) -> None:
+    """What the model's own forward makes for all layers and keeps until it returns: masks [micro_batch_size, 1, sequence,
+    keys], of bools where sdpa needs one and additive for eager, one for each kind of layer; and rotary tables."""
+    one = next(iter(seen.values()))
+    architecture = one.architecture
+    kinds = [seen.get(None, one), seen.get(architecture.sliding_window, one)][-kinds_of_masks(architecture) :]
+    if traits(architecture).masks_for_both_kinds:  # of a window of 0, which is never long enough
+        kinds[-1] = replace(kinds[-1], masked=True)
+    for kind in kinds:
+        size = kind.compute_bytes if kind.attention == "eager" else int(kind.attention == "sdpa" and kind.masked)
+        timeline.hold("causal_mask", Category.TEMPORARIES, kind.rows * kind.cache_length * size, start, ends)
+    tables = rotary_tables(architecture, one.sequence, one.weight_bytes)
+    timeline.hold_all([*tables, ("position_ids", "", one.sequence * INT64)], Category.TEMPORARIES, start, ends)

@@ -154,6 +154,10 @@ def _plain_float8(job: TrainingJob) -> bool:
     return plain and wide and job.architecture.model_type not in ("gpt2", "gpt_bigcode")
 
 
+SLIDES_LATER = ("qwen2", "qwen2_moe", "qwen3", "smollm3")
+"""transformers 5.17 models/*/configuration_*.py: `max_window_layers` or a pattern says which layers slide."""
+
+
 def _outgrows_window(job: TrainingJob) -> bool:
     prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
     return job.architecture.sliding_window is not None and prompt + new > job.architecture.sliding_window
@@ -277,22 +281,14 @@ def _mixture_reason(job: TrainingJob) -> str:
 def _huggingface_reason(job: TrainingJob) -> str:
     checks = [
         (
-            job.task == "inference" and _outgrows_window(job),
-            "generation beyond the sliding window is not modelled: such layers cut their cache and mask their attention.",
-        ),
-        (
-            job.task == "inference" and job.architecture.mla is not None,
-            "generation with multi-latent attention is counted by transformers 5.17's source; traces of small networks "
-            "need up to a tenth less.",
+            job.task == "inference" and _outgrows_window(job) and job.architecture.model_type in SLIDES_LATER,
+            f"generation of model_type={job.architecture.model_type!r} beyond a sliding window: its configuration says "
+            "from which layer on it slides (max_window_layers), which is not read.",
         ),
         (
             job.task == "inference" and job.architecture.model_type in ("codegen", "gptj", "mpt"),
             f"generation with model_type={job.architecture.model_type!r}, whose attention has tables of its own, is up to "
             "5 % below its trace.",
-        ),
-        (
-            job.task == "inference" and job.architecture.model_type == "falcon" and job.attention == "sdpa",
-            "generation with Falcon, whose attention always has a mask, is up to 5 % below its trace with sdpa; use eager.",
         ),
         (
             job.architecture.mla is not None and bool(conventions(job).get("autocast")),

@@ -25,8 +25,15 @@ Kernel = Callable[[BlockBuilder, Tensor, Tensor, Tensor], Tensor]
 
 
 def attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q, k, v to the heads' outputs, by the kernel that the job takes."""
-    return KERNELS[attention_kernel(build.context)](build, q, k, v)
+    """q, k, v to the heads' outputs, by the kernel that the job takes. Of a static cache sdpa's prefill takes what was
+    given, and flash attention what there is, as a view (transformers 5.17 `sdpa_attention.py`, `_upad_input`)."""
+    context = build.context
+    if context.cache_length > context.keys:
+        k, v = (
+            build.tape.operation("self_attn.filled", [x], x.num_bytes // context.cache_length * context.keys, view_of=x)
+            for x in (k, v)
+        )
+    return KERNELS[attention_kernel(context)](build, q, k, v)
 
 
 def attention_kernel(context: HFContext) -> str:
@@ -50,12 +57,19 @@ def attention_kernel(context: HFContext) -> str:
 
 
 def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    context = build.context
+    context, mla = build.context, build.context.architecture.mla
     q, k, v = _to_compute_dtype(build, q, k, v)
-    whole, taken, unpadded = q.num_bytes, context.rows, False
+    whole, narrow, taken, unpadded = q.num_bytes, 0, context.rows, False
+    indices: list[Tensor] = []
+    if mla is not None and mla.v_head_dim < mla.qk_nope_head_dim + mla.qk_rope_head_dim:  # values as wide as keys
+        narrow = v.num_bytes // context.keys * context.sequence
+        v = build.tape.operation("self_attn.widen_v", [v], k.num_bytes)
     if context.valid_rows and context.attention == "flash_attention_2":
         taken, unpadded = context.valid_rows, True
         q, k, v = (_without_padding(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    elif context.cache_length > context.keys and context.attention == "flash_attention_2":
+        unpadded = True
+        q, k, v, *indices = _filled(build, q, k, v)
     log_sum_exp = FP32 * taken * context.architecture.num_attention_heads
     output = build.tape.operation(
         "self_attn.flash_attention",
@@ -67,7 +81,11 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         backward_temporary_bytes=flash_backward_bytes(context) if context.kernel_temporaries else 0,
         kind="" if context.attention == "flash_attention_2" else "attention",  # the package's is on no list of what is kept
     )
-    output = build.tape.operation("self_attn.pad", [output], whole) if unpadded else output
+    if unpadded:
+        output = build.tape.operation("self_attn.pad", [output], whole)
+        for variable in (q, k, v, *indices):  # of `_flash_attention_forward`
+            build.tape.hold(variable)
+    output = build.tape.operation("self_attn.crop", [output], narrow) if narrow else output
     if traits(context.architecture).returns_attention_weights:  # in their place
         build.variables.append(output)
     return output
@@ -102,6 +120,20 @@ def _without_padding(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
     Source: transformers 5.17 modeling_flash_attention_utils.py `_upad_input`, `_pad_input`."""
     context = build.context
     return build.tape.operation(f"self_attn.unpad_{name}", [x], x.num_bytes // context.rows * context.valid_rows)
+
+
+def _filled(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """What a static cache has so far, gathered as if the rest were padding: keys and values are laid out token by token
+    first; a single query is as it is, and of several it is named where they were."""
+    context, tape = build.context, build.tape
+    indices = tape.operation("self_attn.filled.indices", [], context.batch * context.keys * INT64, gradients=[])
+    taken = [
+        tape.operation(f"self_attn.unpad_{name}", [x, indices], x.num_bytes, forward_temporary_bytes=x.num_bytes)
+        for x, name in ((k, "k"), (v, "v"))
+    ]
+    if context.sequence == 1:
+        return [q, *taken]
+    return [tape.operation("self_attn.unpad_q", [q, indices], q.num_bytes), *taken, indices]
 
 
 def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -155,15 +187,16 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = _to_compute_dtype(build, q, k, v, repeated=True)
     bias = []
     if context.masked and "mask" not in context.compiled:  # compiled, one is made for all layers (`hold_masks`)
-        size = context.batch * context.sequence**2 * context.compute_bytes
+        size = context.batch * context.sequence * context.keys * context.compute_bytes
         bias.append(tape.operation("self_attn.additive_mask", [], size, gradients=[]))
+    kept = [FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64]
     output = tape.operation(
         "self_attn.efficient_attention",
         [q, k, v, *bias],
-        v.num_bytes,
+        v.num_bytes // context.keys * context.sequence,
         saves=[q, k, v, *bias],
         saves_output=True,
-        extra_saved_bytes=[FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64],
+        extra_saved_bytes=[] if context.cache else kept,  # without a graph the kernel makes none
         # the row sums "delta" of the backward (attention_backward.cu)
         backward_temporary_bytes=FP32 * context.rows * heads if context.kernel_temporaries else 0,
         kind="attention",
@@ -181,17 +214,19 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     local = [q32, k32, v32] = [to_float32(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
     query = ops.scale(tape, q32, "self_attn.math.scale_q")
     local.append(query)
+    if context.masked or context.sequence > 1:  # else a single token sees all keys
+        mask_bytes = (context.batch * context.compute_bytes if context.masked else FP32) * context.sequence * context.keys
+        local.append(tape.operation("self_attn.math.mask", [], mask_bytes, gradients=[]))
     if traits(architecture).grouped_query_kernel:
         k32, v32 = repeat_key_value(build, q32, k32, v32, interleaved=True)
         local += [k32, v32]
-    key = ops.scale(tape, k32, "self_attn.math.scale_k")
-    key = _broadcast_heads(build, q32, key)
-    elements = context.batch * heads * context.sequence**2
-    mask_bytes = (context.batch * context.compute_bytes if context.masked else FP32) * context.sequence**2
-    local.append(tape.operation("self_attn.math.mask", [], mask_bytes, gradients=[]))
-    if context.batch > 1:  # matmul joins the dimensions of sequences and heads, which lie apart in q
+    scaled = ops.scale(tape, k32, "self_attn.math.scale_k")
+    key = _broadcast_heads(build, q32, scaled)
+    elements = context.batch * heads * context.sequence * context.keys
+    if context.batch > 1 < context.sequence:  # matmul joins the dimensions of sequences and heads, which lie apart in q
         query = ops.copy(tape, query, "self_attn.math.contiguous_q")
     scores = tape.operation("self_attn.math.scores", [query, key], elements * FP32, saves=[query, key])
+    tape.hold(scaled)  # the product's argument
     scores = ops.in_place(tape, scores, "self_attn.math.add_mask")
     # _safe_softmax also makes a bool of every score and selects into a new tensor, inside one operator
     hidden = 5 * elements if context.kernel_temporaries else 0
@@ -209,15 +244,16 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for tensor in local:
         tape.hold(tensor)
     # written head by head: laid out token by token for the output projection
-    return ops.copy(tape, output, "self_attn.contiguous")
+    return ops.copy(tape, output, "self_attn.contiguous") if context.sequence > 1 else output
 
 
 def _broadcast_heads(build: BlockBuilder, q: Tensor, x: Tensor) -> Tensor:
     """matmul's expansion of a single key head to all query heads: a view for one sequence, else a copy."""
-    if x.num_bytes == q.num_bytes:
+    size = q.num_bytes // build.context.sequence * build.context.keys
+    if x.num_bytes == size:
         return x
     view = x if build.context.batch == 1 else None
-    return build.tape.operation("self_attn.math.expand", [x], q.num_bytes, view_of=view)
+    return build.tape.operation("self_attn.math.expand", [x], size, view_of=view)
 
 
 def _to_compute_dtype(

@@ -20,25 +20,28 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     context, architecture, tape = build.context, build.context.architecture, build.tape
     heads, size = architecture.num_attention_heads, context.compute_bytes
     family = traits(architecture)
-    elements = context.batch * heads * context.sequence * (context.key_length or context.sequence)
+    elements = context.batch * heads * context.sequence * context.keys
     query_bytes = q.num_bytes // (context.rows * _query_width(architecture))
+    # laid out head by head: a cache's tensors, repeated key heads, and what is concatenated of a rotated and another part;
+    # not a single head that is expanded, nor what multi-latent attention expands of its cache
+    key_heads = attention_key_heads(architecture)
+    single = key_heads == 1 < heads
+    cached = context.cache not in ("", "passes") and architecture.mla is None and not single
+    laid_out = key_heads not in (1, heads) or cached
     k, v = repeat_key_value(build, q, k, v)
     if family.scores_in_float32 and size != FP32:
         q, k = to_float32(build, q, "q"), to_float32(build, k, "k")
         size = size if context.autocast else FP32
     if family.joins_heads_first:
-        v = _joined(build, v, "v")
-    # repeated key heads are laid out so, and what is concatenated of a rotated and another part
-    key_heads = attention_key_heads(architecture)
-    repeated = key_heads not in (1, architecture.num_attention_heads)
-    single = key_heads == 1 < architecture.num_attention_heads  # expanded, whatever its layout
+        v = _joined(build, v, "v", by_head=cached)
     in_parts = architecture.rotary_in_parts or family.rotary_fraction < 1 or family.rotary_in_halves
     joined = architecture.mla is not None or in_parts
     # under autocast matmul makes narrow copies of wide q and k
-    q_used = _joined(build, _narrow(build, q, size, "q"), "q", by_head=joined)
-    k_used = _joined(build, _narrow(build, k, size, "k"), "k", by_head=(joined and not single) or repeated)
+    single_token = context.sequence == 1  # laid out either way at once
+    q_used = _joined(build, _narrow(build, q, size, "q"), "q", by_head=joined or single_token)
+    k_used = _joined(build, _narrow(build, k, size, "k"), "k", by_head=(joined and not single) or laid_out)
     scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
-    named = [scores, q_used, k_used, v] if family.joins_heads_first else [q, k]
+    named = [scores, q_used, k_used, v] if family.joins_heads_first else [q, k, v]
     if not family.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
         scores = ops.scale(tape, scores, "self_attn.scaling", where_it_stands=family.scores_scaled_in_place)
     if family.attention_softcap:
@@ -59,9 +62,11 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     weights = returned = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
     if weights.num_bytes != elements * context.compute_bytes:
         weights = ops.cast(tape, weights, elements * context.compute_bytes, "self_attn.weights_cast")
-    v_used = v if family.joins_heads_first else _joined(build, v, "v", by_head=repeated)
-    # the product, before .transpose(1, 2).contiguous()
-    output = ops.matmul(tape, weights, v_used, v.num_bytes, "self_attn.weighted_sum", forward_temporary_bytes=v.num_bytes)
+    v_used = v if family.joins_heads_first else _joined(build, v, "v", by_head=laid_out)
+    summed = v.num_bytes // context.keys * context.sequence
+    output = ops.matmul(tape, weights, v_used, summed, "self_attn.weighted_sum")
+    if not single_token:  # .transpose(1, 2).contiguous()
+        output = ops.copy(tape, output, "self_attn.contiguous")
     for variable in (*named, *variables):
         tape.hold(variable)
     build.variables.append(returned)  # the attention module returns them too
@@ -137,7 +142,7 @@ def _joined(build: BlockBuilder, x: Tensor, name: str, *, by_head: bool = False)
 def _narrow(build: BlockBuilder, x: Tensor, element_bytes: int, name: str) -> Tensor:
     """q, or k for every query head, as the product takes it."""
     context = build.context
-    length = context.sequence if name == "q" else context.key_length or context.sequence
+    length = context.sequence if name == "q" else context.keys
     size = context.batch * length * _query_width(context.architecture) * element_bytes
     return ops.cast(build.tape, x, size, f"self_attn.{name}_cast") if x.num_bytes > size else x
 

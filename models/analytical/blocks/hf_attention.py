@@ -44,7 +44,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
             k = _qk_norm(build, k, key_value, "self_attn.k_norm")
     variables = [x, q, k] if family.rotary_inline else [x]
     variables += [fused] if family.names_fused_projection else []
-    if architecture.position_embedding == "rope":
+    if architecture.position_embedding == "rope" and context.rotates:
         q, k, parts = _rotary(build, q, k)
         variables += parts if family.rotary_inline else []
     if context.cache:

@@ -41,6 +41,8 @@ class HFContext:
     """The first layer reads what the embedding gives, in the weights' dtype, where later ones read a wider stream."""
     input_requires_grad: bool = True
     """False for the first layer of a network with adapters and no checkpointing: nothing before an adapter is kept."""
+    rotates: bool = True
+    """Whether the layer rotates queries and keys, where positions are told so."""
     masked: bool = False
     """Whether the layer's attention gets an explicit mask."""
     mask_of_batch: bool = False
@@ -97,14 +99,21 @@ class HFContext:
     neftune: bool = False
     """Whether training adds noise to the token embeddings."""
     cache: str = ""
-    """In generation: "dynamic" or "static"; "" without a cache."""
+    """In generation: what the layer's cache does with new keys and values (`kv_cache.py`); "" without a cache."""
+    cache_length: int = 0
+    """Length of the keys that the cache gives."""
     key_length: int = 0
-    """Length of the keys that attention sees; 0 for the sequence itself."""
+    """Length of those that attention sees of them; 0 for the sequence itself."""
 
     @property
     def rows(self) -> int:
         """Tokens of one micro-batch."""
         return self.batch * self.sequence
+
+    @property
+    def keys(self) -> int:
+        """Length of the keys that attention sees."""
+        return self.key_length or self.sequence
 
     @property
     def stream_rows(self) -> int:

@@ -28,13 +28,17 @@ class HFTraits:
     rotary: Literal["narrow", "cast", "promoted"] = "narrow"
     """`cast`: q and k are converted to fp32 for it (Cohere); `promoted`: fp32 tables widen the products (OLMo)."""
     rotary_tables: int = 1
-    """Sets of cosines and sines (Gemma 3: one for sliding layers, one for the others)."""
+    """Sets of cosines and sines (Gemma 3, OLMo 3: one for sliding layers, one for the others)."""
     rotary_tables_per_layer: int = 0
     """... and copies of them that each layer makes and keeps (GLM interleaves their elements)."""
     rotary_fraction: float = 1.0
     """Share of head_dim that is rotated, where the rest is concatenated to it."""
+    unrotated_every: int = 0
+    """Every so many layers one does not rotate; of layers with and without a window, those without."""
     rotary_inline: bool = False
     """Splits and joins q and k in the attention's own forward, whose variables then keep the parts."""
+    rotary_complex: bool = False
+    """Rotates pairs as complex numbers in fp32; the one table is complex too (DeepSeek-V2)."""
     rotary_in_halves: bool = False
     """Rotates the halves of q and k apart and joins them; its tables are half as wide (gpt-oss)."""
     norms_after_projections: bool = False
@@ -142,8 +146,10 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
         norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False, whole_parts=frozenset({"self_attn"})
     ),
     "phi3": HFTraits(names_fused_projection=True, whole_parts=frozenset({"self_attn", "mlp"})),
-    "olmo3": HFTraits(norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False, full_attention_every=4),
-    "exaone4": HFTraits(full_attention_every=4, norms_after_projections=True),
+    "olmo3": HFTraits(
+        norm_weight_in_float32=True, rotary="promoted", rotary_tables=2, liger_qk_norm=False, full_attention_every=4
+    ),
+    "exaone4": HFTraits(full_attention_every=4, unrotated_every=4, norms_after_projections=True),
     "gpt_oss": HFTraits(
         norm_weight_in_float32=True,
         rotary_in_halves=True,
@@ -151,10 +157,13 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
         scores_of_top_experts="narrow",
         clamped_experts=True,
     ),
+    "smollm3": HFTraits(unrotated_every=4),
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE, scores_of_top_experts="float32"),
     "cohere": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, norms_after_projections=True),
-    "cohere2": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, full_attention_every=4),
+    "cohere2": HFTraits(
+        layer_norm_in_python=True, rotary="cast", scaled_logits=True, full_attention_every=4, unrotated_every=4
+    ),
     "gpt2": HFTraits(keeps_sublayer_outputs=True, eager_softmax="native", loss_apart=True, conv1d=True),
     "gpt_bigcode": HFTraits(keeps_sublayer_outputs=True, causal_mask_buffer=True),
     "gpt_neox": HFTraits(names_fused_projection=True, rotary_fraction=0.25),
@@ -164,7 +173,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "mixtral": HFTraits(routing_weights="float32", normalises_routing=True),
     "qwen2_moe": HFTraits(masks_for_both_kinds=True),
     "qwen3_moe": HFTraits(normalises_routing=True),
-    "deepseek_v2": HFTraits(router_in_float32=True, routing_weights="float32"),
+    "deepseek_v2": HFTraits(rotary_complex=True, router_in_float32=True, routing_weights="float32"),
     "deepseek_v3": HFTraits(router_in_float32=True, routing_weights="float32", normalises_routing=True),
     "glm4_moe": HFTraits(
         rotary_fraction=0.5,
@@ -235,10 +244,23 @@ def kinds_of_masks(architecture: Architecture) -> int:
     return 1 + (alternates or family.masks_for_both_kinds)
 
 
+def window_of(architecture: Architecture, layer: int) -> int | None:
+    """The window through which layer `layer` (from 0) attends, where it has one."""
+    every = traits(architecture).full_attention_every
+    return None if every and (layer + 1) % every == 0 else architecture.sliding_window
+
+
+def rotates(architecture: Architecture, layer: int) -> bool:
+    """Whether layer `layer` (from 0) rotates its queries and keys, where positions are told so."""
+    family = traits(architecture)
+    alike = bool(family.full_attention_every) and architecture.sliding_window is None
+    return alike or not family.unrotated_every or (layer + 1) % family.unrotated_every != 0
+
+
 def slides(architecture: Architecture, layer: int, sequence: int) -> bool:
     """Whether layer `layer` (from 0) attends through a window that `sequence` fills: it then gets an explicit mask.
 
     Source: transformers 5.17 `masking_utils.py` `_ignore_causal_mask_sdpa`: a window of exactly the sequence counts too.
     """
-    window, every = architecture.sliding_window, traits(architecture).full_attention_every
-    return window is not None and sequence >= window and not (every and (layer + 1) % every == 0)
+    window = window_of(architecture, layer)
+    return window is not None and sequence >= window

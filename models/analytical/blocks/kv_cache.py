@@ -1,9 +1,12 @@
 """Keys and values of earlier tokens: what a layer's cache does in one forward. What it keeps is held by the step.
 
-Source: transformers 5.17 cache_utils.py DynamicLayer, StaticLayer (DynamicCache of 4.x concatenates alike).
+Source: transformers 5.17 cache_utils.py DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+(DynamicCache of 4.x concatenates alike).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_context import HFContext
@@ -15,11 +18,37 @@ FP32 = 4
 INT64 = 8
 
 
-def layer_cache_bytes(context: HFContext) -> tuple[int, int]:
-    """Bytes of a layer's keys and of its values after this forward. Shapes: [batch, num_key_value_heads, length, head_dim]
-    each, with the tokens so far (dynamic) or all that there will be (static); of multi-latent attention the latent
-    and the rotated part, as one head each (transformers 5.17 models/deepseek_v3/modeling_deepseek_v3.py)."""
-    architecture, mla, tokens = context.architecture, context.architecture.mla, context.batch * context.key_length
+class CacheTurn(NamedTuple):
+    """What a layer's cache does in one forward."""
+
+    does: str
+    """"grows": old and new are concatenated, which is kept; "slides": values too, before the old keys are let go. "stores":
+    the new are written into what is kept; "rolls": into a copy of it, moved by one, which is copied back; "passes": the new
+    are given as they came, and the last are kept."""
+    length: int
+    """Tokens that it gives."""
+    kept: int
+    """Tokens that it keeps. A window is cut of a longer dynamic one as a view: all of it stays until it next grows."""
+
+
+def cache_turn(window: int | None, past: int, sequence: int, full: int, *, static: bool) -> CacheTurn:
+    """Of a layer with a `window` or without: after `past` tokens come `sequence`, of the `full` that there will be."""
+    if not static:
+        length = (past if window is None else min(past, window - 1)) + sequence
+        return CacheTurn("grows" if window is None else "slides", length, length)
+    kept = full if window is None else min(window, full)
+    if past >= kept:
+        return CacheTurn("rolls", kept, kept)
+    if past + sequence > kept:
+        return CacheTurn("passes", sequence, kept)
+    return CacheTurn("stores", kept, kept)
+
+
+def layer_cache_bytes(context: HFContext, length: int) -> tuple[int, int]:
+    """Bytes of a layer's keys and of its values for `length` tokens. Shapes: [batch, num_key_value_heads, length, head_dim]
+    each; of multi-latent attention the latent and the rotated part, as one head each (transformers 5.17
+    models/deepseek_v3/modeling_deepseek_v3.py)."""
+    architecture, mla, tokens = context.architecture, context.architecture.mla, context.batch * length
     keys = values = attention_key_heads(architecture) * architecture.head_dim
     if mla is not None:
         keys, values = mla.kv_lora_rank, mla.qk_rope_head_dim
@@ -28,10 +57,18 @@ def layer_cache_bytes(context: HFContext) -> tuple[int, int]:
 
 def update_cache(build: BlockBuilder, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`past_key_values.update(k, v)`: the cached tensors, which live elsewhere; k and v live until both are stored."""
-    context, cached = build.context, []
-    positions = 2 * context.sequence * INT64 if context.cache == "static" else 0  # index_copy_ at cache_position
-    for name, size in zip(CACHES, layer_cache_bytes(context), strict=True):
-        stored = build.tape.operation(name, [k, v], 0, forward_temporary_bytes=positions)
+    context, tape, cached = build.context, build.tape, []
+    sizes = layer_cache_bytes(context, context.cache_length)
+    if context.cache == "passes":
+        for name in CACHES:
+            tape.operation(name, [k, v], 0)
+        return k, v
+    rolled = []
+    if context.cache == "rolls":
+        rolled = [tape.operation(f"{name}.rolled", [k, v], size) for name, size in zip(CACHES, sizes, strict=True)]
+    positions = 2 * context.sequence * INT64 if context.cache == "stores" else 0  # index_copy_ at cache_position
+    for name, size in zip(CACHES, sizes, strict=True):
+        stored = tape.operation(name, [k, v, *rolled], 0, forward_temporary_bytes=positions)
         stored.num_bytes = size
         cached.append(stored)
     return cached[0], cached[1]

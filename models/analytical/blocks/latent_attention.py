@@ -8,8 +8,11 @@ from __future__ import annotations
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.attention_kernels import attention
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
+from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.kv_cache import update_cache
 from peakcast.models.analytical.tape import Tape, Tensor
+
+FP32 = 4
 
 
 def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
@@ -32,12 +35,14 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     compressed = build.projection(x, width, mla.kv_lora_rank + rotated, "self_attn.kv_a_proj_with_mqa", bias)
     latent, k_rot = tape.split(compressed, [rows * mla.kv_lora_rank * size, rows * rotated * size], "self_attn.kv_split")
     latent = build.norm(latent, mla.kv_lora_rank, "self_attn.kv_a_layernorm")
-    q_rot = _rotate_pairs(tape, q_rot, "self_attn.rotary_q")
-    k_rot = _rotate_pairs(tape, k_rot, "self_attn.rotary_k")
+    if traits(architecture).rotary_complex:
+        q_rot, k_rot = _rotate_complex(tape, q_rot, k_rot, FP32 // size)
+    else:
+        q_rot, k_rot = _rotate_pairs(tape, q_rot, "self_attn.rotary_q"), _rotate_pairs(tape, k_rot, "self_attn.rotary_k")
     tokens, expand = rows, build
     if context.cache:  # compressed; what was cached earlier is expanded again with the rest
         latent, k_rot = update_cache(build, latent, k_rot)
-        tokens = context.batch * context.key_length
+        tokens = context.batch * context.cache_length
         expand = build.for_rows(tokens, 1)
     queries = tape.operation(
         "self_attn.join_q", [q_pass, q_rot], rows * query * size, gradients=[(q_pass, None), (q_rot, None)]
@@ -57,6 +62,22 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     for variable in (x, q_pass, q_rot, compressed, k_rot, latent, queries, keys, values):
         tape.hold(variable)
     return ops.dropout(tape, output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
+
+
+def _rotate_complex(tape: Tape, q: Tensor, k: Tensor, widens: int) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_emb` (modeling_deepseek_v2.py): pairs as complex numbers, `widens` times as wide, times the table."""
+    rotated, wide, names = [], [q, k], ("self_attn.rotary_q", "self_attn.rotary_k")
+    if widens > 1:
+        sized = zip((q, k), names, strict=True)
+        wide = [ops.cast(tape, x, x.num_bytes * widens, f"{name}.to_float32") for x, name in sized]
+    for x, narrow, name in zip(wide, (q, k), names, strict=True):
+        turned = tape.operation(name, [x], x.num_bytes)
+        if widens > 1:
+            turned = ops.cast(tape, turned, narrow.num_bytes, f"{name}.to_narrow")
+        rotated.append(turned)
+    for variable in wide:
+        tape.hold(variable)
+    return rotated[0], rotated[1]
 
 
 def _rotate_pairs(tape: Tape, x: Tensor, name: str) -> Tensor:

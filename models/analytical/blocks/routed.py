@@ -30,7 +30,7 @@ def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     moe = build.context.architecture.moe
     assert moe is not None
     gated = _shared_expert(build, x, moe) if moe.shared_expert_gate else None
-    weights, logits = route(build, x, moe)
+    weights, variables = route(build, x, moe)
     experts = _looped_experts if build.context.experts == "loop" else _grouped_experts
     output = experts(build, x, weights, moe)
     if gated is not None:
@@ -46,7 +46,8 @@ def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
         output = ops.add(build.tape, output, scaled, "mlp.add_shared")
     elif moe.shared_expert_intermediate_size:
         output = ops.add(build.tape, output, _shared_expert(build, x, moe), "mlp.add_shared")
-    build.tape.hold(logits)
+    for variable in variables:
+        build.tape.hold(variable)
     return output
 
 
@@ -57,11 +58,12 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     pairs = context.rows * moe.num_experts_per_tok
     size = x.num_bytes // (context.rows * width)
     weight_rows = weights.num_bytes // pairs
-    # the sorted ids and their order, the order back, tokens taken, and a bool for each row
+    # the sorted ids and their order, the order back, and a bool for each row; tokens taken
     ids = tape.operation("mlp.experts.sort", [], pairs * INT64, gradients=[])
     counted = tape.operation("mlp.experts.ids_to_int32", [], pairs * INT32, gradients=[])
-    order = tape.operation("mlp.experts.order", [], 3 * pairs * INT64 + pairs, gradients=[])
-    taken = tape.operation("mlp.experts.take", [x, order], pairs * width * size, saves=[order])
+    order = tape.operation("mlp.experts.order", [], 2 * pairs * INT64 + pairs, gradients=[])
+    tokens = tape.operation("mlp.experts.tokens", [order], pairs * INT64, gradients=[])
+    taken = tape.operation("mlp.experts.take", [x, tokens], pairs * width * size, saves=[tokens])
     sorted_weights = tape.operation("mlp.experts.take_weights", [weights, order], weights.num_bytes, saves=[order])
     selected = _masked_in_place(build, taken)
     gated = context.architecture.gated_mlp
@@ -103,7 +105,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     )
     if total.num_bytes != x.num_bytes:
         total = ops.cast(tape, total, x.num_bytes, "mlp.experts.to_narrow")
-    for variable in (ids, counted, selected, *down_bias, down, restored):  # of the experts' forward
+    for variable in (ids, counted, sorted_weights, selected, *down_bias, down, restored):  # of the experts' forward
         tape.hold(variable)
     return total
 

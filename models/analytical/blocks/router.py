@@ -16,20 +16,21 @@ FP32 = 4
 INT64 = 8
 
 
-def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor, Tensor]:
-    """The chosen experts' weights [tokens, num_experts_per_tok], and the logits, which the block's forward names too."""
+def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor, list[Tensor]]:
+    """The chosen experts' weights [tokens, num_experts_per_tok], and what the block's forward names until it returns:
+    these, the logits, and which experts were chosen."""
     context, tape, rows = build.context, build.tape, build.context.rows
     num, top_k = moe.num_experts, moe.num_experts_per_tok
     family = traits(context.architecture)
     wide, chosen_bytes = rows * num * FP32, rows * top_k * FP32
     logits = _logits(build, x, moe)
     if family.scores_of_top_experts:
-        chosen = _top(build, logits, logits.num_bytes // num * top_k, moe)
+        chosen, indices = _top(build, logits, logits.num_bytes // num * top_k, moe)
         weights = ops.unary_of_result(tape, chosen, "mlp.router.scores")
     else:
         scores = softmax(build, logits, wide, "mlp.router.scores")
         choosing = 2 * wide if moe.router_correction_bias else 0  # scores with their bias, masked by group
-        weights = _top(build, scores, chosen_bytes, moe, forward_temporary_bytes=choosing)
+        weights, indices = _top(build, scores, chosen_bytes, moe, forward_temporary_bytes=choosing)
     if family.normalises_routing:  # in place, so that what was there is copied for the divisor's gradient
         total = tape.operation("mlp.router.sum", [weights], rows * FP32, gradients=[(weights, None)])
         weights = tape.operation(
@@ -46,7 +47,7 @@ def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor
     narrow = rows * top_k * context.weight_bytes
     if family.routing_weights == "narrow" and weights.num_bytes != narrow:
         weights = ops.cast(tape, weights, narrow, "mlp.router.to_narrow")
-    return weights, logits
+    return weights, [logits, weights, indices]
 
 
 def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
@@ -73,13 +74,16 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
 
 def _top(
     build: BlockBuilder, scores: Tensor, num_bytes: int, moe: MixtureOfExperts, *, forward_temporary_bytes: int = 0
-) -> Tensor:
-    """The largest of every row; autograd keeps where they were."""
-    return build.tape.operation(
+) -> tuple[Tensor, Tensor]:
+    """The largest of every row, and where they were, which autograd keeps."""
+    tape, rows = build.tape, build.context.rows
+    indices = tape.operation("mlp.router.topk.saved", [scores], rows * moe.num_experts_per_tok * INT64, gradients=[])
+    largest = tape.operation(
         "mlp.router.topk",
-        [scores],
+        [scores, indices],
         num_bytes,
-        extra_saved_bytes=[build.context.rows * moe.num_experts_per_tok * INT64],
+        saves=[indices],
         gradients=[(scores, scores.num_bytes)],
         forward_temporary_bytes=forward_temporary_bytes,
     )
+    return largest, indices

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 import peakcast
-from peakcast.architecture import Architecture
+from peakcast.architecture import Architecture, MultiLatentAttention
 from peakcast.fields import FrozenMapping
+from peakcast.models.analytical.blocks.kv_cache import CacheTurn, cache_turn
 from peakcast.models.analytical.inference import MAX_DECODE_FORWARDS, _decoded
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
@@ -107,10 +108,59 @@ def test_adapters_and_quantised_bases_generate_too():
     assert ledger(qlora).peak().num_bytes < lora
 
 
-def test_generation_beyond_a_sliding_window_is_named():
-    windowed = job().replace(architecture=replace(TINY, sliding_window=128))
-    assert "sliding window" in out_of_scope(windowed)
-    assert out_of_scope(job()) == ""
+def windowed(window, **changes):
+    return job(**changes).replace(architecture=replace(TINY, model_type="mistral", sliding_window=window))
+
+
+def test_a_window_cuts_a_dynamic_cache_when_it_next_grows():
+    timeline = ledger(windowed(64))
+    token = 2 * LAYERS * 2 * KV_HEADS * DIM * 2
+    start = timeline.labels.index("decode embed_tokens")
+    assert cached(timeline, start) == 128 * token  # cut as a view
+    assert cached(timeline) == 64 * token
+
+
+def test_a_window_bounds_a_static_cache_from_the_start():
+    timeline = ledger(windowed(64, cache="static"))
+    token = 2 * LAYERS * 2 * KV_HEADS * DIM * 2
+    assert cached(timeline) == cached(timeline, timeline.labels.index("decode embed_tokens")) == 64 * token
+    assert "decode key_cache.rolled" in timeline.labels
+    assert "prefill key_cache.rolled" not in timeline.labels
+
+
+@pytest.mark.parametrize(
+    ("turn", "does"),
+    [
+        ((None, 0, 128, 144, False), CacheTurn("grows", 128, 128)),
+        ((64, 0, 128, 144, False), CacheTurn("slides", 128, 128)),
+        ((64, 128, 1, 144, False), CacheTurn("slides", 64, 64)),
+        ((64, 63, 1, 144, False), CacheTurn("slides", 64, 64)),
+        ((None, 128, 1, 144, True), CacheTurn("stores", 144, 144)),
+        ((200, 128, 1, 144, True), CacheTurn("stores", 144, 144)),
+        ((64, 0, 128, 144, True), CacheTurn("passes", 128, 64)),
+        ((64, 0, 64, 144, True), CacheTurn("stores", 64, 64)),
+        ((64, 64, 1, 144, True), CacheTurn("rolls", 64, 64)),
+    ],
+)
+def test_what_a_cache_does_in_one_forward(turn, does):
+    *lengths, static = turn
+    assert cache_turn(*lengths, static=static) == does
+
+
+def test_a_latent_cache_is_compressed_and_expanded_whole():
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    timeline = ledger(
+        job().replace(architecture=replace(TINY, model_type="deepseek_v3", mla=MultiLatentAttention(**latent)))
+    )
+    assert cached(timeline) == 2 * LAYERS * 144 * (512 + 64) * 2
+    sizes = zip(timeline.names, timeline.num_bytes, strict=True)
+    assert max(size for name, size in sizes if name == "self_attn.kv_b_proj") == 2 * 144 * HEADS * (128 + 128) * 2
+
+
+def test_which_layers_of_qwen_slide_is_not_read():
+    qwen = replace(TINY, model_type="qwen2", sliding_window=64)
+    assert "max_window_layers" in out_of_scope(job().replace(architecture=qwen))
+    assert out_of_scope(windowed(64)) == out_of_scope(job()) == ""
 
 
 def test_predict_answers_with_wide_bars_and_says_why():
