@@ -90,7 +90,7 @@ def compiling(tracer: Tracer) -> Iterator[None]:
 
 
 def _install(tracer: Tracer) -> None:
-    from torch._inductor import async_compile, compile_fx, config, scheduler
+    from torch._inductor import async_compile, compile_fx, config, scheduler, select_algorithm
     from torch._inductor.codegen import triton, wrapper
     from torch._inductor.fx_passes import joint_graph
     from torch.utils import _triton
@@ -108,6 +108,10 @@ def _install(tracer: Tracer) -> None:
     )
     async_compile.AsyncCompile.cpp_pybinding = (  # type: ignore[method-assign]
         lambda self, *arguments, **keywords: _Kernel("cpp_fused", tracer).run
+    )
+    # a template (flex attention) is written into the graph's code; the file that would be timed on the GPU is not loaded
+    select_algorithm.PyCodeCache = types.SimpleNamespace(  # type: ignore[assignment,misc]
+        load=lambda code, extra, **_: types.SimpleNamespace(__file__="", key="")
     )
     folder = joint_graph.UniformValueConstantFolder  # looks at the values of one-element tensors
     for name in ("run", "_add_peephole_patterns"):

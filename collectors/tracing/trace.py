@@ -112,16 +112,15 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     if job.framework == "megatron":
         engine = conventions(job)["adam_library"] != "torch"
         megatron_fakes.install(tracer, engine=engine, routed_rows=_routed_rows(job))
-    if job.task == "inference":
-        with fake_mode(), tracer:
-            span = _generate(job, tracer)
-        return {step: tracer.timeline(*span) for step in ("first", "steady")}
-    # one thread: autograd's own would not know that tensors made in backward are fake too
     compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if job.compile:
+    if compiles(job):
         from peakcast.collectors.tracing import inductor
 
         compiling = inductor.compiling(tracer)
+    if job.task == "inference":
+        with compiling, fake_mode(), tracer:
+            span = _generate(job, tracer)
+        return {step: tracer.timeline(*span) for step in ("first", "steady")}
     joined = job.batch.form == "padding_free"
     if job.attention == "flash_attention_2":
         from peakcast.collectors.tracing import flash_attention_stub
@@ -129,6 +128,7 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         flash_attention_stub.install(packed=joined)
     # flash attention gathers the tokens that are no padding, or finds the sequences by their first positions
     num_nonzero = job.micro_batch_size if joined else at_its_longest(job).num_tokens
+    # one thread: autograd's own would not know that tensors made in backward are fake too
     with compiling, fake_mode(num_nonzero), torch.autograd.set_multithreading_enabled(False):
         return _train(job, "cuda:0", tracer)
 
@@ -194,6 +194,8 @@ class Steps:
 
     def begin(self, phase: Phase) -> None:
         """Operations are of this phase."""
+        if compiles(self.training.job) and not self.training.job.compile:
+            gc.collect()
         self.tracer.phase = phase
 
     def loss_made(self, loss: Any) -> None:
@@ -210,9 +212,14 @@ class Steps:
     def step_ends(self) -> None:
         """Up to here. What compiling leaves in cycles of references (where a graph breaks, tensors of that step too) goes
         in a run when Python next looks for such."""
-        if self.training.job.compile:
+        if compiles(self.training.job):
             gc.collect()
         self.spans.append((self._start, self.tracer.now))
+
+
+def compiles(job: TrainingJob) -> bool:
+    """Whether anything of `job` is compiled: transformers compiles flex attention and its masks by themselves."""
+    return job.compile or job.attention == "flex"
 
 
 def _beside_compile(job: TrainingJob) -> str:
