@@ -91,6 +91,10 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         deepspeed_fakes.install()
     fake_cuda.install()
     patches.install(masks_of_batch=job.batch.form != "rows")
+    if compiles(job):
+        from peakcast.collectors.tracing import inductor
+
+        inductor.load()
     if job.loss.fused_linear_cross_entropy or job.framework_options.get("liger_kernels"):
         triton_stub.install()
     if job.loss.kind != "cross_entropy":
@@ -114,9 +118,9 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         megatron_fakes.install(tracer, engine=engine, routed_rows=_routed_rows(job))
     compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if compiles(job):
-        from peakcast.collectors.tracing import inductor
-
         compiling = inductor.compiling(tracer)
+        if job.attention == "flex":
+            inductor.forget_flex_attention()
     if job.task == "inference":
         with compiling, fake_mode(), tracer:
             span = _generate(job, tracer)
@@ -194,8 +198,6 @@ class Steps:
 
     def begin(self, phase: Phase) -> None:
         """Operations are of this phase."""
-        if compiles(self.training.job) and not self.training.job.compile:
-            gc.collect()
         self.tracer.phase = phase
 
     def loss_made(self, loss: Any) -> None:

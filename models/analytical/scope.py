@@ -142,12 +142,14 @@ LIGER_FAMILIES = (
 """Families that the ledger has of those for which liger_kernel 0.8.5 patches modules (transformers/monkey_patch.py)."""
 NO_FLASH_ATTENTION = ("bloom", "codegen", "mpt")
 """transformers 5.17 models/*/modeling_*.py: `_supports_flash_attn` is not set."""
+NO_FLEX_ATTENTION = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "olmoe", "stablelm")
+"""... nor `_supports_flex_attn`."""
 
 
 def _kernels_reason(job: TrainingJob) -> str:
     """What of kernels that are asked for the family does not have, or the ledger does not count."""
     family, kernels = job.architecture.model_type, bool(conventions(job).get("liger_kernels"))
-    flash = job.attention == "flash_attention_2"
+    flash, flex = job.attention == "flash_attention_2", job.attention == "flex"
     checks = [
         (
             (kernels or job.loss.fused_linear_cross_entropy) and family not in LIGER_FAMILIES,
@@ -157,6 +159,14 @@ def _kernels_reason(job: TrainingJob) -> str:
         (
             flash and family in NO_FLASH_ATTENTION,
             f"model_type={family!r} has no flash_attention_2 in transformers; use eager.",
+        ),
+        (
+            flex and family in NO_FLEX_ATTENTION,
+            f"model_type={family!r} has no flex_attention in transformers; use sdpa.",
+        ),
+        (
+            flex and job.task == "train" and job.architecture.attention_dropout > 0,
+            f"flex_attention has no dropout: transformers refuses attention_dropout={job.architecture.attention_dropout}.",
         ),
         (
             flash and job.precision.parameters == "float32" and not conventions(job).get("autocast"),

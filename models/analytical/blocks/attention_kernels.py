@@ -16,7 +16,7 @@ from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_traits import attention_key_heads, joins_heads, traits
 from peakcast.models.analytical.blocks.ring_attention import RingTensors, backward_bytes, forward_bytes
-from peakcast.models.analytical.tape import Tensor
+from peakcast.models.analytical.tape import Tensor, WeightGradient
 from peakcast.units import round_up
 
 FP32 = 4
@@ -138,15 +138,44 @@ def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         view_of=output,
         backward_temporary_bytes=2 * statistics + (output.num_bytes if by_head else 0),
     )
+    narrow = returned
     if context.compute_bytes < FP32:
-        narrow = statistics // FP32 * context.compute_bytes
-        build.variables.append(tape.operation("self_attn.flex_attention.narrow", [returned], narrow, gradients=[]))
-    else:
-        build.variables.append(returned)
+        size = statistics // FP32 * context.compute_bytes
+        narrow = tape.operation("self_attn.flex_attention.narrow", [returned], size, gradients=[])
+    build.variables.append(narrow)
+    if context.architecture.attention_sinks:
+        output = _scaled_for_sinks(build, output, narrow.num_bytes)
     output = ops.copy(tape, output, "self_attn.contiguous") if by_head else output
     for variable in (returned, *repeated):
         tape.hold(variable)
     return output
+
+
+def _scaled_for_sinks(build: BlockBuilder, output: Tensor, row_bytes: int) -> Tensor:
+    """FlexAttention's output times exp(statistic - logsumexp of statistic and sink), of `row_bytes` each (gpt-oss)."""
+    context, tape = build.context, build.tape
+    sinks = WeightGradient("self_attn.sinks.grad", context.architecture.num_attention_heads * context.weight_bytes)
+    factor = tape.operation(
+        "self_attn.sinks.factor",
+        [output],
+        row_bytes,
+        saves_output=True,
+        extra_saved_bytes=[2 * row_bytes, row_bytes],  # statistic beside sink; logsumexp of the two
+        gradients=[],
+        weight_gradients=[sinks] if context.trainable else [],
+        forward_temporary_bytes=row_bytes,  # the difference
+        backward_temporary_bytes=7 * row_bytes,
+    )
+    scaled = tape.operation(
+        "self_attn.sinks.scale",
+        [output, factor],
+        output.num_bytes,
+        saves=[output, factor],
+        gradients=[(output, output.num_bytes), (factor, row_bytes)],
+        backward_temporary_bytes=output.num_bytes,
+    )
+    tape.hold(output)
+    return scaled
 
 
 def flex_block_mask_bytes(batch: int, sequence: int) -> int:
