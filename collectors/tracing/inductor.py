@@ -91,6 +91,23 @@ def compiling(tracer: Tracer) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def when_asked(tracer: Tracer) -> Iterator[None]:
+    """As `compiling`, from the first call of `torch.compile` on: a step that compiles nothing needs not wait for it."""
+    compile_it = torch.compile
+    with contextlib.ExitStack() as stack:
+
+        @functools.wraps(compile_it)
+        def compiled(*arguments: Any, **keywords: Any) -> Any:
+            if torch.compile is compiled:
+                torch.compile = compile_it
+                stack.enter_context(compiling(tracer))
+            return compile_it(*arguments, **keywords)
+
+        torch.compile = compiled
+        yield
+
+
 def load() -> None:
     """Import what would take Triton apart, before a stub seems to be it."""
     for name in ("compile_fx", "codegen.triton", "codegen.wrapper"):

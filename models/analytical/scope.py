@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from peakcast.architecture import Architecture
 from peakcast.conventions import adapter_dtype, conventions
+from peakcast.dialects.hf_families import FAMILIES
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.adapter_scope import adapter_reason
 from peakcast.models.analytical.compile_scope import compile_reason
@@ -53,6 +54,11 @@ def _architecture_reason(architecture: Architecture) -> str:
         return f"model_type={architecture.model_type!r} is not known to the ledger; trace it (`peakcast explain --trace`)."
     if architecture.kind not in ("decoder", "encoder", "encoder_decoder"):
         return f"{architecture.name!r} is not a decoder-only transformer, BERT or T5 (kind={architecture.kind!r})."
+    if architecture.model_type not in FAMILIES:
+        return (
+            f"model_type={architecture.model_type!r} is not known to the ledger, which takes it for Llama by its keys; "
+            "trace it (`peakcast explain --trace`)."
+        )
     if architecture.model_type == "mpt" and architecture.intermediate_size != 4 * architecture.hidden_size:
         return (
             f"{architecture.name!r} has intermediate_size={architecture.intermediate_size}, and transformers makes MPT's "
