@@ -87,12 +87,13 @@ def install() -> None:
     current = Stream()
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = Stream, Event
-    cuda.current_stream = cuda.default_stream = lambda *_, **__: current
+    answers = {"current_stream": current, "default_stream": current, "device_count": 1, "current_device": 0}
+    # a pipeline keeps the state of random numbers while it prepares
+    nothing = ("synchronize", "set_device", "get_rng_state", "set_rng_state", "reset_peak_memory_stats")
+    for name, answer in (answers | dict.fromkeys(nothing)).items():  # each a function of its own: Dynamo tells them apart
+        setattr(cuda, name, lambda *_, answer=answer, **__: answer)
     torch.accelerator.current_stream = lambda *_, **__: current  # FSDP2 waits on it for what was gathered and not used
     cuda.stream = lambda stream: contextlib.nullcontext(stream)
-    cuda.synchronize = cuda.set_device = lambda *_, **__: None
-    cuda.device_count, cuda.current_device = (lambda: 1), (lambda: 0)
-    cuda.get_rng_state = cuda.set_rng_state = lambda *_, **__: None  # a pipeline keeps them while it prepares
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign,assignment]
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
     _install_fsdp1()

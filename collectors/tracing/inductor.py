@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import importlib
 import os
 import re
 import tempfile
@@ -89,13 +91,35 @@ def compiling(tracer: Tracer) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def when_asked(tracer: Tracer) -> Iterator[None]:
+    """As `compiling`, from the first call of `torch.compile` on: a step that compiles nothing needs not wait for it."""
+    compile_it = torch.compile
+    with contextlib.ExitStack() as stack:
+
+        @functools.wraps(compile_it)
+        def compiled(*arguments: Any, **keywords: Any) -> Any:
+            if torch.compile is compiled:
+                torch.compile = compile_it
+                stack.enter_context(compiling(tracer))
+            return compile_it(*arguments, **keywords)
+
+        torch.compile = compiled
+        yield
+
+
+def load() -> None:
+    """Import what would take Triton apart, before a stub seems to be it."""
+    for name in ("compile_fx", "codegen.triton", "codegen.wrapper"):
+        importlib.import_module(f"torch._inductor.{name}")
+
+
 def _install(tracer: Tracer) -> None:
-    from torch._inductor import async_compile, compile_fx, config, scheduler
-    from torch._inductor.codegen import triton, wrapper
+    from torch._inductor import async_compile, config, scheduler, select_algorithm
     from torch._inductor.fx_passes import joint_graph
     from torch.utils import _triton
 
-    del compile_fx, triton, wrapper  # loaded before Triton seems to be there: they would take apart what it has
+    load()
     if not _triton.has_triton_package():
         find_stubs("triton")  # the code that is written imports it
     config.force_disable_caches = True  # a kernel of an earlier trace, or of a real run, is not this one
@@ -109,9 +133,32 @@ def _install(tracer: Tracer) -> None:
     async_compile.AsyncCompile.cpp_pybinding = (  # type: ignore[method-assign]
         lambda self, *arguments, **keywords: _Kernel("cpp_fused", tracer).run
     )
+    # a template (flex attention) is written into the graph's code; the file that would be timed on the GPU is not loaded
+    select_algorithm.PyCodeCache = types.SimpleNamespace(  # type: ignore[assignment,misc]
+        load=lambda code, extra, **_: types.SimpleNamespace(__file__="", key="")
+    )
     folder = joint_graph.UniformValueConstantFolder  # looks at the values of one-element tensors
     for name in ("run", "_add_peephole_patterns"):
         setattr(folder, name, _on_cpu(getattr(folder, name)))
+
+
+def forget_flex_attention() -> None:
+    """Let go at once of what compiling transformers' flex attention leaves in cycles of references (arguments of its first
+    call), as a run does when Python next looks for such."""
+    from torch._dynamo.utils import counters
+    from transformers.integrations import flex_attention
+
+    attend = flex_attention.compile_friendly_flex_attention
+
+    @functools.wraps(attend)
+    def attended(*arguments: Any, **keywords: Any) -> Any:
+        compiled = counters["stats"]["unique_graphs"]
+        answer = attend(*arguments, **keywords)
+        if counters["stats"]["unique_graphs"] != compiled:
+            gc.collect()
+        return answer
+
+    flex_attention.compile_friendly_flex_attention = attended
 
 
 def _answer_for_the_gpu() -> None:

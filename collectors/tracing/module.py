@@ -8,6 +8,7 @@ functions, backward by `Tensor.backward`, clipping by `clip_grad_norm_`, the opt
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -65,14 +66,18 @@ def _target(target: str) -> tuple[Path, str]:
 
 def trace_here(path: Path, function: str) -> dict[str, Timeline]:
     """As `trace_module`, in this process, which it changes for good."""
-    from peakcast.collectors.tracing import fake_cuda, patches
+    import torch
+
+    from peakcast.collectors.tracing import fake_cuda, fake_streams, inductor, patches
     from peakcast.collectors.tracing.tracer import Tracer
 
     fake_cuda.install()
+    fake_streams.install()
     patches.install()
     tracer = Tracer()
     spans: dict[str, tuple[int, int]] = {}
-    with fake_mode(), tracer:
+    # one thread: autograd's own would not know that tensors made in backward are fake too
+    with inductor.when_asked(tracer), fake_mode(), tracer, torch.autograd.set_multithreading_enabled(False):
         model, step = built(path, function)
         tracer.name(model.named_parameters(), Category.PARAMETERS)
         optimizers: list[Any] = []
@@ -82,11 +87,16 @@ def trace_here(path: Path, function: str) -> dict[str, Timeline]:
                 tracer.phase = Phase.FORWARD
                 optimizers.clear()
                 step()
-                if tracer.now == start:
-                    raise CollectorError(f"{function}'s step did nothing on device 'cuda'; put model and data there.")
                 _name_states(tracer, model, optimizers)
+                gc.collect()  # what compiling leaves in cycles of references, as a job's trace does
                 spans[name] = (start, tracer.now)
-    return {name: tracer.timeline(*span) for name, span in spans.items()}
+    timelines = {name: tracer.timeline(*span) for name, span in spans.items()}
+    if not timelines["steady"].names:
+        raise CollectorError(
+            f"{function}'s step did nothing on device 'cuda'; put model and data there by that name, since "
+            "torch.cuda.is_available() says no in a trace."
+        )
+    return timelines
 
 
 def built(path: Path, function: str) -> tuple[Any, Callable[[], object]]:

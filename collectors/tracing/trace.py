@@ -91,6 +91,10 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         deepspeed_fakes.install()
     fake_cuda.install()
     patches.install(masks_of_batch=job.batch.form != "rows")
+    if compiles(job):
+        from peakcast.collectors.tracing import inductor
+
+        inductor.load()
     if job.loss.fused_linear_cross_entropy or job.framework_options.get("liger_kernels"):
         triton_stub.install()
     if job.loss.kind != "cross_entropy":
@@ -112,23 +116,23 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     if job.framework == "megatron":
         engine = conventions(job)["adam_library"] != "torch"
         megatron_fakes.install(tracer, engine=engine, routed_rows=_routed_rows(job))
-    # one thread: autograd's own would not know that tensors made in backward are fake too
     compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if job.compile:
-        from peakcast.collectors.tracing import inductor
-
+    if compiles(job):
         compiling = inductor.compiling(tracer)
+        if job.attention == "flex":
+            inductor.forget_flex_attention()
     joined = job.batch.form == "padding_free"
     if job.attention == "flash_attention_2":
         from peakcast.collectors.tracing import flash_attention_stub
 
         flash_attention_stub.install(packed=joined, padded=job.task != "inference")
     if job.task == "inference":
-        with fake_mode(), tracer:
+        with compiling, fake_mode(), tracer:
             span = _generate(job, tracer)
         return {step: tracer.timeline(*span) for step in ("first", "steady")}
     # flash attention gathers the tokens that are no padding, or finds the sequences by their first positions
     num_nonzero = job.micro_batch_size if joined else at_its_longest(job).num_tokens
+    # one thread: autograd's own would not know that tensors made in backward are fake too
     with compiling, fake_mode(num_nonzero), torch.autograd.set_multithreading_enabled(False):
         return _train(job, "cuda:0", tracer)
 
@@ -210,9 +214,14 @@ class Steps:
     def step_ends(self) -> None:
         """Up to here. What compiling leaves in cycles of references (where a graph breaks, tensors of that step too) goes
         in a run when Python next looks for such."""
-        if self.training.job.compile:
+        if compiles(self.training.job):
             gc.collect()
         self.spans.append((self._start, self.tracer.now))
+
+
+def compiles(job: TrainingJob) -> bool:
+    """Whether anything of `job` is compiled: transformers compiles flex attention and its masks by themselves."""
+    return job.compile or job.attention == "flex"
 
 
 def _beside_compile(job: TrainingJob) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from peakcast.architecture import Architecture
 from peakcast.conventions import adapter_dtype, conventions
+from peakcast.dialects.hf_families import FAMILIES
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.adapter_scope import adapter_reason
 from peakcast.models.analytical.compile_scope import compile_reason
@@ -53,6 +54,11 @@ def _architecture_reason(architecture: Architecture) -> str:
         return f"model_type={architecture.model_type!r} is not known to the ledger; trace it (`peakcast explain --trace`)."
     if architecture.kind not in ("decoder", "encoder", "encoder_decoder"):
         return f"{architecture.name!r} is not a decoder-only transformer, BERT or T5 (kind={architecture.kind!r})."
+    if architecture.model_type not in FAMILIES:
+        return (
+            f"model_type={architecture.model_type!r} is not known to the ledger, which takes it for Llama by its keys; "
+            "trace it (`peakcast explain --trace`)."
+        )
     if architecture.model_type == "mpt" and architecture.intermediate_size != 4 * architecture.hidden_size:
         return (
             f"{architecture.name!r} has intermediate_size={architecture.intermediate_size}, and transformers makes MPT's "
@@ -171,12 +177,14 @@ LIGER_FAMILIES = (
 """Families that the ledger has of those for which liger_kernel 0.8.5 patches modules (transformers/monkey_patch.py)."""
 NO_FLASH_ATTENTION = ("bloom", "codegen", "mpt")
 """transformers 5.17 models/*/modeling_*.py: `_supports_flash_attn` is not set."""
+NO_FLEX_ATTENTION = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "olmoe", "stablelm")
+"""... nor `_supports_flex_attn`."""
 
 
 def _kernels_reason(job: TrainingJob) -> str:
     """What of kernels that are asked for the family does not have, or the ledger does not count."""
     family, kernels = job.architecture.model_type, bool(conventions(job).get("liger_kernels"))
-    flash = job.attention == "flash_attention_2"
+    flash, flex = job.attention == "flash_attention_2", job.attention == "flex"
     checks = [
         (
             (kernels or job.loss.fused_linear_cross_entropy) and family not in LIGER_FAMILIES,
@@ -186,6 +194,14 @@ def _kernels_reason(job: TrainingJob) -> str:
         (
             flash and family in NO_FLASH_ATTENTION,
             f"model_type={family!r} has no flash_attention_2 in transformers; use eager.",
+        ),
+        (
+            flex and family in NO_FLEX_ATTENTION,
+            f"model_type={family!r} has no flex_attention in transformers; use sdpa.",
+        ),
+        (
+            flex and job.task == "train" and job.architecture.attention_dropout > 0,
+            f"flex_attention has no dropout: transformers refuses attention_dropout={job.architecture.attention_dropout}.",
         ),
         (
             flash and job.precision.parameters == "float32" and not conventions(job).get("autocast"),

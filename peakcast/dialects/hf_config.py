@@ -133,7 +133,8 @@ def _family(model_type: object, config: Mapping[str, Any]) -> Family:
             parameter="model_type",
             value=model_type,
         )
-    if all(config.get(key) is not None for key in LLAMA_KEYS) and not any(config.get(k) for k in FOREIGN_KEYS):
+    relative = all(config.get(key) is not None for key in LLAMA_KEYS) and not any(config.get(k) for k in FOREIGN_KEYS)
+    if relative and not may_be_undescribed(model_type):  # a trace need not guess
         return Family(llama())
     raise SpecError(
         f"model_type={model_type!r} is not a known family{near_misses(model_type, FAMILIES) or '.'} Describe it with a "

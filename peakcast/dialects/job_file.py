@@ -80,7 +80,8 @@ def _architecture_named(name: str) -> Architecture:
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"
     if path.suffix == ".json" or path.is_file():
-        return architecture_from_hf_config(read_mapping(path), name=path.absolute().parent.name or path.stem)
+        called = path.absolute().parent.name if path.stem == "config" else ""
+        return architecture_from_hf_config(read_mapping(path), name=called or path.stem)
     try:
         return catalog.architecture(name)
     except CatalogError:

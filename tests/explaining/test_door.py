@@ -131,6 +131,44 @@ def training():
 
     return model, step
 
+def asking():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            context.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(context, gradient):
+            (x,) = context.saved_tensors
+            return torch.full(x.shape, 2.0, device="cuda") * x * gradient
+
+    model = nn.Linear(1024, 1024, bias=False).cuda()
+    data = torch.randn(1024, 1024).cuda()
+
+    def step():
+        torch.cuda.reset_peak_memory_stats()
+        Square.apply(model(data)).sum().backward()
+        torch.cuda.synchronize()
+        print(torch.cuda.max_memory_allocated())
+        model.zero_grad()
+
+    return model, step
+
+def on_the_cpu():
+    model = nn.Linear(4, 4)
+    return model, lambda: model(torch.randn(4, 4)).sum().backward()
+
+def compiled():
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.GELU(), nn.Tanh()).cuda()
+    data, run = torch.randn(1024, 1024, device="cuda"), torch.compile(model)
+
+    def step():
+        run(data).sum().backward()
+        model.zero_grad()
+
+    return model, step
+
 def nothing():
     return 1
 
@@ -163,9 +201,21 @@ def test_a_module_of_ones_own_is_traced(own: Path) -> None:
     assert rows["0"].optimizer == matrices
 
 
+@pytest.mark.parametrize("function", ["asking", "compiled"])
+def test_a_step_may_ask_cuda_and_compile(own: Path, function: str) -> None:
+    """One matrix and its gradient, each 4 MiB; compiled, GELU and tanh are one kernel, which keeps only the product."""
+    found = peakcast.explain(module=f"{own}:{function}")
+    matrix = 1024 * 1024 * 4
+    assert found.peak.standing_bytes["parameters"] == matrix
+    names = [entry for entry in found.timeline.names if "tanh" in entry or "gelu" in entry]
+    assert all(name.startswith("triton") for name in names)
+
+
 def test_a_module_that_cannot_be_traced_is_a_sentence(own: Path) -> None:
     with pytest.raises(CollectorError, match="broken raised ValueError: no data"):
         peakcast.explain(module=f"{own}:broken")
+    with pytest.raises(CollectorError, match=r"did nothing on device 'cuda'.*is_available\(\) says no"):
+        peakcast.explain(module=f"{own}:on_the_cpu")
     for function, words in (("missing", "has no function 'missing'"), ("nothing", "must return")):
         with pytest.raises(CollectorError, match=words):
             module.built(own, function)

@@ -14,9 +14,9 @@ from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.eager_attention import eager_attention, repeat_key_value, to_float32
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_context import HFContext
-from peakcast.models.analytical.blocks.hf_traits import attention_key_heads, traits
+from peakcast.models.analytical.blocks.hf_traits import attention_key_heads, joins_heads, traits
 from peakcast.models.analytical.blocks.ring_attention import RingTensors, backward_bytes, forward_bytes
-from peakcast.models.analytical.tape import Tensor
+from peakcast.models.analytical.tape import Tensor, WeightGradient
 from peakcast.units import round_up
 
 FP32 = 4
@@ -137,21 +137,77 @@ def _filled(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor
 
 
 def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlexAttention, compiled (torch 2.13 `_higher_order_ops/flex_attention.py`; no trace runs it): keeps fp32 statistics;
-    the masks' block indices belong to the model. Backward makes the row sums "delta" in fp32."""
-    context = build.context
-    q, k, v = _to_compute_dtype(build, q, k, v)
-    statistics = FP32 * context.rows * context.architecture.num_attention_heads
-    return build.tape.operation(
+    """FlexAttention as transformers compiles it by itself. Forward keeps q, k, v, the output and a statistic in fp32; a
+    second one, in natural units, is returned, narrow, as the attention's weights. Backward first makes the row sums "delta"
+    (zeros stand for the gradient of the second statistic), and then the gradients without the output. The masks' block
+    indices belong to the model.
+
+    Source: transformers 5.17 integrations/flex_attention.py; torch 2.13 _inductor/kernel/flex/flex_attention.py."""
+    context, tape = build.context, build.tape
+    heads, key_heads = context.architecture.num_attention_heads, attention_key_heads(context.architecture)
+    repeats = bool(heads & (heads - 1))  # of which the kernel shares no key heads
+    repeated = k, v = repeat_key_value(build, q, k, v) if repeats else (k, v)
+    q, k, v = _to_compute_dtype(build, q, k, v, repeated=repeats)
+    statistics = FP32 * context.rows * heads
+    returned = tape.operation("self_attn.flex_attention.statistics", [], statistics, gradients=[])
+    by_head = joins_heads(context.architecture)
+    output = tape.operation(
         "self_attn.flex_attention",
         [q, k, v],
-        q.num_bytes,
+        v.num_bytes if repeats else v.num_bytes * heads // key_heads,
         saves=[q, k, v],
-        saves_output=True,
         extra_saved_bytes=[statistics],
         backward_temporary_bytes=statistics,
-        kind="attention",
+    )  # of no kind: what is compiled by itself is no operator to selective checkpointing
+    # what comes back for it is laid out as it is: a copy where that is not token by token (torch runtime_wrappers.py
+    # coerce_tangent_and_suggest_memory_format)
+    output = tape.operation(
+        "self_attn.flex_attention.delta",
+        [output],
+        output.num_bytes,
+        saves=[output],
+        gradients=[(output, None)],
+        view_of=output,
+        backward_temporary_bytes=2 * statistics + (output.num_bytes if by_head else 0),
     )
+    narrow = returned
+    if context.compute_bytes < FP32:
+        size = statistics // FP32 * context.compute_bytes
+        narrow = tape.operation("self_attn.flex_attention.narrow", [returned], size, gradients=[])
+    build.variables.append(narrow)
+    if context.architecture.attention_sinks:
+        output = _scaled_for_sinks(build, output, narrow.num_bytes)
+    output = ops.copy(tape, output, "self_attn.contiguous") if by_head else output
+    for variable in (returned, *repeated):
+        tape.hold(variable)
+    return output
+
+
+def _scaled_for_sinks(build: BlockBuilder, output: Tensor, row_bytes: int) -> Tensor:
+    """FlexAttention's output times exp(statistic - logsumexp of statistic and sink), of `row_bytes` each (gpt-oss)."""
+    context, tape = build.context, build.tape
+    sinks = WeightGradient("self_attn.sinks.grad", context.architecture.num_attention_heads * context.weight_bytes)
+    factor = tape.operation(
+        "self_attn.sinks.factor",
+        [output],
+        row_bytes,
+        saves_output=True,
+        extra_saved_bytes=[2 * row_bytes, row_bytes],  # statistic beside sink; logsumexp of the two
+        gradients=[],
+        weight_gradients=[sinks] if context.trainable else [],
+        forward_temporary_bytes=row_bytes,  # the difference
+        backward_temporary_bytes=7 * row_bytes,
+    )
+    scaled = tape.operation(
+        "self_attn.sinks.scale",
+        [output, factor],
+        output.num_bytes,
+        saves=[output, factor],
+        gradients=[(output, output.num_bytes), (factor, row_bytes)],
+        backward_temporary_bytes=output.num_bytes,
+    )
+    tape.hold(output)
+    return scaled
 
 
 def flex_block_mask_bytes(batch: int, sequence: int) -> int:

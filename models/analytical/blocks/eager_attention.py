@@ -8,7 +8,7 @@ from __future__ import annotations
 from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
-from peakcast.models.analytical.blocks.hf_traits import attention_key_heads, traits
+from peakcast.models.analytical.blocks.hf_traits import attention_key_heads, joins_heads, traits
 from peakcast.models.analytical.tape import Tensor, WeightGradient
 
 FP32 = 4
@@ -34,8 +34,7 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
         size = size if context.autocast else FP32
     if family.joins_heads_first:
         v = _joined(build, v, "v", by_head=cached)
-    in_parts = architecture.rotary_in_parts or family.rotary_fraction < 1 or family.rotary_in_halves
-    joined = architecture.mla is not None or in_parts
+    joined = joins_heads(architecture)
     # under autocast matmul makes narrow copies of wide q and k
     single_token = context.sequence == 1  # laid out either way at once
     q_used = _joined(build, _narrow(build, q, size, "q"), "q", by_head=joined or single_token)

@@ -232,6 +232,13 @@ def attention_key_heads(architecture: Architecture) -> int:
     return heads if architecture.mla or (traits(architecture).expands_key_value and key_heads > 1) else key_heads
 
 
+def joins_heads(architecture: Architecture) -> bool:
+    """Whether queries and keys are laid out head by head: what is concatenated of a rotated and another part."""
+    family = traits(architecture)
+    in_parts = architecture.rotary_in_parts or family.rotary_fraction < 1 or family.rotary_in_halves
+    return architecture.mla is not None or in_parts
+
+
 def kinds_of_layers(architecture: Architecture) -> int:
     """2 where layers with and without a sliding window take turns, and both kinds are there."""
     return 1 + (0 < traits(architecture).full_attention_every <= architecture.num_hidden_layers)

@@ -93,15 +93,15 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
         # both products, before they are narrowed
         backward_temporary_bytes=2 * wide - gone if wide > down.num_bytes else wide,
     )
-    restored = tape.operation(  # backward lays the expanded gradient out before it puts it back
-        "mlp.experts.restore", [weighted, order], wide, saves=[order], backward_temporary_bytes=wide
-    )
+    restored = tape.operation("mlp.experts.restore", [weighted, order], wide, saves=[order])
+    # by token and place; backward lays the expanded gradient out, which a checkpoint does before it runs forward again
+    by_token = tape.operation("mlp.experts.by_token", [restored], wide, view_of=restored)
     summed = pairs * width * FP32 if context.autocast else wide  # sum is on autocast's fp32 list
     total = tape.operation(  # its backward is a view of the gradient, if of one dtype
         "mlp.experts.sum",
-        [restored],
+        [by_token],
         summed // moe.num_experts_per_tok,
-        gradients=[(restored, None if summed == wide else wide)],
+        gradients=[(by_token, None if summed == wide else wide)],
     )
     if total.num_bytes != x.num_bytes:
         total = ops.cast(tape, total, x.num_bytes, "mlp.experts.to_narrow")
