@@ -80,9 +80,9 @@ def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
 
 
 def model_ends(loss: Run) -> int:
-    """The instant of the lm_head: the model's last norm is done and its forward's variables are gone."""
-    labels = loss.template.forward_labels
-    return loss.forward_start + next(index for index, label in enumerate(labels) if label.startswith("lm_head"))
+    """The instant of the lm_head, or of a fused loss: the model's last norm is done and its forward's variables are gone."""
+    labels, following = loss.template.forward_labels, ("lm_head", "pad_labels")
+    return loss.forward_start + next(index for index, label in enumerate(labels) if label.startswith(following))
 
 
 def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
