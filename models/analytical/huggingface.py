@@ -19,7 +19,7 @@ from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.blocks.kv_cache import returned_cache_bytes
 from peakcast.models.analytical.columns import Recording
-from peakcast.models.analytical.hf_blocks import Blocks, block_context, target_context
+from peakcast.models.analytical.hf_blocks import Blocks, block_context, first_context, target_context
 from peakcast.models.analytical.hf_model import (
     hold_attention_weights,
     hold_buffers,
@@ -121,7 +121,8 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
         start = timeline.now
         last = micro_batch == micro_batches - 1
         layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
-        loss = _micro_batch(timeline, job, context, keeps_gradients=micro_batch == 0, last=last)
+        found = first_context(job, context) if step == "first" and micro_batch == 0 else context
+        loss = _micro_batch(timeline, job, found, keeps_gradients=micro_batch == 0, last=last)
         loss_made = loss.forward_start + loss.template.num_forward
         if step == "steady" or micro_batch > 0:
             _hold_previous_outputs(timeline, job, context, start, loss_made)
