@@ -184,7 +184,8 @@ def hold_rotary_tables(
     timeline: Step, job: TrainingJob, context: HFContext, start: int, copied: int | None = None
 ) -> None:
     """cos and sin of every position, shared by all layers until the first layer's backward is done; where layers keep
-    copies of their own, until `copied`, the end of the model's forward (None: layers that run again ask for them)."""
+    copies of their own, or on the host, until `copied`, the end of the model's forward (None: layers that run again ask
+    for them)."""
     in_layers = bool(traits(job.architecture).position_table_width)
     shared = job.architecture.position_embedding == "rope" and not in_layers
     if shared and "mask" not in context.compiled:  # computed anew in each kernel
@@ -197,5 +198,5 @@ def hold_rotary_tables(
         tokens = context.rows if context.ring.ranks > 1 else context.sequence
         size = tokens * width * (FP32 if wide else context.weight_bytes)
         for name in ("rotary.cos", "rotary.sin") * min(family.rotary_tables, kinds):
-            ends = copied if copied and family.rotary_tables_per_layer else timeline.now
+            ends = copied if copied and (family.rotary_tables_per_layer or context.saves_on_cpu) else timeline.now
             timeline.hold(name, Category.ACTIVATIONS, size, start, ends)

@@ -57,6 +57,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
             waits=waits,
             offloads=job.offload.parameters,
             stays_after_forward=stays_after_forward,
+            forward_again=_run_again_by_reentrant_checkpoints(job),
         )
     if parallelism.sharding == "fsdp1":
         reentrant = job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant
@@ -84,6 +85,14 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
         split=parallelism.tensor_parallel_size > 1,
         logits_bytes=logits_bytes if finds_unused else 0,
     )
+
+
+def _run_again_by_reentrant_checkpoints(job: TrainingJob) -> frozenset[str]:
+    checkpointing = job.activation_checkpointing
+    if checkpointing.mode != "full" or not checkpointing.use_reentrant:
+        return frozenset()
+    every = checkpointing.every_n_layers
+    return frozenset(f"layers.{index}" for index in range(0, job.architecture.num_hidden_layers, every))
 
 
 def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str, Any], rank: int | None) -> Layout:
