@@ -118,33 +118,44 @@ def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run]) -> list[i
     return [(run.backward_start or 0) + run.template.num_backward for run in last]
 
 
-def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: Sequence[int]) -> None:
-    """The model's attention masks, one per kind of layer: for eager in the embeddings' dtype, for sdpa bool and shared
-    by all sequences unless the batch asks for one each. They live until the model's forward has `ended`, and those that
-    checkpointed layers take as an argument until `dies`."""
+def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
+    """Bytes of the model's attention masks, one per kind of layer: for eager in the embeddings' dtype, for sdpa bool and
+    shared by all sequences unless the batch asks for one each; and whether layers take them as an argument."""
     one = layers[0]
     scores = one.sequence**2
     family = traits(one.architecture)
     kinds = kinds_of_masks(one.architecture)
     if one.architecture.kind == "encoder":
-        sizes = []  # nothing is masked without padding
-    elif "mask" in one.compiled:
-        sizes = [one.batch * scores * one.compute_bytes]
-    elif family.scores_biased_and_filled:
+        return [], False  # nothing is masked without padding
+    if "mask" in one.compiled:
+        return [one.batch * scores * one.compute_bytes], True
+    if family.scores_biased_and_filled:
         biases = one.architecture.num_attention_heads * one.architecture.max_position_embeddings * FP32
-        sizes = [one.batch * scores + biases]
-    elif one.attention == "eager":
-        sizes = [one.batch * scores * one.weight_bytes] * kinds
-    elif one.attention == "flex":
-        sizes = [flex_block_mask_bytes(one.batch, one.sequence)]
-    elif one.attention == "sdpa" and one.mask_of_batch:
-        sizes = [one.batch * scores] * kinds
-    else:
-        taken = any(layer.masked for layer in layers)
-        sizes = [scores] if one.attention == "sdpa" and (taken or family.masks_for_both_kinds) else []
-        dies = dies if taken else []
-    for size, end in itertools.zip_longest(sizes, dies[: len(sizes)], fillvalue=ended):
+        return [one.batch * scores + biases], True
+    if one.attention == "eager":
+        return [one.batch * scores * one.weight_bytes] * kinds, True
+    if one.attention == "flex":
+        return [flex_block_mask_bytes(one.batch, one.sequence)], True
+    if one.attention == "sdpa" and one.mask_of_batch:
+        return [one.batch * scores] * kinds, True
+    taken = any(layer.masked for layer in layers)
+    return [scores] if one.attention == "sdpa" and (taken or family.masks_for_both_kinds) else [], taken
+
+
+def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: Sequence[int]) -> None:
+    """`mask_bytes`: they live until the model's forward has `ended`, and those that checkpointed layers take as an argument
+    until `dies`."""
+    sizes, taken = mask_bytes(layers)
+    for size, end in itertools.zip_longest(sizes, dies[: len(sizes) * taken], fillvalue=ended):
         timeline.hold("attention_mask", Category.INPUTS, size, start, end)
+
+
+def arguments_of_layers(job: TrainingJob, layers: Sequence[HFContext]) -> list[tuple[str, int]]:
+    """What the model hands to every layer by name: to a reentrant checkpoint these are no tensors to save but parts of the
+    call, and its node has them as long as there is a graph (torch `utils/checkpoint.py`, `ctx.run_function`)."""
+    sizes, taken = mask_bytes(layers)
+    tables = [("rotary", size) for size in rotary_table_bytes(job, layers[0])]
+    return [("attention_mask", size) for size in sizes if taken] + tables
 
 
 def attention_weights_bytes(layer: HFContext) -> int:
@@ -180,23 +191,28 @@ def hold_cast_weights(timeline: Step, runs: Iterable[Run], *, owned: bool) -> No
         timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
 
 
+def rotary_table_bytes(job: TrainingJob, context: HFContext) -> list[int]:
+    """Bytes of cos and sin of every position, where the model makes them for all layers."""
+    in_layers = bool(traits(job.architecture).position_table_width)
+    shared = job.architecture.position_embedding == "rope" and not in_layers
+    if not shared or "mask" in context.compiled:  # computed anew in each kernel
+        return []
+    mla, family = job.architecture.mla, traits(job.architecture)
+    width = mla.qk_rope_head_dim if mla else int(job.architecture.head_dim * family.rotary_fraction)
+    width //= 1 + family.rotary_in_halves
+    wide = family.rotary == "promoted"
+    # where ranks share a sequence, each sequence of a batch has positions of its own
+    tokens = context.rows if context.ring.ranks > 1 else context.sequence
+    size = tokens * width * (FP32 if wide else context.weight_bytes)
+    return [size] * 2 * min(family.rotary_tables, kinds_of_layers(job.architecture))
+
+
 def hold_rotary_tables(
     timeline: Step, job: TrainingJob, context: HFContext, start: int, copied: int | None = None
 ) -> None:
-    """cos and sin of every position, shared by all layers until the first layer's backward is done; where layers keep
-    copies of their own, or on the host, until `copied`, the end of the model's forward (None: layers that run again ask
-    for them)."""
-    in_layers = bool(traits(job.architecture).position_table_width)
-    shared = job.architecture.position_embedding == "rope" and not in_layers
-    if shared and "mask" not in context.compiled:  # computed anew in each kernel
-        mla, family = job.architecture.mla, traits(job.architecture)
-        width = mla.qk_rope_head_dim if mla else int(job.architecture.head_dim * family.rotary_fraction)
-        width //= 1 + family.rotary_in_halves
-        wide = family.rotary == "promoted"
-        kinds = kinds_of_layers(job.architecture)
-        # where ranks share a sequence, each sequence of a batch has positions of its own
-        tokens = context.rows if context.ring.ranks > 1 else context.sequence
-        size = tokens * width * (FP32 if wide else context.weight_bytes)
-        for name in ("rotary.cos", "rotary.sin") * min(family.rotary_tables, kinds):
-            ends = copied if copied and (family.rotary_tables_per_layer or context.saves_on_cpu) else timeline.now
-            timeline.hold(name, Category.ACTIVATIONS, size, start, ends)
+    """cos and sin, shared by all layers until the first layer's backward is done; where layers keep copies of their own, or
+    on the host, until `copied`, the end of the model's forward (None: layers that run again ask for them)."""
+    by_layer = traits(job.architecture).rotary_tables_per_layer or context.saves_on_cpu
+    for index, size in enumerate(rotary_table_bytes(job, context)):
+        ends = copied if copied and by_layer else timeline.now
+        timeline.hold(("rotary.cos", "rotary.sin")[index % 2], Category.ACTIVATIONS, size, start, ends)
