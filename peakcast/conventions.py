@@ -53,8 +53,8 @@ def adapter_dtype(job: TrainingJob) -> str:
 
 
 def mixes_precision(job: TrainingJob) -> bool:
-    """Whether FSDP gathers what is wider than the compute dtype in that: where the dtypes say so and, by accelerate, wherever
-    it computes under autocast, also beside frozen weights that are narrow already (accelerate 1.15 utils/dataclasses.py
+    """Whether FSDP gathers what is wider than the compute dtype in that: where the dtypes say so and, by accelerate,
+    wherever it computes under autocast, also beside frozen weights that are narrow (accelerate 1.15 utils/dataclasses.py
     `set_mixed_precision`)."""
     layout, precision = job.parallelism, job.precision
     sharded = layout.sharding in ("fsdp1", "fsdp2", "hsdp") and layout.num_replicas > 1

@@ -19,8 +19,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from peakcast.collectors import gang
 from peakcast.collectors.frameworks import layouts
 from peakcast.collectors.frameworks.optimizers import build_optimizer
-from peakcast.errors import CollectorError
 from peakcast.conventions import mixes_precision
+from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Phase
 

@@ -182,9 +182,9 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
 
 
 def first_context(job: TrainingJob, context: HFContext) -> HFContext:
-    """`context` as a training's first forward finds it: FSDP1's units without `use_orig_params` have views of what they will
-    be gathered to only when that has happened once, and till then those of what they were built from (torch 2.13
-    `_flat_param.py`, `_use_unsharded_views`). Layers that run again then find the others."""
+    """`context` as a training's first forward finds it: FSDP1's units without `use_orig_params` have views of what they are
+    gathered to only when that has happened once, and till then those of what they were built from (torch 2.13
+    `_flat_param.py`, `_use_unsharded_views`). Layers that run again find the others then."""
     layout, again = job.parallelism, job.activation_checkpointing.mode != "none"
     sharded = layout.sharding == "fsdp1" and layout.num_replicas > 1 and job.finetuning.method != "full"
     return replace(context, adapter_input_bytes=int(DTYPE_BYTES[adapter_dtype(job)])) if sharded and not again else context

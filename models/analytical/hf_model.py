@@ -80,7 +80,7 @@ def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
 
 
 def model_ends(loss: Run) -> int:
-    """The instant of the lm_head, or of a fused loss: the model's last norm is done and its forward's variables are gone."""
+    """The instant of the lm_head or of a fused loss: the model's last norm is done, its forward's variables are gone."""
     labels, following = loss.template.forward_labels, ("lm_head", "pad_labels")
     return loss.forward_start + next(index for index, label in enumerate(labels) if label.startswith(following))
 

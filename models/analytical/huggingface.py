@@ -315,7 +315,7 @@ def _hold_previous_outputs(timeline: Step, job: TrainingJob, context: HFContext,
 
 
 def _kept_by_graph_of_outputs(job: TrainingJob, context: HFContext) -> list[tuple[str, int]]:
-    """What a graph that has been run backward still holds as long as outputs hold it: peft's enable_input_require_grads makes
+    """What a graph that has run backward still holds as long as outputs hold it: peft's enable_input_require_grads makes
     the embedding's output a leaf, which keeps its gradient; and reentrant checkpoints have been called with arguments."""
     checkpointing = job.activation_checkpointing
     kept: list[tuple[str, int]] = []

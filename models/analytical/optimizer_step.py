@@ -117,7 +117,7 @@ def _in_order_of_modules(tensors: Sequence[TrainedTensor]) -> list[TrainedTensor
 
 
 def _is_vector(tensor: TrainedTensor) -> bool:
-    return len(tensor.shape) < 2
+    return not tensor.decays  # of FSDP1's pieces all are, by their shapes
 
 
 def _step(timeline: Step, rule: OptimizerRule, group: Sequence[TrainedTensor], options: Options) -> None:

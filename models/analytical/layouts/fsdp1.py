@@ -82,7 +82,8 @@ class FSDP1(ShardedLayout):
 
     def _offsets(self, unit: Unit) -> list[int]:
         """Where each tensor of the unit begins in the flat parameter, in elements, and where the last one ends. With
-        `use_orig_params` the whole is padded to equal parts too, so that the reduction pads nothing (`_init_flat_param_and_metadata`)."""
+        `use_orig_params` the whole is padded to equal parts too, so that the reduction pads nothing
+        (`_init_flat_param_and_metadata`)."""
         offsets, end = [], 0
         for tensor in unit.tensors:
             if self.original:
@@ -141,9 +142,10 @@ class FSDP1(ShardedLayout):
     def optimized(self) -> list[TrainedTensor]:
         """In the order of the network's modules: the root's flat parameter is the first."""
         if not self.original:
-            units = [unit for unit in self.by_module() if unit.trained]
             return [
-                TrainedTensor("flat_param", unit.name, (self._part_numel(unit),), unit.tensors[0].element_bytes) for unit in units
+                TrainedTensor("flat_param", unit.name, (self._part_numel(unit),), unit.tensors[0].element_bytes)
+                for unit in self.by_module()
+                if unit.trained
             ]
         pieces = {}
         for unit in self.units:
@@ -151,7 +153,7 @@ class FSDP1(ShardedLayout):
             for tensor, begin in zip(unit.tensors, self._offsets(unit), strict=False):
                 if unit.trained and begin < part:  # rank 0 has the beginning
                     size = min(tensor.numel, part - begin)
-                    pieces[tensor] = TrainedTensor(tensor.name, tensor.module, (size,), tensor.element_bytes)
+                    pieces[tensor] = tensor.optimized((size,))
         return [pieces[tensor] for tensor in self.tensors if tensor in pieces]
 
     # -- gathering --------------------------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ class FSDP2(ShardedLayout):
     ) -> None:
         super().__init__(tensors, units, prefetches=True, waits=waits)
         self.forward_again = forward_again
-        """Modules whose recomputation is a forward to the hooks: reentrant checkpointing calls the module before its backward
-        has begun (`FSDPState._pre_forward`; otherwise it is in that state already, and the hooks return at once)."""
+        """Modules whose recomputation is a forward to the hooks: reentrant checkpointing calls the module before its
+        backward has begun (`FSDPState._pre_forward`; otherwise it is in that state, and the hooks return at once)."""
         self._entered = ""
         """The module whose backward, or the recomputation for it, was last begun."""
         self.stays_after_forward = stays_after_forward
