@@ -154,8 +154,9 @@ def arguments_of_layers(job: TrainingJob, layers: Sequence[HFContext]) -> list[t
     """What the model hands to every layer by name: to a reentrant checkpoint these are no tensors to save but parts of the
     call, and its node has them as long as there is a graph (torch `utils/checkpoint.py`, `ctx.run_function`)."""
     sizes, taken = mask_bytes(layers)
+    named = taken and not traits(job.architecture).mask_by_position
     tables = [("rotary", size) for size in rotary_table_bytes(job, layers[0])]
-    return [("attention_mask", size) for size in sizes if taken] + tables
+    return [("attention_mask", size) for size in sizes[: kinds_of_layers(job.architecture)] if named] + tables
 
 
 def attention_weights_bytes(layer: HFContext) -> int:

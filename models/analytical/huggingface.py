@@ -276,7 +276,8 @@ def _micro_batch(
         for run in (loss, *runs.values(), embedded):  # results of one graph, which are added to others when it has ended
             run.gradients_die = timeline.now
     timeline.end_backward()
-    if checkpointed and job.activation_checkpointing.use_reentrant:  # a node has its arguments as long as there is a graph
+    named = not traits(job.architecture).mask_by_position
+    if named and job.activation_checkpointing.use_reentrant:  # a node has its arguments as long as there is a graph
         dies = [timeline.now] * len(dies)
     hold_masks(timeline, blocks.contexts, start, model_ends(loss), dies)
     _hold_logits(timeline, job, context, loss, last)

@@ -195,7 +195,7 @@ class BlockBuilder:
         # a narrow copy of a wide weight, which autocast caches; arguments are cast from right to left, so in backward the
         # input's gradient is widened first
         transposed = traits(context.architecture).linears_transpose_weight and name != "lm_head"
-        cached = trainable and not transposed
+        cached = trainable and not transposed and not context.group.makes_weights
         weight = tape.operation(
             f"{name}{CAST if cached else '.weight_copy'}",
             [],
