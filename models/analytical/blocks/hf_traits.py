@@ -72,7 +72,7 @@ class HFTraits:
     attention_softcap: bool = False
     """tanh of the scores, in eager attention only."""
     mask_by_position: bool = False
-    """The model hands layers its mask as an argument without a name: a reentrant checkpoint saves it as tensors are saved."""
+    """The model hands layers its mask as an argument without a name: a reentrant checkpoint saves it as any tensor."""
     returns_attention_weights: bool = False
     """A layer's outputs name its attention's weights, and the model's loop names those until the next layer returns."""
     joins_heads_first: bool = False
