@@ -209,7 +209,8 @@ def test_accelerate_widens_trained_weights_where_fsdp_mixes_precisions():
     assert translate(num_gpus=8, fsdp=fsdp, torch_dtype="bfloat16").job.precision.parameters == "bfloat16"
     assert translate(num_gpus=8, torch_dtype="bfloat16", bf16=True).job.precision.parameters == "bfloat16"
     adapters = {"r": 8, "target_modules": ["q_proj"], "peft_type": "LORA"}
-    assert translate(num_gpus=8, fsdp=fsdp, peft=adapters, dtype="bfloat16", bf16=True).job.precision.parameters == "bfloat16"
+    adapted = translate(num_gpus=8, fsdp=fsdp, peft=adapters, dtype="bfloat16", bf16=True)
+    assert adapted.job.precision.parameters == "bfloat16"
 
 
 def test_fsdp_from_training_arguments():
