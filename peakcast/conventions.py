@@ -52,6 +52,16 @@ def adapter_dtype(job: TrainingJob) -> str:
     return chosen
 
 
+def mixes_precision(job: TrainingJob) -> bool:
+    """Whether FSDP gathers what is wider than the compute dtype in that: where the dtypes say so and, by accelerate,
+    wherever it computes under autocast, also beside frozen weights that are narrow (accelerate 1.15 utils/dataclasses.py
+    `set_mixed_precision`)."""
+    layout, precision = job.parallelism, job.precision
+    sharded = layout.sharding in ("fsdp1", "fsdp2", "hsdp") and layout.num_replicas > 1
+    accelerate = job.framework == "huggingface" and bool(conventions(job).get("autocast"))
+    return sharded and precision.compute != "float8" and (precision.compute != precision.parameters or accelerate)
+
+
 @functools.lru_cache(maxsize=4096)
 def _resolve(framework: str, model_type: str, versions: FrozenMapping, options: FrozenMapping) -> Mapping[str, Any]:
     values: dict[str, Any] = {}

@@ -63,7 +63,8 @@ def build_optimizer(job: TrainingJob, model: Any) -> Any:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [trained]
     if job.framework == "huggingface":
-        groups = [[p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]]
+        decaying = _decaying(model, job)
+        groups = [[p for p in trained if p in decaying], [p for p in trained if p not in decaying]]
     name = job.optimizer.name
     builder = BUILDERS.get((name, str(conventions(job).get(f"{name}_library", ""))))
     if builder is None:
@@ -74,6 +75,16 @@ def build_optimizer(job: TrainingJob, model: Any) -> Any:
     if job.framework_options.get("optimizer_in_backward"):
         return InBackward(lambda parameter: builder(job, model, [[parameter]]), trained)
     return builder(job, model, [group for group in groups if group])
+
+
+def _decaying(model: Any, job: TrainingJob) -> set[Any]:
+    """The parameters of the Trainer's first group: all matrices. FSDP1 has made vectors of them, whose names are left."""
+    if job.parallelism.sharding != "fsdp1":
+        return {parameter for parameter in model.parameters() if parameter.ndim > 1}
+    from transformers import Trainer
+
+    names = {name.replace("_fsdp_wrapped_module.", "") for name in Trainer.get_decay_parameter_names(None, model)}
+    return {parameter for name, parameter in model.named_parameters() if name.replace("_fsdp_wrapped_module.", "") in names}
 
 
 Groups = Sequence[list[Any]]

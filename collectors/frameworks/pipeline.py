@@ -19,6 +19,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from peakcast.collectors import gang
 from peakcast.collectors.frameworks import layouts
 from peakcast.collectors.frameworks.optimizers import build_optimizer
+from peakcast.conventions import mixes_precision
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Phase
@@ -228,7 +229,7 @@ def _edges(job: TrainingJob, stage: int, total: int) -> tuple[Any, Any]:
     layout, sequences = job.parallelism, job.micro_batch_size
     length = job.sequence_length // layout.context_parallel_size
     part = length // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
-    dtype = getattr(torch, job.precision.compute if layouts.mixes(job) else job.precision.parameters)
+    dtype = getattr(torch, job.precision.compute if mixes_precision(job) else job.precision.parameters)
     with torch.device("meta"):
         ids = torch.zeros((sequences, length), dtype=torch.int64)
         hidden = torch.zeros((sequences, part, job.architecture.hidden_size), dtype=dtype, requires_grad=True)

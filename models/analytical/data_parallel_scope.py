@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peakcast.conventions import conventions
+from peakcast.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.spec import TrainingJob
 
@@ -23,12 +23,31 @@ def data_parallel_reason(job: TrainingJob) -> str:
             f"{job.architecture.name!r} under FSDP is not modelled: its embeddings are a unit by themselves and share a "
             "table with the head outside of it, which FSDP1 stores twice and FSDP2 refuses (torch 2.13); use DDP or ZeRO."
         )
+    adapts = job.finetuning.method != "full"
+    if layout.sharding in ("fsdp2", "hsdp"):
+        alone = chosen["fsdp2_units"] == "ends" and not job.architecture.tie_word_embeddings
+        if adapts and alone and job.loss.fused_linear_cross_entropy:
+            return (
+                "a fused loss with adapters where fsdp2_units=ends fails: it never calls the lm_head, a group by itself "
+                "(accelerate finds no norm inside peft's wrapper), whose weight stays in parts; use fsdp2_units=root."
+            )
     if layout.sharding != "fsdp1":
         return ""
     liger = bool(chosen.get("liger_kernels")) or job.loss.fused_linear_cross_entropy
+    gathered = gathered_dtype(job)
     checks = [
         (
-            job.finetuning.method != "full" and chosen.get("fsdp1_backward_prefetch") == "BACKWARD_POST",
+            adapts and mixes_precision(job) and adapter_dtype(job) != gathered and not chosen.get("autocast"),
+            f"adapters of {adapter_dtype(job)} that FSDP1 gathers in {gathered} fail without autocast: peft hands them "
+            "inputs of the one, and torch multiplies no two dtypes; set autocast, as accelerate does.",
+        ),
+        (
+            adapts and job.activation_checkpointing.mode == "selective",
+            "selective checkpointing with adapters under FSDP1 fails in torch 2.13: what the units inside a layer record "
+            "when they are called is not the same when it runs again; use mode=full, or fsdp2.",
+        ),
+        (
+            adapts and chosen.get("fsdp1_backward_prefetch") == "BACKWARD_POST",
             "fsdp1_backward_prefetch=BACKWARD_POST is modelled where all weights train: an adapter, a unit by itself, has "
             "the layer below fetched before its own layer is done; use BACKWARD_PRE.",
         ),
@@ -38,7 +57,7 @@ def data_parallel_reason(job: TrainingJob) -> str:
             "fsdp1_use_orig_params=false; with true torch 2.13 cannot be traced.",
         ),
         (
-            liger and job.finetuning.method != "full" and gathered_dtype(job) != job.precision.parameters,
+            liger and adapts and gathered != job.precision.parameters,
             "Liger's kernels with adapters in FSDP1's mixed precision are not modelled: a trace needs up to 4 % more.",
         ),
     ]

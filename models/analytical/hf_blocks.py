@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions
+from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
 from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_ends import embedding
 from peakcast.models.analytical.blocks.hf_traits import rotates, slides, traits
@@ -14,7 +14,7 @@ from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.blocks.ring_attention import ring_of
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.analytical.hf_checkpoint import recompute
-from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype, reduced_bytes
+from peakcast.models.analytical.layouts import adapters_are_units, expert_ranks, gathered_dtype, reduced_bytes
 from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.preference_scope import makes_whole_logits
 from peakcast.models.analytical.step import Run, Step
@@ -141,7 +141,7 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
     compiled = COMPILED[convention["compiled_regions"], stack] if job.compile else frozenset()
     weight = int(DTYPE_BYTES[gathered_dtype(job)])
     autocast = bool(convention.get("autocast"))
-    adapter = gathered_dtype(job) if gathered_dtype(job) != job.precision.parameters else adapter_dtype(job)
+    adapter = gathered_dtype(job) if mixes_precision(job) else adapter_dtype(job)
     group = tensor_parallel(job)
     joined = job.batch.form == "padding_free"
     return HFContext(
@@ -161,6 +161,7 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
         finetuning=job.finetuning,
         adapter_bytes=int(DTYPE_BYTES[adapter]),
+        adapter_input_bytes=int(DTYPE_BYTES[adapter_dtype(job) if adapters_are_units(job) else adapter]),
         logits_upcast=str(convention.get("logits_upcast", "loss")),
         expert_ranks=expert_ranks(job),
         experts=str(convention.get("experts_implementation", "grouped_mm")),
@@ -178,6 +179,15 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         neftune=bool(convention.get("neftune")),
         float8=job.precision.compute == "float8",
     )
+
+
+def first_context(job: TrainingJob, context: HFContext) -> HFContext:
+    """`context` as a training's first forward finds it: FSDP1's units without `use_orig_params` have views of what they are
+    gathered to only when that has happened once, and till then those of what they were built from (torch 2.13
+    `_flat_param.py`, `_use_unsharded_views`). Layers that run again find the others then."""
+    layout, again = job.parallelism, job.activation_checkpointing.mode != "none"
+    sharded = layout.sharding == "fsdp1" and layout.num_replicas > 1 and job.finetuning.method != "full"
+    return replace(context, adapter_input_bytes=int(DTYPE_BYTES[adapter_dtype(job)])) if sharded and not again else context
 
 
 def target_context(context: HFContext, job: TrainingJob) -> HFContext:

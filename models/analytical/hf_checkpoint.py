@@ -30,7 +30,8 @@ def recompute(
     hidden, begin = template.input_bytes, first.forward_start
     if job.offload.activations:
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, begin + template.num_forward, module)
-        ends = timeline.now if template.keeps_input else recomputed
+        named = job.activation_checkpointing.use_reentrant  # `inputs` of CheckpointFunction.backward
+        ends = timeline.now if template.keeps_input or named else recomputed
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, start, ends, module)
     elif not input_held:
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, timeline.now, module)

@@ -81,9 +81,9 @@ def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
 
 
 def model_ends(loss: Run) -> int:
-    """The instant of the lm_head: the model's last norm is done and its forward's variables are gone."""
-    labels = loss.template.forward_labels
-    return loss.forward_start + next(index for index, label in enumerate(labels) if label.startswith("lm_head"))
+    """The instant of the lm_head or of a fused loss: the model's last norm is done, its forward's variables are gone."""
+    labels, following = loss.template.forward_labels, ("lm_head", "pad_labels")
+    return loss.forward_start + next(index for index, label in enumerate(labels) if label.startswith(following))
 
 
 def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
@@ -119,33 +119,45 @@ def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run]) -> list[i
     return [(run.backward_start or 0) + run.template.num_backward for run in last]
 
 
-def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: Sequence[int]) -> None:
-    """The model's attention masks, one per kind of layer: for eager in the embeddings' dtype, for sdpa bool and shared
-    by all sequences unless the batch asks for one each. They live until the model's forward has `ended`, and those that
-    checkpointed layers take as an argument until `dies`."""
+def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
+    """Bytes of the model's attention masks, one per kind of layer: for eager in the embeddings' dtype, for sdpa bool and
+    shared by all sequences unless the batch asks for one each; and whether layers take them as an argument."""
     one = layers[0]
     scores = one.sequence**2
     family = traits(one.architecture)
     kinds = kinds_of_masks(one.architecture)
     if one.architecture.kind == "encoder":
-        sizes = []  # nothing is masked without padding
-    elif "mask" in one.compiled:
-        sizes = [one.batch * scores * one.compute_bytes]
-    elif family.scores_biased_and_filled:
+        return [], False  # nothing is masked without padding
+    if "mask" in one.compiled:
+        return [one.batch * scores * one.compute_bytes], True
+    if family.scores_biased_and_filled:
         biases = one.architecture.num_attention_heads * one.architecture.max_position_embeddings * FP32
-        sizes = [one.batch * scores + biases]
-    elif one.attention == "eager":
-        sizes = [one.batch * scores * one.weight_bytes] * kinds
-    elif one.attention == "flex":
-        sizes = [flex_block_mask_bytes(one.batch, one.sequence)]
-    elif one.attention == "sdpa" and one.mask_of_batch:
-        sizes = [one.batch * scores] * kinds
-    else:
-        taken = any(layer.masked for layer in layers)
-        sizes = [scores] if one.attention == "sdpa" and (taken or family.masks_for_both_kinds) else []
-        dies = dies if taken else []
-    for size, end in itertools.zip_longest(sizes, dies[: len(sizes)], fillvalue=ended):
+        return [one.batch * scores + biases], True
+    if one.attention == "eager":
+        return [one.batch * scores * one.weight_bytes] * kinds, True
+    if one.attention == "flex":
+        return [flex_block_mask_bytes(one.batch, one.sequence)], True
+    if one.attention == "sdpa" and one.mask_of_batch:
+        return [one.batch * scores] * kinds, True
+    taken = any(layer.masked for layer in layers)
+    return [scores] if one.attention == "sdpa" and (taken or family.masks_for_both_kinds) else [], taken
+
+
+def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: Sequence[int]) -> None:
+    """`mask_bytes`: they live until the model's forward has `ended`, and those that checkpointed layers take as an argument
+    until `dies`."""
+    sizes, taken = mask_bytes(layers)
+    for size, end in itertools.zip_longest(sizes, dies[: len(sizes) * taken], fillvalue=ended):
         timeline.hold("attention_mask", Category.INPUTS, size, start, end)
+
+
+def arguments_of_layers(job: TrainingJob, layers: Sequence[HFContext]) -> list[tuple[str, int]]:
+    """What the model hands to every layer by name: to a reentrant checkpoint these are no tensors to save but parts of the
+    call, and its node has them as long as there is a graph (torch `utils/checkpoint.py`, `ctx.run_function`)."""
+    sizes, taken = mask_bytes(layers)
+    named = taken and not traits(job.architecture).mask_by_position
+    tables = [("rotary", size) for _, _, size in _rotary_tables_of(job, layers[0])]
+    return [("attention_mask", size) for size in sizes[: kinds_of_layers(job.architecture)] if named] + tables
 
 
 def attention_weights_bytes(layer: HFContext) -> int:
@@ -181,16 +193,23 @@ def hold_cast_weights(timeline: Step, runs: Iterable[Run], *, owned: bool) -> No
         timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
 
 
+def _rotary_tables_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int]]:
+    """What the model makes for all layers to rotate a micro-batch's positions."""
+    if "mask" in context.compiled:  # computed anew in each kernel
+        return []
+    # where ranks share a sequence, each sequence of a batch has positions of its own
+    tokens = context.rows if context.ring.ranks > 1 else context.sequence
+    return rotary_tables(job.architecture, tokens, context.weight_bytes)
+
+
 def hold_rotary_tables(
     timeline: Step, job: TrainingJob, context: HFContext, start: int, copied: int | None = None
 ) -> None:
-    """cos and sin of every position, shared by all layers until the first layer's backward is done; where layers keep
-    copies of their own, until `copied`, the end of the model's forward (None: layers that run again ask for them)."""
-    if "mask" not in context.compiled:  # computed anew in each kernel
-        # where ranks share a sequence, each sequence of a batch has positions of its own
-        tokens = context.rows if context.ring.ranks > 1 else context.sequence
-        ends = copied if copied and traits(job.architecture).rotary_tables_per_layer else timeline.now
-        timeline.hold_all(rotary_tables(job.architecture, tokens, context.weight_bytes), Category.ACTIVATIONS, start, ends)
+    """cos and sin, shared by all layers until the first layer's backward is done; where layers keep copies of their own, or
+    on the host, until `copied`, the end of the model's forward (None: layers that run again ask for them)."""
+    by_layer = traits(job.architecture).rotary_tables_per_layer or context.saves_on_cpu
+    ends = copied if copied and by_layer else timeline.now
+    timeline.hold_all(_rotary_tables_of(job, context), Category.ACTIVATIONS, start, ends)
 
 
 def rotary_tables(architecture: Architecture, tokens: int, weight_bytes: int) -> list[tuple[str, str, int]]:

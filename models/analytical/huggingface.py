@@ -19,8 +19,9 @@ from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.blocks.kv_cache import returned_cache_bytes
 from peakcast.models.analytical.columns import Recording
-from peakcast.models.analytical.hf_blocks import Blocks, block_context, target_context
+from peakcast.models.analytical.hf_blocks import Blocks, block_context, first_context, target_context
 from peakcast.models.analytical.hf_model import (
+    arguments_of_layers,
     hold_attention_weights,
     hold_buffers,
     hold_cast_weights,
@@ -122,7 +123,8 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
         start = timeline.now
         last = micro_batch == micro_batches - 1
         layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
-        loss = _micro_batch(timeline, job, context, keeps_gradients=micro_batch == 0, last=last)
+        found = first_context(job, context) if step == "first" and micro_batch == 0 else context
+        loss = _micro_batch(timeline, job, found, keeps_gradients=micro_batch == 0, last=last)
         loss_made = loss.forward_start + loss.template.num_forward
         if step == "steady" or micro_batch > 0:
             _hold_previous_outputs(timeline, job, context, start, loss_made)
@@ -265,7 +267,6 @@ def _micro_batch(
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
     masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
     dies = last_readers(blocks.contexts, runs) if masks_kept else []
-    hold_masks(timeline, blocks.contexts, start, model_ends(loss), dies)
     hold_rotary_tables(timeline, job, context, start, None if checkpointed else model_ends(loss))
     timeline.run_backward(embedded)
     if checkpointed and job.offload.activations:
@@ -276,6 +277,10 @@ def _micro_batch(
         for run in (loss, *runs.values(), embedded):  # results of one graph, which are added to others when it has ended
             run.gradients_die = timeline.now
     timeline.end_backward()
+    named = not traits(job.architecture).mask_by_position
+    if named and job.activation_checkpointing.use_reentrant:  # a node has its arguments as long as there is a graph
+        dies = [timeline.now] * len(dies)
+    hold_masks(timeline, blocks.contexts, start, model_ends(loss), dies)
     _hold_logits(timeline, job, context, loss, last)
     return loss
 
@@ -294,7 +299,7 @@ def _hold_logits(timeline: Step, job: TrainingJob, context: HFContext, loss: Run
         if "loss" in context.compiled and loss.backward_start is not None:  # kept as they are until the loss's backward
             born = loss.backward_start + 1 + loss.template.in_backward.get("d_logits", 0)
         timeline.hold("outputs.logits", Category.LOGITS, size, born, dies, "head")
-        for name, num_bytes in _leaf_kept_by_outputs(job, context):
+        for name, num_bytes in _kept_by_graph_of_outputs(job, context):
             timeline.hold(name, Category.ACTIVATIONS, num_bytes, timeline.now, dies, "embedding")
 
 
@@ -303,7 +308,7 @@ def _hold_previous_outputs(timeline: Step, job: TrainingJob, context: HFContext,
     if not conventions(job).get("outputs_dropped") and not conventions(job).get("trainer"):
         target = target_context(context, job)
         timeline.hold("outputs.logits", Category.LOGITS, _kept_logits(job, target), start, ended, "head")
-        for name, num_bytes in _leaf_kept_by_outputs(job, target):
+        for name, num_bytes in _kept_by_graph_of_outputs(job, target):
             timeline.hold(name, Category.ACTIVATIONS, num_bytes, start, ended, "embedding")
         if job.architecture.kind == "encoder_decoder":
             from peakcast.models.analytical.encoder_decoder import outputs_of
@@ -311,12 +316,18 @@ def _hold_previous_outputs(timeline: Step, job: TrainingJob, context: HFContext,
             timeline.hold_all(outputs_of(job, context), Category.ACTIVATIONS, start, ended)
 
 
-def _leaf_kept_by_outputs(job: TrainingJob, context: HFContext) -> list[tuple[str, int]]:
-    """peft's enable_input_require_grads makes the embedding's output a leaf: the graph that the logits hold keeps it, and
-    it keeps its gradient."""
-    if job.finetuning.method == "full" or job.activation_checkpointing.mode == "none" or conventions(job).get("trainer"):
-        return []
-    return [("embedding.output", context.input_bytes), ("embedding.output.grad", context.input_bytes)]
+def _kept_by_graph_of_outputs(job: TrainingJob, context: HFContext) -> list[tuple[str, int]]:
+    """What a graph that has run backward still holds as long as outputs hold it: peft's enable_input_require_grads makes
+    the embedding's output a leaf, which keeps its gradient; and reentrant checkpoints have been called with arguments."""
+    checkpointing = job.activation_checkpointing
+    kept: list[tuple[str, int]] = []
+    if checkpointing.mode == "none" or conventions(job).get("trainer"):
+        return kept
+    if job.finetuning.method != "full":
+        kept += [("embedding.output", context.input_bytes), ("embedding.output.grad", context.input_bytes)]
+    if checkpointing.use_reentrant and job.architecture.kind == "decoder":
+        kept += arguments_of_layers(job, Blocks(job, context).contexts)
+    return kept
 
 
 def pinned_activation_bytes(job: TrainingJob) -> list[int]:

@@ -10,7 +10,7 @@ class _Tensor(Protocol):
     @property
     def module(self) -> str: ...
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def decays(self) -> bool: ...
 
 
 T = TypeVar("T", bound=_Tensor)
@@ -32,4 +32,4 @@ def in_order_of_modules(tensors: Sequence[T], model_type: str) -> list[T]:
 
 
 def _is_vector(tensor: _Tensor) -> bool:
-    return len(tensor.shape) < 2
+    return not tensor.decays  # of FSDP1's pieces all are, by their shapes

@@ -107,6 +107,18 @@ def _tensor_reason(job: TrainingJob) -> str:
             "makes plain tensors at one end only: torch 2.13 fails, and how others hold it is not modelled; fsdp2 is.",
         ),
         (job.loss.fused_linear_cross_entropy, "a fused loss under tensor parallelism is not modelled."),
+        (
+            job.framework == "torch" and bool(conventions(job).get("liger_kernels")),
+            "Liger's kernels under torch's tensor parallelism fail: they give whole tensors where the plan has parts.",
+        ),
+        (
+            layout.sequence_parallel and job.attention == "eager",
+            "attention='eager' under sequence_parallel fails: transformers makes the mask for a rank's part; use sdpa.",
+        ),
+        (
+            library and bool(conventions(job).get("autocast")) and job.precision.compute == "float16",
+            "fp16 under transformers' tensor parallelism fails: GradScaler takes no mixture of tensors; use bf16.",
+        ),
         (job.attention == "flex", "flex attention under tensor parallelism is not modelled."),
         (job.precision.compute == "float8", "float8 under tensor parallelism is not modelled."),
         (job.offload.activations, "offloaded activations under tensor parallelism are not modelled."),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.allocator import Allocator
-from peakcast.conventions import adapter_dtype, conventions
+from peakcast.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.micro_batch import Batch
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
@@ -78,7 +78,7 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
         )
     stored = [part for module, tensor in everything for part in _frozen(tensor, module, job, size, used)]
     rank, width = job.finetuning.rank or 0, int(DTYPE_BYTES[adapter_dtype(job)])
-    mixed = used if used != size else width
+    mixed = used if mixes_precision(job) else width
     for module, tensor in everything:
         name = tensor.name.removesuffix(".weight")
         if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):

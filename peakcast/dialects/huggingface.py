@@ -190,6 +190,10 @@ def _precision(
         return Precision(
             parameters=half, compute=half, gradients=half, optimizer_states="float32", main_parameters="float32"
         )
+    if half is not None and shards is not None and finetuning.method == "full" and weights != "float32":
+        # accelerate 1.15 accelerator.py ("upcasting"), utils/fsdp_utils.py fsdp2_prepare_model
+        notes.assumptions.append(f"accelerate widens weights of {weights} to float32, since FSDP mixes precisions.")
+        weights = "float32"
     trained: Dtype = weights
     if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype is None:
         trained = "float32"  # peft's autocast_adapter_dtype

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.errors import PeakcastError, SpecError
 from peakcast.models.analytical.scope import out_of_scope
-from peakcast.spec import Offload
+from peakcast.spec import Offload, Precision
 
 LLAMA = {
     "model_type": "llama",
@@ -196,6 +196,21 @@ def test_layouts_over_gpus(arguments, sharding):
     assert translation.job.parallelism.data_parallel_size == 2
     assert translation.job.parallelism.sharding == sharding
     assert translation.unknown == ()
+
+
+def test_accelerate_widens_trained_weights_where_fsdp_mixes_precisions():
+    fsdp = {"fsdp_sharding_strategy": "FULL_SHARD"}
+    told = translate(num_gpus=8, fsdp=fsdp, torch_dtype="bfloat16", bf16=True)
+    assert told.job.precision == Precision(
+        parameters="float32", compute="bfloat16", gradients="float32", optimizer_states="float32"
+    )
+    assert told.job.framework_options["autocast"] is True
+    assert any("widens weights of bfloat16" in sentence for sentence in told.assumptions)
+    assert translate(num_gpus=8, fsdp=fsdp, torch_dtype="bfloat16").job.precision.parameters == "bfloat16"
+    assert translate(num_gpus=8, torch_dtype="bfloat16", bf16=True).job.precision.parameters == "bfloat16"
+    adapters = {"r": 8, "target_modules": ["q_proj"], "peft_type": "LORA"}
+    adapted = translate(num_gpus=8, fsdp=fsdp, peft=adapters, dtype="bfloat16", bf16=True)
+    assert adapted.job.precision.parameters == "bfloat16"
 
 
 def test_fsdp_from_training_arguments():

@@ -106,13 +106,6 @@ def _device_type() -> str:
     return "cpu" if gang.launched() and not torch.cuda.is_available() else "cuda"
 
 
-def mixes(job: TrainingJob) -> bool:
-    """Whether FSDP gathers weights in another dtype than it stores."""
-    layout = job.parallelism
-    sharded = layout.sharding in ("fsdp1", "fsdp2", "hsdp") and layout.num_replicas > 1
-    return sharded and job.precision.compute != job.precision.parameters
-
-
 def data_mesh(job: TrainingJob) -> Any:
     """The part of `mesh` over which weights are sharded: [shard], or [replicate, shard]. Ranks that share a sequence
     shard weights too (accelerate 1.15 parallelism_config.py and torchtitan: `dp_shard_cp`)."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from peakcast.collectors import gang
 from peakcast.collectors.frameworks.layouts.alone import Alone
-from peakcast.conventions import conventions
+from peakcast.conventions import conventions, mixes_precision
 from peakcast.spec import TrainingJob
 
 
@@ -88,7 +88,7 @@ def decoder_layer_classes(model: Any) -> set[type]:
 
 def mixed_precision_dtypes(job: TrainingJob) -> tuple[torch.dtype, torch.dtype] | None:
     """(of gathered parameters, of reduced gradients), or None without mixed precision."""
-    if job.precision.compute == job.precision.parameters:
+    if not mixes_precision(job):
         return None
     compute = getattr(torch, job.precision.compute)
     reduced = conventions(job)["fsdp_reduce_dtype"]

@@ -85,7 +85,7 @@ class BlockBuilder:
             trains, size = context.trainable, context.weight_bytes
             # as wide, the adapter's product gives x its gradient first, as a view of two dimensions' (`ViewBackward`); not
             # so stage 3's own Linear, which multiplies three (DeepSpeed 0.19.8 zero/linear.py)
-            alike = x.num_bytes == self.rows * in_features * context.adapter_bytes and not context.linears_keep_input
+            alike = x.num_bytes == self.rows * in_features * context.adapter_input_bytes and not context.linears_keep_input
             adds = adapted and alike and not (tuning.dropout or context.autocast) and x.requires_grad
             result = self._split_linear(x, in_features, out_features, name, bias, trains, size, split, adds_to_view=adds)
         return self._adapter(x, result, in_features, out_features, name, split) if adapted else result
@@ -117,9 +117,9 @@ class BlockBuilder:
         `lora/model.py` add_lora_tp_hooks_dtensor)."""
         context, tape, tuning = self.context, self.tape, self.context.finetuning
         rank, wide, rows = tuning.rank or 0, context.adapter_bytes, self.rows
-        narrow_bytes, variables = result.num_bytes, [x]
-        if x.num_bytes != rows * in_features * wide and not (tuning.quantization and context.autocast):
-            x = ops.cast(tape, x, rows * in_features * wide, f"{name}.lora.to_adapter_dtype")  # a copy per target
+        narrow_bytes, variables, argument = result.num_bytes, [x], rows * in_features * context.adapter_input_bytes
+        if x.num_bytes != argument and not (tuning.quantization and context.autocast):
+            x = ops.cast(tape, x, argument, f"{name}.lora.to_adapter_dtype")  # a copy per target
         variables.append(x)
         x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
         outer, inner = split if split == "rows" else "", split if split == "columns" else ""
@@ -195,7 +195,7 @@ class BlockBuilder:
         # a narrow copy of a wide weight, which autocast caches; arguments are cast from right to left, so in backward the
         # input's gradient is widened first
         transposed = traits(context.architecture).linears_transpose_weight and name != "lm_head"
-        cached = trainable and not transposed
+        cached = trainable and not transposed and not context.group.makes_weights
         weight = tape.operation(
             f"{name}{CAST if cached else '.weight_copy'}",
             [],

@@ -36,6 +36,9 @@ class HFContext:
     attention: str
     finetuning: Finetuning
     adapter_bytes: int
+    adapter_input_bytes: int
+    """Bytes of one element of what peft hands to an adapter, whose weight it has asked for the dtype: wider than the
+    adapter computes in where the weight is gathered in another dtype after that."""
     logits_upcast: str
     first_layer: bool = False
     """The first layer reads what the embedding gives, in the weights' dtype, where later ones read a wider stream."""

@@ -75,6 +75,8 @@ class HFTraits:
     """Attention's forward has a variable for the fused projection's result."""
     attention_softcap: bool = False
     """tanh of the scores, in eager attention only."""
+    mask_by_position: bool = False
+    """The model hands layers its mask as an argument without a name: a reentrant checkpoint saves it as any tensor."""
     returns_attention_weights: bool = False
     """A layer's outputs name its attention's weights, and the model's loop names those until the next layer returns."""
     joins_heads_first: bool = False
@@ -164,7 +166,9 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "cohere2": HFTraits(
         layer_norm_in_python=True, rotary="cast", scaled_logits=True, full_attention_every=4, unrotated_every=4
     ),
-    "gpt2": HFTraits(keeps_sublayer_outputs=True, eager_softmax="native", loss_apart=True, conv1d=True),
+    "gpt2": HFTraits(
+        keeps_sublayer_outputs=True, eager_softmax="native", loss_apart=True, conv1d=True, mask_by_position=True
+    ),
     "gpt_bigcode": HFTraits(keeps_sublayer_outputs=True, causal_mask_buffer=True),
     "gpt_neox": HFTraits(names_fused_projection=True, rotary_fraction=0.25),
     "phi": HFTraits(rotary_fraction=0.5, rotary_inline=True),

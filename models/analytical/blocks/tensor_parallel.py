@@ -35,6 +35,9 @@ class TensorParallel:
     there; without them, each operation of the optimizer does, and the whole gradient waits for it."""
     loss: bool = False
     """The loss is computed over logits that stay split by vocabulary."""
+    makes_weights: bool = False
+    """DDP makes the split weights of plain ones in each forward: no leaves, of which autocast would cache narrow copies
+    (torch 2.13 `tensor/parallel/ddp.py` _reconstruct_dtensor)."""
     whole_parts: frozenset[str] = frozenset()
     """Parts of a layer that gather what their column-split matrices give, and split it again before the last."""
 
@@ -83,6 +86,7 @@ def tensor_parallel(job: TrainingJob) -> TensorParallel:
         table=job.framework == "torch" or job.architecture.tie_word_embeddings,
         table_reduced=layout.num_replicas > 1 and (layout.pipeline_parallel_size == 1 or layout.sharding == "none"),
         loss=bool(conventions(job).get("loss_parallel")),
+        makes_weights=layout.num_replicas > 1 and layout.sharding == "none",
         whole_parts=traits(job.architecture).whole_parts if job.framework == "huggingface" else frozenset(),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peakcast.conventions import conventions
+from peakcast.conventions import conventions, mixes_precision
 from peakcast.fields import FrozenMapping
 from peakcast.loss import REFERRING
 from peakcast.models.analytical.blocks.hf_traits import traits
@@ -61,6 +61,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
             waits=waits,
             offloads=job.offload.parameters,
             stays_after_forward=stays_after_forward,
+            forward_again=_run_again_by_reentrant_checkpoints(job),
         )
     if parallelism.sharding == "fsdp1":
         reentrant = job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant
@@ -88,6 +89,14 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
         split=parallelism.tensor_parallel_size > 1,
         logits_bytes=logits_bytes if finds_unused else 0,
     )
+
+
+def _run_again_by_reentrant_checkpoints(job: TrainingJob) -> frozenset[str]:
+    checkpointing = job.activation_checkpointing
+    if checkpointing.mode != "full" or not checkpointing.use_reentrant:
+        return frozenset()
+    every = checkpointing.every_n_layers
+    return frozenset(f"layers.{index}" for index in range(0, job.architecture.num_hidden_layers, every))
 
 
 def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str, Any], rank: int | None) -> Layout:
@@ -157,13 +166,19 @@ def expert_ranks(job: TrainingJob) -> int:
 
 def gathered_dtype(job: TrainingJob) -> str:
     """The dtype in which blocks use the weights: FSDP's mixed precision gathers them in the compute dtype."""
-    fully_sharded = job.parallelism.sharding in ("fsdp1", "fsdp2", "hsdp") and job.parallelism.num_replicas > 1
-    return job.precision.compute if fully_sharded and job.precision.compute != "float8" else job.precision.parameters
+    return job.precision.compute if mixes_precision(job) else job.precision.parameters
+
+
+def adapters_are_units(job: TrainingJob) -> bool:
+    """Whether an adapter's weight is seen as it is stored until its own module is called: FSDP1 has a unit for each, and
+    with `use_orig_params` the module has the shard again after each use (peft 0.21 `fsdp_auto_wrap_policy`)."""
+    sharded = job.parallelism.sharding == "fsdp1" and job.parallelism.num_replicas > 1
+    return sharded and bool(conventions(job).get("fsdp1_use_orig_params"))
 
 
 def reduced_bytes(job: TrainingJob) -> int | None:
     """Bytes of one element of a gradient while FSDP reduces it under mixed precision; None without."""
-    if gathered_dtype(job) == job.precision.parameters:
+    if not mixes_precision(job):
         return None
     dtype = str(conventions(job)["fsdp_reduce_dtype"])
     return int(DTYPE_BYTES[job.precision.compute if dtype == "compute" else dtype])

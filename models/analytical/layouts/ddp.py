@@ -45,6 +45,11 @@ class DDP(Layout):
         """Backward runs whose gradients have not come to the parameters: what turns these into DTensors runs before the
         forward, so its backward comes after everything else (`_reconstruct_dtensor`)."""
         self._last = True
+        table = [t for t in tensors if t.name == "embed_tokens.weight" and t.trains]
+        shared = not any(t.name == "lm_head.weight" for t in tensors)
+        self._shared_bytes = sum(t.numel * t.element_bytes for t in table) if shared and not split else 0
+        """Of a table that the lm_head shares: autograd adds up both gradients before the reducer sees one."""
+        self._of_head: list[int] = []
 
     def hold_resident(self, step: Step) -> None:
         super().hold_resident(step)
@@ -72,6 +77,7 @@ class DDP(Layout):
         if self.split:
             self._late.append(run)
         elif self.views:
+            self._wait_for_other_end(step, run)
             self._take(run, step.now)
 
     def end_backward(self, step: Step) -> None:
@@ -97,6 +103,12 @@ class DDP(Layout):
         for earlier in self._waiting.pop(run.module, []):
             earlier.gradients_die = now
         run.keeps_gradients = False
+
+    def _wait_for_other_end(self, step: Step, run: Run) -> None:
+        if run.module == "head" and run.keeps_gradients and not (self.waits and not self._last):
+            self._of_head = step.allocate("lm_head.weight.grad", Category.TEMPORARIES, [self._shared_bytes], "head")
+        elif run.module == "embedding":
+            step.free(self._of_head)
 
 
 def bucket_sizes(sizes: Iterable[int], bucket_bytes: int, first_bytes: int = FIRST_BUCKET_BYTES) -> list[int]:

@@ -81,14 +81,16 @@ class FSDP1(ShardedLayout):
     # -- sizes ------------------------------------------------------------------------------------------------------------
 
     def _offsets(self, unit: Unit) -> list[int]:
-        """Where each tensor of the unit begins in the flat parameter, in elements, and where the last one ends."""
+        """Where each tensor of the unit begins in the flat parameter, in elements, and where the last one ends. With
+        `use_orig_params` the whole is padded to equal parts too, so that the reduction pads nothing
+        (`_init_flat_param_and_metadata`)."""
         offsets, end = [], 0
         for tensor in unit.tensors:
             if self.original:
                 end = round_up(end, ALIGNMENT_BYTES // tensor.gathered_bytes)
             offsets.append(end)
             end += tensor.numel
-        return [*offsets, end]
+        return [*offsets, round_up(end, self.shards) if self.original else end]
 
     def _part_numel(self, unit: Unit) -> int:
         return -(-self._offsets(unit)[-1] // self.shards)
@@ -138,18 +140,21 @@ class FSDP1(ShardedLayout):
             step.hold("flat_param", Category.PARAMETERS, size, 0, module=unit.name)
 
     def optimized(self) -> list[TrainedTensor]:
-        parts = []
+        """In the order of the network's modules: the root's flat parameter is the first."""
+        if not self.original:
+            return [
+                TrainedTensor("flat_param", unit.name, (self._part_numel(unit),), unit.tensors[0].element_bytes)
+                for unit in self.by_module()
+                if unit.trained
+            ]
+        pieces = {}
         for unit in self.units:
-            if not unit.trained:
-                continue
-            element, part = unit.tensors[0].element_bytes, self._part_numel(unit)
-            if not self.original:
-                parts.append(TrainedTensor("flat_param", unit.name, (part,), element))
-                continue
+            part = self._part_numel(unit)
             for tensor, begin in zip(unit.tensors, self._offsets(unit), strict=False):
-                if begin < part:  # rank 0 has the beginning
-                    parts.append(TrainedTensor(tensor.name, unit.name, (min(tensor.numel, part - begin),), element))
-        return parts
+                if unit.trained and begin < part:  # rank 0 has the beginning
+                    size = min(tensor.numel, part - begin)
+                    pieces[tensor] = tensor.optimized((size,))
+        return [pieces[tensor] for tensor in self.tensors if tensor in pieces]
 
     # -- gathering --------------------------------------------------------------------------------------------------------
 

@@ -57,8 +57,14 @@ class FSDP2(ShardedLayout):
         waits: bool = False,
         offloads: bool = False,
         stays_after_forward: bool = False,
+        forward_again: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(tensors, units, prefetches=True, waits=waits)
+        self.forward_again = forward_again
+        """Modules whose recomputation is a forward to the hooks: reentrant checkpointing calls the module before its
+        backward has begun (`FSDPState._pre_forward`; otherwise it is in that state, and the hooks return at once)."""
+        self._entered = ""
+        """The module whose backward, or the recomputation for it, was last begun."""
         self.stays_after_forward = stays_after_forward
         self.prefetches_forward = any(tensor.expert_ranks > 1 for tensor in tensors)
         """Whether a unit's forward has the next one sent: torchtitan 0.3 `apply_fsdp`, where experts are divided."""
@@ -137,7 +143,7 @@ class FSDP2(ShardedLayout):
             unit.gathered += step.allocate("gathered", BUFFERS, group.whole, unit.name)
             step.moment("all_gather.copy_out", phase)
             sent = [] if group.alone else [unit.sent.pop(0)]
-            if phase == Phase.BACKWARD:
+            if phase == Phase.BACKWARD and self.forward_again.isdisjoint(unit.modules):
                 step.free(sent)
             else:  # `wait_for_unshard` holds the previous one until it returns
                 step.free(self._copied_out)
@@ -165,6 +171,16 @@ class FSDP2(ShardedLayout):
                     self._all_gather(step, unit, group, phase)
                 else:
                     self._send(step, unit, group, born)
+
+    def before_backward(self, step: Step, module: str) -> None:
+        if module in self.forward_again and module != self._entered:
+            for unit in self._of_module.get(module, []):
+                if not unit.gathered:
+                    self.gather(step, unit)
+        else:  # a forward that has begun and ended at this module lets go at its end; the next is sent for from backward
+            step.free(self._copied_out)
+            super().before_backward(step, module)
+        self._entered = module
 
     def before_forward(self, step: Step, module: str) -> None:
         super().before_forward(step, module)
@@ -268,6 +284,7 @@ class FSDP2(ShardedLayout):
 
     def end_backward(self, step: Step) -> None:
         super().end_backward(step)
+        self._entered = ""
         step.free(self._reduced_from)
         step.free(self._all_reduced)
 

@@ -7,7 +7,7 @@ import pytest
 from peakcast import catalog
 from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.scope import out_of_scope
-from peakcast.spec import ActivationCheckpointing, Batch, Finetuning, Loss, Precision, TrainingJob
+from peakcast.spec import ActivationCheckpointing, Batch, Finetuning, Loss, Parallelism, Precision, TrainingJob
 
 REENTRANT = ActivationCheckpointing(mode="full", use_reentrant=True)
 SINGLE = Precision(parameters="float32", compute="float32")
@@ -16,6 +16,14 @@ ATTENTION = Finetuning(method="lora", rank=8, targets=("q_proj", "v_proj"))
 LIGER = {"framework_options": FrozenMapping({"liger_kernels": True})}
 NARROW_MPT = replace(catalog.architecture("mpt-7b"), intermediate_size=8192)
 FLASH = {"attention": "flash_attention_2"}
+FUSED = Loss(fused_linear_cross_entropy=True)
+MIXED = Precision(parameters="float32", compute="bfloat16", gradients="float32", optimizer_states="float32")
+SELECTIVE = {"activation_checkpointing": ActivationCheckpointing(mode="selective")}
+TENSOR = {"framework": "torch", "parallelism": Parallelism(tensor_parallel_size=2, sequence_parallel=True)}
+
+
+def by_fsdp(sharding):
+    return {"parallelism": Parallelism(data_parallel_size=4, sharding=sharding)}
 
 
 def reason(name, **changes):
@@ -29,10 +37,15 @@ def reason(name, **changes):
         ("mixtral-8x7b", {"finetuning": EVERYWHERE}, "adapters on the experts"),
         ("qwen3-30b-a3b", LIGER, "kernels for experts"),
         ("falcon-7b", LIGER, "no kernels for model_type='falcon'"),
-        ("gpt2", {"loss": Loss(fused_linear_cross_entropy=True)}, "no kernels for model_type='gpt2'"),
+        ("gpt2", {"loss": FUSED}, "no kernels for model_type='gpt2'"),
         ("falcon-40b", FLASH, "of Falcon"),
         ("llama-3.2-1b", {"finetuning": ATTENTION, "precision": SINGLE}, "grouped"),
-        ("gpt2", {"framework": "torch", "activation_checkpointing": REENTRANT}, "a plain loop"),
+        ("bloom-560m", {"activation_checkpointing": REENTRANT}, "return their attention weights"),
+        ("llama-3.1-8b", {**TENSOR, **LIGER}, "Liger's kernels under torch's tensor"),
+        ("llama-3.1-8b", {**TENSOR, "attention": "eager"}, "under sequence_parallel fails"),
+        ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, "precision": MIXED}, "multiplies no two dtypes"),
+        ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, **SELECTIVE}, "what the units inside a layer"),
+        ("llama-3.1-8b", {**by_fsdp("fsdp2"), "finetuning": ATTENTION, "loss": FUSED}, "never calls the lm_head"),
         ("deepseek-v2-lite", {"framework_options": FrozenMapping({"autocast": True})}, "under autocast"),
         ("gpt-j-6b", {"task": "inference"}, "generation with"),
         ("mpt-7b", FLASH, "no flash_attention_2"),
@@ -49,7 +62,11 @@ def test_what_no_trace_confirms_is_out_of_scope(name, changes, why):
     ("name", "changes"),
     [
         ("qwen3-30b-a3b", {"finetuning": ATTENTION}),
-        ("qwen3-30b-a3b", {"loss": Loss(fused_linear_cross_entropy=True)}),
+        ("qwen3-30b-a3b", {"loss": FUSED}),
+        ("gpt2", {"framework": "torch", "activation_checkpointing": REENTRANT}),
+        ("llama-3.1-8b", {**by_fsdp("fsdp2"), "finetuning": ATTENTION, **SELECTIVE}),
+        ("llama-3.2-1b", {**by_fsdp("fsdp2"), "finetuning": ATTENTION, "loss": FUSED}),
+        ("llama-3.1-8b", {**by_fsdp("fsdp2"), "loss": FUSED}),
         ("mixtral-8x7b", {"finetuning": ATTENTION}),
         ("qwen3-0.6b", {**LIGER, "finetuning": EVERYWHERE}),
     ],
