@@ -28,7 +28,8 @@ class Backward:
 
     `shared`: tensors (by id) that another block owns; a gradient of one is added at once to one held there, and
     `gradient_from` says from which instant. `turns`: of operations whose weights' gradients come later, their turns; what
-    comes to them is `waiting`. `saves_on_cpu`: what was kept comes back from the host for each operation.
+    comes to them is `waiting`. `saves_on_cpu`: what was kept comes back from the host for each operation. `beside`: a
+    second result, whose gradient comes from outside too and is held there.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Backward:
         operations: Sequence[Operation],
         order: Sequence[int],
         output: Tensor | None,
+        beside: Tensor | None = None,
         *,
         shared: frozenset[int],
         turns: Mapping[int, int],
@@ -50,6 +52,9 @@ class Backward:
         self._hooked: dict[_Gradient, int] = {}
         if output is not None and output.requires_grad:
             self._held[id(output)] = _Gradient(output.num_bytes, 0, holders=1)
+        if beside is not None:
+            self._held[id(beside)] = _Gradient(beside.num_bytes, 0, f"{HANDED_IN}_beside", holders=2)
+            self._live(f"{HANDED_IN}_beside", beside.num_bytes, 0, len(order))
         for instant, index in enumerate(order):
             self._run(operations[index], index, instant)
         for gradient in dict.fromkeys(self._held.values()):  # the input's gradient, handed on at the end

@@ -43,6 +43,8 @@ class BlockBuilder:
     """Equal matrices that one projection stands for, used one after the other on equal shares of the rows (experts)."""
     variables: list[Tensor] = field(default_factory=list)
     """What the block's own code still holds by name when it ends."""
+    attention_weights: Tensor | None = None
+    """What attention returns beside its output, where it makes them."""
 
     def __post_init__(self) -> None:
         self.rows = self.rows or self.context.rows

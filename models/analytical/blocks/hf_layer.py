@@ -39,7 +39,9 @@ def decoder_layer(context: HFContext) -> Template:
         output = _sublayer(build, output, feed_forward, "pre_feedforward_layernorm", "post_feedforward_layernorm")
     for variable in (hidden, *build.variables):  # the model's loop variable keeps the layer's input until it returns
         tape.hold(variable)
-    return tape.finish(output, cached_matmuls=context.cached_matmuls)
+    handed_on = context.checkpointed and context.reentrant and traits(architecture).returns_attention_weights
+    beside = build.attention_weights if handed_on else None
+    return tape.finish(output, cached_matmuls=context.cached_matmuls, beside=beside)
 
 
 def _sublayer(
