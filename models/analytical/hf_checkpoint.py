@@ -30,7 +30,8 @@ def recompute(
     hidden, begin = template.input_bytes, first.forward_start
     if job.offload.activations:
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, begin + template.num_forward, module)
-        ends = timeline.now if template.keeps_input else recomputed
+        held_by_function = job.activation_checkpointing.use_reentrant  # CheckpointFunction.backward names its inputs
+        ends = timeline.now if template.keeps_input or held_by_function else recomputed
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, start, ends, module)
     elif not input_held:
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, timeline.now, module)

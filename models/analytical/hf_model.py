@@ -65,8 +65,8 @@ def hold_embeddings(
         if not offloads and (checkpointed or layer_template(layers[0]).keeps_input):
             return  # the checkpoint or the graph holds it anyway
         born += layer_template(layers[0]).num_forward
-    elif layers[0].input_requires_grad and not layers[0].trainable:
-        sizes = sizes[1:]  # a leaf that requires a gradient: its own node keeps it
+    elif layers[0].input_requires_grad and not (layers[0].trainable or layers[0].neftune):
+        sizes = sizes[1:]  # a leaf that requires a gradient: its own node keeps it (noise makes it another tensor)
     for size in sizes:
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
 

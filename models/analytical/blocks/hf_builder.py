@@ -29,6 +29,8 @@ NOT_ADAPTED = ("lm_head", "mlp.gate")
 """What all-linear leaves out: the head, and a router, which is no nn.Linear in transformers 5."""
 CAST = ".weight_cast"
 """Ends the name of a weight's narrow copy that autocast caches."""
+ADAPTERS = (".lora_A", ".lora_B")
+"""End the names of an adapter's matrices, which are nn.Linear whatever they adapt."""
 
 
 @dataclass(slots=True)
@@ -170,7 +172,8 @@ class BlockBuilder:
     ) -> Tensor:
         context = self.context
         rows, tape = self.rows, self.tape
-        calls_linear = name == "lm_head" or not multiplies_itself(context.architecture)
+        plain = name == "lm_head" or name.endswith(ADAPTERS)
+        calls_linear = plain or not multiplies_itself(context.architecture)
         if self._computes_in_float8(in_features, out_features, name) and trainable:
             return float8_linear(
                 tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias
@@ -196,7 +199,7 @@ class BlockBuilder:
         numel = in_features * out_features * self.num_matrices
         # a narrow copy of a wide weight, which autocast caches; arguments are cast from right to left, so in backward the
         # input's gradient is widened first
-        transposed = traits(context.architecture).linears_transpose_weight and name != "lm_head"
+        transposed = traits(context.architecture).linears_transpose_weight and not plain
         cached = trainable and not transposed
         weight = tape.operation(
             f"{name}{CAST if cached else '.weight_copy'}",
