@@ -181,10 +181,11 @@ def hold_cast_weights(timeline: Step, runs: Iterable[Run], *, owned: bool) -> No
 
 
 def hold_rotary_tables(
-    timeline: Step, job: TrainingJob, context: HFContext, start: int, copied: int | None = None
+    timeline: Step, job: TrainingJob, context: HFContext, start: int, first: Run | None = None, copied: int | None = None
 ) -> None:
-    """cos and sin of every position, shared by all layers until the first layer's backward is done; where layers keep
-    copies of their own, until `copied`, the end of the model's forward (None: layers that run again ask for them)."""
+    """cos and sin of every position, shared by all layers until the backward of the first one is done, or of the one
+    after it, where the `first` rotates nothing that needs a gradient; where layers keep copies of their own, or the
+    host has them, until `copied`, the end of the model's forward (None: layers that run again ask for them)."""
     in_layers = bool(traits(job.architecture).position_table_width)
     shared = job.architecture.position_embedding == "rope" and not in_layers
     if shared and "mask" not in context.compiled:  # computed anew in each kernel
@@ -196,6 +197,10 @@ def hold_rotary_tables(
         # where ranks share a sequence, each sequence of a batch has positions of its own
         tokens = context.rows if context.ring.ranks > 1 else context.sequence
         size = tokens * width * (FP32 if wide else context.weight_bytes)
+        rotated = copied if copied and context.saves_on_cpu else timeline.now
+        turned = first is None or any("rotary" in label for label in first.template.backward_labels)
+        if first is not None and copied and not turned and "layers" not in context.compiled:
+            rotated = copied if job.architecture.num_hidden_layers == 1 else first.backward_start or rotated
         for name in ("rotary.cos", "rotary.sin") * min(family.rotary_tables, kinds):
-            ends = copied if copied and family.rotary_tables_per_layer else timeline.now
+            ends = copied if copied and family.rotary_tables_per_layer else rotated
             timeline.hold(name, Category.ACTIVATIONS, size, start, ends)

@@ -265,7 +265,7 @@ def _micro_batch(
     masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
     dies = last_readers(blocks.contexts, runs) if masks_kept else []
     hold_masks(timeline, blocks.contexts, start, model_ends(loss), dies)
-    hold_rotary_tables(timeline, job, context, start, None if checkpointed else model_ends(loss))
+    hold_rotary_tables(timeline, job, context, start, runs[0], None if checkpointed else model_ends(loss))
     timeline.run_backward(embedded)
     if checkpointed and job.offload.activations:
         hold_leaf(timeline, blocks.contexts[0], embedded)

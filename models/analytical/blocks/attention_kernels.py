@@ -156,7 +156,9 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     bias = []
     if context.masked and "mask" not in context.compiled:  # compiled, one is made for all layers (`hold_masks`)
         size = context.batch * context.sequence**2 * context.compute_bytes
-        bias.append(tape.operation("self_attn.additive_mask", [], size, gradients=[]))
+        mask = tape.operation("self_attn.additive_mask", [], size, gradients=[])
+        # kept as it is expanded to all heads, which `save_on_cpu` writes out (torch `cuda/attention.cu` preprocess_mask)
+        bias.append(Tensor(mask.storage, size * heads, requires_grad=False))
     output = tape.operation(
         "self_attn.efficient_attention",
         [q, k, v, *bias],
