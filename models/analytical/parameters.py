@@ -72,24 +72,6 @@ def leaf_names(architecture: Architecture) -> LeafNames:
     return LEAF_NAMES.get(architecture.model_type, LeafNames())
 
 
-ADAPTER_TARGETS: dict[str, tuple[str, ...]] = {
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "codegen": ("qkv_proj",),
-    "bert": ("query", "value"),
-    "roberta": ("query", "value"),
-    "t5": ("q", "v"),
-    "mt5": ("q", "v"),
-}
-"""`model_type` -> what peft gives an adapter by default where it is not q and v, or the fused qkv.
-Source: peft 0.21 `utils/constants.py` TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING."""
-
-
-def default_adapter_targets(architecture: Architecture) -> tuple[str, ...]:
-    """The last parts of the names of the projections that get an adapter when none are named."""
-    usual = (leaf_names(architecture).qkv,) if architecture.fused_qkv else ("q_proj", "v_proj")
-    return ADAPTER_TARGETS.get(architecture.model_type, usual)
-
-
 def embedding_parameters(architecture: Architecture) -> tuple[ParameterTensor, ...]:
     """Token table, learned positions, token types, and the norm after them where there is one."""
     width = architecture.hidden_size

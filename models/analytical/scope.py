@@ -129,6 +129,11 @@ def _plain_float8(job: TrainingJob) -> bool:
     return plain and wide and job.architecture.model_type not in ("gpt2", "gpt_bigcode")
 
 
+def _rows(job: TrainingJob) -> int:
+    """Tokens of a micro-batch, with padding where it has some."""
+    return job.num_tokens if job.batch.form == "padding_free" else job.micro_batch_size * job.sequence_length
+
+
 def _outgrows_window(job: TrainingJob) -> bool:
     prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
     return job.architecture.sliding_window is not None and prompt + new > job.architecture.sliding_window
@@ -256,6 +261,10 @@ def _huggingface_reason(job: TrainingJob) -> str:
             "generation beyond the sliding window is not modelled: such layers cut their cache and mask their attention.",
         ),
         (
+            job.task == "inference" and job.architecture.kind == "encoder",
+            f"{job.architecture.name!r} is an encoder, which generates nothing: task='inference' is not modelled for it.",
+        ),
+        (
             job.task == "inference" and job.architecture.mla is not None,
             "generation with multi-latent attention is counted by transformers 5.17's source; traces of small networks "
             "need up to a tenth less.",
@@ -303,6 +312,11 @@ def _huggingface_reason(job: TrainingJob) -> str:
             "a loss in chunks of the sequence is counted as torchtitan 0.3's source has it; traces by hand alone agree.",
         ),
         (bool(job.framework_options.get("fused_kernels")), "fused LoRA, loss and norm kernels are not modelled."),
+        (
+            job.precision.compute == "float8" and _rows(job) % 16 > 0,
+            f"precision.compute='float8' multiplies by tokens, of which torch._scaled_mm takes multiples of 16, and a "
+            f"micro-batch has {_rows(job):,}; change micro_batch_size or sequence_length.",
+        ),
         (
             job.precision.compute == "float8" and not _plain_float8(job),
             "float8 compute is modelled for full training of bf16 nn.Linear layers with torchao's dynamic scales alone.",

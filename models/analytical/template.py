@@ -92,7 +92,7 @@ class Template:
     else holds that one, their sum is a new tensor (`InputBuffer::accumulate`), for which the entry then stands."""
     beside_bytes: int = 0
     """Bytes of what the block returns beside its output to a reentrant checkpoint: `CheckpointFunction.backward` keeps it
-    beside the gradient of it that autograd makes, of zeros (torch `csrc/autograd/python_function.cpp` materialize_grads)."""
+    beside a gradient of zeros that autograd makes for it (torch `csrc/autograd/python_function.cpp` materialize_grads)."""
     elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
     """By name, what becomes here of the tensors that other blocks own."""
     modules: list[str] = field(default_factory=list)

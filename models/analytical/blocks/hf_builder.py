@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peakcast.architecture import Architecture
+from peakcast.models.analytical.adapter_targets import default_adapter_targets
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.float8 import float8_linear
 from peakcast.models.analytical.blocks.hf_context import HFContext
@@ -20,7 +21,6 @@ from peakcast.models.analytical.blocks.tensor_parallel import (
     leave_rows,
     split_columns,
 )
-from peakcast.models.analytical.parameters import default_adapter_targets
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 from peakcast.spec import Finetuning
 
