@@ -148,10 +148,13 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: i
 
 
 def attention_weights_bytes(layer: HFContext) -> int:
-    """Bytes of the attention weights that a layer returns, where its family returns them and attention makes any."""
+    """Bytes of the attention weights that a layer returns, where its family returns them and attention makes any; flash
+    attention's output is in their place."""
     family = traits(layer.architecture)
-    if layer.attention != "eager" or not family.returns_attention_weights:
+    if not family.returns_attention_weights or layer.attention not in ("eager", "flash_attention_2"):
         return 0
+    if layer.attention == "flash_attention_2":
+        return layer.rows * layer.architecture.query_size * layer.compute_bytes
     element = FP32 if layer.autocast and family.eager_softmax == "wide" else layer.compute_bytes
     return layer.rows * layer.architecture.num_attention_heads * (layer.key_length or layer.sequence) * element
 

@@ -192,6 +192,7 @@ class Tape:
                 last = index + 1
                 name = f"{operation.name}.temporary"
                 rows.append((name, TEMPORARY, size, index, False, last, False, False, last, False))
+        released: dict[int, int] = {}
         for storage in self._storages:
             if storage.num_bytes <= 0:
                 continue
@@ -207,6 +208,8 @@ class Tape:
                 dies, in_backward = len(backward), True  # a recomputation stops there and never asks for it
             if beside is not None and storage is beside.storage:
                 dies, in_backward = len(backward), True
+            if in_backward and dies == saver and storage.last_saver is not None:
+                released[storage.last_saver] = released.get(storage.last_saver, 0) + storage.num_bytes
             rows.append(
                 (
                     *(storage.name, storage.category, storage.num_bytes),
@@ -215,7 +218,11 @@ class Tape:
             )
         shared = frozenset(map(id, self._elsewhere.values()))
         ran = Backward(
-            self._operations, backward, output, beside, shared=shared, turns=turns, saves_on_cpu=self._saves_on_cpu
+            *(self._operations, backward, output, beside),
+            shared=shared,
+            turns=turns,
+            saves_on_cpu=self._saves_on_cpu,
+            released=released,
         )
         rows += ran.rows
         waiting += ran.waiting

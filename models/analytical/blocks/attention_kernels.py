@@ -70,6 +70,7 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     output = build.tape.operation("self_attn.pad", [output], whole) if unpadded else output
     if traits(context.architecture).returns_attention_weights:  # in their place
         build.variables.append(output)
+        build.attention_weights = output
     return output
 
 
