@@ -183,12 +183,25 @@ def hold_cast_weights(timeline: Step, runs: Iterable[Run], *, owned: bool) -> No
         timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
 
 
+def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None) -> list[int]:
+    """For each kind of layer, the instant from which nobody needs its cosines and sines. `ended`: that of the model's
+    forward; None where layers run again, which ask for them."""
+    one, family = layers[0], traits(layers[0].architecture)
+    dies = last_readers(layers, runs)
+    if ended is None or "layers" in one.compiled:
+        return dies
+    if one.saves_on_cpu or family.rotary_tables_per_layer:  # the host, or every layer, has copies
+        return [ended] * len(dies)
+    if not any("rotary" in label for label in runs[0].template.backward_labels):  # nothing there needs a gradient
+        after = runs.get(2 if family.full_attention_every == 2 and len(dies) > 1 else 1)
+        dies[0] = (after.backward_start or 0) + after.template.num_backward if after else ended
+    return dies
+
+
 def hold_rotary_tables(
-    timeline: Step, job: TrainingJob, context: HFContext, start: int, first: Run | None = None, copied: int | None = None
+    timeline: Step, job: TrainingJob, context: HFContext, start: int, dies: Sequence[int] = ()
 ) -> None:
-    """cos and sin of every position, shared by all layers until the backward of the first one is done, or of the one
-    after it, where the `first` rotates nothing that needs a gradient; where layers keep copies of their own, or the
-    host has them, until `copied`, the end of the model's forward (None: layers that run again ask for them)."""
+    """cos and sin of every position, shared by all layers of a kind until `dies`, or until now."""
     in_layers = bool(traits(job.architecture).position_table_width)
     shared = job.architecture.position_embedding == "rope" and not in_layers
     if shared and "mask" not in context.compiled:  # computed anew in each kernel
@@ -196,14 +209,10 @@ def hold_rotary_tables(
         width = mla.qk_rope_head_dim if mla else int(job.architecture.head_dim * family.rotary_fraction)
         width //= 1 + family.rotary_in_halves
         wide = family.rotary == "promoted"
-        kinds = kinds_of_layers(job.architecture)
         # where ranks share a sequence, each sequence of a batch has positions of its own
         tokens = context.rows if context.ring.ranks > 1 else context.sequence
         size = tokens * width * (FP32 if wide else context.weight_bytes)
-        rotated = copied if copied and context.saves_on_cpu else timeline.now
-        turned = first is None or any("rotary" in label for label in first.template.backward_labels)
-        if first is not None and copied and not turned and "layers" not in context.compiled:
-            rotated = copied if job.architecture.num_hidden_layers == 1 else first.backward_start or rotated
-        for name in ("rotary.cos", "rotary.sin") * min(family.rotary_tables, kinds):
-            ends = copied if copied and family.rotary_tables_per_layer else rotated
-            timeline.hold(name, Category.ACTIVATIONS, size, start, ends)
+        for kind in range(min(family.rotary_tables, kinds_of_layers(job.architecture))):
+            ends = dies[kind] if dies else timeline.now
+            for name in ("rotary.cos", "rotary.sin"):
+                timeline.hold(name, Category.ACTIVATIONS, size, start, ends)

@@ -142,7 +142,9 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
         norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False, whole_parts=frozenset({"self_attn"})
     ),
     "phi3": HFTraits(names_fused_projection=True, whole_parts=frozenset({"self_attn", "mlp"})),
-    "olmo3": HFTraits(norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False, full_attention_every=4),
+    "olmo3": HFTraits(
+        norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False, full_attention_every=4, rotary_tables=2
+    ),
     "exaone4": HFTraits(full_attention_every=4, norms_after_projections=True),
     "gpt_oss": HFTraits(
         norm_weight_in_float32=True,
