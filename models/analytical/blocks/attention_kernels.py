@@ -11,7 +11,12 @@ from collections.abc import Callable
 
 from peakcast.architecture import Architecture
 from peakcast.models.analytical.blocks import primitives as ops
-from peakcast.models.analytical.blocks.eager_attention import eager_attention, repeat_key_value, to_float32
+from peakcast.models.analytical.blocks.eager_attention import (
+    eager_attention,
+    laid_out_by_head,
+    repeat_key_value,
+    to_float32,
+)
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_traits import attention_key_heads, traits
@@ -52,10 +57,15 @@ def attention_kernel(context: HFContext) -> str:
 def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context = build.context
     q, k, v = _to_compute_dtype(build, q, k, v)
-    whole, taken, unpadded = q.num_bytes, context.rows, False
+    whole, taken, unpadded, narrow = q.num_bytes, context.rows, False, v.num_bytes
+    widened = context.attention == "flash_attention_2" and context.architecture.mla is not None and narrow < whole
+    if widened:  # one width for all (transformers 5.17 integrations/flash_attention.py)
+        v = padded = build.tape.operation("self_attn.widen_v", [v], whole)
     if context.valid_rows and context.attention == "flash_attention_2":
         taken, unpadded = context.valid_rows, True
         q, k, v = (_without_padding(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    elif context.num_sequences:
+        q, k, v = (_contiguous(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     log_sum_exp = FP32 * taken * context.architecture.num_attention_heads
     output = build.tape.operation(
         "self_attn.flash_attention",
@@ -67,11 +77,27 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         backward_temporary_bytes=flash_backward_bytes(context) if context.kernel_temporaries else 0,
         kind="" if context.attention == "flash_attention_2" else "attention",  # the package's is on no list of what is kept
     )
-    output = build.tape.operation("self_attn.pad", [output], whole) if unpadded else output
+    if unpadded:
+        output = build.tape.operation("self_attn.pad", [output], whole)
+        for variable in (q, k, v):  # of transformers' `_flash_attention_forward`
+            build.tape.hold(variable)
+    if widened:
+        build.tape.hold(padded)
+        output = build.tape.operation("self_attn.narrow", [output], narrow)
     if traits(context.architecture).returns_attention_weights:  # in their place
         build.variables.append(output)
         build.attention_weights = output
     return output
+
+
+def _contiguous(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
+    """Joined sequences are one dimension: what is a slice of a fused projection, or laid out head by head, is copied.
+    Source: transformers 5.17 modeling_flash_attention_utils.py `_prepare_from_posids`."""
+    architecture = build.context.architecture
+    single = name != "q" and attention_key_heads(architecture) == 1
+    by_head = name != "v" and laid_out_by_head(architecture) and not single
+    sliced = x.storage.num_bytes > x.num_bytes
+    return ops.copy(build.tape, x, f"self_attn.joined_{name}") if by_head or sliced else x
 
 
 def _ring(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

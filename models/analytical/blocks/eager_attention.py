@@ -32,8 +32,7 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     key_heads = attention_key_heads(architecture)
     repeated = key_heads not in (1, architecture.num_attention_heads)
     single = key_heads == 1 < architecture.num_attention_heads  # expanded, whatever its layout
-    in_parts = architecture.rotary_in_parts or family.rotary_fraction < 1 or family.rotary_in_halves
-    joined = architecture.mla is not None or in_parts
+    joined = laid_out_by_head(architecture)
     # under autocast matmul makes narrow copies of wide q and k
     q_used = _joined(build, _narrow(build, q, size, "q"), "q", by_head=joined)
     k_used = _joined(build, _narrow(build, k, size, "k"), "k", by_head=(joined and not single) or repeated)
@@ -67,6 +66,13 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     build.variables.append(returned)  # the attention module returns them too
     build.attention_weights = returned
     return output
+
+
+def laid_out_by_head(architecture: Architecture) -> bool:
+    """Whether q and k come out of their rotation head by head: concatenated of a rotated and another part."""
+    family = traits(architecture)
+    in_parts = architecture.rotary_in_parts or family.rotary_fraction < 1 or family.rotary_in_halves
+    return architecture.mla is not None or in_parts
 
 
 def _softmax(build: BlockBuilder, scores: Tensor, elements: int, query_bytes: int) -> tuple[Tensor, list[Tensor]]:
