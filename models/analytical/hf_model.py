@@ -80,9 +80,11 @@ def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
 
 
 def model_ends(loss: Run) -> int:
-    """The instant of the lm_head: the model's last norm is done and its forward's variables are gone."""
+    """The instant of the lm_head, or of a loss that has it inside: the model's last norm is done and the variables of its
+    forward are gone."""
     labels = loss.template.forward_labels
-    return loss.forward_start + next(index for index, label in enumerate(labels) if label.startswith("lm_head"))
+    head = next(index for index, label in enumerate(labels) if label.startswith("lm_head"))
+    return loss.forward_start + min(head, loss.template.loss_from)
 
 
 def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
