@@ -158,6 +158,10 @@ def _kernels_reason(job: TrainingJob) -> str:
             (kernels or job.loss.fused_linear_cross_entropy) and family not in LIGER_FAMILIES,
             f"Liger has no kernels for model_type={family!r}, which runs without them.",
         ),
+        (
+            job.loss.fused_linear_cross_entropy and family == "granite",
+            "Liger has no fused loss for Granite and raises an error; set loss.fused_linear_cross_entropy=false.",
+        ),
         (kernels and job.architecture.moe is not None, "Liger's kernels for experts are not modelled."),
         (
             flash and family in NO_FLASH_ATTENTION,
@@ -206,9 +210,9 @@ def _mixture_reason(job: TrainingJob) -> str:
             f"model_type={architecture.model_type!r} under autocast: what its own attention widens is not all counted.",
         ),
         (
-            adapts and autocast and checkpointing.mode != "none" and architecture.norm_placement == "post",
-            f"adapters on {architecture.name!r} under autocast with checkpointing: its first layer's input, which autocast "
-            "casts once for all projections, is not counted.",
+            (reentrant or (adapts and checkpointing.mode != "none")) and autocast and architecture.norm_placement == "post",
+            f"{architecture.name!r} under autocast with reentrant checkpoints, or with adapters and any: inputs of layers "
+            "are leaves, which autocast casts once for all projections; up to 2.5 % too much is counted.",
         ),
         (
             adapts and grouped and job.attention in ("sdpa", "eager") and job.precision.compute == "float32",

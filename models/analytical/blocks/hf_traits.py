@@ -97,6 +97,8 @@ class HFTraits:
     """Experts bound gate and up, which lie beside each other by turns, before they multiply (gpt-oss)."""
     liger_qk_norm: bool = True
     """Whether Liger replaces norms over all heads at once (liger_kernel 0.8 `monkey_patch.py`)."""
+    fused_loss_budget: int = 1
+    """Times as many logits as hidden states in a chunk of Liger's fused loss (liger_kernel 0.8.5 `model/gpt_oss.py`)."""
     liger_rope: bool = True
     """Whether it has a kernel for the rotary embedding there."""
     whole_parts: frozenset[str] = frozenset()
@@ -154,6 +156,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
         full_attention_every=2,
         scores_of_top_experts="narrow",
         clamped_experts=True,
+        fused_loss_budget=8,
     ),
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE, scores_of_top_experts="float32"),

@@ -30,6 +30,7 @@ def reason(name, **changes):
         ("qwen3-30b-a3b", LIGER, "kernels for experts"),
         ("falcon-7b", LIGER, "no kernels for model_type='falcon'"),
         ("gpt2", {"loss": Loss(fused_linear_cross_entropy=True)}, "no kernels for model_type='gpt2'"),
+        ("granite-3.1-2b", {"loss": Loss(fused_linear_cross_entropy=True)}, "no fused loss for Granite"),
         ("falcon-40b", FLASH, "of Falcon"),
         ("llama-3.2-1b", {"finetuning": ATTENTION, "precision": SINGLE}, "grouped"),
         ("gpt2", {"framework": "torch", "activation_checkpointing": REENTRANT}, "a plain loop"),
