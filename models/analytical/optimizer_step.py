@@ -112,12 +112,13 @@ def _in_order_of_modules(tensors: Sequence[TrainedTensor]) -> list[TrainedTensor
     for tensor in tensors:
         by_module.setdefault(tensor.module, []).append(tensor)
     ends = ("embedding", "head")
-    layers = {name: part if name in ends else sorted(part, key=_is_vector) for name, part in by_module.items()}
+    layers = {name: part if name in ends else sorted(part, key=_is_norm) for name, part in by_module.items()}
     return [tensor for part in layers.values() for tensor in part]
 
 
-def _is_vector(tensor: TrainedTensor) -> bool:
-    return len(tensor.shape) < 2
+def _is_norm(tensor: TrainedTensor) -> bool:
+    """Of the residual stream: other vectors are biases, each after its matrix, or norms inside attention."""
+    return len(tensor.shape) < 2 and not tensor.name.startswith(("self_attn.", "mlp."))
 
 
 def _step(timeline: Step, rule: OptimizerRule, group: Sequence[TrainedTensor], options: Options) -> None:
