@@ -61,7 +61,10 @@ def _sublayer(
         y = build.norm(y, width, norm_after, build.context.stream_rows)
     if family.scaled_residual:
         y = ops.scale(build.tape, y, "residual_multiplier")
-    return ops.add(build.tape, x, y, "residual_add")
+    output = ops.add(build.tape, x, y, "residual_add")
+    if family.keeps_sublayer_outputs:  # and so assigns the variable of the sub-layer's input when they are added
+        build.tape.hold(body_input)
+    return output
 
 
 def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
