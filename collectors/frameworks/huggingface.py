@@ -118,11 +118,6 @@ def _with_liger_kernels(model: Any, job: TrainingJob) -> None:
         raise CollectorError(
             f"model_type={job.architecture.model_type!r} has no Liger kernels; leave them out.", parameter="model_type"
         )
-    switches = {"rope": kernels, "rms_norm": kernels, "swiglu": kernels, "geglu": kernels, "layer_norm": kernels}
-    known = inspect.signature(apply).parameters
-    apply(
-        model=model,
-        cross_entropy=False,
-        fused_linear_cross_entropy=loss,
-        **{name: value for name, value in switches.items() if name in known},
-    )
+    others = inspect.signature(apply).parameters.keys() - {"model", "cross_entropy", "fused_linear_cross_entropy"}
+    switches = {} if kernels else dict.fromkeys(others, False)  # its defaults are the kernels that the family has
+    apply(model=model, cross_entropy=False, fused_linear_cross_entropy=loss, **switches)

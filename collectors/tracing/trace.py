@@ -212,10 +212,12 @@ class Steps:
         name_states(self.training, self.tracer.name)
 
     def step_ends(self) -> None:
-        """Up to here. What compiling leaves in cycles of references (where a graph breaks, tensors of that step too) goes
-        in a run when Python next looks for such."""
+        """Up to here, a moment of its own: not every `zero_grad` runs an operation after it has released the gradients.
+        What compiling leaves in cycles of references (where a graph breaks, tensors of that step too) goes in a run when
+        Python next looks for such."""
         if compiles(self.training.job):
             gc.collect()
+        self.tracer.launched("step ends", ())
         self.spans.append((self._start, self.tracer.now))
 
 

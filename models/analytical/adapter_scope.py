@@ -10,6 +10,7 @@ from functools import lru_cache
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.errors import SpecError, near_misses
+from peakcast.models.analytical.adapter_targets import has_default_targets
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.parameters import layer_parameters
 from peakcast.spec import TrainingJob
@@ -31,6 +32,11 @@ def adapter_reason(job: TrainingJob) -> str:
     targets = set(job.finetuning.targets)
     if job.finetuning.method == "full" or job.task != "train":
         return ""
+    if not targets and not has_default_targets(job.architecture):
+        return (
+            f"finetuning.targets names nothing, and peft has no default for model_type={job.architecture.model_type!r}: it "
+            f"raises an error; name some of {', '.join(_projections(job.architecture))}."
+        )
     if ends := sorted(targets.intersection(ENDS)):
         return f"finetuning.targets names {', '.join(ends)}: adapters on the token table or the head are not counted."
     shared = _projections(job.architecture, ("shared_expert",))

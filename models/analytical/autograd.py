@@ -28,7 +28,9 @@ class Backward:
 
     `shared`: tensors (by id) that another block owns; a gradient of one is added at once to one held there, and
     `gradient_from` says from which instant. `turns`: of operations whose weights' gradients come later, their turns; what
-    comes to them is `waiting`. `saves_on_cpu`: what was kept comes back from the host for each operation.
+    comes to them is `waiting`. `saves_on_cpu`: what was kept comes back from the host for each operation. `beside`: a
+    second result, whose gradient comes from outside too and is held there. `released`: of operations, the bytes that were
+    kept to their backward.
     """
 
     def __init__(
@@ -36,20 +38,25 @@ class Backward:
         operations: Sequence[Operation],
         order: Sequence[int],
         output: Tensor | None,
+        beside: Tensor | None = None,
         *,
         shared: frozenset[int],
         turns: Mapping[int, int],
         saves_on_cpu: bool,
+        released: Mapping[int, int],
     ) -> None:
         self.rows: list[Row] = []
         self.gradient_from: dict[int, int] = {}
         self.added_to_handed_in: int | None = None
         """As the template has it."""
-        self._shared, self._turns, self._saves_on_cpu = shared, turns, saves_on_cpu
+        self._shared, self._turns, self._saves_on_cpu, self._released = shared, turns, saves_on_cpu, released
         self._held: dict[int, _Gradient] = {}
         self._hooked: dict[_Gradient, int] = {}
         if output is not None and output.requires_grad:
             self._held[id(output)] = _Gradient(output.num_bytes, 0, holders=1)
+        if beside is not None:
+            self._held[id(beside)] = _Gradient(beside.num_bytes, 0, f"{HANDED_IN}_beside", holders=2)
+            self._live(f"{HANDED_IN}_beside", beside.num_bytes, 0, len(order))
         for instant, index in enumerate(order):
             self._run(operations[index], index, instant)
         for gradient in dict.fromkeys(self._held.values()):  # the input's gradient, handed on at the end
@@ -72,6 +79,7 @@ class Backward:
                 gradient.holders += gradient not in self._hooked
                 self._hooked[gradient] = max(self._turns[index], self._hooked.get(gradient, 0))
         made_at = after if operation.gradients_in_place else instant
+        largest_sum = 0
         for tensor, size in operation.gradients:
             if size is None and incoming:
                 gradient = incoming[0]
@@ -89,9 +97,8 @@ class Backward:
                 held[key] = gradient
             elif existing.holders > 1:  # somebody else still needs the first one: the sum is a new tensor
                 existing.holders -= 1
-                total = _Gradient(tensor.num_bytes, instant, f"{operation.name}.gradient", 1)
-                touched.append(total)
-                held[key] = total
+                held[key] = _Gradient(tensor.num_bytes, after, f"{operation.name}.gradient", 1)
+                largest_sum = max(largest_sum, tensor.num_bytes)
             elif existing.name == HANDED_IN and self.added_to_handed_in is None:
                 self.added_to_handed_in = instant
         if not later:
@@ -106,6 +113,9 @@ class Backward:
                 self._live(f"{operation.name}.from_cpu", size, instant, after)
         for gradient in incoming:
             gradient.holders -= 1
+        if largest_sum:  # made when what came in and what was kept has gone (engine.cpp evaluate_function)
+            gone = self._released.get(index, 0) + sum(one.num_bytes for one in set(incoming) if one.holders <= 0)
+            self._live(f"{operation.name}.gradient", largest_sum - gone, instant, after)
         for gradient in touched if len(incoming) < 2 else dict.fromkeys(touched):
             if gradient.holders <= 0:
                 self._live(gradient.name, gradient.num_bytes, gradient.born, after)

@@ -30,14 +30,14 @@ def recompute(
     hidden, begin = template.input_bytes, first.forward_start
     if job.offload.activations:
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, begin + template.num_forward, module)
-        named = job.activation_checkpointing.use_reentrant  # `inputs` of CheckpointFunction.backward
-        ends = timeline.now if template.keeps_input or named else recomputed
+        held_by_function = job.activation_checkpointing.use_reentrant  # CheckpointFunction.backward names its inputs
+        ends = timeline.now if template.keeps_input or held_by_function else recomputed
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, start, ends, module)
     elif not input_held:
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, timeline.now, module)
     # non-reentrant, backward begins, and the forward is run again as soon as something is asked for that was kept
     late = template.asks_late_bytes if run.stops_early else 0
-    for size in (0 if gradient_held else hidden, max(narrowed, late)):
+    for size in (0 if gradient_held else hidden, max(narrowed, late), template.beside_bytes):
         timeline.hold("gradient", Category.TEMPORARIES, size, start, recomputed, module)
     if job.activation_checkpointing.use_reentrant:  # CheckpointFunction.backward keeps its recomputed outputs
         timeline.hold("recomputed_output", Category.ACTIVATIONS, hidden, recomputed, timeline.now, module)

@@ -66,8 +66,8 @@ def hold_embeddings(
         if not offloads and (checkpointed or layer_template(layers[0]).keeps_input):
             return  # the checkpoint or the graph holds it anyway
         born += layer_template(layers[0]).num_forward
-    elif layers[0].input_requires_grad and not layers[0].trainable:
-        sizes = sizes[1:]  # a leaf that requires a gradient: its own node keeps it
+    elif layers[0].input_requires_grad and not (layers[0].trainable or layers[0].neftune):
+        sizes = sizes[1:]  # a leaf that requires a gradient: its own node keeps it (noise makes it another tensor)
     for size in sizes:
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
 
@@ -81,9 +81,11 @@ def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
 
 
 def model_ends(loss: Run) -> int:
-    """The instant of the lm_head or of a fused loss: the model's last norm is done, its forward's variables are gone."""
-    labels, following = loss.template.forward_labels, ("lm_head", "pad_labels")
-    return loss.forward_start + next(index for index, label in enumerate(labels) if label.startswith(following))
+    """The instant of the lm_head, or of a loss that has it inside: the model's last norm is done and the variables of its
+    forward are gone."""
+    labels = loss.template.forward_labels
+    head = next(index for index, label in enumerate(labels) if label.startswith("lm_head"))
+    return loss.forward_start + min(head, loss.template.loss_from)
 
 
 def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
@@ -161,10 +163,13 @@ def arguments_of_layers(job: TrainingJob, layers: Sequence[HFContext]) -> list[t
 
 
 def attention_weights_bytes(layer: HFContext) -> int:
-    """Bytes of the attention weights that a layer returns, where its family returns them and attention makes any."""
+    """Bytes of the attention weights that a layer returns, where its family returns them and attention makes any; flash
+    attention's output is in their place."""
     family = traits(layer.architecture)
-    if layer.attention != "eager" or not family.returns_attention_weights:
+    if not family.returns_attention_weights or layer.attention not in ("eager", "flash_attention_2"):
         return 0
+    if layer.attention == "flash_attention_2":
+        return layer.rows * layer.architecture.query_size * layer.compute_bytes
     element = FP32 if layer.autocast and family.eager_softmax == "wide" else layer.compute_bytes
     return layer.rows * layer.architecture.num_attention_heads * layer.keys * element
 
@@ -202,14 +207,27 @@ def _rotary_tables_of(job: TrainingJob, context: HFContext) -> list[tuple[str, s
     return rotary_tables(job.architecture, tokens, context.weight_bytes)
 
 
+def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None) -> list[int]:
+    """For each kind of layer, the instant from which nobody needs its cosines and sines. `ended`: that of the model's
+    forward; None where layers run again, which ask for them."""
+    one, family = layers[0], traits(layers[0].architecture)
+    dies = last_readers(layers, runs)
+    if ended is None or "layers" in one.compiled:
+        return dies
+    if one.saves_on_cpu or family.rotary_tables_per_layer:  # the host, or every layer, has copies
+        return [ended] * len(dies)
+    if not any("rotary" in label for label in runs[0].template.backward_labels):  # nothing there needs a gradient
+        after = runs.get(2 if family.full_attention_every == 2 and len(dies) > 1 else 1)
+        dies[0] = (after.backward_start or 0) + after.template.num_backward if after else ended
+    return dies
+
+
 def hold_rotary_tables(
-    timeline: Step, job: TrainingJob, context: HFContext, start: int, copied: int | None = None
+    timeline: Step, job: TrainingJob, context: HFContext, start: int, dies: Sequence[int] = ()
 ) -> None:
-    """cos and sin, shared by all layers until the first layer's backward is done; where layers keep copies of their own, or
-    on the host, until `copied`, the end of the model's forward (None: layers that run again ask for them)."""
-    by_layer = traits(job.architecture).rotary_tables_per_layer or context.saves_on_cpu
-    ends = copied if copied and by_layer else timeline.now
-    timeline.hold_all(_rotary_tables_of(job, context), Category.ACTIVATIONS, start, ends)
+    """cos and sin of every position, shared by all layers of a kind until `dies`, or until now."""
+    for index, (name, _, size) in enumerate(_rotary_tables_of(job, context)):
+        timeline.hold(name, Category.ACTIVATIONS, size, start, dies[index // 2] if dies else timeline.now)
 
 
 def rotary_tables(architecture: Architecture, tokens: int, weight_bytes: int) -> list[tuple[str, str, int]]:

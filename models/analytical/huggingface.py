@@ -35,6 +35,7 @@ from peakcast.models.analytical.hf_model import (
     hold_shared_inputs,
     hold_tied_gradient,
     last_readers,
+    last_rotations,
     model_ends,
 )
 from peakcast.models.analytical.layouts import layout_of
@@ -267,7 +268,8 @@ def _micro_batch(
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
     masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
     dies = last_readers(blocks.contexts, runs) if masks_kept else []
-    hold_rotary_tables(timeline, job, context, start, None if checkpointed else model_ends(loss))
+    read = last_rotations(blocks.contexts, runs, None if checkpointed else model_ends(loss))
+    hold_rotary_tables(timeline, job, context, start, read)
     timeline.run_backward(embedded)
     if checkpointed and job.offload.activations:
         hold_leaf(timeline, blocks.contexts[0], embedded)

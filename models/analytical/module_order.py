@@ -8,6 +8,8 @@ from typing import Protocol, TypeVar
 
 class _Tensor(Protocol):
     @property
+    def name(self) -> str: ...
+    @property
     def module(self) -> str: ...
     @property
     def decays(self) -> bool: ...
@@ -27,9 +29,11 @@ def in_order_of_modules(tensors: Sequence[T], model_type: str) -> list[T]:
     for tensor in tensors:
         by_module.setdefault(tensor.module, []).append(tensor)
     ends = ("embedding", "head")
-    layers = {name: part if name in ends else sorted(part, key=_is_vector) for name, part in by_module.items()}
+    layers = {name: part if name in ends else sorted(part, key=_is_norm) for name, part in by_module.items()}
     return [tensor for part in layers.values() for tensor in part]
 
 
-def _is_vector(tensor: _Tensor) -> bool:
-    return not tensor.decays  # of FSDP1's pieces all are, by their shapes
+def _is_norm(tensor: _Tensor) -> bool:
+    """Of the residual stream: other vectors are biases, each after its matrix, or norms inside attention. (Of FSDP1's
+    pieces all are vectors by their shapes.)"""
+    return not tensor.decays and not tensor.name.startswith(("self_attn.", "mlp."))

@@ -34,11 +34,14 @@ class LeafNames:
     gate_up: str = "gate_up_proj"
     out_first: bool = False
     """Attention makes its output projection before the others: the order of `parameters()`."""
+    experts_first: bool = False
+    """... and a routed feed-forward its experts before the router."""
 
 
 _GPT2_NAMES = LeafNames(qkv="c_attn", out="c_proj", up="c_fc", down="c_proj")
 _NEOX_NAMES = LeafNames(qkv="query_key_value", out="dense", up="dense_h_to_4h", down="dense_4h_to_h")
 _BERT_NAMES = LeafNames(q="query", k="key", v="value", out="dense", up="dense", down="output.dense")
+_EXPERTS_FIRST = LeafNames(experts_first=True)
 _T5_NAMES = LeafNames(q="q", k="k", v="v", out="o", gate="wi_0", up="wi_1", down="wo")
 
 LEAF_NAMES: dict[str, LeafNames] = {
@@ -59,6 +62,10 @@ LEAF_NAMES: dict[str, LeafNames] = {
     "internlm2": LeafNames(qkv="wqkv", out="wo", gate="w1", up="w3", down="w2"),
     "baichuan": LeafNames(qkv="W_pack"),
     "qwen": LeafNames(qkv="c_attn", out="c_proj", gate="w2", up="w1", down="c_proj"),
+    "deepseek_v2": _EXPERTS_FIRST,
+    "deepseek_v3": _EXPERTS_FIRST,
+    "glm4_moe": _EXPERTS_FIRST,
+    "qwen3_moe": _EXPERTS_FIRST,
     "bert": _BERT_NAMES,
     "roberta": _BERT_NAMES,
     "t5": _T5_NAMES,
@@ -70,24 +77,6 @@ LEAF_NAMES: dict[str, LeafNames] = {
 def leaf_names(architecture: Architecture) -> LeafNames:
     """The last part of the projection names of `architecture`'s family."""
     return LEAF_NAMES.get(architecture.model_type, LeafNames())
-
-
-ADAPTER_TARGETS: dict[str, tuple[str, ...]] = {
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "codegen": ("qkv_proj",),
-    "bert": ("query", "value"),
-    "roberta": ("query", "value"),
-    "t5": ("q", "v"),
-    "mt5": ("q", "v"),
-}
-"""`model_type` -> what peft gives an adapter by default where it is not q and v, or the fused qkv.
-Source: peft 0.21 `utils/constants.py` TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING."""
-
-
-def default_adapter_targets(architecture: Architecture) -> tuple[str, ...]:
-    """The last parts of the names of the projections that get an adapter when none are named."""
-    usual = (leaf_names(architecture).qkv,) if architecture.fused_qkv else ("q_proj", "v_proj")
-    return ADAPTER_TARGETS.get(architecture.model_type, usual)
 
 
 def embedding_parameters(architecture: Architecture) -> tuple[ParameterTensor, ...]:
@@ -270,13 +259,18 @@ def _routed_feed_forward(architecture: Architecture, moe: MixtureOfExperts) -> I
     """Router, experts, and the shared expert with its gate."""
     width, inner, num = architecture.hidden_size, moe.moe_intermediate_size, moe.num_experts
     both = 2 * inner if architecture.gated_mlp else inner
-    yield from linear("mlp.gate", num, width, "router", None, bias=moe.router_bias)
+    router = list(linear("mlp.gate", num, width, "router", None, bias=moe.router_bias))
+    experts_first = leaf_names(architecture).experts_first
+    if not experts_first:
+        yield from router
     yield ParameterTensor("mlp.experts.gate_up_proj", (num, both, width), "expert", 1)
     if moe.expert_bias:
         yield ParameterTensor("mlp.experts.gate_up_proj_bias", (num, both), "expert", 1)
     yield ParameterTensor("mlp.experts.down_proj", (num, width, inner), "expert", 2)
     if moe.expert_bias:
         yield ParameterTensor("mlp.experts.down_proj_bias", (num, width), "expert", None)
+    if experts_first:
+        yield from router
     if moe.shared_expert_intermediate_size:
         yield from _feed_forward(architecture, "mlp.shared_expert", moe.shared_expert_intermediate_size, "shared_expert")
     if moe.shared_expert_gate:

@@ -7,7 +7,6 @@ from peakcast.conventions import adapter_dtype, conventions
 from peakcast.dialects.hf_families import FAMILIES
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.adapter_scope import adapter_reason
-from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.compile_scope import compile_reason
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.analytical.preference_scope import preference_reason
@@ -165,6 +164,11 @@ SLIDES_LATER = ("qwen2", "qwen2_moe", "qwen3", "smollm3")
 """transformers 5.17 models/*/configuration_*.py: `max_window_layers` or a pattern says which layers slide."""
 
 
+def _rows(job: TrainingJob) -> int:
+    """Tokens of a micro-batch, with padding where it has some."""
+    return job.num_tokens if job.batch.form == "padding_free" else job.micro_batch_size * job.sequence_length
+
+
 def _outgrows_window(job: TrainingJob) -> bool:
     prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
     return job.architecture.sliding_window is not None and prompt + new > job.architecture.sliding_window
@@ -191,6 +195,10 @@ def _kernels_reason(job: TrainingJob) -> str:
             (kernels or job.loss.fused_linear_cross_entropy) and family not in LIGER_FAMILIES,
             f"Liger has no kernels for model_type={family!r}, which runs without them.",
         ),
+        (
+            job.loss.fused_linear_cross_entropy and family == "granite",
+            "Liger has no fused loss for Granite and raises an error; set loss.fused_linear_cross_entropy=false.",
+        ),
         (kernels and job.architecture.moe is not None, "Liger's kernels for experts are not modelled."),
         (
             flash and family in NO_FLASH_ATTENTION,
@@ -213,8 +221,9 @@ def _kernels_reason(job: TrainingJob) -> str:
             "flash_attention_2 of Falcon, whose key heads are copied for it, is not modelled; use sdpa.",
         ),
         (
-            flash and job.batch.form == "padding_free" and family == "opt",
-            "OPT tells attention no positions, so that flash_attention_2 without padding is not modelled there.",
+            flash and job.batch.form == "padding_free" and family in ("gpt_bigcode", "gpt_neo", "opt"),
+            f"model_type={family!r} tells attention no positions, so that flash_attention_2 without padding is not "
+            "modelled there.",
         ),
         (
             flash and family == "opt",
@@ -231,6 +240,7 @@ def _mixture_reason(job: TrainingJob) -> str:
     architecture, checkpointing = job.architecture, job.activation_checkpointing
     adapts, autocast = job.finetuning.method != "full", bool(conventions(job).get("autocast"))
     grouped = architecture.num_key_value_heads < architecture.num_attention_heads
+    reentrant = checkpointing.mode == "full" and checkpointing.use_reentrant
     checks = [
         (
             job.offload.activations and (job.attention != "sdpa" or conventions(job).get("sdpa") != "sdpa"),
@@ -241,9 +251,9 @@ def _mixture_reason(job: TrainingJob) -> str:
             f"model_type={architecture.model_type!r} under autocast: what its own attention widens is not all counted.",
         ),
         (
-            adapts and autocast and checkpointing.mode != "none" and architecture.norm_placement == "post",
-            f"adapters on {architecture.name!r} under autocast with checkpointing: its first layer's input, which autocast "
-            "casts once for all projections, is not counted.",
+            (reentrant or (adapts and checkpointing.mode != "none")) and autocast and architecture.norm_placement == "post",
+            f"{architecture.name!r} under autocast with reentrant checkpoints, or with adapters and any: inputs of layers "
+            "are leaves, which autocast casts once for all projections; up to 2.5 % too much is counted.",
         ),
         (
             adapts and grouped and job.attention in ("sdpa", "eager") and job.precision.compute == "float32",
@@ -298,6 +308,10 @@ def _huggingface_reason(job: TrainingJob) -> str:
             "from which layer on it slides (max_window_layers), which is not read.",
         ),
         (
+            job.task == "inference" and job.architecture.kind == "encoder",
+            f"{job.architecture.name!r} is an encoder, which generates nothing: task='inference' is not modelled for it.",
+        ),
+        (
             job.task == "inference" and job.architecture.model_type in ("codegen", "gptj", "mpt"),
             f"generation with model_type={job.architecture.model_type!r}, whose attention has tables of its own, is up to "
             "5 % below its trace.",
@@ -335,15 +349,12 @@ def _huggingface_reason(job: TrainingJob) -> str:
             bool(job.framework_options.get("loss_chunks")),
             "a loss in chunks of the sequence is counted as torchtitan 0.3's source has it; traces by hand alone agree.",
         ),
-        (
-            job.activation_checkpointing.mode != "none"
-            and job.activation_checkpointing.use_reentrant
-            and traits(job.architecture).returns_attention_weights
-            and "eager" in (job.attention, job.attention == "sdpa" and conventions(job).get("sdpa")),
-            f"use_reentrant with model_type={job.architecture.model_type!r}, whose layers return their attention weights: "
-            "what the recomputation returns is not all counted; backward is up to 7 % below its trace.",
-        ),
         (bool(job.framework_options.get("fused_kernels")), "fused LoRA, loss and norm kernels are not modelled."),
+        (
+            job.precision.compute == "float8" and _rows(job) % 16 > 0,
+            f"precision.compute='float8' multiplies by tokens, of which torch._scaled_mm takes multiples of 16, and a "
+            f"micro-batch has {_rows(job):,}; change micro_batch_size or sequence_length.",
+        ),
         (
             job.precision.compute == "float8" and not _plain_float8(job),
             "float8 compute is modelled for full training of bf16 nn.Linear layers with torchao's dynamic scales alone.",

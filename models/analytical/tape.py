@@ -86,6 +86,7 @@ class Tape:
         kind: str = "",
         gradients_in_place: bool = False,
         saved_parameter_bytes: int = 0,
+        is_function: bool = False,
     ) -> Tensor:
         """Append an operation and return its output.
 
@@ -93,7 +94,7 @@ class Tape:
         `extra_saved_bytes`: further tensors made and kept (softmax statistics, dropout masks). `gradients`: which inputs
         get a gradient, default each read that needs one, of its own size. `view_of`: the output shares that storage.
         Temporaries live during the operation only. `kind` ("matmul" or one of `KEPT_KINDS`): what selective checkpointing
-        goes by.
+        goes by. `is_function`: a `torch.autograd.Function`, which keeps tensors when it has run.
         """
         index = len(self._operations)
         needs_grad = bool(weight_gradients)
@@ -134,6 +135,7 @@ class Tape:
                 backward_temporary_bytes,
                 gradients_in_place,
                 saved_bytes,
+                is_function,
             )
         )
         return output
@@ -165,10 +167,13 @@ class Tape:
 
     # -- finishing ----------------------------------------------------------------------------------------------------
 
-    def finish(self, output: Tensor | None = None, *, cached_matmuls: int = 0) -> Template:
+    def finish(
+        self, output: Tensor | None = None, *, cached_matmuls: int = 0, beside: Tensor | None = None
+    ) -> Template:
         """The block's entries. `output` is handed to the next block and its gradient comes from there. `cached_matmuls`:
         selective checkpointing keeps the results of attention and of one in so many matrix products (0: nothing); with one
-        in several, torchtitan's policy, those of reduce-scatters too."""
+        in several, torchtitan's policy, those of reduce-scatters too. `beside`: what a reentrant checkpoint's function
+        returns beside it, as `Template.beside_bytes` says."""
         num_forward = len(self._operations)
         backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
         ends = {index: instant + 1 for instant, index in enumerate(backward)}
@@ -187,6 +192,7 @@ class Tape:
                 last = index + 1
                 name = f"{operation.name}.temporary"
                 rows.append((name, TEMPORARY, size, index, False, last, False, False, last, False))
+        released: dict[int, int] = {}
         for storage in self._storages:
             if storage.num_bytes <= 0:
                 continue
@@ -200,6 +206,10 @@ class Tape:
                 continue
             if kept and storage.born >= last_saver:
                 dies, in_backward = len(backward), True  # a recomputation stops there and never asks for it
+            if beside is not None and storage is beside.storage:
+                dies, in_backward = len(backward), True
+            if in_backward and dies == saver and storage.last_saver is not None:
+                released[storage.last_saver] = released.get(storage.last_saver, 0) + storage.num_bytes
             rows.append(
                 (
                     *(storage.name, storage.category, storage.num_bytes),
@@ -207,7 +217,13 @@ class Tape:
                 )
             )
         shared = frozenset(map(id, self._elsewhere.values()))
-        ran = Backward(self._operations, backward, output, shared=shared, turns=turns, saves_on_cpu=self._saves_on_cpu)
+        ran = Backward(
+            *(self._operations, backward, output, beside),
+            shared=shared,
+            turns=turns,
+            saves_on_cpu=self._saves_on_cpu,
+            released=released,
+        )
         rows += ran.rows
         waiting += ran.waiting
         elsewhere = {
@@ -216,6 +232,8 @@ class Tape:
             for saver in (tensor.storage.last_saver,)
         }
         template = self._template(rows, backward, elsewhere, ran.added_to_handed_in)
+        if beside is not None:
+            template = replace(template, beside_bytes=beside.num_bytes)
         return replace(template, later=self._later(turns, waiting)) if self._splits_backward else template
 
     def _later(self, turns: dict[int, int], waiting: list[Waiting]) -> Later:
@@ -247,7 +265,9 @@ class Tape:
         """Instants of a recomputation that stops when the last tensor is there that autograd keeps. A matrix product keeps
         its inputs, before it runs (torch tools/autograd/gen_variable_type.py); others have run by then."""
         last = max((i for i in backward if any(self._operations[i].saved_bytes)), default=-1)
-        return last if last >= 0 and self._operations[last].outputs[0].storage.kind == "matmul" else last + 1
+        if last < 0 or self._operations[last].is_function or self._operations[last].outputs[0].storage.kind != "matmul":
+            return last + 1
+        return last
 
     def _template(
         self, rows: list[Row], backward: list[int], elsewhere: dict[str, Elsewhere], added: int | None = None

@@ -90,6 +90,9 @@ class Template:
     added_to_handed_in: int
     """The backward instant at which a second gradient is first added in place to the one that was handed in. Where somebody
     else holds that one, their sum is a new tensor (`InputBuffer::accumulate`), for which the entry then stands."""
+    beside_bytes: int = 0
+    """Bytes of what the block returns beside its output to a reentrant checkpoint: `CheckpointFunction.backward` keeps it
+    beside a gradient of zeros that autograd makes for it (torch `csrc/autograd/python_function.cpp` materialize_grads)."""
     elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
     """By name, what becomes here of the tensors that other blocks own."""
     modules: list[str] = field(default_factory=list)

@@ -60,16 +60,19 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context, mla = build.context, build.context.architecture.mla
     q, k, v = _to_compute_dtype(build, q, k, v)
     whole, narrow, taken, unpadded = q.num_bytes, 0, context.rows, False
-    indices: list[Tensor] = []
-    if mla is not None and mla.v_head_dim < mla.qk_nope_head_dim + mla.qk_rope_head_dim:  # values as wide as keys
+    indices, widened = list[Tensor](), list[Tensor]()
+    if mla is not None and mla.v_head_dim < mla.qk_nope_head_dim + mla.qk_rope_head_dim:
         narrow = v.num_bytes // context.keys * context.sequence
-        v = build.tape.operation("self_attn.widen_v", [v], k.num_bytes)
+        v = build.tape.operation("self_attn.widen_v", [v], k.num_bytes)  # transformers 5.17 integrations/flash_attention.py
+        widened = [v]
     if context.valid_rows and context.attention == "flash_attention_2":
         taken, unpadded = context.valid_rows, True
         q, k, v = (_without_padding(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     elif context.cache_length > context.keys and context.attention == "flash_attention_2":
         unpadded = True
         q, k, v, *indices = _filled(build, q, k, v)
+    elif context.num_sequences:
+        q, k, v = (_contiguous(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     log_sum_exp = FP32 * taken * context.architecture.num_attention_heads
     output = build.tape.operation(
         "self_attn.flash_attention",
@@ -85,10 +88,23 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         output = build.tape.operation("self_attn.pad", [output], whole)
         for variable in (q, k, v, *indices):  # of `_flash_attention_forward`
             build.tape.hold(variable)
+    for variable in widened:
+        build.tape.hold(variable)
     output = build.tape.operation("self_attn.crop", [output], narrow) if narrow else output
     if traits(context.architecture).returns_attention_weights:  # in their place
         build.variables.append(output)
+        build.attention_weights = output
     return output
+
+
+def _contiguous(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
+    """Joined sequences are one dimension: what is a slice of a fused projection, or laid out head by head, is copied.
+    Source: transformers 5.17 modeling_flash_attention_utils.py `_prepare_from_posids`."""
+    architecture = build.context.architecture
+    single = name != "q" and attention_key_heads(architecture) == 1
+    by_head = name != "v" and joins_heads(architecture) and not single
+    sliced = x.storage.num_bytes > x.num_bytes
+    return ops.copy(build.tape, x, f"self_attn.joined_{name}") if by_head or sliced else x
 
 
 def _ring(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -244,7 +260,9 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     bias = []
     if context.masked and "mask" not in context.compiled:  # compiled, one is made for all layers (`hold_masks`)
         size = context.batch * context.sequence * context.keys * context.compute_bytes
-        bias.append(tape.operation("self_attn.additive_mask", [], size, gradients=[]))
+        mask = tape.operation("self_attn.additive_mask", [], size, gradients=[])
+        # kept as it is expanded to all heads, which `save_on_cpu` writes out (torch `cuda/attention.cu` preprocess_mask)
+        bias.append(Tensor(mask.storage, size * heads, requires_grad=False))
     kept = [FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64]
     output = tape.operation(
         "self_attn.efficient_attention",

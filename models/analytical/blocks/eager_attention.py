@@ -69,6 +69,7 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     for variable in (*named, *variables):
         tape.hold(variable)
     build.variables.append(returned)  # the attention module returns them too
+    build.attention_weights = returned
     return output
 
 

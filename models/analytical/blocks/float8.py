@@ -39,6 +39,7 @@ def float8_linear(
         forward_temporary_bytes=max(forward, inputs + weight),
         backward_temporary_bytes=max(backward - made, 0),
         kind="matmul",
+        is_function=True,
     )
     if not bias:
         return output

@@ -52,7 +52,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     output = attention(build, q, k, v)
     # flash attention's result is laid out as the queries are
     by_head = attention_kernel(context) in ("flash", "flash_attention_2") and not context.mask_of_batch
-    if architecture.rotary_in_parts and by_head and not context.liger:
+    if architecture.rotary_in_parts and by_head and not _rotates_in_place(build):
         output = ops.copy(tape, output, "self_attn.contiguous")
     output = build.rows_summed(output, query, width, f"self_attn.{names.out}", architecture.attention_output_bias)
     for variable in (*variables, q, k, v):  # of the attention's forward
@@ -73,12 +73,18 @@ def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
     return normed
 
 
+def _rotates_in_place(build: BlockBuilder) -> bool:
+    """Whether a fused kernel rotates: Liger's, where it has one for the family, or a compiled one."""
+    context = build.context
+    return context.liger and (bool(context.compiled) or traits(context.architecture).liger_rope)
+
+
 def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`apply_rotary_pos_emb`: q and k, in fp32 where the family's code says so, and the rotated parts that were joined
     with what is not rotated. Its arguments live until both are done."""
     tape, element = build.tape, build.context.compute_bytes
     architecture, family = build.context.architecture, traits(build.context.architecture)
-    if build.context.liger:  # in place, forward and backward, on contiguous tensors (liger_kernel 0.8 ops/rope.py)
+    if _rotates_in_place(build):  # forward and backward, on contiguous tensors (liger_kernel 0.8 ops/rope.py)
         rotated = ops.copy if architecture.fused_qkv else ops.in_place
         q, k = rotated(tape, q, "self_attn.rotary_q"), rotated(tape, k, "self_attn.rotary_k")
         q.requires_grad = k.requires_grad = q.requires_grad or k.requires_grad  # results of one function

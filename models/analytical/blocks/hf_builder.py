@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peakcast.architecture import Architecture
+from peakcast.models.analytical.adapter_targets import default_adapter_targets
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.float8 import float8_linear
 from peakcast.models.analytical.blocks.hf_context import HFContext
@@ -20,7 +21,6 @@ from peakcast.models.analytical.blocks.tensor_parallel import (
     leave_rows,
     split_columns,
 )
-from peakcast.models.analytical.parameters import default_adapter_targets
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 from peakcast.spec import Finetuning
 
@@ -29,6 +29,8 @@ NOT_ADAPTED = ("lm_head", "mlp.gate")
 """What all-linear leaves out: the head, and a router, which is no nn.Linear in transformers 5."""
 CAST = ".weight_cast"
 """Ends the name of a weight's narrow copy that autocast caches."""
+ADAPTERS = (".lora_A", ".lora_B")
+"""End the names of an adapter's matrices, which are nn.Linear whatever they adapt."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class BlockBuilder:
     """Equal matrices that one projection stands for, used one after the other on equal shares of the rows (experts)."""
     variables: list[Tensor] = field(default_factory=list)
     """What the block's own code still holds by name when it ends."""
+    attention_weights: Tensor | None = None
+    """What attention returns beside its output, where it makes them."""
 
     def __post_init__(self) -> None:
         self.rows = self.rows or self.context.rows
@@ -168,7 +172,8 @@ class BlockBuilder:
     ) -> Tensor:
         context = self.context
         rows, tape = self.rows, self.tape
-        calls_linear = name == "lm_head" or not multiplies_itself(context.architecture)
+        plain = name == "lm_head" or name.endswith(ADAPTERS)
+        calls_linear = plain or not multiplies_itself(context.architecture)
         if self._computes_in_float8(in_features, out_features, name) and trainable:
             return float8_linear(
                 tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias
@@ -194,7 +199,7 @@ class BlockBuilder:
         numel = in_features * out_features * self.num_matrices
         # a narrow copy of a wide weight, which autocast caches; arguments are cast from right to left, so in backward the
         # input's gradient is widened first
-        transposed = traits(context.architecture).linears_transpose_weight and name != "lm_head"
+        transposed = traits(context.architecture).linears_transpose_weight and not plain
         cached = trainable and not transposed and not context.group.makes_weights
         weight = tape.operation(
             f"{name}{CAST if cached else '.weight_copy'}",

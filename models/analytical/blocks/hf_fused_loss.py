@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_context import HFContext
+from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.local_variables import Locals
 from peakcast.models.analytical.tape import Tensor, WeightGradient
 from peakcast.timeline import Category
@@ -23,7 +24,7 @@ def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
     width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
     weight = vocabulary * width * context.weight_bytes
     tape.begin_loss()
-    tape.operation("pad_labels", [], 2 * rows * INT64, gradients=[], category=Category.INPUTS)
+    labels = tape.operation("pad_labels", [], 2 * rows * INT64, gradients=[], category=Category.INPUTS)
     tape.operation(
         "lm_head.fused_linear_cross_entropy",
         [hidden],
@@ -31,22 +32,25 @@ def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
         extra_saved_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])],
         gradients_in_place=True,
         weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
-        forward_temporary_bytes=passing_bytes(context, width, vocabulary) + rows * (FP32 + 1),
+        forward_temporary_bytes=passing_bytes(context, width, vocabulary, hidden.num_bytes) + rows * (FP32 + 1),
         category=Category.LOGITS,
     )
+    tape.hold(labels)  # of transformers' and Liger's functions, until the kernel returns
 
 
-def passing_bytes(context: HFContext, width: int, vocabulary: int) -> int:
+def passing_bytes(context: HFContext, width: int, vocabulary: int, hidden_bytes: int) -> int:
     """The most that the loop over chunks holds in passing, line by line. Products that autocast does not cast write where
     their result stays; those that it does make narrow copies, of which the trained weight's is cached until the forward
     ends, its transpose's (no leaf) never. The weight's product is added where it stays, but for fp32's; before 0.8.3 each
     was made, widened and then added."""
     rows, element = context.rows, context.compute_bytes
-    chunk, matrix = fused_loss_chunk(rows, width, vocabulary), vocabulary * width
+    budget = traits(context.architecture).fused_loss_budget
+    chunk, matrix = fused_loss_chunk(rows, width * budget, vocabulary), vocabulary * width
     casts, held = context.autocast and element < context.weight_bytes, Locals()
+    input_element = element if hidden_bytes > rows * width * element else 0  # else the norm has given narrow ones
     for tokens in (chunk, *([min(chunk, rows - chunk)] if chunk < rows else [])):  # the second finds what the first leaves
         if casts:
-            held.let("input_cast", tokens * width * element)
+            held.let("input_cast", tokens * width * input_element)
             held.let("transpose_cast", matrix * element)
         held.let("logits", tokens * vocabulary * element)
         held.free("input_cast", "transpose_cast")
@@ -57,7 +61,7 @@ def passing_bytes(context: HFContext, width: int, vocabulary: int) -> int:
             held.free("grad_input", *(() if context.trainable else ("weight_cast",)))
         if context.trainable:
             if casts:
-                held.let("input_cast", tokens * width * element)
+                held.let("input_cast", tokens * width * input_element)
             held.let("product", matrix * (FP32 if element == FP32 else context.fused_loss_temporary_bytes))
             held.free("input_cast", "product")
         held.free("logits")

@@ -39,7 +39,9 @@ def decoder_layer(context: HFContext) -> Template:
         output = _sublayer(build, output, feed_forward, "pre_feedforward_layernorm", "post_feedforward_layernorm")
     for variable in (hidden, *build.variables):  # the model's loop variable keeps the layer's input until it returns
         tape.hold(variable)
-    return tape.finish(output, cached_matmuls=context.cached_matmuls)
+    handed_on = context.checkpointed and context.reentrant and traits(architecture).returns_attention_weights
+    beside = build.attention_weights if handed_on else None
+    return tape.finish(output, cached_matmuls=context.cached_matmuls, beside=beside)
 
 
 def _sublayer(
@@ -59,7 +61,10 @@ def _sublayer(
         y = build.norm(y, width, norm_after, build.context.stream_rows)
     if family.scaled_residual:
         y = ops.scale(build.tape, y, "residual_multiplier")
-    return ops.add(build.tape, x, y, "residual_add")
+    output = ops.add(build.tape, x, y, "residual_add")
+    if family.keeps_sublayer_outputs:  # and so assigns the variable of the sub-layer's input when they are added
+        build.tape.hold(body_input)
+    return output
 
 
 def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:

@@ -103,6 +103,10 @@ class HFTraits:
     """Experts bound gate and up, which lie beside each other by turns, before they multiply (gpt-oss)."""
     liger_qk_norm: bool = True
     """Whether Liger replaces norms over all heads at once (liger_kernel 0.8 `monkey_patch.py`)."""
+    fused_loss_budget: int = 1
+    """Times as many logits as hidden states in a chunk of Liger's fused loss (liger_kernel 0.8.5 `model/gpt_oss.py`)."""
+    liger_rope: bool = True
+    """Whether it has a kernel for the rotary embedding there."""
     whole_parts: frozenset[str] = frozenset()
     """Under tensor parallelism: parts of a layer, of `self_attn` and `mlp`, whose split matrices are gathered at once
     (`base_model_tp_plan`: colwise_gather_output and rowwise_split_input)."""
@@ -158,6 +162,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
         full_attention_every=2,
         scores_of_top_experts="narrow",
         clamped_experts=True,
+        fused_loss_budget=8,
     ),
     "smollm3": HFTraits(unrotated_every=4),
     "granite": _GRANITE,
@@ -173,7 +178,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "gpt_neox": HFTraits(names_fused_projection=True, rotary_fraction=0.25),
     "phi": HFTraits(rotary_fraction=0.5, rotary_inline=True),
     "stablelm": HFTraits(rotary_fraction=0.25, rotary_inline=True, keeps_sublayer_outputs=True, keeps_sublayer_inputs=True),
-    "nemotron": HFTraits(rotary_fraction=0.5, norm_without_autocast=True),
+    "nemotron": HFTraits(rotary_fraction=0.5, norm_without_autocast=True, liger_rope=False),
     "mixtral": HFTraits(routing_weights="float32", normalises_routing=True),
     "qwen2_moe": HFTraits(masks_for_both_kinds=True),
     "qwen3_moe": HFTraits(normalises_routing=True),
@@ -200,7 +205,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "mpt": HFTraits(names_fused_projection=True, returns_attention_weights=True, scores_biased_and_filled=True),
     "opt": HFTraits(feed_forward_inline=True, positions_per_sequence=True),
     "glm": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2, whole_parts=frozenset({"mlp"})),
-    "glm4": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2),
+    "glm4": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2, liger_rope=False),
     "falcon": HFTraits(
         always_masked=True,
         grouped_query_kernel=False,

@@ -30,4 +30,15 @@ MATRIX, LOGITS, ROWS = 16 * 4, 2 * 16, 2 * 4
 )
 def test_what_a_chunk_holds_in_passing(changes, expected):
     job = TrainingJob(architecture=catalog.architecture("llama-3.2-1b"), sequence_length=8).replace(**changes)
-    assert passing_bytes(block_context(job, None), 4, 16) == expected
+    context = block_context(job, None)
+    assert passing_bytes(context, 4, 16, 8 * 4 * context.weight_bytes) == expected
+
+
+def test_what_is_narrow_already_is_not_cast():
+    job = TrainingJob(architecture=catalog.architecture("minitron-4b"), sequence_length=8).replace(**AUTOCAST)
+    assert passing_bytes(block_context(job, None), 4, 16, 8 * 4 * 2) == 2 * (MATRIX + MATRIX + LOGITS)
+
+
+def test_gpt_oss_lets_a_chunk_have_eight_times_as_many_logits():
+    job = TrainingJob(architecture=catalog.architecture("gpt-oss-20b"), sequence_length=8)
+    assert passing_bytes(block_context(job, None), 4, 16, 8 * 4 * 2) == 2 * 8 * 16

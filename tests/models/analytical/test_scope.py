@@ -38,9 +38,9 @@ def reason(name, **changes):
         ("qwen3-30b-a3b", LIGER, "kernels for experts"),
         ("falcon-7b", LIGER, "no kernels for model_type='falcon'"),
         ("gpt2", {"loss": FUSED}, "no kernels for model_type='gpt2'"),
+        ("granite-3.1-2b", {"loss": FUSED}, "no fused loss for Granite"),
         ("falcon-40b", FLASH, "of Falcon"),
         ("llama-3.2-1b", {"finetuning": ATTENTION, "precision": SINGLE}, "grouped"),
-        ("bloom-560m", {"activation_checkpointing": REENTRANT}, "return their attention weights"),
         ("llama-3.1-8b", {**TENSOR, **LIGER}, "Liger's kernels under torch's tensor"),
         ("llama-3.1-8b", {**TENSOR, "attention": "eager"}, "under sequence_parallel fails"),
         ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, "precision": MIXED}, "multiplies no two dtypes"),
@@ -52,6 +52,9 @@ def reason(name, **changes):
         ("mpt-7b", {"architecture": NARROW_MPT}, "4 * hidden_size wide"),
         ("opt-125m", FLASH, "a padding mask of its own"),
         ("opt-125m", {**FLASH, "batch": Batch(form="padding_free")}, "tells attention no positions"),
+        ("glm-4-9b", {"finetuning": Finetuning(method="lora", rank=8)}, "finetuning.targets names nothing"),
+        ("llama-3.2-1b", {"precision": Precision(compute="float8"), "sequence_length": 1000}, "multiples of 16"),
+        ("bert-base", {"task": "inference"}, "generates nothing"),
     ],
 )
 def test_what_no_trace_confirms_is_out_of_scope(name, changes, why):

@@ -1,0 +1,48 @@
+"""What peft gives an adapter in each family when `finetuning.targets` names nothing."""
+
+from __future__ import annotations
+
+from peakcast.architecture import Architecture
+from peakcast.models.analytical.parameters import leaf_names
+
+_QUERY_AND_VALUE = ("q_proj", "v_proj")
+DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
+    "bert": ("query", "value"),
+    "bloom": ("query_key_value",),
+    "codegen": ("qkv_proj",),
+    "falcon": ("query_key_value",),
+    "gemma": _QUERY_AND_VALUE,
+    "gemma2": _QUERY_AND_VALUE,
+    "gemma3_text": _QUERY_AND_VALUE,
+    "gpt2": ("c_attn",),
+    "gpt_bigcode": ("c_attn",),
+    "gpt_neo": _QUERY_AND_VALUE,
+    "gpt_neox": ("query_key_value",),
+    "gptj": _QUERY_AND_VALUE,
+    "llama": _QUERY_AND_VALUE,
+    "mistral": _QUERY_AND_VALUE,
+    "mixtral": _QUERY_AND_VALUE,
+    "mpt": ("Wqkv",),
+    "mt5": ("q", "v"),
+    "opt": _QUERY_AND_VALUE,
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "qwen2": _QUERY_AND_VALUE,
+    "qwen3": _QUERY_AND_VALUE,
+    "roberta": ("query", "value"),
+    "stablelm": _QUERY_AND_VALUE,
+    "t5": ("q", "v"),
+}
+"""`model_type` -> the last parts of the names of its projections. Of any other family peft asks for `target_modules` and
+raises an error. Source: peft 0.21 `utils/constants.py` TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING."""
+
+
+def has_default_targets(architecture: Architecture) -> bool:
+    """Whether peft knows what to adapt in this family."""
+    return architecture.model_type in DEFAULT_TARGETS
+
+
+def default_adapter_targets(architecture: Architecture) -> tuple[str, ...]:
+    """The last parts of the names of the projections that get an adapter when none are named; where peft knows none, q and
+    v, or the fused qkv."""
+    usual = (leaf_names(architecture).qkv,) if architecture.fused_qkv else _QUERY_AND_VALUE
+    return DEFAULT_TARGETS.get(architecture.model_type, usual)
