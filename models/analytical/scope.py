@@ -274,11 +274,6 @@ def _huggingface_reason(job: TrainingJob) -> str:
             "from which layer on it slides (max_window_layers), which is not read.",
         ),
         (
-            job.task == "inference" and job.architecture.mla is not None and not conventions(job).get("latent_cache", True),
-            "generation with multi-latent attention before transformers 5.17, which cached expanded keys and values, is "
-            "counted by its source; no trace has confirmed it.",
-        ),
-        (
             job.task == "inference" and job.architecture.model_type in ("codegen", "gptj", "mpt"),
             f"generation with model_type={job.architecture.model_type!r}, whose attention has tables of its own, is up to "
             "5 % below its trace.",
@@ -286,6 +281,11 @@ def _huggingface_reason(job: TrainingJob) -> str:
         (
             job.architecture.mla is not None and bool(conventions(job).get("autocast")),
             "multi-latent attention under autocast is counted without what its concatenations widen.",
+        ),
+        (
+            job.task == "inference" and job.architecture.mla is not None and not conventions(job).get("latent_cache", True),
+            "generation with multi-latent attention before transformers 5.17, which cached expanded keys and values, is "
+            "counted by its source; no trace has confirmed it.",
         ),
         (bool(mixture := _mixture_reason(job)), mixture),
         (bool(adapters := adapter_reason(job)), adapters),
