@@ -20,6 +20,7 @@ def _offloads_with_fsdp2(job: TrainingJob) -> bool:
 LEFT_OUT = (
     "fused_kernels",
     "generate_logits",
+    "latent_cache",
     "gptq_group_size",
     "loss_chunks",
     "logits_upcast",

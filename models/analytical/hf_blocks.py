@@ -169,6 +169,7 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         compiled=compiled,
         fused_loss=job.loss.fused_linear_cross_entropy,
         reduced_bytes=reduced_bytes(job) or 0 if convention.get("loss_chunks") else 0,
+        latent_cache=bool(convention.get("latent_cache", True)),
         loss_chunks=int(convention.get("loss_chunks", 0)),
         loss="cross_entropy" if makes_whole_logits(job) else job.loss.kind,
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),

@@ -320,6 +320,11 @@ def _huggingface_reason(job: TrainingJob) -> str:
             job.architecture.mla is not None and bool(conventions(job).get("autocast")),
             "multi-latent attention under autocast is counted without what its concatenations widen.",
         ),
+        (
+            job.task == "inference" and job.architecture.mla is not None and not conventions(job).get("latent_cache", True),
+            "generation with multi-latent attention before transformers 5.17, which cached expanded keys and values, is "
+            "counted by its source; no trace has confirmed it.",
+        ),
         (bool(mixture := _mixture_reason(job)), mixture),
         (bool(adapters := adapter_reason(job)), adapters),
         (bool(kernels := _kernels_reason(job)), kernels),

@@ -26,7 +26,7 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     # not a single head that is expanded, nor what multi-latent attention expands of its cache
     key_heads = attention_key_heads(architecture)
     single = key_heads == 1 < heads
-    cached = context.cache not in ("", "passes") and architecture.mla is None and not single
+    cached = context.cache not in ("", "passes") and not ((architecture.mla and context.latent_cache) or single)
     laid_out = key_heads not in (1, heads) or cached
     k, v = repeat_key_value(build, q, k, v)
     if family.scores_in_float32 and size != FP32:

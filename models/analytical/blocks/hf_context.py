@@ -103,6 +103,8 @@ class HFContext:
     """Whether training adds noise to the token embeddings."""
     cache: str = ""
     """In generation: what the layer's cache does with new keys and values (`kv_cache.py`); "" without a cache."""
+    latent_cache: bool = True
+    """Whether multi-latent attention caches what it expands, and not what it has expanded."""
     cache_length: int = 0
     """Length of the keys that the cache gives."""
     key_length: int = 0

@@ -47,11 +47,14 @@ def cache_turn(window: int | None, past: int, sequence: int, full: int, *, stati
 def layer_cache_bytes(context: HFContext, length: int) -> tuple[int, int]:
     """Bytes of a layer's keys and of its values for `length` tokens. Shapes: [batch, num_key_value_heads, length, head_dim]
     each; of multi-latent attention the latent and the rotated part, as one head each (transformers 5.17
-    models/deepseek_v3/modeling_deepseek_v3.py)."""
+    models/deepseek_v3/modeling_deepseek_v3.py), or, earlier, all heads."""
     architecture, mla, tokens = context.architecture, context.architecture.mla, context.batch * length
     keys = values = attention_key_heads(architecture) * architecture.head_dim
-    if mla is not None:
+    if mla is not None and context.latent_cache:
         keys, values = mla.kv_lora_rank, mla.qk_rope_head_dim
+    elif mla is not None:
+        heads = architecture.num_attention_heads
+        keys, values = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), heads * mla.v_head_dim
     return tokens * keys * context.compute_bytes, tokens * values * context.compute_bytes
 
 

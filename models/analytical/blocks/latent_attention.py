@@ -40,7 +40,7 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     else:
         q_rot, k_rot = _rotate_pairs(tape, q_rot, "self_attn.rotary_q"), _rotate_pairs(tape, k_rot, "self_attn.rotary_k")
     tokens, expand = rows, build
-    if context.cache:  # compressed; what was cached earlier is expanded again with the rest
+    if context.cache and context.latent_cache:  # compressed; what was cached earlier is expanded again with the rest
         latent, k_rot = update_cache(build, latent, k_rot)
         tokens = context.batch * context.cache_length
         expand = build.for_rows(tokens, 1)
@@ -57,6 +57,8 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
         gradients=[(k_pass, k_pass.num_bytes), (k_rot, k_rot.num_bytes)],
         backward_temporary_bytes=rows * query * size,
     )
+    if context.cache and not context.latent_cache:
+        keys, values = update_cache(build, keys, values)
     output = attention(build, queries, keys, values)
     output = build.projection(output, heads * value, width, "self_attn.o_proj", bias)
     for variable in (x, q_pass, q_rot, compressed, k_rot, latent, queries, keys, values):

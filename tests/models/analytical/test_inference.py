@@ -157,6 +157,14 @@ def test_a_latent_cache_is_compressed_and_expanded_whole():
     assert max(size for name, size in sizes if name == "self_attn.kv_b_proj") == 2 * 144 * HEADS * (128 + 128) * 2
 
 
+def test_earlier_versions_cache_what_latent_attention_has_expanded():
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    deepseek = replace(TINY, model_type="deepseek_v3", mla=MultiLatentAttention(**latent))
+    old = job(versions=FrozenMapping({"transformers": "4.57.1"})).replace(architecture=deepseek)
+    assert cached(ledger(old)) == 2 * LAYERS * 144 * HEADS * (128 + 64 + 128) * 2
+    assert "before transformers 5.17" in out_of_scope(old)
+
+
 def test_which_layers_of_qwen_slide_is_not_read():
     qwen = replace(TINY, model_type="qwen2", sliding_window=64)
     assert "max_window_layers" in out_of_scope(job().replace(architecture=qwen))
