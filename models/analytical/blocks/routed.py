@@ -93,10 +93,16 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
         # both products, before they are narrowed
         backward_temporary_bytes=2 * wide - gone if wide > down.num_bytes else wide,
     )
-    restored = tape.operation("mlp.experts.restore", [weighted, order], wide, saves=[order])
-    # by token and place; backward lays the expanded gradient out, which a checkpoint does before it runs forward again
-    by_token = tape.operation("mlp.experts.by_token", [restored], wide, view_of=restored)
     summed = pairs * width * FP32 if context.autocast else wide  # sum is on autocast's fp32 list
+    # backward lays the expanded gradient out: as a task of its own, so before a checkpoint runs forward again, or under
+    # autocast where it is put back (traced: gpt-oss)
+    at_once = bool(context.autocast)
+    restored = tape.operation(
+        "mlp.experts.restore", [weighted, order], wide, saves=[order], backward_temporary_bytes=wide if at_once else 0
+    )
+    by_token = tape.operation(
+        "mlp.experts.by_token", [restored], wide, view_of=restored, gradients=[(restored, None if at_once else wide)]
+    )
     total = tape.operation(  # its backward is a view of the gradient, if of one dtype
         "mlp.experts.sum",
         [by_token],
