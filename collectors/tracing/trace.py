@@ -121,15 +121,15 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         compiling = inductor.compiling(tracer)
         if job.attention == "flex":
             inductor.forget_flex_attention()
-    if job.task == "inference":
-        with compiling, fake_mode(), tracer:
-            span = _generate(job, tracer)
-        return {step: tracer.timeline(*span) for step in ("first", "steady")}
     joined = job.batch.form == "padding_free"
     if job.attention == "flash_attention_2":
         from peakcast.collectors.tracing import flash_attention_stub
 
         flash_attention_stub.install(packed=joined)
+    if job.task == "inference":
+        with compiling, fake_mode(), tracer:
+            span = _generate(job, tracer)
+        return {step: tracer.timeline(*span) for step in ("first", "steady")}
     # flash attention gathers the tokens that are no padding, or finds the sequences by their first positions
     num_nonzero = job.micro_batch_size if joined else at_its_longest(job).num_tokens
     # one thread: autograd's own would not know that tensors made in backward are fake too
