@@ -59,7 +59,8 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
 
 def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
     """A network known by its configuration alone, by the first class that has it; where sdpa is not written for it, with
-    the attention that is."""
+    the attention that is. It trains without a cache, as the Trainer has it (`config.use_cache`), whatever is configured."""
+    config.use_cache = False
     for auto in dict.fromkeys(AUTO_MODELS.values()):
         known = getattr(transformers, auto)
         if type(config) in known._model_mapping:

@@ -99,6 +99,7 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
         k = ops.cast(tape, k, wide[1], "self_attn.rotary_k.to_float32")
         arguments += [q, k]
     promoted = [max(x.num_bytes, size) if tables_wide else x.num_bytes for x, size in zip((q, k), wide, strict=True)]
+    tables: list[Tensor] = []
     if family.rotary_in_halves:
         q = rotate_in_halves(tape, q, promoted[0], "self_attn.rotary_q")
         k = rotate_in_halves(tape, k, promoted[1], "self_attn.rotary_k")
@@ -113,9 +114,11 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
         q, k = (_join(tape, *each) for each in turned)
         parts = [part for part, _, _ in turned]
     else:
-        q = rotate(tape, q, promoted[0], "self_attn.rotary_q", _tables_of_layer(build))
-        k = rotate(tape, k, promoted[1], "self_attn.rotary_k", _tables_of_layer(build))
-    arguments += [q, k]
+        tables = _tables_of_layer(build)
+        q = rotate(tape, q, promoted[0], "self_attn.rotary_q", tables)
+        tables = tables if family.rotary_tables_per_layer else _tables_of_layer(build)
+        k = rotate(tape, k, promoted[1], "self_attn.rotary_k", tables)
+    arguments += [q, k, *(tables if family.rotary_tables_per_layer else ())]
     if kind != "narrow":
         q = ops.cast(tape, q, narrow[0], "self_attn.rotary_q.to_narrow")
         k = ops.cast(tape, k, narrow[1], "self_attn.rotary_k.to_narrow")
@@ -139,7 +142,7 @@ def _tables_of_layer(build: BlockBuilder) -> list[Tensor]:
     architecture, family = build.context.architecture, traits(build.context.architecture)
     rotated = family.position_table_width or int(architecture.head_dim * family.rotary_fraction)
     width = rotated * (2 if family.position_table_width else family.rotary_tables_per_layer)
-    size = build.context.sequence * width * build.context.weight_bytes
+    size = build.context.sequence * width * (FP32 if family.rotary == "promoted" else build.context.weight_bytes)
     return [build.tape.operation("self_attn.rotary_tables", [], size, gradients=[])] if size else []
 
 

@@ -204,6 +204,8 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "bloom": HFTraits(names_fused_projection=True, returns_attention_weights=True, joins_heads_first=True),
     "mpt": HFTraits(names_fused_projection=True, returns_attention_weights=True, scores_biased_and_filled=True),
     "opt": HFTraits(feed_forward_inline=True, positions_per_sequence=True),
+    "ernie4_5": HFTraits(rotary="promoted", rotary_tables_per_layer=2),
+    "helium": HFTraits(norm_weight_in_float32=True, rotary_tables_per_layer=2),
     "glm": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2, whole_parts=frozenset({"mlp"})),
     "glm4": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2, liger_rope=False),
     "falcon": HFTraits(
