@@ -148,15 +148,17 @@ def flash_backward_bytes(context: HFContext) -> int:
 
 def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The memory-efficient kernel. A bool mask becomes an additive one in q's dtype for every layer anew
-    (`convert_boolean_attn_mask`), which is kept; key heads are copied for every query head by transformers."""
+    (`convert_boolean_attn_mask`), which is kept, expanded to all heads: a copy on the host, and what comes back from it,
+    is as large as that. Key heads are copied for every query head by transformers."""
     context, tape = build.context, build.tape
     heads = context.architecture.num_attention_heads
     k, v = repeated = repeat_key_value(build, q, k, v)
     q, k, v = _to_compute_dtype(build, q, k, v, repeated=True)
-    bias = []
+    bias, expanded = [], 0
     if context.masked and "mask" not in context.compiled:  # compiled, one is made for all layers (`hold_masks`)
         size = context.batch * context.sequence**2 * context.compute_bytes
         bias.append(tape.operation("self_attn.additive_mask", [], size, gradients=[]))
+        expanded = size * (heads - 1) * context.saves_on_cpu
     output = tape.operation(
         "self_attn.efficient_attention",
         [q, k, v, *bias],
@@ -165,7 +167,7 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         saves_output=True,
         extra_saved_bytes=[FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64],
         # the row sums "delta" of the backward (attention_backward.cu)
-        backward_temporary_bytes=FP32 * context.rows * heads if context.kernel_temporaries else 0,
+        backward_temporary_bytes=expanded + (FP32 * context.rows * heads if context.kernel_temporaries else 0),
         kind="attention",
     )
     for variable in repeated:  # of transformers' `sdpa_attention_forward`
