@@ -280,6 +280,8 @@ def _micro_batch(
             run.gradients_die = timeline.now
     timeline.end_backward()
     named = not traits(job.architecture).mask_by_position
+    if not named and job.offload.activations:  # saved as tensors are, it goes to the host
+        dies = []
     if named and job.activation_checkpointing.use_reentrant:  # a node has its arguments as long as there is a graph
         dies = [timeline.now] * len(dies)
     hold_masks(timeline, blocks.contexts, start, model_ends(loss), dies)

@@ -260,14 +260,6 @@ def _mixture_reason(job: TrainingJob) -> str:
             "adapters computed in float32 over grouped key heads are up to 3 % off their trace.",
         ),
         (
-            adapts
-            and bool(conventions(job).get("liger_kernels"))
-            and not autocast
-            and adapter_dtype(job) == job.precision.parameters,
-            "adapters of the weights' dtype under Liger's kernels: sums of gradients that are views are not all counted; "
-            "backward is up to 2 % below its trace.",
-        ),
-        (
             adapts and architecture.model_type == "granitemoe" and autocast and checkpointing.mode != "none",
             "adapters on GraniteMoE under autocast with checkpointing: backward is up to 0.6 % above its trace.",
         ),

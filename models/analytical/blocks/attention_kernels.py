@@ -252,7 +252,8 @@ def flash_backward_bytes(context: HFContext) -> int:
 
 def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The memory-efficient kernel. A bool mask becomes an additive one in q's dtype for every layer anew
-    (`convert_boolean_attn_mask`), which is kept; key heads are copied for every query head by transformers."""
+    (`convert_boolean_attn_mask`), which is kept, expanded to all heads: a copy on the host, and what comes back from it,
+    is as large as that. Key heads are copied for every query head by transformers."""
     context, tape = build.context, build.tape
     heads = context.architecture.num_attention_heads
     k, v = repeated = repeat_key_value(build, q, k, v)

@@ -90,7 +90,8 @@ class BlockBuilder:
             # as wide, the adapter's product gives x its gradient first, as a view of two dimensions' (`ViewBackward`); not
             # so stage 3's own Linear, which multiplies three (DeepSpeed 0.19.8 zero/linear.py)
             alike = x.num_bytes == self.rows * in_features * context.adapter_input_bytes and not context.linears_keep_input
-            adds = adapted and alike and not (tuning.dropout or context.autocast) and x.requires_grad
+            cast = context.autocast and context.adapter_bytes > context.compute_bytes
+            adds = adapted and alike and not (tuning.dropout or cast) and x.requires_grad
             result = self._split_linear(x, in_features, out_features, name, bias, trains, size, split, adds_to_view=adds)
         return self._adapter(x, result, in_features, out_features, name, split) if adapted else result
 
@@ -109,8 +110,19 @@ class BlockBuilder:
     ) -> Tensor:
         tape, group = self.tape, self.context.group
         x = enter_columns(tape, x, group, name) if split == "columns" else x
+        # the residual stream's own, where nothing between makes another of it
+        family, placed = traits(self.context.architecture), self.context.architecture.norm_placement
+        stream = split == "rows" and placed == "pre" and not (family.scaled_residual or group.sequence)
         result = self.linear(
-            x, in_features, out_features, name, bias, trainable, weight_bytes, adds_to_view=adds_to_view
+            x,
+            in_features,
+            out_features,
+            name,
+            bias,
+            trainable,
+            weight_bytes,
+            adds_to_view=adds_to_view,
+            incoming_stays=stream,
         )
         return leave_rows(tape, result, group, name) if split == "rows" else result
 
@@ -169,6 +181,7 @@ class BlockBuilder:
         weight_bytes: int,
         *,
         adds_to_view: bool = False,
+        incoming_stays: bool = False,
     ) -> Tensor:
         context = self.context
         rows, tape = self.rows, self.tape
@@ -193,6 +206,7 @@ class BlockBuilder:
                 keeps_input=context.linears_keep_input and calls_linear,
                 num_matrices=self.num_matrices,
                 adds_to_view=adds_to_view,
+                incoming_stays=incoming_stays,
             )
             tape.hold(x)  # the module's argument, until it returns
             return result

@@ -226,6 +226,7 @@ class ShardedLayout(Layout):
                 self._fetched_for.add(unit)
 
     def after_backward(self, step: Step, run: Run) -> None:
+        added = self.has_gradient(run.module, run.template, begun=False)
         for unit in self._of_module.get(run.module, []):
             following = self.unit_before(unit) if self.prefetches and unit.hook else None
             if following is not None and unit.modules[-1] == run.module and run.module not in following.modules:
@@ -233,7 +234,7 @@ class ShardedLayout(Layout):
                 hooked = next((index for index, label in enumerate(labels) if label.startswith(unit.hook)), 0)
                 at = (run.backward_start or 0) + hooked
                 self.prefetch(step, following, born=at)
-            if len(run.template.gradient_columns) and not self.has_gradient(run.module, run.template, begun=False):
+            if len(run.template.gradient_columns) and not added:
                 unit.runs.append(run)  # else added in place to what is there
             if run.template.num_forward and not unit.reduces_at_end:  # a weight's backward for itself passes no hook
                 self.finish(step, unit)
