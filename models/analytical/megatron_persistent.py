@@ -171,6 +171,8 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
         size = rows * columns * context.element_bytes
         born = min((first_backward[label] for label in labels if label in first_backward), default=first_product)
         step.hold("placeholder_weight_gradient", Category.OTHER, size, born, module="transformer_engine")
+    if context.transformer_engine and context.attention == "unfused" and not (context.fused_softmax or context.padding):
+        step.hold("causal_mask", Category.OTHER, context.sequence**2, 0, module="softmax")  # `_get_default_causal_mask`
     if device is None:
         return
     size, experts = transformer_engine_workspace_bytes(device), context.experts

@@ -107,6 +107,13 @@ def _option_reason(job: TrainingJob) -> str:
         "apply_residual_connection_post_layernorm",
     )
     checks = [(bool(convention.get(name)), f"framework_options.{name} is not modelled.") for name in names]
+    kinds = set(str(convention.get("cp_comm_type") or "p2p").split())
+    checks.append(
+        (
+            job.parallelism.context_parallel_size > 1 and (len(kinds) > 1 or not kinds <= {"p2p", "a2a", "all_gather"}),
+            f"cp-comm-type={' '.join(sorted(kinds))} is not modelled; p2p, a2a or all_gather in every layer is.",
+        )
+    )
     fused = bool(convention.get("cross_entropy_loss_fusion")) and convention.get("cross_entropy_fusion_impl") == "te"
     return _first([*checks, (fused, "Transformer Engine's fused cross-entropy is not modelled; the native one is.")])
 
@@ -121,13 +128,6 @@ def _expert_reason(job: TrainingJob) -> str:
         (
             architecture.mla is not None and layout.context_parallel_size > 1,
             "Multi-latent attention with context parallelism is not modelled.",
-        ),
-        (
-            architecture.mla is not None
-            and convention.get("attention_backend") == "unfused"
-            and job.activation_checkpointing.mode == "selective"
-            and (not job.activation_checkpointing.modules or "core_attn" in job.activation_checkpointing.modules),
-            "Recomputing unfused multi-latent attention is counted up to 5 % too high in backward; fused is modelled.",
         ),
         (
             full and architecture.num_nextn_predict_layers > 0,

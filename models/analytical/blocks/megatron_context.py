@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AttentionCore = Literal["unfused", "flash", "fused", "local"]
+Exchange = Literal["p2p", "a2a", "all_gather"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +128,9 @@ class MegatronContext:
     tensor_parallel_size: int
     context_parallel_size: int
     sequence_parallel: bool
-    ring: bool
-    """Whether context parallelism passes keys and values around (`cp-comm-type p2p`)."""
+    context_parallel_rank: int
+    exchange: Exchange
+    """What context parallelism exchanges (`cp-comm-type`): keys and values in a ring, heads, or keys and values of all."""
     element_bytes: int
     normalization: Literal["layernorm", "rmsnorm"]
     activation: Literal["gelu", "squared_relu", "other"]

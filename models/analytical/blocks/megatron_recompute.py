@@ -6,7 +6,7 @@ counted on a tape of its own and becomes the temporaries of one operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,17 +20,24 @@ def checkpointed(
     """`part` of `x` as one operation that keeps `x` only. Weight gradients are among its temporaries: Megatron-LM adds each
     to the persistent main gradient at once. `read_elsewhere`: the gradient of `x` is added to that of another reader, which
     the tape does in the same instant, and autograd when the temporaries are gone."""
+    return checkpointed_together(tape, [x], name, part, added_bytes=x.num_bytes * read_elsewhere)
+
+
+def checkpointed_together(
+    tape: Tape, inputs: Sequence[Tensor], name: str, part: Callable[..., Tensor], *, added_bytes: int = 0
+) -> Tensor:
+    """As `checkpointed`, of a `part` that reads several tensors; `added_bytes` of their gradients are added to others."""
     inner = Tape()
-    output = part(inner, inner.input(x.num_bytes, owned=False))
+    output = part(inner, *(inner.input(x.num_bytes, owned=False) for x in inputs))
     forward, backward = _passes(inner.finish(output), output.num_bytes)
     return tape.operation(
         name,
-        [x],
+        inputs,
         output.num_bytes,
-        saves=[x],
+        saves=inputs,
         forward_temporary_bytes=max(0, forward - output.num_bytes),
-        # the operation's own gradient is not a temporary, nor what that is added to
-        backward_temporary_bytes=max(0, backward - x.num_bytes * (1 + read_elsewhere)),
+        # the operation's own gradients are no temporaries, nor what they are added to
+        backward_temporary_bytes=max(0, backward - sum(x.num_bytes for x in inputs) - added_bytes),
     )
 
 
