@@ -111,7 +111,11 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     layouts.start_group(job, rank)
     if job.framework == "megatron":
         engine = conventions(job)["adam_library"] != "torch"
-        megatron_fakes.install(tracer, engine=engine, routed_rows=_routed_rows(job))
+        dispatcher = str(conventions(job)["moe_token_dispatcher_type"])
+        shares = job.parallelism.expert_tensor_parallel_size or job.parallelism.tensor_parallel_size
+        megatron_fakes.install(tracer, engine=engine)
+        if job.architecture.moe is not None:
+            megatron_fakes.balance(_routed_rows(job), shares, dispatcher)
     if job.task == "inference":
         with fake_mode(), tracer:
             span = _generate(job, tracer)

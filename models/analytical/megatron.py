@@ -240,7 +240,7 @@ class _Turns:
         state, step = self.alive.pop((turn.micro_batch, turn.chunk)), self.step
         share = self.share
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
-        self.is_first_backward = not self.first_product
+        self.is_first_backward = turn.micro_batch == 0
         if not self.first_product:  # the loss itself multiplies no matrices: the output layer is the first that does
             self.first_product = started + (self._head().in_backward["output_layer"] if chunk.is_last else 0)
         if not chunk.is_last:

@@ -245,7 +245,8 @@ def memory_buffer_bytes(share: RankShare) -> int:
     dispatched = 0
     if experts is not None and experts.dispatcher == "allgather" and experts.group_size > 1:
         dispatched = context.stream_bytes * experts.group_size
-    return max(context.gathered_bytes if gathers else 0, scores, dispatched)
+    last = context if share.target is None or not context.transformer_engine else share.target  # T5's head is its decoder's
+    return max(last.gathered_bytes if gathers else 0, scores, dispatched)
 
 
 @lru_cache(maxsize=512)

@@ -206,8 +206,12 @@ def _softmax(tape: Tape, scores: Tensor, mask: Tensor | None, context: MegatronC
         gradients=[(scores, scores.num_bytes)],
         backward_temporary_bytes=0 if widened else 2 * narrow,
     )
-    scores = tape.operation("softmax", [scores], scores.num_bytes, saves_output=True)
-    return scores if scores.num_bytes == narrow else tape.operation("softmax.to_narrow", [scores], narrow)
+    softmax = tape.operation("softmax", [scores], scores.num_bytes, saves_output=True)
+    if softmax.num_bytes == narrow:
+        return softmax
+    result = tape.operation("softmax.to_narrow", [softmax], narrow)
+    tape.hold(scores)
+    return result
 
 
 def _causal_mask(tape: Tape, context: MegatronContext) -> Tensor:

@@ -56,11 +56,14 @@ def _masked_token_head(tape: Tape, final: Tensor, context: MegatronContext) -> T
     first token of each sample. Source: megatron-core 0.16.1 `models/bert/bert_model.py`, `bert_lm_head.py`, `pooler.py`."""
     square, size = context.hidden * context.hidden * context.element_bytes, context.hidden * context.element_bytes
     if context.token_types:
+        whole = final
+        if context.sequence_parallel:
+            whole = tape.operation("pooler.gather", [final], context.gathered_bytes)
         tape.operation(
             "pooler",
-            [final],
+            [whole],
             context.batch * size,
-            saves=[final],
+            saves=[whole],
             weight_gradients=[WeightGradient("pooler.dense.weight.grad", square)],
         )
     gradients = [WeightGradient("lm_head.dense.weight.grad", square), WeightGradient("lm_head.dense.bias.grad", size)]

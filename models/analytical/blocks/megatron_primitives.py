@@ -221,4 +221,6 @@ def gated_activation(tape: Tape, gate: Tensor, up: Tensor, context: MegatronCont
     activated = tape.operation(names[0], [gate], gate.num_bytes, saves=[gate])
     if context.glu_adds_offset:
         up = tape.operation(f"{names[1]}.offset", [up], up.num_bytes, gradients=[(up, None)])
-    return tape.operation(names[1], [activated, up], gate.num_bytes, saves=[activated, up])
+    product = tape.operation(names[1], [activated, up], gate.num_bytes, saves=[activated, up])
+    tape.hold(gate)  # what both are parts of, an argument of `glu`
+    return product
