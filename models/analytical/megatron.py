@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby, takewhile
+from itertools import groupby
 
 from peakcast.catalog import Device
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
@@ -27,7 +27,7 @@ from peakcast.models.analytical.megatron_persistent import (
 from peakcast.models.analytical.megatron_received import Exchange, Span, hold_received
 from peakcast.models.analytical.megatron_scope import megatron_out_of_scope
 from peakcast.models.analytical.megatron_share import RankShare, activations_share, rank_share, weights_share
-from peakcast.models.analytical.pipeline import Chunk, Turn, representative_micro_batches, schedule
+from peakcast.models.analytical.pipeline import Chunk, Turn, representative_micro_batches, schedule, warmup_turns
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.template import Template
 from peakcast.spec import TrainingJob
@@ -131,7 +131,7 @@ class _Turns:
     def _turns(self) -> Sequence[Turn]:
         layout = self.share.job.parallelism
         sizes = layout.pipeline_parallel_size, layout.virtual_pipeline_stages, self.share.stage
-        group = int(self.share.convention.get("microbatch_group_size_per_virtual_pipeline_stage", 0) or 0) or None
+        group = self.share.micro_batches_in_a_row
         steps = representative_micro_batches(*sizes, self.share.job.gradient_accumulation_steps, group)
         return schedule(*sizes, steps, group)
 
@@ -160,12 +160,14 @@ class _Turns:
                             i = int(run.module.removeprefix("layers."))
                             self.leaves.released(range(i, i + 1), run.forward_start + at, None)
         if chunk.is_last:
-            state.runs.append(step.run_forward(self._head(), "head", keeps_gradients=False))
+            state.runs.append(step.run_forward(self._head, "head", keeps_gradients=False))
         else:
             sent = step.moment("send_forward", Phase.FORWARD)
             step.hold("output_tensor", Category.ACTIVATIONS, self.share.context.stream_bytes, sent, sent + 1)
         state.end = step.now
         self.spans.append(Span(turn, state.start, step.now))
+        if chunk.is_last and len(self.share.chunks) > 1:  # what comes next is asked for before the backward
+            step.moment("receive_forward", Phase.LOSS)
         self.alive[turn.micro_batch, turn.chunk] = state
 
     def _alike(self, chunk: Chunk, layers: range) -> list[tuple[Template, list[str], bool]]:
@@ -222,9 +224,10 @@ class _Turns:
             template = self.templates[place] = self.kinds[kind]
         return template
 
+    @cached_property
     def _head(self) -> Template:
-        architecture = self.share.job.architecture
-        return head(self.share.layer_context(self._last()), architecture.num_nextn_predict_layers)
+        context = replace(self.share.layer_context(self._last()), checkpointed=not self.share.chunks[-1].layers)
+        return head(context, self.share.job.architecture.num_nextn_predict_layers)
 
     def _groups(self, layers: range) -> list[tuple[range, bool]]:
         """Layers of a chunk in the groups in which they are checkpointed (`_checkpointed_forward`)."""
@@ -242,7 +245,7 @@ class _Turns:
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
         self.is_first_backward = turn.micro_batch == 0
         if not self.first_product:  # the loss itself multiplies no matrices: the output layer is the first that does
-            self.first_product = started + (self._head().in_backward["output_layer"] if chunk.is_last else 0)
+            self.first_product = started + (self._head.in_backward["output_layer"] if chunk.is_last else 0)
         if not chunk.is_last:
             step.moment("receive_backward", Phase.BACKWARD)
             step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
@@ -295,9 +298,8 @@ class _Turns:
         embedding's, which is added to it in place. To a cached placeholder, which others hold, it is added anew."""
         context, step = self.share.context, self.step
         size = context.vocabulary * context.hidden * context.element_bytes
-        born = started + self._head().in_backward["output_layer"] + 1
-        if context.gradient_accumulation_fusion and context.cached_output_placeholder:
-            born = step.now - 1
+        cached = context.gradient_accumulation_fusion and context.cached_output_placeholder
+        born = step.now - 1 if cached else started + self._head.in_backward["output_layer"] + 1
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
 
     def _hold_encoder_states(self, runs: list[Run]) -> None:
@@ -346,9 +348,8 @@ class _Turns:
             self._run_backward(run)
         if keeps_gradient:
             step.hold("gradient", Category.TEMPORARIES, size, self._summed(runs[-1]), step.now, "checkpoint")
-        held = size
-        if self.share.convention.get("distribute_saved_activations"):
-            held //= self.share.context.tensor_parallel_size
+        divided = self.share.convention.get("distribute_saved_activations")
+        held = size // self.share.context.tensor_parallel_size if divided else size
         if not checkpoint.received:
             step.hold("checkpoint", Category.ACTIVATIONS, held, checkpoint.begin, step.now, "checkpoint")
         step.hold("gradient", Category.TEMPORARIES, size, start, recomputed, "checkpoint")
@@ -360,14 +361,14 @@ class _Turns:
         stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
         if stages == 1:
             return
-        warmup = sum(1 for _ in takewhile(lambda span: span.turn.forward, self.spans))
+        group, micro_batches = self.share.micro_batches_in_a_row, len(self.spans) // (2 * virtual)
         exchange = Exchange(
             chunks=self.share.chunks,
             num_bytes=self.share.context.stream_bytes,
             interleaved=virtual > 1,
             overlapped=virtual > 1 and bool(self.share.convention.get("overlap_p2p_communication", True)),
             returns=self.step.now,
-            warmup=warmup - 1,  # the forward that precedes the first backward is no longer warm-up
+            warmup=warmup_turns(stages, virtual, self.share.stage, group, micro_batches),
         )
         hold_received(step, self.spans, exchange)
 

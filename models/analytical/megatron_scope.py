@@ -130,6 +130,10 @@ def _expert_reason(job: TrainingJob) -> str:
             "Multi-latent attention with context parallelism is not modelled.",
         ),
         (
+            layout.pipeline_layers[-1:] == (0,) and architecture.num_nextn_predict_layers > 0,
+            "Multi-token prediction on a last stage without layers is not modelled.",
+        ),
+        (
             full and architecture.num_nextn_predict_layers > 0,
             "Full recomputation together with multi-token prediction is not modelled.",
         ),

@@ -46,6 +46,12 @@ class RankShare:
         return self.context if self.job.architecture.is_moe_layer(layer) else self.dense
 
     @property
+    def micro_batches_in_a_row(self) -> int:
+        """Micro-batches that a virtual stage runs before the next one does."""
+        asked = int(self.convention.get("microbatch_group_size_per_virtual_pipeline_stage", 0) or 0)
+        return asked or self.job.parallelism.pipeline_parallel_size
+
+    @property
     def layer_contexts(self) -> set[MegatronContext]:
         """The different contexts of the layers on this rank."""
         return {self.layer_context(layer) for chunk in self.chunks for layer in chunk.layers}
