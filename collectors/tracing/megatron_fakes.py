@@ -23,6 +23,8 @@ from peakcast.collectors.tracing.tracer import Tracer
 
 HOPPER = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H100 80GB HBM3")
 """The GPU that a trace stands for: Transformer Engine chooses by its compute capability."""
+COMPILED_MODULES = frozenset({"megatron.core.fusions.fused_cross_entropy"})
+"""Those of functions that Inductor compiles in a trace too (`inductor.compiling`)."""
 _TYPE_NAMES = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 
@@ -37,7 +39,7 @@ def install(tracer: Tracer, *, engine: bool) -> None:
     """Replace them for this process. `engine`: with Transformer Engine, where its Python is installed; else without, also
     where it is."""
     cuda: Any = torch.cuda
-    torch.compile = functools.partial(_one_operation, tracer)  # type: ignore[assignment]  # core/jit.py: jit_fuser
+    torch.compile = functools.partial(_one_operation, tracer, torch.compile)  # type: ignore[assignment]  # core/jit.py
     device = torch.device("cuda:0")
     cuda.current_device = lambda: device
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.zeros(1, dtype=torch.uint8, device="cpu")
@@ -155,10 +157,14 @@ def balance(rows: int, shares: int, dispatcher: str) -> None:
     torch.Tensor.masked_select = lambda tensor, mask: Selected.apply(tensor, mask)  # type: ignore[method-assign]
 
 
-def _one_operation(tracer: Tracer, function: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """`torch.compile` for a trace."""
+def _one_operation(
+    tracer: Tracer, compiles: Callable[..., Any], function: Callable[..., Any] | None = None, **options: Any
+) -> Any:
+    """`torch.compile` for a trace; `compiles` is torch's own, for functions whose kernels hand tensors to each other."""
     if function is None:
-        return functools.partial(_one_operation, tracer)
+        return functools.partial(_one_operation, tracer, compiles)
+    if function.__module__ in COMPILED_MODULES:
+        return compiles(function, **options)
 
     @functools.wraps(function)
     def fused(*arguments: Any, **keywords: Any) -> Any:

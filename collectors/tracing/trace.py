@@ -109,10 +109,13 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     if job.parallelism.world_size > 1:
         dtensors.install()
     layouts.start_group(job, rank)
+    compiles_loss = job.framework == "megatron" and bool(conventions(job)["cross_entropy_loss_fusion"])
     if job.framework == "megatron":
         engine = conventions(job)["adam_library"] != "torch"
         dispatcher = str(conventions(job)["moe_token_dispatcher_type"])
         shares = job.parallelism.expert_tensor_parallel_size or job.parallelism.tensor_parallel_size
+        if compiles_loss:
+            _import_compiler()
         megatron_fakes.install(tracer, engine=engine)
         if job.architecture.moe is not None:
             megatron_fakes.balance(_routed_rows(job), shares, dispatcher)
@@ -122,7 +125,7 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         return {step: tracer.timeline(*span) for step in ("first", "steady")}
     # one thread: autograd's own would not know that tensors made in backward are fake too
     compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if job.compile:
+    if job.compile or compiles_loss:
         from peakcast.collectors.tracing import inductor
 
         compiling = inductor.compiling(tracer)
@@ -144,11 +147,18 @@ def _import_torchtitan() -> None:
     from peakcast.collectors.frameworks import torchtitan_experts
     from peakcast.collectors.tracing import triton_stub
 
-    for torchs_own in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
-        importlib.import_module(torchs_own)  # these look for Triton as well, and must not find the stub
+    _import_compiler()
     missing = importlib.util.find_spec("triton") is None
     with triton_stub.while_importing("triton") if missing else contextlib.nullcontext():
         torchtitan_experts.modules()
+
+
+def _import_compiler() -> None:
+    """Modules of torch that look for Triton as well, and must not find a stub."""
+    import importlib
+
+    for name in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
+        importlib.import_module(name)
 
 
 def trace_on_cpu(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
