@@ -23,8 +23,9 @@ from peakcast.collectors.tracing.tracer import Tracer
 
 HOPPER = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H100 80GB HBM3")
 """The GPU that a trace stands for: Transformer Engine chooses by its compute capability."""
-COMPILED_MODULES = frozenset({"megatron.core.fusions.fused_cross_entropy"})
-"""Those of functions that Inductor compiles in a trace too (`inductor.compiling`)."""
+COMPILED_MODULES = frozenset({"megatron.core.fusions.fused_cross_entropy", "megatron.core.activations"})
+"""Modules of functions that Inductor compiles in a trace too: whose kernels hand large tensors to each other, or whose
+backward autograd makes."""
 _TYPE_NAMES = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 
@@ -35,11 +36,12 @@ class _Done:
         """Nothing to wait for."""
 
 
-def install(tracer: Tracer, *, engine: bool) -> None:
+def install(tracer: Tracer, *, engine: bool, compiles: bool) -> None:
     """Replace them for this process. `engine`: with Transformer Engine, where its Python is installed; else without, also
-    where it is."""
+    where it is. `compiles`: whether those of `COMPILED_MODULES` are compiled, within `inductor.compiling`."""
     cuda: Any = torch.cuda
-    torch.compile = functools.partial(_one_operation, tracer, torch.compile)  # type: ignore[assignment]  # core/jit.py
+    compiler = torch.compile if compiles else None
+    torch.compile = functools.partial(_one_operation, tracer, compiler)  # type: ignore[assignment]  # core/jit.py
     device = torch.device("cuda:0")
     cuda.current_device = lambda: device
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.zeros(1, dtype=torch.uint8, device="cpu")
@@ -158,13 +160,13 @@ def balance(rows: int, shares: int, dispatcher: str) -> None:
 
 
 def _one_operation(
-    tracer: Tracer, compiles: Callable[..., Any], function: Callable[..., Any] | None = None, **options: Any
+    tracer: Tracer, compiler: Callable[..., Any] | None, function: Callable[..., Any] | None = None, **options: Any
 ) -> Any:
-    """`torch.compile` for a trace; `compiles` is torch's own, for functions whose kernels hand tensors to each other."""
+    """`torch.compile` for a trace; `compiler` is torch's own, where more is seen than what outlives a function."""
     if function is None:
-        return functools.partial(_one_operation, tracer, compiles)
-    if function.__module__ in COMPILED_MODULES:
-        return compiles(function, **options)
+        return functools.partial(_one_operation, tracer, compiler)
+    if compiler is not None and function.__module__ in COMPILED_MODULES:
+        return compiler(function, **options)
 
     @functools.wraps(function)
     def fused(*arguments: Any, **keywords: Any) -> Any:

@@ -109,14 +109,15 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     if job.parallelism.world_size > 1:
         dtensors.install()
     layouts.start_group(job, rank)
-    compiles_loss = job.framework == "megatron" and bool(conventions(job)["cross_entropy_loss_fusion"])
+    squares = job.architecture.hidden_act == "relu2"
+    compiles_part = job.framework == "megatron" and (squares or bool(conventions(job)["cross_entropy_loss_fusion"]))
     if job.framework == "megatron":
         engine = conventions(job)["adam_library"] != "torch"
         dispatcher = str(conventions(job)["moe_token_dispatcher_type"])
         shares = job.parallelism.expert_tensor_parallel_size or job.parallelism.tensor_parallel_size
-        if compiles_loss:
+        if compiles_part:
             _import_compiler()
-        megatron_fakes.install(tracer, engine=engine)
+        megatron_fakes.install(tracer, engine=engine, compiles=compiles_part)
         if job.architecture.moe is not None:
             megatron_fakes.balance(_routed_rows(job), shares, dispatcher)
     if job.task == "inference":
@@ -125,7 +126,7 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         return {step: tracer.timeline(*span) for step in ("first", "steady")}
     # one thread: autograd's own would not know that tensors made in backward are fake too
     compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if job.compile or compiles_loss:
+    if job.compile or compiles_part:
         from peakcast.collectors.tracing import inductor
 
         compiling = inductor.compiling(tracer)
