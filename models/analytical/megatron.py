@@ -136,8 +136,7 @@ class _Turns:
         return schedule(*sizes, steps, group)
 
     def _forward(self, turn: Turn) -> None:
-        chunk, step = self.share.chunks[turn.chunk], self.step
-        state = _MicroBatch(step.now, [])
+        chunk, step, state = self.share.chunks[turn.chunk], self.step, _MicroBatch(self.step.now, [])
         if chunk.is_first:
             state.runs.append(step.run_forward(self._embedding, "embedding", keeps_gradients=False))
         for layers, checkpointed in self._groups(chunk.layers):
@@ -240,8 +239,7 @@ class _Turns:
         return [(layers[i : i + 1], True) for i in range(min(size, len(layers)))] + [(layers[size:], False)]
 
     def _backward(self, turn: Turn) -> None:
-        state, step = self.alive.pop((turn.micro_batch, turn.chunk)), self.step
-        share = self.share
+        state, step, share = self.alive.pop((turn.micro_batch, turn.chunk)), self.step, self.share
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
         self.is_first_backward = turn.micro_batch == 0
         if not self.first_product:  # the loss itself multiplies no matrices: the output layer is the first that does
@@ -253,8 +251,8 @@ class _Turns:
         for run in reversed(state.runs):
             received = not summed and not chunk.is_last
             if isinstance(run, _Checkpoint):
-                self._recompute(run, keeps_gradient=not received)
-                summed = summed or step.now
+                added = self._recompute(run, keeps_gradient=not received)
+                summed = summed or added
                 self.leaves.lower_done(step.now)
                 if any(self._routed(layer) for layer in run.layers):
                     self.leaves.named(run.layers, step.now, received=run.received)
@@ -333,9 +331,9 @@ class _Turns:
             ("deferred_output_layer_input", Category.ACTIVATIONS, count * context.gathered_bytes, started),
         ]
 
-    def _recompute(self, checkpoint: _Checkpoint, *, keeps_gradient: bool) -> None:
-        """A checkpointed group in backward: all its layers forward again, then backward; the checkpoint holds the input,
-        and the gradient that was handed in until it returns (`keeps_gradient`: unless somebody else holds that)."""
+    def _recompute(self, checkpoint: _Checkpoint, *, keeps_gradient: bool) -> int:
+        """A checkpointed group in backward: all its layers forward again, then backward; the checkpoint holds the input, and
+        the gradient that was handed in (`keeps_gradient`: unless others do). Returns when the sum with that begins."""
         step, start, size = self.step, self.step.now, self.share.context.stream_bytes
         runs = []
         for i in checkpoint.layers:
@@ -346,14 +344,16 @@ class _Turns:
         recomputed = step.now
         for run in reversed(runs):
             self._run_backward(run)
+        summed = self._summed(runs[-1])
         if keeps_gradient:
-            step.hold("gradient", Category.TEMPORARIES, size, self._summed(runs[-1]), step.now, "checkpoint")
+            step.hold("gradient", Category.TEMPORARIES, size, summed, step.now, "checkpoint")
         divided = self.share.convention.get("distribute_saved_activations")
         held = size // self.share.context.tensor_parallel_size if divided else size
         if not checkpoint.received:
             step.hold("checkpoint", Category.ACTIVATIONS, held, checkpoint.begin, step.now, "checkpoint")
         step.hold("gradient", Category.TEMPORARIES, size, start, recomputed, "checkpoint")
         step.hold("recomputed_output", Category.ACTIVATIONS, size, recomputed, step.now, "checkpoint")
+        return summed
 
     def hold_received(self, step: Step) -> None:
         """Inputs from other stages, their gradients and those of outputs."""
