@@ -332,7 +332,7 @@ class _Turns:
         ]
 
     def _recompute(self, checkpoint: _Checkpoint, *, keeps_gradient: bool) -> int:
-        """A checkpointed group in backward: all its layers forward again, then backward; the checkpoint holds the input, and
+        """A checkpointed group in backward: all its layers forward again, then backward; the checkpoint holds the input and
         the gradient that was handed in (`keeps_gradient`: unless others do). Returns when the sum with that begins."""
         step, start, size = self.step, self.step.now, self.share.context.stream_bytes
         runs = []

@@ -28,36 +28,40 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tens
     query, key, value = tape.split(
         mixed, [size * context.query, size * context.key_value, size * context.key_value], "split_qkv"
     )
-    copied = False
+    views: tuple[str, ...] = ()  # of what is copied in part, what is not
     if 1 < context.key_value_heads != context.heads:  # reshape of a strided view, which one group alone leaves one
         query = tape.operation("query_reshape", [query], query.num_bytes)
-        copied = True
+        views = ("key", "value")
     if context.qk_norm:  # Transformer Engine's norms copy the strided views first and keep the copies
         query = tape.operation("query_contiguous", [query], query.num_bytes)
         key = tape.operation("key_contiguous", [key], key.num_bytes)
         query = norm(tape, query, context, context.rows * context.heads, context.head_dim, "q_layernorm")
         key = norm(tape, key, context, context.rows * context.key_value_heads, context.head_dim, "k_layernorm")
-        copied = True
+        views = ("value",)
     named = [mixed, query, key]
     if context.rotary_dim:
         query, key = _rotate(tape, query, context, "rotary_q"), _rotate(tape, key, context, "rotary_k")
-        copied = True
-    return core_attention(tape, query, key, value, context, copied=copied), [*named, query, key]
+        views = ("value",)
+    return core_attention(tape, query, key, value, context, views), [*named, query, key]
 
 
 def core_attention(
-    tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext, *, copied: bool = False
+    tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext, views: tuple[str, ...] = ()
 ) -> Tensor:
-    """From query, key and value to the context layer [rows, attended]. `copied`: query and key are copies of their parts of
-    the fused projection, of which value still is a view."""
+    """From query, key and value to the context layer [rows, attended]. `views`: which of key and value are still parts of
+    the fused projection where the query is a copy."""
     if context.recompute_attention:  # `--recompute-activations`
         plain = replace(context, recompute_attention=False)
 
         def again(inner: Tape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return core_attention(inner, query, key, value, plain, copied=copied)
+            return core_attention(inner, query, key, value, plain, views)
 
         return checkpointed_together(tape, [query, key, value], "checkpointed_core_attention", again)
-    query, key, value = _laid_out(tape, query, key, value, context, copied=copied)
+    if context.transformer_engine and context.attention != "flash":  # `get_qkv_layout`: where strides differ
+        if "key" in views:
+            key = tape.operation("key_contiguous", [key], key.num_bytes)
+        if "value" in views:
+            value = tape.operation("value_contiguous", [value], value.num_bytes)
     if context.attention == "flash":
         output = _flash(tape, query, key, value, context)
     elif context.attention == "fused":  # cuDNN reads the projection's own layout; its result is the input of the next one
@@ -67,15 +71,6 @@ def core_attention(
     for variable in (query, key, value):
         tape.hold(variable)
     return output
-
-
-def _laid_out(
-    tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext, *, copied: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`get_qkv_layout`: where strides differ, all three become contiguous."""
-    if copied and context.transformer_engine and context.attention != "flash":
-        value = tape.operation("value_contiguous", [value], value.num_bytes)
-    return query, key, value
 
 
 def _rotate(tape: Tape, x: Tensor, context: MegatronContext, name: str) -> Tensor:
