@@ -175,7 +175,7 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
         step.hold("causal_mask", Category.OTHER, context.sequence**2, 0, module="softmax")  # `_get_default_causal_mask`
     if device is None:
         return
-    size, experts = transformer_engine_workspace_bytes(device), context.experts
+    size, experts = transformer_engine_workspace_bytes(device), context.experts if share.has_experts else None
     routes = experts is not None and bool(share.convention.get("moe_router_uses_transformer_engine", True))
     if context.transformer_engine or routes:
         step.hold("transformer_engine_workspace", Category.WORKSPACES, size, 0)
@@ -243,7 +243,7 @@ def memory_buffer_bytes(share: RankShare) -> int:
     scores = 0 if context.transformer_engine else context.score_elements * context.element_bytes
     experts = context.experts
     dispatched = 0
-    if experts is not None and experts.dispatcher == "allgather" and experts.group_size > 1:
+    if experts is not None and experts.dispatcher == "allgather" and experts.group_size > 1 and share.has_experts:
         dispatched = context.stream_bytes * experts.group_size
     last = context if share.target is None or not context.transformer_engine else share.target  # T5's head is its decoder's
     return max(last.gathered_bytes if gathers else 0, scores, dispatched)

@@ -46,6 +46,13 @@ class RankShare:
         return self.context if self.job.architecture.is_moe_layer(layer) else self.dense
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a layer on this rank is routed, a predicted one too."""
+        ahead = self.has_head and self.job.architecture.num_nextn_predict_layers > 0
+        last = self.layer_context(self.job.architecture.num_hidden_layers - 1)
+        return any(one.experts is not None for one in (*self.layer_contexts, *([last] if ahead else [])))
+
+    @property
     def micro_batches_in_a_row(self) -> int:
         """Micro-batches that a virtual stage runs before the next one does."""
         asked = int(self.convention.get("microbatch_group_size_per_virtual_pipeline_stage", 0) or 0)
