@@ -6,6 +6,7 @@ Sources: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/backend
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
@@ -16,6 +17,7 @@ from peakcast.models.analytical.tape import Tape, Tensor
 from peakcast.timeline import Category
 from peakcast.units import round_up
 
+INT32, INT64 = 4, 8
 RNG_STATE_BYTES = 16
 
 
@@ -166,15 +168,24 @@ def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Meg
 
 def _full_mask(tape: Tape, context: MegatronContext) -> Tensor:
     """Transformer Engine's own mask of every pair of tokens, from what it is handed: of padding, or causal and for each
-    sample where a batch has masks. Its positions are int32, with padding int64 for each sample, three times.
+    sample where a batch has masks. It compares positions, int32, with bounds, int64 and each sample's for padding.
 
     Source: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/utils.py` `get_full_mask`.
     """
     pairs = context.sequence * (context.key_sequence or context.sequence)
     handed = context.padding or not (context.makes_mask or context.source_sequence)
     samples = context.batch if handed else 1
-    made = 20 * samples + 4 if context.padding else max(15 - samples, 13)
-    return tape.operation("full_mask", [], samples * pairs * BOOL, gradients=[], forward_temporary_bytes=made * pairs)
+    bounds, compared = (INT64 * samples, samples) if context.padding else (INT32, 1)
+
+    def made(name: str, size: int, reads: Sequence[Tensor] = (), passing: int = 0) -> Tensor:
+        return tape.operation(
+            f"full_mask.{name}", reads, size * pairs, gradients=[], forward_temporary_bytes=passing * pairs
+        )
+
+    held = [made("padding", samples), made("tokens", samples)] if context.padding else []
+    held += [made("positions", INT32), made("first", bounds), made("last", bounds)]
+    made("inside", compared, [made("from_first", compared), made("to_last", compared)])
+    return made("mask", samples, held, compared)
 
 
 def _softmax(tape: Tape, scores: Tensor, mask: Tensor | None, context: MegatronContext) -> Tensor:
