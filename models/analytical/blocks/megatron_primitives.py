@@ -105,7 +105,8 @@ def norm_column_linear(
             *norm_gradients(context, f"{name}.norm", width),
         ],
         forward_temporary_bytes=gathered,
-        backward_temporary_bytes=whole + before_norm + (quantized if context.fp8_recipe else max(gathered - own, 0)),
+        # else the norm's result, gathered or not, is freed before the norm's own backward (`clear_tensor_data`)
+        backward_temporary_bytes=whole + before_norm + quantized if context.fp8_recipe else 2 * gathered,
     )
 
 
