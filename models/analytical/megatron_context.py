@@ -154,6 +154,7 @@ def latent_context(job: TrainingJob) -> LatentContext:
         kv_lora_rank=mla.kv_lora_rank,
         nope_dim=mla.qk_nope_head_dim,
         rope_dim=mla.qk_rope_head_dim,
+        rotary_dim=int(mla.qk_rope_head_dim * float(convention.get("rotary_percent", 1.0))),
         v_dim=mla.v_head_dim,
         qk_norm=bool(convention.get("qk_layernorm")),
         rotary_fused=bool(convention.get("apply_rope_fusion", True)),

@@ -164,7 +164,7 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
     for number, chunk in enumerate(share.chunks):  # every RotaryEmbedding caches its answer: a model's, a latent layer's
         predicted = share.job.architecture.num_nextn_predict_layers if chunk.is_last else 0
         for _ in range(len(chunk.layers) + predicted if context.latent is not None else 1):
-            width = context.rotary_dim if context.latent is None else context.latent.rope_dim
+            width = context.rotary_dim if context.latent is None else context.latent.rotary_dim
             step.hold("rotary_table", Category.OTHER, context.sequence * width * FP32, 0, module=f"chunk.{number}")
     step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")
     for (rows, columns), labels in sorted(placeholder_shapes(weights_share(share)).items()):

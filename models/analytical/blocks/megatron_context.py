@@ -94,6 +94,8 @@ class LatentContext:
     nope_dim: int
     """Of a head: the elements of query and key that are not rotated."""
     rope_dim: int
+    rotary_dim: int
+    """Of those after them, the elements that are rotated."""
     v_dim: int
     qk_norm: bool
     rotary_fused: bool
