@@ -62,11 +62,6 @@ def _training_reason(job: TrainingJob) -> str:
             "modelled.",
         ),
         (
-            recompute.mode == "full" and recompute.method == "block" and layout.virtual_pipeline_stages > 1,
-            "Recomputing by method block in interleaved stages is counted up to 0.9 % too high in backward; uniform is "
-            "modelled, and block without virtual stages.",
-        ),
-        (
             bool(others),
             f"Recomputing {', '.join(sorted(others))} is not modelled; {', '.join(sorted(RECOMPUTABLE_MODULES))} are.",
         ),
@@ -148,11 +143,6 @@ def _expert_reason(job: TrainingJob) -> str:
         (
             routed and bool(convention.get("moe_router_padding_for_quantization")),
             "framework_options.moe_router_padding_for_quantization is not modelled.",
-        ),
-        (
-            routed and full and not convention.get("moe_grouped_gemm") and layout.context_parallel_size > 1,
-            "Experts one after the other that are recomputed beside context parallelism are counted up to 3 % too high in "
-            "the first step; grouped ones are modelled.",
         ),
         (
             architecture.moe is not None and architecture.moe.expert_bias and bool(convention.get("moe_grouped_gemm")),
