@@ -42,9 +42,9 @@ _REFUSED: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob],
         ", ".join(DTYPES),
     ),
     "parallelism": (
-        lambda j: j.parallelism.sharding != "none" or j.parallelism.zero_stage > 1 or bool(j.parallelism.pipeline_layers),
+        lambda j: j.parallelism.sharding != "none" or j.parallelism.zero_stage > 1,
         lambda j: j.parallelism,
-        "zero_stage 0 or 1 without sharding, layers split evenly",
+        "zero_stage 0 or 1 without sharding",
     ),
     "parallelism.pipeline_schedule": (
         lambda j: j.parallelism.pipeline_schedule not in ("1f1b", "interleaved_1f1b"),
@@ -183,9 +183,21 @@ def _layout(job: TrainingJob) -> dict[str, Any]:
         "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
         "sequence_parallel": layout.sequence_parallel and layout.tensor_parallel_size > 1,
         # as Megatron-LM's arguments.py: overlapped with interleaving only, and then not batched
+        "pipeline_model_parallel_layout": _stages(job),
         "overlap_p2p_comm": virtual > 1 and bool(conventions(job)["overlap_p2p_communication"]),
         "batch_p2p_comm": not (virtual > 1 and bool(conventions(job)["overlap_p2p_communication"])),
     }
+
+
+def _stages(job: TrainingJob) -> list[list[str]] | None:
+    """What each virtual stage has, where the layers are not split evenly (`--pipeline-model-parallel-layout`)."""
+    counts = job.parallelism.pipeline_layers
+    if not counts or job.parallelism.pipeline_parallel_size == 1:
+        return None
+    stages = [["decoder"] * count for count in counts]
+    stages[0].insert(0, "embedding")
+    stages[-1] += ["mtp"] * job.architecture.num_nextn_predict_layers + ["loss"]
+    return stages
 
 
 def _training(job: TrainingJob) -> dict[str, Any]:

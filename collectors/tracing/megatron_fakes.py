@@ -23,6 +23,9 @@ from peakcast.collectors.tracing.tracer import Tracer
 
 HOPPER = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H100 80GB HBM3")
 """The GPU that a trace stands for: Transformer Engine chooses by its compute capability."""
+COMPILED_MODULES = frozenset({"megatron.core.fusions.fused_cross_entropy", "megatron.core.activations"})
+"""Modules of functions that Inductor compiles in a trace too: whose kernels hand large tensors to each other, or whose
+backward autograd makes."""
 _TYPE_NAMES = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 
@@ -33,11 +36,12 @@ class _Done:
         """Nothing to wait for."""
 
 
-def install(tracer: Tracer, *, engine: bool, routed_rows: int = 0) -> None:
+def install(tracer: Tracer, *, engine: bool, compiles: bool) -> None:
     """Replace them for this process. `engine`: with Transformer Engine, where its Python is installed; else without, also
-    where it is. `routed_rows`: copies of tokens that a rank sends to experts, and gets: a router is taken as balanced."""
+    where it is. `compiles`: whether those of `COMPILED_MODULES` are compiled, within `inductor.compiling`."""
     cuda: Any = torch.cuda
-    torch.compile = functools.partial(_one_operation, tracer)  # type: ignore[assignment]  # core/jit.py: jit_fuser
+    compiler = torch.compile if compiles else None
+    torch.compile = functools.partial(_one_operation, tracer, compiler)  # type: ignore[assignment]  # core/jit.py
     device = torch.device("cuda:0")
     cuda.current_device = lambda: device
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.zeros(1, dtype=torch.uint8, device="cpu")
@@ -70,8 +74,6 @@ def install(tracer: Tracer, *, engine: bool, routed_rows: int = 0) -> None:
     torch.version.cuda = torch.version.cuda or "13.0"
     cuda.get_device_capability = lambda device=None: (HOPPER.major, HOPPER.minor)
     _install_in_megatron()
-    if routed_rows:
-        _balance(routed_rows)
 
 
 def _install_in_megatron() -> None:
@@ -105,8 +107,12 @@ def answer_counts(rows: int) -> None:
     FakeTensor.tolist = counts  # type: ignore[method-assign]
 
 
-def _balance(rows: int) -> None:
-    """Counts of tokens, which the host reads from the GPU, are equal shares of `rows`; so many a routing map selects."""
+def balance(rows: int, shares: int, dispatcher: str) -> None:
+    """A router is taken as balanced: a rank sends `rows` copies of tokens to experts and gets as many, and those of the
+    `shares` ranks that cut an expert (expert tensor parallelism) with it. Counts of tokens, which the host reads from the
+    GPU, are equal shares; so many a routing map selects, of the rank's own tokens or of all gathered ones."""
+    received = rows * shares
+    selected = received if dispatcher == "allgather" else rows
 
     def counts(tensor: Any) -> Any:
         if tensor.is_floating_point():
@@ -119,7 +125,7 @@ def _balance(rows: int) -> None:
         @staticmethod
         def forward(ctx: Any, tensor: Any, mask: Any) -> Any:
             ctx.save_for_backward(tensor, mask)
-            return tensor.new_empty(rows)
+            return tensor.new_empty(selected)
 
         @staticmethod
         def backward(ctx: Any, gradient: Any) -> Any:
@@ -127,7 +133,7 @@ def _balance(rows: int) -> None:
 
     read = torch.Tensor.numpy
     FakeTensor.numpy = counts  # type: ignore[method-assign]
-    answer_counts(rows)
+    answer_counts(received)
     import megatron.core.transformer.moe.token_dispatcher as dispatching
 
     sort = dispatching.sort_chunks_by_idxs
@@ -139,13 +145,28 @@ def _balance(rows: int) -> None:
         return sort(tensor, sizes, order, *arguments, **keywords)
 
     dispatching.sort_chunks_by_idxs = sort_chunks
+    kind = dispatching.MoEAlltoAllTokenDispatcher
+    synchronize = kind._maybe_dtoh_and_synchronize
+
+    def synchronized(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        """What comes from each of the ranks that cut an expert is whole, not a share."""
+        tokens_per_expert = synchronize(dispatcher, point, tokens_per_expert)
+        if isinstance(dispatcher.output_splits_tp, np.ndarray):
+            dispatcher.output_splits_tp = np.full(len(dispatcher.output_splits_tp), rows, dtype=np.int64)
+        return tokens_per_expert
+
+    kind._maybe_dtoh_and_synchronize = synchronized
     torch.Tensor.masked_select = lambda tensor, mask: Selected.apply(tensor, mask)  # type: ignore[method-assign]
 
 
-def _one_operation(tracer: Tracer, function: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """`torch.compile` for a trace."""
+def _one_operation(
+    tracer: Tracer, compiler: Callable[..., Any] | None, function: Callable[..., Any] | None = None, **options: Any
+) -> Any:
+    """`torch.compile` for a trace; `compiler` is torch's own, where more is seen than what outlives a function."""
     if function is None:
-        return functools.partial(_one_operation, tracer)
+        return functools.partial(_one_operation, tracer, compiler)
+    if compiler is not None and function.__module__ in COMPILED_MODULES:
+        return compiler(function, **options)
 
     @functools.wraps(function)
     def fused(*arguments: Any, **keywords: Any) -> Any:

@@ -91,7 +91,9 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         deepspeed_fakes.install()
     fake_cuda.install()
     patches.install(masks_of_batch=job.batch.form != "rows")
-    if compiles(job):
+    squares = job.architecture.hidden_act == "relu2"
+    compiles_part = job.framework == "megatron" and (squares or bool(conventions(job)["cross_entropy_loss_fusion"]))
+    if compiles(job) or compiles_part:
         from peakcast.collectors.tracing import inductor
 
         inductor.load()
@@ -115,9 +117,13 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     layouts.start_group(job, rank)
     if job.framework == "megatron":
         engine = conventions(job)["adam_library"] != "torch"
-        megatron_fakes.install(tracer, engine=engine, routed_rows=_routed_rows(job))
+        dispatcher = str(conventions(job)["moe_token_dispatcher_type"])
+        shares = job.parallelism.expert_tensor_parallel_size or job.parallelism.tensor_parallel_size
+        megatron_fakes.install(tracer, engine=engine, compiles=compiles_part)
+        if job.architecture.moe is not None:
+            megatron_fakes.balance(_routed_rows(job), shares, dispatcher)
     compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if compiles(job):
+    if compiles(job) or compiles_part:
         compiling = inductor.compiling(tracer)
         if job.attention == "flex":
             inductor.forget_flex_attention()
@@ -144,11 +150,18 @@ def _import_torchtitan() -> None:
     from peakcast.collectors.frameworks import torchtitan_experts
     from peakcast.collectors.tracing import triton_stub
 
-    for torchs_own in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
-        importlib.import_module(torchs_own)  # these look for Triton as well, and must not find the stub
+    _import_compiler()
     missing = importlib.util.find_spec("triton") is None
     with triton_stub.while_importing("triton") if missing else contextlib.nullcontext():
         torchtitan_experts.modules()
+
+
+def _import_compiler() -> None:
+    """Modules of torch that look for Triton as well, and must not find a stub."""
+    import importlib
+
+    for name in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
+        importlib.import_module(name)
 
 
 def trace_on_cpu(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:

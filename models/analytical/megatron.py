@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import takewhile
 
 from peakcast.catalog import Device
 from peakcast.models.analytical.blocks.megatron_dispatch import held_by_dispatcher
@@ -19,6 +18,7 @@ from peakcast.models.analytical.megatron_received import Exchange, hold_received
 from peakcast.models.analytical.megatron_scope import megatron_out_of_scope
 from peakcast.models.analytical.megatron_share import RankShare, activations_share, rank_share, weights_share
 from peakcast.models.analytical.megatron_turns import Turns
+from peakcast.models.analytical.pipeline import warmup_turns
 from peakcast.models.analytical.step import Step
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline
@@ -65,14 +65,14 @@ def _hold_exchanged(step: Step, turns: Turns) -> None:
     stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
     if stages == 1:
         return
-    warmup = sum(1 for _ in takewhile(lambda span: span.turn.forward, turns.spans))
+    group, micro_batches = share.micro_batches_in_a_row, len(turns.spans) // (2 * virtual)
     exchange = Exchange(
         chunks=share.chunks,
         num_bytes=share.context.stream_bytes,
         interleaved=virtual > 1,
         overlapped=virtual > 1 and bool(share.convention.get("overlap_p2p_communication", True)),
         returns=turns.step.now,
-        warmup=warmup - 1,  # the forward that precedes the first backward is no longer warm-up
+        warmup=warmup_turns(stages, virtual, share.stage, group, micro_batches),
     )
     hold_received(step, turns.spans, exchange)
 

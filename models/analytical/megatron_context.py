@@ -18,8 +18,8 @@ FUSED_SOFTMAX_LONGEST = {True: 16384, False: 4096}
 """Longest keys of the fused softmax, by "is Transformer Engine": its `softmax.py`, megatron-core `fused_softmax.py`."""
 
 
-def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
-    """The context of every block of `job` on one rank."""
+def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> MegatronContext:
+    """The context of every block of `job` on one rank, the one at `place` among those that share a sequence."""
     architecture, layout, convention = job.architecture, job.parallelism, conventions(job)
     tensor = layout.tensor_parallel_size
     engine = convention.get("transformer_impl", "transformer_engine") == "transformer_engine"
@@ -41,7 +41,8 @@ def layer_context(job: TrainingJob, device: Device | None) -> MegatronContext:
         tensor_parallel_size=tensor,
         context_parallel_size=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel and tensor > 1,
-        ring=str(convention.get("cp_comm_type", "p2p")).split()[0] == "p2p",
+        context_parallel_rank=place,
+        exchange=str(convention.get("cp_comm_type", "p2p")).split()[0],  # type: ignore[arg-type]
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
         normalization="rmsnorm" if architecture.normalization == "rmsnorm" else "layernorm",
         activation=activation,  # type: ignore[arg-type]
@@ -153,6 +154,7 @@ def latent_context(job: TrainingJob) -> LatentContext:
         kv_lora_rank=mla.kv_lora_rank,
         nope_dim=mla.qk_nope_head_dim,
         rope_dim=mla.qk_rope_head_dim,
+        rotary_dim=int(mla.qk_rope_head_dim * float(convention.get("rotary_percent", 1.0))),
         v_dim=mla.v_head_dim,
         qk_norm=bool(convention.get("qk_layernorm")),
         rotary_fused=bool(convention.get("apply_rope_fusion", True)),
@@ -194,10 +196,11 @@ def _softmax_in_fp32(convention: Mapping[str, Any]) -> bool:
 
 
 def _fused_softmax(engine: bool, convention: Mapping[str, Any], sequence: int, job: TrainingJob) -> bool:
-    """Whether the softmax kernel without an fp32 copy applies to unfused attention (`is_kernel_available`)."""
+    """Whether the softmax kernel without an fp32 copy applies to unfused attention (`is_kernel_available`). Transformer
+    Engine knows nothing of `masked_softmax_fusion` (2.8 `softmax.py` asks NVTE_MASKED_SOFTMAX_FUSION)."""
     heads = job.architecture.num_attention_heads // job.parallelism.tensor_parallel_size
     return (
-        bool(convention.get("masked_softmax_fusion", True))
+        (engine or bool(convention.get("masked_softmax_fusion", True)))
         and job.precision.parameters != "float32"
         and 16 < sequence <= FUSED_SOFTMAX_LONGEST[engine] - int(engine)
         and sequence % 8 == 0

@@ -35,7 +35,7 @@ def hold_inputs(step: Step, share: RankShare, chunk: Chunk, start: int, end: int
     if reads_mask(share, chunk):
         masked = context.attention == "local" and not context.fused_softmax
         kept = masked or context.recompute_attention or share.job.activation_checkpointing.mode == "full"
-        hold("attention_mask", Category.INPUTS, _mask_bytes(share), start, now if kept else end)
+        hold("attention_mask", Category.INPUTS, _mask_bytes(share), start, now if kept and chunk.layers else end)
 
 
 def reads_mask(share: RankShare, chunk: Chunk) -> bool:

@@ -164,16 +164,18 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
     for number, chunk in enumerate(share.chunks):  # every RotaryEmbedding caches its answer: a model's, a latent layer's
         predicted = share.job.architecture.num_nextn_predict_layers if chunk.is_last else 0
         for _ in range(len(chunk.layers) + predicted if context.latent is not None else 1):
-            width = context.rotary_dim if context.latent is None else context.latent.rope_dim
+            width = context.rotary_dim if context.latent is None else context.latent.rotary_dim
             step.hold("rotary_table", Category.OTHER, context.sequence * width * FP32, 0, module=f"chunk.{number}")
     step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")
     for (rows, columns), labels in sorted(placeholder_shapes(weights_share(share)).items()):
         size = rows * columns * context.element_bytes
         born = min((first_backward[label] for label in labels if label in first_backward), default=first_product)
         step.hold("placeholder_weight_gradient", Category.OTHER, size, born, module="transformer_engine")
+    if context.transformer_engine and context.attention == "unfused" and not (context.fused_softmax or context.padding):
+        step.hold("causal_mask", Category.OTHER, context.sequence**2, 0, module="softmax")  # `_get_default_causal_mask`
     if device is None:
         return
-    size, experts = transformer_engine_workspace_bytes(device), context.experts
+    size, experts = transformer_engine_workspace_bytes(device), context.experts if share.has_experts else None
     routes = experts is not None and bool(share.convention.get("moe_router_uses_transformer_engine", True))
     if context.transformer_engine or routes:
         step.hold("transformer_engine_workspace", Category.WORKSPACES, size, 0)
@@ -241,9 +243,10 @@ def memory_buffer_bytes(share: RankShare) -> int:
     scores = 0 if context.transformer_engine else context.score_elements * context.element_bytes
     experts = context.experts
     dispatched = 0
-    if experts is not None and experts.dispatcher == "allgather" and experts.group_size > 1:
+    if experts is not None and experts.dispatcher == "allgather" and experts.group_size > 1 and share.has_experts:
         dispatched = context.stream_bytes * experts.group_size
-    return max(context.gathered_bytes if gathers else 0, scores, dispatched)
+    last = context if share.target is None or not context.transformer_engine else share.target  # T5's head is its decoder's
+    return max(last.gathered_bytes if gathers else 0, scores, dispatched)
 
 
 @lru_cache(maxsize=512)

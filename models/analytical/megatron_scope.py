@@ -62,11 +62,6 @@ def _training_reason(job: TrainingJob) -> str:
             "modelled.",
         ),
         (
-            recompute.mode == "full" and recompute.method == "block" and layout.virtual_pipeline_stages > 1,
-            "Recomputing by method block in interleaved stages is counted up to 0.9 % too high in backward; uniform is "
-            "modelled, and block without virtual stages.",
-        ),
-        (
             bool(others),
             f"Recomputing {', '.join(sorted(others))} is not modelled; {', '.join(sorted(RECOMPUTABLE_MODULES))} are.",
         ),
@@ -107,6 +102,13 @@ def _option_reason(job: TrainingJob) -> str:
         "apply_residual_connection_post_layernorm",
     )
     checks = [(bool(convention.get(name)), f"framework_options.{name} is not modelled.") for name in names]
+    kinds = set(str(convention.get("cp_comm_type") or "p2p").split())
+    checks.append(
+        (
+            job.parallelism.context_parallel_size > 1 and (len(kinds) > 1 or not kinds <= {"p2p", "a2a", "all_gather"}),
+            f"cp-comm-type={' '.join(sorted(kinds))} is not modelled; p2p, a2a or all_gather in every layer is.",
+        )
+    )
     fused = bool(convention.get("cross_entropy_loss_fusion")) and convention.get("cross_entropy_fusion_impl") == "te"
     return _first([*checks, (fused, "Transformer Engine's fused cross-entropy is not modelled; the native one is.")])
 
@@ -123,11 +125,8 @@ def _expert_reason(job: TrainingJob) -> str:
             "Multi-latent attention with context parallelism is not modelled.",
         ),
         (
-            architecture.mla is not None
-            and convention.get("attention_backend") == "unfused"
-            and job.activation_checkpointing.mode == "selective"
-            and (not job.activation_checkpointing.modules or "core_attn" in job.activation_checkpointing.modules),
-            "Recomputing unfused multi-latent attention is counted up to 5 % too high in backward; fused is modelled.",
+            layout.pipeline_layers[-1:] == (0,) and architecture.num_nextn_predict_layers > 0,
+            "Multi-token prediction on a last stage without layers is not modelled.",
         ),
         (
             full and architecture.num_nextn_predict_layers > 0,
@@ -144,11 +143,6 @@ def _expert_reason(job: TrainingJob) -> str:
         (
             routed and bool(convention.get("moe_router_padding_for_quantization")),
             "framework_options.moe_router_padding_for_quantization is not modelled.",
-        ),
-        (
-            routed and full and not convention.get("moe_grouped_gemm") and layout.context_parallel_size > 1,
-            "Experts one after the other that are recomputed beside context parallelism are counted up to 3 % too high in "
-            "the first step; grouped ones are modelled.",
         ),
         (
             architecture.moe is not None and architecture.moe.expert_bias and bool(convention.get("moe_grouped_gemm")),

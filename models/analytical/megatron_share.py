@@ -24,6 +24,8 @@ class RankShare:
     job: TrainingJob
     device: Device | None
     stage: int
+    place: int
+    """Among the ranks that share a sequence (context parallelism)."""
     chunks: tuple[Chunk, ...]
     context: MegatronContext
     dense: MegatronContext
@@ -48,6 +50,19 @@ class RankShare:
         return self.layer_context(layer).experts is not None
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a layer on this rank is routed, a predicted one too."""
+        ahead = self.has_head and self.job.architecture.num_nextn_predict_layers > 0
+        last = self.layer_context(self.job.architecture.num_hidden_layers - 1)
+        return any(one.experts is not None for one in (*self.layer_contexts, *([last] if ahead else [])))
+
+    @property
+    def micro_batches_in_a_row(self) -> int:
+        """Micro-batches that a virtual stage runs before the next one does."""
+        asked = int(self.convention.get("microbatch_group_size_per_virtual_pipeline_stage", 0) or 0)
+        return asked or self.job.parallelism.pipeline_parallel_size
+
+    @property
     def layer_contexts(self) -> set[MegatronContext]:
         """The different contexts of the layers on this rank."""
         return {self.layer_context(layer) for chunk in self.chunks for layer in chunk.layers}
@@ -55,18 +70,19 @@ class RankShare:
 
 def rank_share(job: TrainingJob, device: Device | None, rank: int) -> RankShare:
     """The share of global `rank`. Raises: SpecError for a rank that does not exist."""
-    innermost = bool(conventions(job).get("use_tp_pp_dp_mapping"))
-    return _stage_share(job, device, pipeline_rank(job.parallelism, rank, pipeline_innermost=innermost))
+    innermost, layout = bool(conventions(job).get("use_tp_pp_dp_mapping")), job.parallelism
+    place = rank // layout.tensor_parallel_size % layout.context_parallel_size
+    return _stage_share(job, device, pipeline_rank(layout, rank, pipeline_innermost=innermost), place)
 
 
 @lru_cache(maxsize=8192)
-def _stage_share(job: TrainingJob, device: Device | None, stage: int) -> RankShare:
+def _stage_share(job: TrainingJob, device: Device | None, stage: int, place: int = 0) -> RankShare:
     convention = conventions(job)
     chunks = stage_chunks(job.architecture.num_layers, job.parallelism, stage)
-    context = layer_context(job, device)
+    context = layer_context(job, device, place)
     dense = context if context.experts is None else replace(context, experts=None)
     target = target_context(job, context) if job.architecture.num_decoder_layers else None
-    return RankShare(job, device, stage, chunks, context, dense, target, convention)
+    return RankShare(job, device, stage, place, chunks, context, dense, target, convention)
 
 
 def weights_share(share: RankShare) -> RankShare:
@@ -92,4 +108,4 @@ def activations_share(share: RankShare) -> RankShare:
     job, layout = share.job, share.job.parallelism
     if job.architecture.moe is None and (layout.data_parallel_size > 1 or layout.zero_stage):
         job = job.replace(parallelism=replace(layout, data_parallel_size=1, zero_stage=0), allocator=Allocator())
-    return _stage_share(job, share.device, share.stage)
+    return _stage_share(job, share.device, share.stage, share.place)

@@ -89,7 +89,7 @@ class Turns:
     def _turns(self) -> Sequence[Turn]:
         layout = self.share.job.parallelism
         sizes = layout.pipeline_parallel_size, layout.virtual_pipeline_stages, self.share.stage
-        group = int(self.share.convention.get("microbatch_group_size_per_virtual_pipeline_stage", 0) or 0) or None
+        group = self.share.micro_batches_in_a_row
         steps = representative_micro_batches(*sizes, self.share.job.gradient_accumulation_steps, group)
         return schedule(*sizes, steps, group)
 
@@ -118,12 +118,14 @@ class Turns:
                             i = int(run.module.removeprefix("layers."))
                             self.leaves.released(range(i, i + 1), run.forward_start + at, None)
         if chunk.is_last:
-            state.runs.append([step.run_forward(self._head(), "head", keeps_gradients=False)])
+            state.runs.append([step.run_forward(self._head, "head", keeps_gradients=False)])
         else:
             sent = step.moment("send_forward", Phase.FORWARD)
             step.hold("output_tensor", Category.ACTIVATIONS, self.share.context.stream_bytes, sent, sent + 1)
         state.end = step.now
         self.spans.append(Span(turn, state.start, step.now))
+        if chunk.is_last and len(self.share.chunks) > 1:  # what comes next is asked for before the backward
+            step.moment("receive_forward", Phase.LOSS)
         self.alive[turn.micro_batch, turn.chunk] = state
 
     def _alike(self, chunk: Chunk, layers: range) -> list[tuple[Template, list[str], bool]]:
@@ -180,9 +182,10 @@ class Turns:
             template = self.templates[place] = self.kinds[kind]
         return template
 
+    @cached_property
     def _head(self) -> Template:
-        architecture = self.share.job.architecture
-        return head(self.share.layer_context(self._last()), architecture.num_nextn_predict_layers)
+        context = replace(self.share.layer_context(self._last()), checkpointed=not self.share.chunks[-1].layers)
+        return head(context, self.share.job.architecture.num_nextn_predict_layers)
 
     def _groups(self, layers: range) -> list[tuple[range, bool]]:
         """Layers of a chunk in the groups in which they are checkpointed (`_checkpointed_forward`)."""
@@ -198,9 +201,9 @@ class Turns:
         state, step = self.alive.pop((turn.micro_batch, turn.chunk)), self.step
         share = self.share
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
-        self.is_first_backward = not self.first_product
+        self.is_first_backward = turn.micro_batch == 0
         if not self.first_product:  # the loss itself multiplies no matrices: the output layer is the first that does
-            self.first_product = started + (self._head().in_backward["output_layer"] if chunk.is_last else 0)
+            self.first_product = started + (self._head.in_backward["output_layer"] if chunk.is_last else 0)
         if not chunk.is_last:
             step.moment("receive_backward", Phase.BACKWARD)
             step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
@@ -208,8 +211,8 @@ class Turns:
         for runs in reversed(state.runs):
             received = not summed and not chunk.is_last
             if isinstance(runs, _Checkpoint):
-                self._recompute(runs, keeps_gradient=not received)
-                summed = summed or step.now
+                added = self._recompute(runs, keeps_gradient=not received)
+                summed = summed or added
                 self.leaves.lower_done(step.now)
                 if any(self.share.is_routed(layer) for layer in runs.layers):
                     self.leaves.named(runs.layers, step.now, received=runs.received)
@@ -262,9 +265,8 @@ class Turns:
         embedding's, which is added to it in place. To a cached placeholder, which others hold, it is added anew."""
         context, step = self.share.context, self.step
         size = context.vocabulary * context.hidden * context.element_bytes
-        born = started + self._head().in_backward["output_layer"] + 1
-        if context.gradient_accumulation_fusion and context.cached_output_placeholder:
-            born = step.now - 1
+        cached = context.gradient_accumulation_fusion and context.cached_output_placeholder
+        born = step.now - 1 if cached else started + self._head.in_backward["output_layer"] + 1
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
 
     def _hold_encoder_states(self, runs: list[Run]) -> None:
@@ -298,9 +300,9 @@ class Turns:
             ("deferred_output_layer_input", Category.ACTIVATIONS, count * context.gathered_bytes, started),
         ]
 
-    def _recompute(self, checkpoint: _Checkpoint, *, keeps_gradient: bool) -> None:
-        """A checkpointed group in backward: all its layers forward again, then backward; the checkpoint holds the input,
-        and the gradient that was handed in until it returns (`keeps_gradient`: unless somebody else holds that)."""
+    def _recompute(self, checkpoint: _Checkpoint, *, keeps_gradient: bool) -> int:
+        """A checkpointed group in backward: all its layers forward again, then backward; the checkpoint holds the input and
+        the gradient that was handed in (`keeps_gradient`: unless others do). Returns when the sum with that begins."""
         step, start, size = self.step, self.step.now, self.share.context.stream_bytes
         runs = []
         for i in checkpoint.layers:
@@ -311,15 +313,16 @@ class Turns:
         recomputed = step.now
         for run in reversed(runs):
             self._run_backward([run])
+        summed = self._summed(runs[-1])
         if keeps_gradient:
-            step.hold("gradient", Category.TEMPORARIES, size, self._summed(runs[-1]), step.now, "checkpoint")
-        held = size
-        if self.share.convention.get("distribute_saved_activations"):
-            held //= self.share.context.tensor_parallel_size
+            step.hold("gradient", Category.TEMPORARIES, size, summed, step.now, "checkpoint")
+        divided = self.share.convention.get("distribute_saved_activations")
+        held = size // self.share.context.tensor_parallel_size if divided else size
         if not checkpoint.received:
             step.hold("checkpoint", Category.ACTIVATIONS, held, checkpoint.begin, step.now, "checkpoint")
         step.hold("gradient", Category.TEMPORARIES, size, start, recomputed, "checkpoint")
         step.hold("recomputed_output", Category.ACTIVATIONS, size, recomputed, step.now, "checkpoint")
+        return summed
 
     def _dispatched(self, layers: range, run: Run, replaced: int | None = None) -> None:
         """A layer of the checkpointed group `layers` has run: if it is the group's last routed one, its dispatcher, which

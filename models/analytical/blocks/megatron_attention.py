@@ -6,12 +6,18 @@ Sources: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/backend
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.blocks.megatron_exchange import exchanged_attention
 from peakcast.models.analytical.blocks.megatron_primitives import BOOL, FP32, norm
+from peakcast.models.analytical.blocks.megatron_recompute import checkpointed_together
 from peakcast.models.analytical.tape import Tape, Tensor
 from peakcast.timeline import Category
 from peakcast.units import round_up
 
+INT32, INT64 = 4, 8
 RNG_STATE_BYTES = 16
 
 
@@ -24,35 +30,49 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tens
     query, key, value = tape.split(
         mixed, [size * context.query, size * context.key_value, size * context.key_value], "split_qkv"
     )
-    copied = False
+    views: tuple[str, ...] = ()  # of what is copied in part, what is not
     if 1 < context.key_value_heads != context.heads:  # reshape of a strided view, which one group alone leaves one
         query = tape.operation("query_reshape", [query], query.num_bytes)
-        copied = True
+        views = ("key", "value")
     if context.qk_norm:  # Transformer Engine's norms copy the strided views first and keep the copies
         query = tape.operation("query_contiguous", [query], query.num_bytes)
         key = tape.operation("key_contiguous", [key], key.num_bytes)
         query = norm(tape, query, context, context.rows * context.heads, context.head_dim, "q_layernorm")
         key = norm(tape, key, context, context.rows * context.key_value_heads, context.head_dim, "k_layernorm")
-        copied = True
+        views = ("value",)
     named = [mixed, query, key]
     if context.rotary_dim:
         query, key = _rotate(tape, query, context, "rotary_q"), _rotate(tape, key, context, "rotary_k")
-        copied = True
-    # get_qkv_layout: strides differ, so all three become contiguous
-    if copied and context.transformer_engine and context.attention != "flash" and not context.recompute_attention:
-        value = tape.operation("value_contiguous", [value], value.num_bytes)
-    return core_attention(tape, query, key, value, context), [*named, query, key]
+        views = ("value",)
+    return core_attention(tape, query, key, value, context, views), [*named, query, key]
 
 
-def core_attention(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
-    """From query, key and value to the context layer [rows, attended]."""
-    if context.recompute_attention:
-        return _recomputed(tape, query, key, value, context)
+def core_attention(
+    tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext, views: tuple[str, ...] = ()
+) -> Tensor:
+    """From query, key and value to the context layer [rows, attended]. `views`: which of key and value are still parts of
+    the fused projection where the query is a copy."""
+    if context.recompute_attention:  # `--recompute-activations`
+        plain = replace(context, recompute_attention=False)
+
+        def again(inner: Tape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return core_attention(inner, query, key, value, plain, views)
+
+        return checkpointed_together(tape, [query, key, value], "checkpointed_core_attention", again)
+    if context.transformer_engine and context.attention != "flash":  # `get_qkv_layout`: where strides differ
+        if "key" in views:
+            key = tape.operation("key_contiguous", [key], key.num_bytes)
+        if "value" in views:
+            value = tape.operation("value_contiguous", [value], value.num_bytes)
     if context.attention == "flash":
-        return _flash(tape, query, key, value, context)
-    if context.attention == "fused":
-        return _fused(tape, query, key, value, context)
-    return _unfused(tape, query, key, value, context)
+        output = _flash(tape, query, key, value, context)
+    elif context.attention == "fused":  # cuDNN reads the projection's own layout; its result is the input of the next one
+        output = _kernel(tape, "fused_attention", query, key, value, context)
+    else:
+        output = _unfused(tape, query, key, value, context)
+    for variable in (query, key, value):
+        tape.hold(variable)
+    return output
 
 
 def _rotate(tape: Tape, x: Tensor, context: MegatronContext, name: str) -> Tensor:
@@ -79,18 +99,7 @@ def _flash(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Megat
         tape.operation(f"{name}_to_bshd", [x], x.num_bytes)
         for name, x in (("query", query), ("key", key), ("value", value))
     )
-    statistics = FP32 * context.rows * context.heads
-    output = tape.operation(
-        "flash_attention",
-        [query, key, value],
-        _output_bytes(context),
-        saves=[query, key, value],
-        saves_output=True,
-        extra_saved_bytes=[statistics, RNG_STATE_BYTES],
-        forward_temporary_bytes=_ring_forward_bytes(context),
-        backward_temporary_bytes=_ring_backward_bytes(context)
-        + (flash_backward_bytes(context) if context.kernel_temporaries else 0),
-    )
+    output = _kernel(tape, "flash_attention", query, key, value, context)
     return tape.operation("output_to_sbhd", [output], output.num_bytes)
 
 
@@ -99,26 +108,21 @@ def _output_bytes(context: MegatronContext) -> int:
     return context.rows * context.attended * context.element_bytes
 
 
-def _ring_forward_bytes(context: MegatronContext) -> int:
-    """Context parallelism passes keys and values on: a joined pair for every turn of the ring, and the turns' outputs.
-    Those of a rank are whole as long as they come from ranks before it, so the last one's, which this is, all are.
-
-    Source: Transformer Engine 2.8 `context_parallel.py` AttnFuncWithCPAndKVP2P, whose lists name all to the end.
-    """
-    if context.context_parallel_size == 1 or not context.ring:
-        return 0
-    return context.context_parallel_size * (_pair_bytes(context) + _output_bytes(context))
-
-
-def _ring_backward_bytes(context: MegatronContext) -> int:
-    """Two buffers, each of a pair and its gradient, and a turn's gradients, of which keys' and values' are summed there."""
-    if context.context_parallel_size == 1 or not context.ring:
-        return 0
-    return 4 * _pair_bytes(context) + context.rows * context.query * context.element_bytes
-
-
-def _pair_bytes(context: MegatronContext) -> int:
-    return 2 * context.rows * context.key_value * context.element_bytes
+def _kernel(tape: Tape, name: str, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
+    """One kernel from query, key and value to its result, which it keeps, beside an fp32 statistic per row and head."""
+    statistics = [FP32 * context.rows * context.heads, RNG_STATE_BYTES]
+    inside = flash_backward_bytes(context) if context.kernel_temporaries else 0
+    if context.context_parallel_size > 1:
+        return exchanged_attention(tape, name, (query, key, value), context, statistics, inside)
+    return tape.operation(
+        name,
+        [query, key, value],
+        _output_bytes(context),
+        saves=[query, key, value],
+        saves_output=True,
+        extra_saved_bytes=statistics,
+        backward_temporary_bytes=inside,
+    )
 
 
 def flash_backward_bytes(context: MegatronContext) -> int:
@@ -133,30 +137,12 @@ def flash_backward_bytes(context: MegatronContext) -> int:
     return accumulator + row_sums + expanded
 
 
-def _fused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
-    """cuDNN attention reads the projection's own layout; its output is the projection's input, but where context
-    parallelism exchanges heads or gathers keys, which puts the output's tokens into another order afterwards."""
-    output = tape.operation(
-        "fused_attention",
-        [query, key, value],
-        _output_bytes(context),
-        saves=[query, key, value],
-        saves_output=True,
-        extra_saved_bytes=[FP32 * context.rows * context.heads, RNG_STATE_BYTES],
-        forward_temporary_bytes=_ring_forward_bytes(context),
-        backward_temporary_bytes=_ring_backward_bytes(context)
-        + (flash_backward_bytes(context) if context.kernel_temporaries else 0),
-    )
-    if context.context_parallel_size == 1 or context.ring:
-        return output
-    return tape.operation("output_reordered", [output], output.num_bytes)
-
-
 def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
     """Scores, softmax, dropout and weighted sum as separate kernels: 5 bytes per score with a narrow softmax (its result,
     the dropout mask, the dropped result), 7 with an fp32 one."""
     scores = context.score_elements
     narrow = scores * context.element_bytes
+    mask = _full_mask(tape, context) if context.transformer_engine else None
     if context.key_value_heads != context.heads:
         key = tape.operation("repeat_key", [key], query.num_bytes)
         value = tape.operation("repeat_value", [value], _output_bytes(context))
@@ -168,19 +154,41 @@ def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Meg
         saves=[query, key],
         forward_temporary_bytes=narrow if context.transformer_engine else 0,
     )
-    raw, probabilities = probabilities, _softmax(tape, probabilities, context)
-    if context.padding and context.transformer_engine:  # `masked_fill(attention_mask, 0)`, by a mask of this layer's own
-        mask = BOOL * scores // context.heads
-        probabilities = tape.operation("mask_padding", [probabilities], narrow, extra_saved_bytes=[mask])
+    raw, probabilities = probabilities, _softmax(tape, probabilities, mask, context)
+    if context.padding and mask is not None:  # `masked_fill(attention_mask, 0)`
+        probabilities = tape.operation("mask_padding", [probabilities], narrow, saves=[mask])
     if context.attention_dropout > 0:
         probabilities = tape.operation("attention_dropout", [probabilities], narrow, extra_saved_bytes=[scores * BOOL])
     output = tape.operation("weighted_sum", [probabilities, value], _output_bytes(context), saves=[probabilities, value])
-    output = tape.operation("context_contiguous", [output], output.num_bytes)
-    tape.hold(raw)  # a variable of the attention core's forward
+    output = tape.operation("context_contiguous", [output], output.num_bytes, gradients=[(output, None)])
+    for variable in (raw, probabilities, key, value, *([] if mask is None else [mask])):  # of the attention core's forward
+        tape.hold(variable)
     return output
 
 
-def _softmax(tape: Tape, scores: Tensor, context: MegatronContext) -> Tensor:
+def _full_mask(tape: Tape, context: MegatronContext) -> Tensor:
+    """Transformer Engine's own mask of every pair of tokens, from what it is handed: of padding, or causal and for each
+    sample where a batch has masks. It compares positions, int32, with bounds, int64 and each sample's for padding.
+
+    Source: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/utils.py` `get_full_mask`.
+    """
+    pairs = context.sequence * (context.key_sequence or context.sequence)
+    handed = context.padding or not (context.makes_mask or context.source_sequence)
+    samples = context.batch if handed else 1
+    bounds, compared = (INT64 * samples, samples) if context.padding else (INT32, 1)
+
+    def made(name: str, size: int, reads: Sequence[Tensor] = (), passing: int = 0) -> Tensor:
+        return tape.operation(
+            f"full_mask.{name}", reads, size * pairs, gradients=[], forward_temporary_bytes=passing * pairs
+        )
+
+    held = [made("padding", samples), made("tokens", samples)] if context.padding else []
+    held += [made("positions", INT32), made("first", bounds), made("last", bounds)]
+    made("inside", compared, [made("from_first", compared), made("to_last", compared)])
+    return made("mask", samples, held, compared)
+
+
+def _softmax(tape: Tape, scores: Tensor, mask: Tensor | None, context: MegatronContext) -> Tensor:
     """The fused kernel keeps its result; without it the mask is filled in in place (`forward_torch_softmax`), in fp32 where
     the softmax is. In place of a view, the scores as baddbmm shaped them, backward copies the whole gradient, clones the
     view's part of it and fills in that (torch csrc/autograd/functions/tensor.cpp `CopySlices`)."""
@@ -190,22 +198,26 @@ def _softmax(tape: Tape, scores: Tensor, context: MegatronContext) -> Tensor:
     widened = context.wide_softmax and wide != narrow
     if widened:
         scores = tape.operation("softmax.to_float32", [scores], wide)
-    if context.transformer_engine:
-        scores = tape.operation("softmax.scale", [scores], scores.num_bytes)
-    else:
-        masks = [_causal_mask(tape, context)] if context.makes_mask and not context.padding else []
-        copies = 0 if widened else 2 * narrow
-        scores = tape.operation(
-            "softmax.mask",
-            [scores, *masks],
-            scores.num_bytes,
-            saves=masks,
-            view_of=scores,
-            gradients=[(scores, scores.num_bytes)],
-            backward_temporary_bytes=copies,
-        )
-    scores = tape.operation("softmax", [scores], scores.num_bytes, saves_output=True)
-    return scores if scores.num_bytes == narrow else tape.operation("softmax.to_narrow", [scores], narrow)
+    masks = [] if mask is None else [mask]
+    if mask is not None and not context.padding:  # a causal mask that is kept anyway is added
+        masks = [tape.operation("softmax.causal_mask", [mask], mask.num_bytes, gradients=[])]
+    elif mask is None and context.makes_mask and not context.padding:
+        masks = [_causal_mask(tape, context)]
+    scores = tape.operation(
+        "softmax.mask",
+        [scores, *masks],
+        scores.num_bytes,
+        saves=masks,
+        view_of=scores,
+        gradients=[(scores, scores.num_bytes)],
+        backward_temporary_bytes=0 if widened else 2 * narrow,
+    )
+    softmax = tape.operation("softmax", [scores], scores.num_bytes, saves_output=True)
+    if softmax.num_bytes == narrow:
+        return softmax
+    result = tape.operation("softmax.to_narrow", [softmax], narrow)
+    tape.hold(scores)
+    return result
 
 
 def _causal_mask(tape: Tape, context: MegatronContext) -> Tensor:
@@ -213,23 +225,3 @@ def _causal_mask(tape: Tape, context: MegatronContext) -> Tensor:
     pairs = context.sequence**2
     mask = tape.operation("causal_mask.triu", [], FP32 * pairs, gradients=[], forward_temporary_bytes=FP32 * pairs)
     return tape.operation("causal_mask", [mask], BOOL * pairs, gradients=[], category=Category.INPUTS)
-
-
-def _recomputed(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
-    """`--recompute-activations`: the core keeps q, k, v only and runs again in backward, whose temporaries are then all
-    that it would have kept."""
-    scores, narrow = context.score_elements, context.score_elements * context.element_bytes
-    inside = FP32 * context.rows * context.heads
-    forward = 2 * query.num_bytes
-    if context.attention in ("unfused", "local"):
-        softmax = narrow if context.fused_softmax else scores * FP32
-        inside = softmax + (scores * BOOL + narrow if context.attention_dropout > 0 else 0)
-        forward = 2 * narrow + (narrow + scores * BOOL if context.attention_dropout > 0 else 0)
-    return tape.operation(
-        "checkpointed_core_attention",
-        [query, key, value],
-        _output_bytes(context),
-        saves=[query, key, value],
-        forward_temporary_bytes=forward,
-        backward_temporary_bytes=inside + 2 * narrow if context.attention in ("unfused", "local") else inside + forward,
-    )

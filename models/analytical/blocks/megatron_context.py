@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AttentionCore = Literal["unfused", "flash", "fused", "local"]
+Exchange = Literal["p2p", "a2a", "all_gather"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,8 @@ class LatentContext:
     nope_dim: int
     """Of a head: the elements of query and key that are not rotated."""
     rope_dim: int
+    rotary_dim: int
+    """Of those after them, the elements that are rotated."""
     v_dim: int
     qk_norm: bool
     rotary_fused: bool
@@ -127,8 +130,9 @@ class MegatronContext:
     tensor_parallel_size: int
     context_parallel_size: int
     sequence_parallel: bool
-    ring: bool
-    """Whether context parallelism passes keys and values around (`cp-comm-type p2p`)."""
+    context_parallel_rank: int
+    exchange: Exchange
+    """What context parallelism exchanges (`cp-comm-type`): keys and values in a ring, heads, or keys and values of all."""
     element_bytes: int
     normalization: Literal["layernorm", "rmsnorm"]
     activation: Literal["gelu", "squared_relu", "other"]

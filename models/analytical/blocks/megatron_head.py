@@ -20,20 +20,21 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
     """Final norm, output layer [rows, vocabulary] and cross-entropy; with multi-token prediction a further decoder layer
     of this `context`, an output layer and loss for each token predicted ahead.
 
-    The narrow logits live until the model's forward returns.
+    The last narrow logits, and the last that were predicted ahead, live until the model's forward returns.
     """
     tape = Tape()
-    hidden = tape.input(context.stream_bytes)
+    hidden = tape.input(context.stream_bytes, owned=not context.checkpointed)
     final = norm(tape, hidden, context, context.stream_rows, context.hidden, "final_layernorm")
-    logits = []
+    logits: list[Tensor] = []
     if num_nextn_predict_layers:
         final, *ahead = _predict_ahead(tape, final, context, num_nextn_predict_layers)
         for prediction in ahead:
-            logits.append(output_layer(tape, prediction, context))
+            logits = [*logits[-1:], output_layer(tape, prediction, context)]
+            tape.hold(logits[0])  # until its variable has the next one
             final = _attach_loss(tape, final, cross_entropy(tape, logits[-1], context))
     if context.masked_tokens:
         final = _masked_token_head(tape, final, context)
-    logits.append(output_layer(tape, final, context))
+    logits = [*logits[-1:], output_layer(tape, final, context)]
     tape.begin_loss()
     loss = cross_entropy(tape, logits[-1], context)
     for narrow in logits:
@@ -56,11 +57,14 @@ def _masked_token_head(tape: Tape, final: Tensor, context: MegatronContext) -> T
     first token of each sample. Source: megatron-core 0.16.1 `models/bert/bert_model.py`, `bert_lm_head.py`, `pooler.py`."""
     square, size = context.hidden * context.hidden * context.element_bytes, context.hidden * context.element_bytes
     if context.token_types:
+        whole = final
+        if context.sequence_parallel:
+            whole = tape.operation("pooler.gather", [final], context.gathered_bytes)
         tape.operation(
             "pooler",
-            [final],
+            [whole],
             context.batch * size,
-            saves=[final],
+            saves=[whole],
             weight_gradients=[WeightGradient("pooler.dense.weight.grad", square)],
         )
     gradients = [WeightGradient("lm_head.dense.weight.grad", square), WeightGradient("lm_head.dense.bias.grad", size)]
@@ -97,7 +101,7 @@ def _join(tape: Tape, hidden: Tensor, embedded: Tensor, context: MegatronContext
         full = context.gathered_bytes
         joined = tape.operation("mtp.gather", [joined], full, forward_temporary_bytes=full)
     if context.sequence_parallel:
-        joined = tape.operation("mtp.scatter", [joined], size)
+        joined = tape.operation("mtp.scatter", [joined], size, view_of=joined, gradients=[(joined, joined.num_bytes)])
     return joined
 
 

@@ -83,17 +83,19 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     of experts takes its place where the context has one."""
     if context.experts is not None:
         return routed_feed_forward(tape, x, context, context.experts)
-    if context.recompute_feed_forward:
-        return checkpointed(tape, x, "mlp", lambda part, held: _dense(part, held, context), read_elsewhere=True)
-    return _dense(tape, x, context)
-
-
-def _dense(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     normalized = own_norm(tape, x, context, "pre_mlp_layernorm")
-    inner = column_linear_of_norm(tape, normalized, context, context.ffn * (2 if context.gated else 1), "linear_fc1", False)
-    output = row_linear(tape, _activation(tape, inner, context), context, context.ffn, "linear_fc2")
+    if context.recompute_feed_forward:  # its input is the residual where the projection contains the norm
+        both = context.transformer_engine
+        output = checkpointed(tape, normalized, "mlp", lambda part, held: _dense(part, held, context), read_elsewhere=both)
+    else:
+        output = _dense(tape, normalized, context)
     tape.hold(normalized)  # a variable of `_forward_mlp`
     return output
+
+
+def _dense(tape: Tape, normalized: Tensor, context: MegatronContext) -> Tensor:
+    inner = column_linear_of_norm(tape, normalized, context, context.ffn * (2 if context.gated else 1), "linear_fc1", False)
+    return row_linear(tape, _activation(tape, inner, context), context, context.ffn, "linear_fc2")
 
 
 def _activation(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:

@@ -74,7 +74,7 @@ def _rotate(
     head = token * context.heads
     plain, rotated = tape.split(query, [head * latent.nope_dim, head * latent.rope_dim], "split_q")
     key, value = tape.split(expanded, [head * latent.nope_dim, head * latent.v_dim], "split_kv")
-    table = context.sequence * latent.rope_dim * context.element_bytes
+    table = context.sequence * latent.rotary_dim * context.element_bytes
     parts = []
     for name, part in (("rotary_q", rotated), ("rotary_k", position)):
         size = part.num_bytes

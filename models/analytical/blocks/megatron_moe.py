@@ -18,7 +18,7 @@ from peakcast.models.analytical.blocks.megatron_primitives import (
     row_linear,
     weight_gradients,
 )
-from peakcast.models.analytical.blocks.megatron_recompute import checkpointed
+from peakcast.models.analytical.blocks.megatron_recompute import checkpointed, made_again
 from peakcast.models.analytical.blocks.megatron_router import router
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 
@@ -59,8 +59,11 @@ def _grouped(
     inner = experts.ffn * (2 if context.gated else 1)
     count = experts.local_experts
     projected = _expert_linear(tape, x, rows, context.hidden, inner, context, count, "experts.linear_fc1")
-    activated = _weighted_activation(tape, projected, probabilities, rows, context, experts)
-    again = _activation_again_bytes(rows, context, experts) if experts.recompute_activation and experts.grouped else None
+    again = None
+    if experts.recompute_activation and experts.grouped:
+        activated, again = _recomputed_activation(tape, projected, probabilities, rows, context, experts)
+    else:
+        activated = _weighted_activation(tape, projected, probabilities, rows, context, experts)
     output = _expert_linear(
         tape, activated, rows, experts.ffn, context.hidden, context, count, "experts.linear_fc2", again_bytes=again
     )
@@ -105,8 +108,8 @@ def _expert_linear(
     *,
     again_bytes: int | None = None,
 ) -> Tensor:
-    """x·Wᵀ for `count` experts on their share of `rows`, without communication. Keeps its input, or (`again_bytes`) has it
-    made again in backward."""
+    """x·Wᵀ for `count` experts on their share of `rows`, without communication. Keeps its input, or has it made again in
+    backward, which takes `again_bytes`."""
     gradients = weight_gradients(context, name, in_features * out_features, 0)
     if context.experts is not None and context.experts.placeholders_anew and not gradients:
         gradients = [WeightGradient(f"{name}.placeholder", in_features * out_features * context.element_bytes)]
@@ -116,33 +119,40 @@ def _expert_linear(
         rows * out_features * context.element_bytes,
         saves=[x] if again_bytes is None else [],
         weight_gradients=gradients * count,
-        backward_temporary_bytes=0 if again_bytes is None else x.num_bytes + again_bytes,
+        backward_temporary_bytes=again_bytes or 0,
     )
 
 
-def _activation_again_bytes(rows: int, context: MegatronContext, experts: ExpertContext) -> int:
-    """Bytes that a recomputed activation leaves for its own backward: its result, and what unfused functions keep."""
-    narrow = rows * experts.ffn * context.element_bytes
-    return narrow if experts.fused_weighted_activation else narrow * (3 + context.glu_adds_offset if context.gated else 2)
+def _recomputed_activation(
+    tape: Tape, x: Tensor, probabilities: Tensor, rows: int, context: MegatronContext, experts: ExpertContext
+) -> tuple[Tensor, int]:
+    """`_weighted_activation`, which runs again when backward reaches its reader; and what that takes there, in bytes."""
+    inputs = [x, probabilities]
+
+    def part(inner: Tape, held: Tensor, weights: Tensor) -> Tensor:
+        return _weighted_activation(inner, held, weights, rows, context, experts)
+
+    again = made_again(inputs, part)
+    output = tape.operation(
+        "experts.weighted_activation",
+        inputs,
+        rows * experts.ffn * context.element_bytes,
+        saves=inputs,
+        forward_temporary_bytes=again.forward,
+        backward_temporary_bytes=again.backward,
+    )
+    return output, again.reader
 
 
 def _weighted_activation(
     tape: Tape, x: Tensor, probabilities: Tensor, rows: int, context: MegatronContext, experts: ExpertContext
 ) -> Tensor:
-    """act(x) · probability, [rows, ffn]. The fused activation and the recomputed one keep their inputs only; unfused, the
-    product is in the wider of both dtypes and converted back."""
+    """act(x) · probability, [rows, ffn]. The fused activation keeps its inputs only; unfused, the product is in the wider
+    of both dtypes and converted back."""
     narrow = rows * experts.ffn * context.element_bytes
     wide = rows * experts.ffn * max(context.element_bytes, experts.router_bytes)
-    recomputed = experts.recompute_activation and experts.grouped
-    if experts.fused_weighted_activation or recomputed:
-        again = _activation_again_bytes(rows, context, experts) if recomputed else 0
-        return tape.operation(
-            "experts.weighted_activation",
-            [x, probabilities],
-            narrow,
-            saves=[x, probabilities],
-            backward_temporary_bytes=again + (0 if experts.fused_weighted_activation else 2 * wide),
-        )
+    if experts.fused_weighted_activation:
+        return tape.operation("experts.weighted_activation", [x, probabilities], narrow, saves=[x, probabilities])
     if context.gated:
         gate, up = tape.split(x, [narrow, narrow], "experts.chunk")
         activated = gated_activation(tape, gate, up, context, ("experts.activation", "experts.glu_product"))

@@ -105,7 +105,8 @@ def norm_column_linear(
             *norm_gradients(context, f"{name}.norm", width),
         ],
         forward_temporary_bytes=gathered,
-        backward_temporary_bytes=whole + before_norm + (quantized if context.fp8_recipe else max(gathered - own, 0)),
+        # else the norm's result, gathered or not, is freed before the norm's own backward (`clear_tensor_data`)
+        backward_temporary_bytes=whole + before_norm + quantized if context.fp8_recipe else 2 * gathered,
     )
 
 
@@ -131,19 +132,21 @@ def column_linear(
     *,
     in_features: int | None = None,
 ) -> Tensor:
-    """megatron-core's ColumnParallelLinear: keeps its (ungathered) input; gathers into the global memory buffer."""
+    """ColumnParallelLinear: keeps its (ungathered) input. megatron-core's own, as the output layer is, gathers it into the
+    global memory buffer, Transformer Engine's into a new tensor each time."""
+    own = not context.transformer_engine or name == "output_layer"
     width = context.hidden if in_features is None else in_features
     output = context.rows * out_features * context.element_bytes
     gradients = weight_gradients(context, name, out_features * width, out_features if bias else 0)
-    gathered = context.rows * width * context.element_bytes
+    gathered = context.rows * width * context.element_bytes if context.sequence_parallel else 0
     return tape.operation(
         name,
         [x],
         output,
         saves=[x],
         weight_gradients=gradients,
-        forward_temporary_bytes=output if bias else 0,  # the product before `+ bias`
-        backward_temporary_bytes=(gathered if context.sequence_parallel else 0)
+        forward_temporary_bytes=output * bias if own else gathered,  # the product before `+ bias`
+        backward_temporary_bytes=gathered * (1 if own else 2)
         + fused_weight_gradient_bytes(context, out_features * width),
     )
 
@@ -221,4 +224,6 @@ def gated_activation(tape: Tape, gate: Tensor, up: Tensor, context: MegatronCont
     activated = tape.operation(names[0], [gate], gate.num_bytes, saves=[gate])
     if context.glu_adds_offset:
         up = tape.operation(f"{names[1]}.offset", [up], up.num_bytes, gradients=[(up, None)])
-    return tape.operation(names[1], [activated, up], gate.num_bytes, saves=[activated, up])
+    product = tape.operation(names[1], [activated, up], gate.num_bytes, saves=[activated, up])
+    tape.hold(gate)  # what both are parts of, an argument of `glu`
+    return product

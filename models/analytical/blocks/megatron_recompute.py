@@ -6,12 +6,16 @@ counted on a tape of its own and becomes the temporaries of one operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from peakcast.models.analytical.tape import Tape, Tensor
 from peakcast.models.analytical.template import HANDED_IN, Template
+
+Bytes = npt.NDArray[np.int64]
 
 
 def checkpointed(
@@ -20,29 +24,70 @@ def checkpointed(
     """`part` of `x` as one operation that keeps `x` only. Weight gradients are among its temporaries: Megatron-LM adds each
     to the persistent main gradient at once. `read_elsewhere`: the gradient of `x` is added to that of another reader, which
     the tape does in the same instant, and autograd when the temporaries are gone."""
+    return checkpointed_together(tape, [x], name, part, added_bytes=x.num_bytes * read_elsewhere)
+
+
+def checkpointed_together(
+    tape: Tape, inputs: Sequence[Tensor], name: str, part: Callable[..., Tensor], *, added_bytes: int = 0
+) -> Tensor:
+    """As `checkpointed`, of a `part` that reads several tensors; `added_bytes` of their gradients are added to others."""
     inner = Tape()
-    output = part(inner, inner.input(x.num_bytes, owned=False))
+    output = part(inner, *(inner.input(x.num_bytes, owned=False) for x in inputs))
     forward, backward = _passes(inner.finish(output), output.num_bytes)
     return tape.operation(
         name,
-        [x],
+        inputs,
         output.num_bytes,
-        saves=[x],
+        saves=inputs,
         forward_temporary_bytes=max(0, forward - output.num_bytes),
-        # the operation's own gradient is not a temporary, nor what that is added to
-        backward_temporary_bytes=max(0, backward - x.num_bytes * (1 + read_elsewhere)),
+        # the operation's own gradients are no temporaries, nor what they are added to
+        backward_temporary_bytes=max(0, backward - sum(x.num_bytes for x in inputs) - added_bytes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """A part whose output is made again when the backward of its reader begins, and which runs backward after that
+    (megatron-core 0.16.1 `CheckpointWithoutOutput`): bytes beside what the tape counts anyway."""
+
+    forward: int
+    """Without a graph, beside the output."""
+    reader: int
+    """In the reader's backward: what the part makes and keeps, its output, and that copied to where the reader looks."""
+    backward: int
+    """In its own backward, beside the gradients of its inputs."""
+
+
+def made_again(inputs: Sequence[Tensor], part: Callable[..., Tensor]) -> Again:
+    """What running `part` of `inputs` again costs. Its output's gradient is there once the reader's backward is done."""
+    inner = Tape()
+    output = part(inner, *(inner.input(x.num_bytes, owned=False) for x in inputs))
+    template, size = inner.finish(output), output.num_bytes
+    no_graph, with_graph = _lives(template)
+    runs, backward = with_graph[: template.num_forward], with_graph[template.num_forward :] + size
+    kept = int(runs[-1])
+    return Again(
+        forward=int(no_graph.max()) - size,
+        reader=max(int(runs.max()) - size, kept + size),
+        backward=max(0, int(backward.max(initial=0)) - sum(x.num_bytes for x in inputs)),
     )
 
 
 def _passes(template: Template, output_bytes: int) -> tuple[int, int]:
     """The most bytes of the part without a graph, and of running it again and backward with its output held, the gradient
     that is handed in left aside."""
+    no_graph, with_graph = _lives(template)
+    with_graph[template.num_forward :] += output_bytes
+    return int(no_graph.max(initial=0)), int(with_graph.max(initial=0))
+
+
+def _lives(template: Template) -> tuple[Bytes, Bytes]:
+    """Bytes at every instant, without a graph and with one, the gradient that is handed in left aside."""
     first = template.num_forward
     born = np.where(template.born_backward, first, 0) + template.born
     dies = np.where(template.dies_backward, first, 0) + template.dies
     own = np.array([name != HANDED_IN for name in template.names], dtype=bool)
     instants = np.arange(first + template.num_backward)[:, None]
     with_graph = ((born <= instants) & (instants < dies) & own) @ template.num_bytes
-    with_graph[first:] += output_bytes
     no_graph = ~template.born_backward & (born <= instants[:first]) & (instants[:first] < template.dies_without_graph)
-    return int((no_graph @ template.num_bytes).max(initial=0)), int(with_graph.max(initial=0))
+    return no_graph @ template.num_bytes, with_graph

@@ -211,18 +211,11 @@ def test_predicting_ahead_of_a_tied_table_the_last_stage_has_two():
     assert weights(last(tied)) == weights(last(own))
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"num_layers": 4, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2,
-          "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}, "method block"),
-        ({"context_parallel_size": 2, "recompute_granularity": "full", "recompute_method": "uniform",
-          "recompute_num_layers": 1}, "one after the other"),
-    ],
-)  # fmt: skip
-def test_mixtures_that_no_trace_confirms_are_named(flags, said):
-    assert said in megatron_out_of_scope(make(2, **{**SMALL, **flags}))
-    assert megatron_out_of_scope(make(2, **{**SMALL, **flags, "recompute_granularity": None})) == ""
+def test_a_mixture_of_exchanges_is_named():
+    """Of context parallelism: traces have one kind in all layers."""
+    two = {**SMALL, "context_parallel_size": 2}
+    assert megatron_out_of_scope(make(2, **two, cp_comm_type="a2a")) == ""
+    assert "cp-comm-type" in megatron_out_of_scope(make(2, **two, cp_comm_type="a2a+p2p"))
 
 
 def test_capacity_and_the_worst_case():

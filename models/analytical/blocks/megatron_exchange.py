@@ -1,0 +1,89 @@
+"""Context parallelism of Transformer Engine's attention: what ranks hold that exchange keys, heads or turns of a ring.
+
+Source: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/context_parallel.py`: `AttnFuncWithCPAndKVP2P`
+(p2p), `AttnFuncWithCPAndQKVOA2A` (a2a), `AttnFuncWithCPAndKVAllGather` (all_gather). Each is one autograd function, whose
+variables live until it returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.tape import Tape, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanging:
+    """What the function allocates beside its result and its inputs' gradients, in bytes."""
+
+    keeps_inputs: bool
+    keeps_result: bool
+    kept: tuple[int, ...]
+    """What else it keeps for backward, beside statistics of the softmax."""
+    forward: int
+    """At most at once in forward, beside what is kept."""
+    backward: int
+
+
+def exchanged_attention(
+    tape: Tape,
+    name: str,
+    operands: tuple[Tensor, Tensor, Tensor],
+    context: MegatronContext,
+    statistics: list[int],
+    kernel_bytes: int,
+) -> Tensor:
+    """Attention of query, key and value, `operands`, over the tokens of all ranks. `statistics`: of the softmax, kept;
+    `kernel_bytes`: what the kernel's backward allocates inside itself."""
+    query, key, value = (tensor.num_bytes for tensor in operands)
+    output = context.rows * context.attended * context.element_bytes
+    exchange = _EXCHANGES[context.exchange](context, query, key, value, output)
+    return tape.operation(
+        name,
+        operands,
+        output,
+        saves=operands if exchange.keeps_inputs else (),
+        saves_output=exchange.keeps_result,
+        extra_saved_bytes=[*exchange.kept, *statistics],
+        forward_temporary_bytes=exchange.forward,
+        backward_temporary_bytes=exchange.backward + kernel_bytes,
+    )
+
+
+def _ring(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
+    """A joined pair of keys and values for every turn of the ring, and the turns' outputs: whole ones of this rank's own
+    keys and of ranks' before it, halves of those behind it, whose first tokens see nothing of them. Backward: two buffers,
+    each of a pair and its gradient, and a turn's gradients, of which keys' and values' are summed there."""
+    turns, before = context.context_parallel_size, context.context_parallel_rank
+    halves = 0 if context.padding else turns - 1 - before
+    outputs = (turns - halves) * output + halves * output // 2
+    return Exchanging(True, True, (), turns * (key + value) + outputs, 4 * (key + value) + query)
+
+
+def _heads(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
+    """Each rank gets all tokens of its share of the heads. What is sent is a copy in order of ranks; what comes is put into
+    the order of tokens, copies again, which are kept. The result goes back the same way. Copies to send live until all have
+    come, and the last of what came while it is put into order."""
+    inputs = query + key + value
+    coming = 2 * inputs + value
+    going = inputs + 4 * output  # the result, the copy to send, what came, the copy that is handed on
+    # backward: the gradient in order of tokens; the kernel's gradients, still named, and copies of them to send
+    backward = output + 2 * inputs + value
+    return Exchanging(False, False, (query, key, value, output), max(coming, going) - inputs - 2 * output, backward)
+
+
+def _keys(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
+    """Each rank gathers all keys and values, once more in backward, and attends in two steps, of its early and of its late
+    tokens, whose results are kept and copied into one. A step reads the keys up to its own: an early step and its late
+    one together read all keys and a chunk of half a rank's twice."""
+    gathered, values = context.context_parallel_size * (key + value), context.context_parallel_size * value
+    read = 2 * gathered if context.padding else gathered + (key + value) // 2
+    # what was gathered is put into the order of tokens, values last, when no result is there yet
+    forward = gathered + max(0, values - 2 * output)
+    # all keys' gradients, values' a second time in the order of ranks; the gathered; both steps' gradients
+    backward = gathered + values + gathered + query + read
+    return Exchanging(True, False, (output // 2, output - output // 2), forward, backward - key - value)
+
+
+_EXCHANGES = {"p2p": _ring, "a2a": _heads, "all_gather": _keys}
