@@ -73,7 +73,10 @@ NAMED = {
         "architecture": "gpt2",
         "activation_checkpointing": {"mode": "full"},
     },
-    "adapters of 'phi-3-mini'": {"architecture": "phi-3-mini", "finetuning": {"method": "lora", "rank": 8, "targets": ["qkv_proj"]}},
+    "adapters of 'phi-3-mini'": {
+        "architecture": "phi-3-mini",
+        "finetuning": {"method": "lora", "rank": 8, "targets": ["qkv_proj"]},
+    },
     "checkpointing of some layers": {"activation_checkpointing": {"mode": "full", "every_n_layers": 2}},
     "or of some operations": {"activation_checkpointing": {"mode": "selective"}},
     "checkpointing of a whole network of 'qwen3-0.6b'": {
