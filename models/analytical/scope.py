@@ -248,10 +248,6 @@ def _mixture_reason(job: TrainingJob) -> str:
             "attention names are not counted where no graph keeps them.",
         ),
         (
-            job.optimizer.name == "galore" and architecture.moe is not None,
-            "galore beside experts: its step is up to 3 % above its trace.",
-        ),
-        (
             job.offload.activations and autocast and architecture.model_type == "falcon",
             "Falcon's offloaded activations under autocast are up to 1 % below their trace.",
         ),
