@@ -81,13 +81,12 @@ def _galore(run: Locals, group: Sequence[TrainedTensor], options: Options) -> No
     every update_proj_gap-th) the singular value decomposition of an fp32 copy of the gradient."""
     for tensor in group:
         size = tensor.num_bytes
+        run.free("grad")  # assigned the parameter's own
         if _is_projected(tensor):
             if options.first_step:
                 _decompose(run, tensor, options.rank)
             size = _galore_shapes(tensor, options.rank)[1] * tensor.element_bytes
             run.let("grad", size)
-        else:
-            run.free("grad")
         run.make_states()
         run.let("denominator", size)
         run.let("norm_grad", size)
@@ -98,7 +97,7 @@ def _galore(run: Locals, group: Sequence[TrainedTensor], options: Options) -> No
 
 
 def _decompose(run: Locals, tensor: TrainedTensor, rank: int) -> None:
-    """GaLoreProjector.get_orthogonal_matrix: matrix, U, s, Vh and the discarded product, in fp32."""
+    """GaLoreProjector.get_orthogonal_matrix: matrix, U, s, Vh and the discarded product, in fp32, then the factor."""
     shorter, longer = sorted(tensor.shape)
     kept = min(rank, shorter)
     factors = [longer * shorter * FP32, shorter * FP32]
@@ -108,7 +107,10 @@ def _decompose(run: Locals, tensor: TrainedTensor, rank: int) -> None:
     run.let("svd", *factors)
     run.let("diagonal", kept * kept * FP32)
     run.let("product", longer * kept * FP32)
-    run.free("matrix", "svd", "diagonal", "product")
+    run.free("diagonal")
+    if tensor.element_bytes < FP32:
+        run.let("factor", shorter * kept * tensor.element_bytes)
+    run.free("matrix", "svd", "product", "factor")
 
 
 RULES: dict[tuple[str, str, str], OptimizerRule] = {

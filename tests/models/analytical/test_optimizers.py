@@ -125,9 +125,9 @@ def test_galore_keeps_a_projector_and_projected_moments():
     attention, mlp = 3 * rank * H, rank * H + 2 * rank * F
     projected = head + LAYERS * (4 * attention + 3 * mlp)
     assert states(galore) == 2 * projected + 4 * (EMBEDDING + NORMS)
-    # the decomposition of the head's gradient: fp32 copy, U, s, Vh, the diagonal, the discarded product
-    svd = 4 * (V * H + V * H + H + H * H + rank * rank + V * rank)
-    turn_before = 2 * (H * F + 2 * rank * F)  # of the matrix before: its update, projected gradient and denominator
+    # the decomposition of the head's gradient: fp32 copy, U, s, Vh, the discarded product, then the narrow factor
+    svd = 4 * (V * H + V * H + H + H * H + V * rank) + 2 * rank * H
+    turn_before = 2 * (H * F + rank * F)  # of the matrix before: its update and denominator
     assert temporaries(galore, "first") == svd + turn_before
     assert temporaries(galore, "first") > temporaries(galore)
 
