@@ -31,7 +31,7 @@ class HuggingFaceTraining:
         self.model = layout.model
         self.optimizer = build_optimizer(job, self.model)
         self.batch = batch
-        collated = job.batch.form == "rows" and conventions(job).get("trainer")
+        collated = batch and job.batch.form == "rows" and conventions(job).get("trainer")  # TRL's batches have a mask
         self._mask = torch.ones_like(batch["input_ids"]) if collated else None
         """What the Trainer's collators send along; a mask of ones is none to the model (5.17 masking_utils.py)."""
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -209,6 +209,10 @@ def _kernels_reason(job: TrainingJob) -> str:
             f"model_type={family!r} has no flex_attention in transformers; use sdpa.",
         ),
         (
+            flex and job.architecture.attention_sinks and bool(conventions(job).get("autocast")),
+            "attention sinks beside flex_attention under autocast: what they widen is not all counted; use eager.",
+        ),
+        (
             flex and job.task == "train" and job.architecture.attention_dropout > 0,
             f"flex_attention has no dropout: transformers refuses attention_dropout={job.architecture.attention_dropout}.",
         ),

@@ -167,6 +167,7 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "smollm3": HFTraits(unrotated_every=4),
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE, scores_of_top_experts="float32"),
+    "granitemoeshared": replace(_GRANITE, scores_of_top_experts="float32"),
     "cohere": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, norms_after_projections=True),
     "cohere2": HFTraits(
         layer_norm_in_python=True, rotary="cast", scaled_logits=True, full_attention_every=4, unrotated_every=4
