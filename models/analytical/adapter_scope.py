@@ -10,7 +10,7 @@ from functools import lru_cache
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.errors import SpecError, near_misses
-from peakcast.models.analytical.adapter_targets import has_default_targets
+from peakcast.models.analytical.adapter_targets import default_adapter_targets, has_default_targets
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.parameters import layer_parameters
 from peakcast.spec import TrainingJob
@@ -32,11 +32,6 @@ def adapter_reason(job: TrainingJob) -> str:
     targets = set(job.finetuning.targets)
     if job.finetuning.method == "full" or job.task != "train":
         return ""
-    if not targets and not has_default_targets(job.architecture):
-        return (
-            f"finetuning.targets names nothing, and peft has no default for model_type={job.architecture.model_type!r}: it "
-            f"raises an error; name some of {', '.join(_projections(job.architecture))}."
-        )
     if ends := sorted(targets.intersection(ENDS)):
         return f"finetuning.targets names {', '.join(ends)}: adapters on the token table or the head are not counted."
     shared = _projections(job.architecture, ("shared_expert",))
@@ -50,10 +45,13 @@ def adapter_reason(job: TrainingJob) -> str:
     return ""
 
 
-def targets_passed_over(job: TrainingJob) -> str:
-    """The names of `finetuning.targets` that are none of this network, as an assumption; "" for none."""
-    if job.finetuning.method == "full" or not job.finetuning.targets:
+def targets_taken(job: TrainingJob) -> str:
+    """What of `finetuning.targets` is not as it was said, as an assumption: names that are none of this network, or what is
+    taken where nothing is named and peft has no default; "" for neither."""
+    if job.finetuning.method == "full":
         return ""
+    if not job.finetuning.targets:
+        return "" if has_default_targets(job.architecture) else _taken_by_default(job.architecture)
     projections = _projections(job.architecture), _projections(job.architecture, ("shared_expert",))
     known = {*projections[0], *projections[1], *ENDS, *EXPERTS, "all-linear"}
     unknown = [repr(target) for target in job.finetuning.targets if target not in known]
@@ -62,6 +60,14 @@ def targets_passed_over(job: TrainingJob) -> str:
     return (
         f"finetuning.targets {', '.join(unknown)}: no projection of {job.architecture.name!r} has that name; it is passed "
         "over, as peft does."
+    )
+
+
+def _taken_by_default(architecture: Architecture) -> str:
+    return (
+        f"adapters are taken to be on {', '.join(default_adapter_targets(architecture))}: finetuning.targets names nothing, "
+        f"and peft, which has no default for model_type={architecture.model_type!r}, raises an error without; name some "
+        f"of {', '.join(_projections(architecture))}."
     )
 
 

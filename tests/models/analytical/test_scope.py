@@ -52,7 +52,6 @@ def reason(name, **changes):
         ("mpt-7b", {"architecture": NARROW_MPT}, "4 * hidden_size wide"),
         ("opt-125m", FLASH, "a padding mask of its own"),
         ("opt-125m", {**FLASH, "batch": Batch(form="padding_free")}, "tells attention no positions"),
-        ("glm-4-9b", {"finetuning": Finetuning(method="lora", rank=8)}, "finetuning.targets names nothing"),
         ("llama-3.2-1b", {"precision": Precision(compute="float8"), "sequence_length": 1000}, "multiples of 16"),
         ("bert-base", {"task": "inference"}, "generates nothing"),
     ],
