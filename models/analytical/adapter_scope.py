@@ -65,7 +65,7 @@ def targets_taken(job: TrainingJob) -> str:
 
 def _taken_by_default(architecture: Architecture) -> str:
     return (
-        f"adapters are taken to be on {', '.join(default_adapter_targets(architecture))}: finetuning.targets names nothing, "
+        f"adapters are taken to be on {', '.join(default_adapter_targets(architecture))}: finetuning.targets names none, "
         f"and peft, which has no default for model_type={architecture.model_type!r}, raises an error without; name some "
         f"of {', '.join(_projections(architecture))}."
     )
