@@ -28,6 +28,8 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
     activation = {"gelu": "gelu", "gelu_new": "gelu", "relu2": "squared_relu"}.get(architecture.hidden_act, "other")
     fusion = convention.get("bias_swiglu_fusion" if architecture.gated_mlp else "bias_gelu_fusion", True)
     rotary = architecture.position_embedding == "rope" and architecture.mla is None
+    exchange = str(convention.get("cp_comm_type", "p2p")).split()[0]
+    groups = str(convention.get("hierarchical_context_parallel_sizes", "")).split() or ["1"]
     return MegatronContext(
         batch=job.micro_batch_size,
         sequence=sequence,
@@ -42,7 +44,8 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         context_parallel_size=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel and tensor > 1,
         context_parallel_rank=place,
-        exchange=str(convention.get("cp_comm_type", "p2p")).split()[0],  # type: ignore[arg-type]
+        exchange=exchange,  # type: ignore[arg-type]
+        ranks_exchanging_heads=int(groups[0]) if exchange == "a2a+p2p" else 1,
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
         normalization="rmsnorm" if architecture.normalization == "rmsnorm" else "layernorm",
         activation=activation,  # type: ignore[arg-type]

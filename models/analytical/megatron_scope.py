@@ -3,10 +3,14 @@ name."""
 
 from __future__ import annotations
 
+from typing import get_args
+
 from peakcast.conventions import conventions
+from peakcast.models.analytical.blocks.megatron_context import Exchange
 from peakcast.spec import TrainingJob
 
 RECOMPUTABLE_MODULES = frozenset({"core_attn", "mlp", "moe", "moe_act", "shared_experts"})
+EXCHANGES = frozenset(get_args(Exchange))
 
 
 def megatron_out_of_scope(job: TrainingJob) -> str:
@@ -105,8 +109,8 @@ def _option_reason(job: TrainingJob) -> str:
     kinds = set(str(convention.get("cp_comm_type") or "p2p").split())
     checks.append(
         (
-            job.parallelism.context_parallel_size > 1 and (len(kinds) > 1 or not kinds <= {"p2p", "a2a", "all_gather"}),
-            f"cp-comm-type={' '.join(sorted(kinds))} is not modelled; p2p, a2a or all_gather in every layer is.",
+            job.parallelism.context_parallel_size > 1 and (len(kinds) > 1 or not kinds <= EXCHANGES),
+            f"cp-comm-type={' '.join(sorted(kinds))} is not modelled; {', '.join(sorted(EXCHANGES))} in every layer is.",
         )
     )
     fused = bool(convention.get("cross_entropy_loss_fusion")) and convention.get("cross_entropy_fusion_impl") == "te"

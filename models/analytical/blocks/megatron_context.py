@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AttentionCore = Literal["unfused", "flash", "fused", "local"]
-Exchange = Literal["p2p", "a2a", "all_gather"]
+Exchange = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,10 @@ class MegatronContext:
     sequence_parallel: bool
     context_parallel_rank: int
     exchange: Exchange
-    """What context parallelism exchanges (`cp-comm-type`): keys and values in a ring, heads, or keys and values of all."""
+    """What context parallelism exchanges (`cp-comm-type`): keys and values in a ring, heads, keys and values of all, or
+    heads among some ranks and then keys and values in a ring of such groups."""
+    ranks_exchanging_heads: int
+    """In such a group (`hierarchical-context-parallel-sizes`, the first); else 1."""
     element_bytes: int
     normalization: Literal["layernorm", "rmsnorm"]
     activation: Literal["gelu", "squared_relu", "other"]

@@ -1,8 +1,8 @@
 """Context parallelism of Transformer Engine's attention: what ranks hold that exchange keys, heads or turns of a ring.
 
 Source: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/context_parallel.py`: `AttnFuncWithCPAndKVP2P`
-(p2p), `AttnFuncWithCPAndQKVOA2A` (a2a), `AttnFuncWithCPAndKVAllGather` (all_gather). Each is one autograd function, whose
-variables live until it returns.
+(p2p, a2a+p2p), `AttnFuncWithCPAndQKVOA2A` (a2a), `AttnFuncWithCPAndKVAllGather` (all_gather). Each is one autograd function,
+whose variables live until it returns.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _ring(context: MegatronContext, query: int, key: int, value: int, output: in
     """A joined pair of keys and values for every turn of the ring, and the turns' outputs: whole ones of this rank's own
     keys and of ranks' before it, halves of those behind it, whose first tokens see nothing of them. Backward: two buffers,
     each of a pair and its gradient, and a turn's gradients, of which keys' and values' are summed there."""
-    turns, before = context.context_parallel_size, context.context_parallel_rank
+    group = context.ranks_exchanging_heads
+    turns, before = context.context_parallel_size // group, context.context_parallel_rank // group
     halves = 0 if context.padding else turns - 1 - before
     outputs = (turns - halves) * output + halves * output // 2
     return Exchanging(True, True, (), turns * (key + value) + outputs, 4 * (key + value) + query)
@@ -86,4 +87,13 @@ def _keys(context: MegatronContext, query: int, key: int, value: int, output: in
     return Exchanging(True, False, (output // 2, output - output // 2), forward, backward - key - value)
 
 
-_EXCHANGES = {"p2p": _ring, "a2a": _heads, "all_gather": _keys}
+def _heads_then_ring(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
+    """As `_heads` among the ranks of a group, and inside it the ring of `_ring`, whose variables are there when the result
+    goes back. Backward: the result, which is kept, and its gradient come again, the inputs' gradients go."""
+    heads, ring = (exchange(context, query, key, value, output) for exchange in (_heads, _ring))
+    inputs = query + key + value
+    forward = max(heads.forward, ring.forward - key - value + 3 * output)
+    return Exchanging(False, True, (query, key, value), forward, 2 * output + ring.backward + inputs)
+
+
+_EXCHANGES = {"p2p": _ring, "a2a": _heads, "all_gather": _keys, "a2a+p2p": _heads_then_ring}

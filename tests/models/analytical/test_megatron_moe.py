@@ -212,10 +212,11 @@ def test_predicting_ahead_of_a_tied_table_the_last_stage_has_two():
 
 
 def test_a_mixture_of_exchanges_is_named():
-    """Of context parallelism: traces have one kind in all layers."""
+    """Of context parallelism: one kind in all layers; heads and then a ring is one."""
     two = {**SMALL, "context_parallel_size": 2}
     assert megatron_out_of_scope(make(2, **two, cp_comm_type="a2a")) == ""
-    assert "cp-comm-type" in megatron_out_of_scope(make(2, **two, cp_comm_type="a2a+p2p"))
+    assert megatron_out_of_scope(make(2, **two, cp_comm_type="a2a+p2p")) == ""
+    assert "cp-comm-type" in megatron_out_of_scope(make(2, **two, cp_comm_type="a2a p2p"))
 
 
 def test_capacity_and_the_worst_case():
