@@ -1,8 +1,8 @@
 """Context parallelism of Transformer Engine's attention: what ranks hold that exchange keys, heads or turns of a ring.
 
 Source: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/context_parallel.py`: `AttnFuncWithCPAndKVP2P`
-(p2p, a2a+p2p), `AttnFuncWithCPAndQKVOA2A` (a2a), `AttnFuncWithCPAndKVAllGather` (all_gather). Each is one autograd function,
-whose variables live until it returns.
+(p2p, a2a+p2p), `AttnFuncWithCPAndQKVOA2A` (a2a), `AttnFuncWithCPAndKVAllGather` (all_gather). Each is one autograd
+function, whose variables live until it returns.
 """
 
 from __future__ import annotations
