@@ -7,6 +7,7 @@ Read and tried on DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from peakcast.collectors.packages import imported
@@ -31,8 +32,18 @@ def install() -> None:
         setattr(accelerator, call, lambda *_, **__: None)
     for module in zero.values():  # the first gather compares numbers with other ranks'
         module.assert_ints_same_as_other_ranks = lambda *_: None  # type: ignore[attr-defined]
+    zero["partitioned_param_coordinator"].set = _LastFirst  # type: ignore[attr-defined]
     _take_every_step(zero["stage_1_and_2"].DeepSpeedZeroOptimizer)
     _take_every_step(zero["stage3"].DeepSpeedZeroOptimizer_Stage3)
+
+
+class _LastFirst(set[Any]):
+    """A set of parameters in an order that no run changes. A module waits for its weights as a set has them, which is by
+    their addresses: where they come by several gathers, one's buffer may be freed before the next is copied out, or after.
+    The last first keeps the buffer of the first until the others have come."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__(), key=lambda one: getattr(one, "ds_id", 0), reverse=True))
 
 
 def _take_every_step(optimizer: Any) -> None:

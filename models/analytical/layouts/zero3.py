@@ -61,6 +61,8 @@ class Zero3(Partitions):
         self._turned: int | None = None
         self._filled: list[tuple[int, int]] = []
         """Of the gradients that wait to be reduced: elements, and the instant at which each was born."""
+        self._taken = -1, 0
+        """An instant, and bytes of gradients that the bucket or a reduction has taken in it, one after the other."""
         self._half: list[int] = []
         """The lm_head's gradient of a table that both ends share: autograd adds the embedding's before anybody sees it."""
 
@@ -175,11 +177,15 @@ class Zero3(Partitions):
         """A gradient of `size` bytes that was made at `born` goes into the bucket at instant `at` of its block's backward,
         and the bucket is emptied first when it would be too full."""
         elements, now = size // self.gradient_bytes, (run.backward_start or 0) + at
+        if self._taken[0] != now:
+            self._taken = now, 0
         if self._filled and sum(n for n, _ in self._filled) + elements > self.buckets.reduce:
             self._reduce(step, now, ended_bytes(run, at))
         self._filled.append((elements, born))
-        if self._in_bucket(elements) and born < now:
-            step.hold("gradient", Category.GRADIENTS, size, born + 1, now + 1, run.module)
+        if self._in_bucket(elements):
+            self._taken = now, self._taken[1] + size
+            if born < now:
+                step.hold("gradient", Category.GRADIENTS, size, born + 1, now + 1, run.module)
 
     def _in_bucket(self, elements: int) -> bool:
         """Whether a gradient waits there."""
@@ -187,13 +193,17 @@ class Zero3(Partitions):
 
     def _arrivals(self, run: Run) -> list[tuple[int, int]]:
         """When each gradient of a block comes to the bucket, from the begin of its backward, and which it is: those of a
-        leaf when all of it is done (`reduce_leaf_module_grads`)."""
+        leaf when all of it is done, in the optimizer's order (`reduce_leaf_module_grads`)."""
         template, leaf = run.template, f"{self._modules.leaf}."
         inside = [at for at, label in enumerate(template.backward_labels) if label.startswith(leaf)]
         weights = self.in_order(template)
         whole = [bool(self._modules.leaf) and template.names[i].startswith(leaf) for i in weights]
-        found = [(max(inside) if in_leaf else made_at(template, i), i) for i, in_leaf in zip(weights, whole, strict=True)]
-        return sorted(found, key=lambda one: one[0])
+        found = [(max(inside) if waits else made_at(template, i), i) for i, waits in zip(weights, whole, strict=True)]
+        if not any(whole):
+            return sorted(found, key=lambda one: one[0])
+        groups = sorted((t for t in self._modules.tensors[run.module] if t.trains), key=lambda t: not t.decays)
+        places = {f"{t.name}.grad": place for place, t in enumerate(groups) if t.name.startswith(leaf)}
+        return sorted(found, key=lambda one: (one[0], places.get(template.names[one[1]], -1)))
 
     def _never_done(self, turns: list[Turn], ended: int) -> list[Turn]:
         """Modules that ran forward once more without a graph, after `ended`, have forgotten which gradients they wait for
@@ -239,9 +249,13 @@ class Zero3(Partitions):
             then = self.norm_in_backward(step, parts, now, more_bytes=self.element_bytes)
         elif self.offloads:
             then = max(parts) * self.element_bytes
+        reduction = Reduction(size, then, gone + (self._taken[1] if self._taken[0] == now else 0))
         before = self._reductions.get(now)  # in the same operation, one after the other
-        if before is None or before.joined_bytes + before.parts_bytes < size + then:
-            self._reductions[now] = Reduction(size, then, gone)
+        if before is None or before.beyond < reduction.beyond:
+            self._reductions[now] = reduction
+        for elements, _ in self._filled:
+            if not self._in_bucket(elements) and self._taken[0] == now:
+                self._taken = now, self._taken[1] + elements * self.gradient_bytes
         self._filled.clear()
 
     def end_backward(self, step: Step) -> None:

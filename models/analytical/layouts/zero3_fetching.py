@@ -106,8 +106,8 @@ class Coordinator:
             mine = [t for t in turn.tensors if not (turn.stays and t in self.unread)]
             missing = [t for t in mine if t not in self.available and t not in self.gathers]
             self._gather(missing, turn.begins)
-            for tensor in mine:
-                self._wait(tensor, turn.begins, meanwhile=bool(missing))
+            for tensor in reversed(mine):  # by their addresses (a set's order): of two gathers this keeps both buffers
+                self._wait(tensor, turn.begins)
             if self.order.known is not None and turn.enters:
                 self._fetch_ahead(mine, turn.begins)
             self.order.at += turn.enters
@@ -200,9 +200,8 @@ class Coordinator:
             return 0
         return -(-tensor.numel // self.ranks) * self.ranks * tensor.gathered_bytes
 
-    def _wait(self, tensor: StoredTensor, now: int, *, meanwhile: bool) -> None:
-        """The tensor is there, and with it all gathered with it; their flat buffer goes with the last to be used, after
-        what is gathered for the turn itself (`meanwhile`)."""
+    def _wait(self, tensor: StoredTensor, now: int) -> None:
+        """The tensor is there, and with it all gathered with it; their flat buffer goes with the last to be used."""
         gather = self.gathers.pop(tensor, None)
         if gather is None:
             return
@@ -216,7 +215,7 @@ class Coordinator:
             self._hold_output(gather, now)
             if gather.born == now:
                 self._fetched.free(sum(gather.coalesced_bytes))
-            elif gather.arrived == now or meanwhile:
+            else:
                 self._fetched.free_older(sum(gather.coalesced_bytes))
 
     def _hold_output(self, gather: Gather, ends: int) -> None:

@@ -24,8 +24,8 @@ class Fetched:
         self._bytes -= num_bytes
 
     def free_older(self, num_bytes: int) -> None:
-        """What was there before this instant is gone."""
-        self._most_bytes += num_bytes
+        """What was there before this instant is gone, after what has been fetched so far."""
+        self._most_bytes += num_bytes if self._most_bytes else 0
 
     def more_than(self, operation_bytes: int) -> int:
         """Bytes by which this was more, at the most, than what is left of it and what the operation allocates then."""
@@ -40,6 +40,11 @@ class Reduction:
     joined_bytes: int
     parts_bytes: int
     gone_bytes: int
+
+    @property
+    def beyond(self) -> int:
+        """Bytes beyond what was there while the operation ran, negative where less is left."""
+        return self.joined_bytes + self.parts_bytes - self.gone_bytes
 
     def num_bytes(self) -> tuple[int, int]:
         """Beyond what was there while the operation ran: of the copy, and of the rest."""

@@ -96,3 +96,14 @@ def test_a_gradient_larger_than_the_bucket_is_cloned_for_an_optimizer_on_the_hos
     clones = [int(size) for name, size in zip(steady.names, steady.num_bytes, strict=True) if name == "gradient.clone"]
     assert len(clones) == 2  # the table's and the head's
     assert max(clones) <= 1024 * 256 * 2
+
+
+def test_what_is_freed_before_anything_is_fetched_adds_nothing():
+    fetched = Fetched(3)
+    fetched.free_older(50)
+    assert fetched.more_than(0) == 0
+
+
+def test_of_two_reductions_in_an_operation_the_one_with_more_left_beside_it_counts():
+    """A leaf's second finds the gradients gone that the first has sent."""
+    assert Reduction(100, 0, 10).beyond > Reduction(120, 0, 80).beyond
