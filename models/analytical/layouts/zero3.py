@@ -280,6 +280,7 @@ class Zero3(Partitions):
         small = ((t.name, t.module, t.numel * t.gathered_bytes) for t in self.tensors if self.persists(t))
         if self.ranks > 1:
             step.hold_all(small, Category.PARAMETERS, step.now)
-        if self.offloads_parameters:  # to the GPU their own parts come first
+        if self.offloads_parameters:  # to the GPU their own parts come first, and go when all are gathered
             parts = ((t.name, t.module, self.partition([t]) * t.element_bytes) for t in self.tensors if self.persists(t))
-            step.hold_all(parts, Category.PARAMETERS, step.now)
+            step.hold_all(parts, Category.PARAMETERS, step.now, step.now + 1)
+            step.moment("gather small tensors", Phase.OPTIMIZER_STEP)
