@@ -150,18 +150,11 @@ def _import_torchtitan() -> None:
     from peakcast.collectors.frameworks import torchtitan_experts
     from peakcast.collectors.tracing import triton_stub
 
-    _import_compiler()
+    for torchs_own in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
+        importlib.import_module(torchs_own)  # these look for Triton as well, and must not find the stub
     missing = importlib.util.find_spec("triton") is None
     with triton_stub.while_importing("triton") if missing else contextlib.nullcontext():
         torchtitan_experts.modules()
-
-
-def _import_compiler() -> None:
-    """Modules of torch that look for Triton as well, and must not find a stub."""
-    import importlib
-
-    for name in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
-        importlib.import_module(name)
 
 
 def trace_on_cpu(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
