@@ -95,8 +95,8 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     )
     summed = pairs * width * FP32 if context.autocast else wide  # sum is on autocast's fp32 list
     # backward lays the expanded gradient out: as a task of its own, so before a checkpoint runs forward again, or under
-    # autocast where it is put back (traced: gpt-oss)
-    at_once = bool(context.autocast)
+    # autocast (traced: gpt-oss) and in frozen experts (traced: GraniteMoE, OLMoE, Qwen3-MoE) where it is put back
+    at_once = bool(context.autocast) or not context.trainable
     restored = tape.operation(
         "mlp.experts.restore", [weighted, order], wide, saves=[order], backward_temporary_bytes=wide if at_once else 0
     )
