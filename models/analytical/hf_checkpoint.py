@@ -37,8 +37,9 @@ def recompute(
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, timeline.now, module)
     # non-reentrant, backward begins, and the forward is run again as soon as something is asked for that was kept
     late = template.asks_late_bytes if run.stops_early else 0
-    for size in (0 if gradient_held else hidden, max(narrowed, late), template.beside_bytes):
-        timeline.hold("gradient", Category.TEMPORARIES, size, start, recomputed, module)
+    begun = max(narrowed, late), template.beside_bytes  # after what hooks of the layer's backward do
+    for size, since in ((0 if gradient_held else hidden, start), *((one, run.forward_start) for one in begun)):
+        timeline.hold("gradient", Category.TEMPORARIES, size, since, recomputed, module)
     if job.activation_checkpointing.use_reentrant:  # CheckpointFunction.backward keeps its recomputed outputs
         timeline.hold("recomputed_output", Category.ACTIVATIONS, hidden, recomputed, timeline.now, module)
         if not gradient_held:  # ... and its arguments, so that a second gradient makes a new tensor

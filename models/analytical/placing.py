@@ -34,10 +34,27 @@ class Run:
     """Of that recomputation: what is cached is there already."""
     stops_early: bool = False
     """Of that recomputation: it ends when all is there that autograd keeps (non-reentrant checkpointing)."""
-    gradients_die: int | None = None
-    """The instant at which somebody takes its parameter gradients away; None: they stay as `.grad`."""
-    gradients_reusable: int | None = None
-    """The instant from which their blocks are free, where that is later."""
+    gradients_die: int | Ints | None = None
+    """The instant at which somebody takes its parameter gradients away, or that of each; None: they stay as `.grad`."""
+    gradients_reusable: int | Ints | None = None
+    """The instant from which their blocks are free, or that of each, where that is later."""
+
+    def take_gradients(self, instant: int, operation: str = "") -> None:
+        """Somebody takes its parameter gradients away: those of one operation, or all."""
+        self.gradients_die = self._with(self.gradients_die, FOREVER, instant, operation)
+
+    def reuse_gradients(self, instant: int, operation: str = "") -> None:
+        """Their blocks are free: those of one operation, or all."""
+        self.gradients_reusable = self._with(self.gradients_reusable, 0, instant, operation)
+
+    def _with(self, instants: int | Ints | None, otherwise: int, instant: int, operation: str) -> int | Ints:
+        if not operation:
+            return instant
+        columns = self.template.gradient_columns
+        if not isinstance(instants, np.ndarray):
+            instants = np.full(len(columns), instants or otherwise, dtype=np.int64)
+        instants[[self.template.names[column].startswith(f"{operation}.") for column in columns]] = instant
+        return instants
 
 
 @dataclass(frozen=True, slots=True)

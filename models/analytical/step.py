@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -46,6 +47,10 @@ class Hooks:
     def before_forward(self, step: Step, module: str) -> None:
         """Before the block's first instant of forward."""
 
+    def while_forward(self, step: Step, run: Run) -> None:
+        """Once its instants of forward are there, also where it runs again in backward: what happens at some of them
+        (`Step.within`)."""
+
     def after_forward(self, step: Step, module: str) -> None:
         """After its last instant of forward."""
 
@@ -56,7 +61,7 @@ class Hooks:
         """After its backward; may set `run.gradients_die`, also later."""
 
 
-_MOMENTS = ("before_forward", "after_forward", "before_backward", "after_backward")
+_MOMENTS = ("before_forward", "while_forward", "after_forward", "before_backward", "after_backward")
 
 
 @dataclass
@@ -84,6 +89,8 @@ class Step:
     _let_go: dict[int, tuple[str, Category, int, int, str, int, int]] = field(default_factory=dict)
     """Of `_allocated`, and the instant since when it is gone: what a stream still uses."""
     _next_handle: int = 0
+    _within: int | None = None
+    """The instant of a block that is looked at again (`within`)."""
     _handed_on: int | None = None
     """The instant from which hooks have run since the last block: what it hands to the next one lives on meanwhile."""
 
@@ -93,10 +100,23 @@ class Step:
     @property
     def now(self) -> int:
         """The instant that comes next."""
-        return len(self.phases)
+        return len(self.phases) if self._within is None else self._within
+
+    @contextmanager
+    def within(self, instant: int) -> Iterator[None]:
+        """Meanwhile `now` is an instant of a block that has been run: the operation at that instant is about to run. What
+        is made and gone again before it does is not seen: it is less than what the operation makes itself, or than what
+        the one before has let go of."""
+        self._within = instant
+        try:
+            yield
+        finally:
+            self._within = None
 
     def moment(self, label: str, phase: Phase) -> int:
         """Reserve one instant; returns it."""
+        if self._within is not None:
+            return self._within
         self.phases.append(int(phase))
         self.labels.append(label)
         return len(self.phases) - 1
@@ -112,6 +132,8 @@ class Step:
         self.labels += template.forward_labels
         run = Run(template, module, start, None, keeps_gradients)
         self._runs.append(run)
+        if self._watched:
+            self.hooks.while_forward(self, run)
         if self._watched and phase != Phase.BACKWARD:
             ended = self.now
             self.hooks.after_forward(self, module)
@@ -214,7 +236,7 @@ class Step:
     ) -> None:
         """One tensor alive from `born` until before `dies`; its bytes are rounded as the allocator does. `reusable`: from
         when on its block is free, where that is later."""
-        if num_bytes > 0:
+        if num_bytes > 0 and born < dies:
             self._single.extend((number_of(name), number_of(module), category, num_bytes, born, dies, stream, reusable))
 
     def _gather(self) -> list[Columns]:

@@ -149,6 +149,8 @@ class Unit:
     """Its gradients wait for the end of backward: nothing that enters it has a gradient."""
     fetched_in_vain: bool = False
     """The unit after it fetches it ahead in backward, which never comes to it: what it makes has no gradient."""
+    operation: str = ""
+    """The one operation of a block that its tensors are for, and are gathered for alone; "": the whole block."""
     hook: str = ""
     """The operation whose backward waits for it to be gathered, and lets the next be fetched; "": the block's first."""
     sent: list[int] = field(default_factory=list)
@@ -191,9 +193,11 @@ class ShardedLayout(Layout):
         self._fetched_for: set[Unit] = set()
         """Units that have fetched the next in this backward; both ends of an encoder-decoder are one, and do so once."""
         self._of_module: dict[str, list[Unit]] = {}
+        self._of_operations: dict[str, list[Unit]] = {}
+        """Units of one operation, by module."""
         for unit in self.units:
             for module in unit.modules:
-                self._of_module.setdefault(module, []).append(unit)
+                (self._of_operations if unit.operation else self._of_module).setdefault(module, []).append(unit)
 
     def by_module(self) -> list[Unit]:
         """The units in the order of the modules that have them (`_state_ctx.all_states`): what has the table is first."""
@@ -307,7 +311,7 @@ class ShardedLayout(Layout):
     def take_gradients(self, step: Step, unit: Unit) -> None:
         """The full gradients of the unit's runs are gone from the next instant on."""
         for run in unit.runs:
-            run.gradients_die = step.now
+            run.take_gradients(step.now, unit.operation)
         unit.runs.clear()
 
     def gather(self, step: Step, unit: Unit, phase: Phase = Phase.BACKWARD) -> None:
@@ -358,7 +362,7 @@ def units_by_layer(
     layers: list[Unit] = []
     for index, (name, group) in enumerate(groups.items()):
         apart = [tensor for tensor in group if adapters_apart and tensor.name.endswith((".lora_A", ".lora_B"))]
-        layers += [Unit(f"{name}.{tensor.name}", (name,), (tensor,), hook=tensor.name) for tensor in apart]
+        layers += [Unit(f"{name}.{tensor.name}", (name,), (tensor,), operation=tensor.name) for tensor in apart]
         rest = [tensor for tensor in group if tensor not in apart]
         layers.append(Unit(name, (name,), tuple(rest), reduces_at_end=first_layer_without_gradient and index == 0))
     if not ends_apart:

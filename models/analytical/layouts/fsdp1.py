@@ -61,6 +61,8 @@ class FSDP1(ShardedLayout):
         (`_post_backward_reshard`)."""
         self._done: list[Unit] = []
         """Those whose backward is done."""
+        self._ran_before: dict[Unit, Unit | None] = {}
+        """Of a layer's adapters and of the layer, the unit whose forward ended before."""
         self.stays_after_forward = stays_after_forward
         """`ShardingStrategy.SHARD_GRAD_OP`."""
         self.shards = shards
@@ -198,7 +200,8 @@ class FSDP1(ShardedLayout):
         size = self._offsets(unit)[-1] * unit.tensors[0].gathered_bytes
         flat = step.allocate("flat_param.grad", Category.GRADIENTS, [size], unit.name, stream=UNSHARD)
         step.moment("cat", Phase.BACKWARD)
-        self._ahead.let_gradients_go(unit.runs)  # recorded on the stream where they are joined (input_buffer.cpp, `add`)
+        # recorded on the stream where they are joined (input_buffer.cpp, `add`)
+        self._ahead.let_gradients_go(unit.runs, unit.operation)
         self.take_gradients(step, unit)
         if unit.accumulated:
             step.free(flat)
@@ -254,7 +257,44 @@ class FSDP1(ShardedLayout):
         self._entered = module
         self._let_go(step, self._resharded_late)
 
+    def while_forward(self, step: Step, run: Run) -> None:
+        """An adapter's matrix is there for its own product only; so too when the layer runs again."""
+        labels = run.template.forward_labels
+        adapters = {labels.index(unit.operation): unit for unit in self._of_operations.get(run.module, [])}
+        for at, unit in sorted(adapters.items()):
+            with step.within(run.forward_start + at):
+                if not unit.gathered:
+                    self.gather(step, unit, Phase.FORWARD)
+            with step.within(run.forward_start + at + 1):
+                if not self.stays_after_forward:
+                    self.let_go(step, unit, Phase.FORWARD)
+        if adapters:
+            self._note_order(run.module, [unit for _, unit in sorted(adapters.items())])
+
+    def _note_order(self, module: str, ran: Sequence[Unit]) -> None:
+        """Backward comes to units the other way round than their forward ended (`record_post_forward`)."""
+        before = super().unit_before(self._of_operations[module][0])
+        for unit in (*ran, *self._of_module[module]):
+            self._ran_before[unit], before = before, unit
+
+    def unit_before(self, unit: Unit) -> Unit | None:
+        return self._ran_before[unit] if unit in self._ran_before else super().unit_before(unit)
+
+    def _while_backward(self, step: Step, run: Run) -> None:
+        begins, labels = run.backward_start or 0, run.template.in_backward
+        adapters = {labels[unit.operation]: unit for unit in self._of_operations.get(run.module, [])}
+        for at, unit in sorted(adapters.items()):
+            with step.within(begins + at):
+                if not unit.gathered:
+                    self.gather(step, unit)
+                if self.prefetches and (following := self.unit_before(unit)):
+                    self.prefetch(step, following)
+            with step.within(begins + at + 1):
+                unit.runs.append(run)
+                self.finish(step, unit)
+
     def after_backward(self, step: Step, run: Run) -> None:
+        self._while_backward(step, run)
         super().after_backward(step, run)
         units = self._of_module.get(run.module, [])
         if self.keeps_inputs and any(not (unit.trained or unit.stays_after_forward) for unit in units):

@@ -24,13 +24,13 @@ class _Waiting:
     """What waits for one event of the stream that computes."""
 
     handles: list[int] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-    """Those of whose parameters the gradients wait."""
+    gradients: list[tuple[Run, str]] = field(default_factory=list)
+    """Runs of whose parameters the gradients wait: those of one operation, or ("") all."""
 
     def end(self, step: Step) -> None:
         step.reuse(self.handles)
-        for run in self.runs:
-            run.gradients_reusable = step.now
+        for run, operation in self.gradients:
+            run.reuse_gradients(step.now, operation)
 
 
 class RunAhead:
@@ -46,9 +46,9 @@ class RunAhead:
         """Tensors are gone from the next instant on, their blocks free with the next event. Empties the list."""
         self._since.handles += step.let_go(handles)
 
-    def let_gradients_go(self, runs: list[Run]) -> None:
-        """The same of the gradients of the runs' parameters, which die as the runs say."""
-        self._since.runs += runs
+    def let_gradients_go(self, runs: list[Run], operation: str) -> None:
+        """The same of the gradients of the runs' parameters, of one operation or ("") all, which die as the runs say."""
+        self._since.gradients += [(run, operation) for run in runs]
 
     def record(self) -> None:
         """An event behind all that the CPU has sent so far (`_FreeEventQueue.enqueue`)."""

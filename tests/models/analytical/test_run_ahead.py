@@ -102,6 +102,19 @@ def test_frozen_layers_wait_in_backward_too(job, version, checkpointing, expecte
     assert layers_gathered(timeline, Phase.BACKWARD) == expected
 
 
+@pytest.mark.parametrize("checkpointing", [ActivationCheckpointing(), ActivationCheckpointing(mode="full"), REENTRANT])
+def test_an_adapter_is_gathered_for_its_own_product_only(job, checkpointing):
+    adapters = Finetuning(method="lora", rank=64, targets=("q_proj", "v_proj"))
+    timeline = deep(job, finetuning=adapters, activation_checkpointing=checkpointing)
+    gathered = {
+        (module, tuple(timeline.labels[born:dies]))
+        for name, module, born, dies in zip(timeline.names, timeline.modules, timeline.born, timeline.dies, strict=True)
+        if name == "flat_param.gathered" and ".lora_" in module
+    }
+    adapted = [f"self_attn.{name}.{part}" for name in ("q_proj", "v_proj") for part in ("lora_A", "lora_B")]
+    assert gathered == {(f"layers.{layer}.{name}", (name,)) for layer in range(LAYERS) for name in adapted}
+
+
 def test_nothing_waits_when_a_step_ends(job):
     for accumulated in (1, 2):
         timeline = deep(job, gradient_accumulation_steps=accumulated)
