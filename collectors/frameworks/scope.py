@@ -91,6 +91,11 @@ SINGLE_GPU: dict[str, Rule] = {
         lambda j: j.offload,
         "activations offloaded, or parameters and optimizer together with sharding: fsdp2, or nothing",
     ),
+    "framework_options.checkpoints_around_units": (
+        lambda j: j.offload.activations and bool(conventions(j).get("checkpoints_around_units")),
+        lambda j: True,
+        "false, or without offload.activations",
+    ),
     "activation_checkpointing.modules": (
         lambda j: bool(j.activation_checkpointing.modules),
         lambda j: j.activation_checkpointing.modules,

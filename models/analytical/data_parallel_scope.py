@@ -33,7 +33,6 @@ def data_parallel_reason(job: TrainingJob) -> str:
             )
     if layout.sharding != "fsdp1":
         return ""
-    liger = bool(chosen.get("liger_kernels")) or job.loss.fused_linear_cross_entropy
     gathered = gathered_dtype(job)
     checks = [
         (
@@ -47,18 +46,14 @@ def data_parallel_reason(job: TrainingJob) -> str:
             "when they are called is not the same when it runs again; use mode=full, or fsdp2.",
         ),
         (
-            adapts and chosen.get("fsdp1_backward_prefetch") == "BACKWARD_POST",
-            "fsdp1_backward_prefetch=BACKWARD_POST is modelled where all weights train: an adapter, a unit by itself, has "
-            "the layer below fetched before its own layer is done; use BACKWARD_PRE.",
-        ),
-        (
             not chosen.get("fsdp_reshard_after_forward", True) and bool(chosen.get("fsdp1_use_orig_params")),
             "FSDP1 that keeps weights gathered after forward (fsdp_reshard_after_forward=false) is modelled with "
             "fsdp1_use_orig_params=false; with true torch 2.13 cannot be traced.",
         ),
         (
-            liger and adapts and gathered != job.precision.parameters,
-            "Liger's kernels with adapters in FSDP1's mixed precision are not modelled: a trace needs up to 4 % more.",
+            bool(chosen.get("checkpoints_around_units")) and job.offload.activations,
+            "activations cannot be offloaded where a model checkpoints FSDP1's units itself (checkpoints_around_units; "
+            "transformers < 4.53): its layers do that, which are told by gradient_checkpointing_enable(offload=True).",
         ),
     ]
     return next((sentence for fails, sentence in checks if fails), "")

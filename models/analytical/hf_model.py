@@ -13,7 +13,7 @@ from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.attention_kernels import flex_block_mask_bytes
 from peakcast.models.analytical.blocks.hf_builder import CAST
 from peakcast.models.analytical.blocks.hf_context import HFContext
-from peakcast.models.analytical.blocks.hf_ends import embedding_variables
+from peakcast.models.analytical.blocks.hf_ends import embedding_variables, hands_on_itself
 from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers, kinds_of_masks, traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.step import FOREVER, Run, Step
@@ -61,7 +61,7 @@ def hold_embeddings(
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
     if is_input:
-        if offloads and checkpointed and not (layers[0].trainable or layers[0].neftune):
+        if offloads and checkpointed and not layers[0].trainable and hands_on_itself(layers[0]):
             return  # a leaf (`hold_leaf`)
         if not offloads and (checkpointed or layer_template(layers[0]).keeps_input):
             return  # the checkpoint or the graph holds it anyway
@@ -75,7 +75,7 @@ def hold_embeddings(
 def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
     """What the embedding has made, until backward has ended now, where peft's `enable_input_require_grads` makes it a leaf:
     its node holds it when the checkpoint's copy is on the host."""
-    if embedding_variables(first)[0] and not (first.trainable or first.neftune):
+    if not first.trainable and hands_on_itself(first):
         born = embedded.forward_start + embedded.template.num_forward + layer_template(first).num_forward
         timeline.hold("embedding.output", Category.ACTIVATIONS, first.input_bytes, born, timeline.now, "embedding")
 

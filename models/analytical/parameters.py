@@ -109,7 +109,7 @@ def head_parameters(architecture: Architecture, *, scores: bool = False) -> tupl
     width = architecture.hidden_size
     tensors: list[ParameterTensor] = []
     if architecture.kind == "encoder":
-        tensors.extend(linear("lm_head.dense", width, width, "lm_head", None, bias=True))
+        tensors.extend(linear("lm_head.dense", width, width, "mlp", None, bias=True))
     if architecture.kind == "encoder_decoder":
         tensors.extend(t5_head(architecture))
     tensors.extend(norm(architecture, "norm", width))

@@ -144,6 +144,12 @@ class Template:
         return made
 
     @cached_property
+    def handed_in_until(self) -> int:
+        """The backward instant from which the gradient that the block after it hands in is used up, or added to."""
+        used_up = int(self.dies[self.names.index(HANDED_IN)]) if HANDED_IN in self.names else self.num_backward
+        return min(self.added_to_handed_in, used_up)
+
+    @cached_property
     def handed_in_bytes(self) -> int:
         """Bytes of the gradient that the block after it hands in; 0 where there is none."""
         return int(self.num_bytes[self.names.index(HANDED_IN)]) if HANDED_IN in self.names else 0

@@ -72,10 +72,7 @@ def embedding(context: HFContext) -> Template:
         hidden = leave_rows(tape, hidden, group, "embed_tokens")
     learned = architecture.position_embedding == "learned"
     scaled = traits(architecture).scaled_embedding
-    scaled_later = scaled and not traits(architecture).embedding_scales_itself
-    changed = learned or scaled_later or context.neftune  # NEFTune's hook comes after peft's
-    is_input = not (changed or architecture.embedding_norm or architecture.embedding_dropout)
-    if context.input_requires_grad and not trains and not is_input:
+    if context.input_requires_grad and not trains and not hands_on_itself(context):
         hidden.requires_grad = True  # enable_input_require_grads(): a leaf, which its own node keeps
         tape.keep(hidden)
     if context.neftune:  # transformers integrations/neftune.py: output + torch.zeros_like(output).uniform_(...)
@@ -120,6 +117,15 @@ def tied_in_graph(context: HFContext) -> bool:
     return tied and whole and context.compiled.issuperset(("ends", "loss"))
 
 
+def hands_on_itself(context: HFContext) -> bool:
+    """Whether the first layer's input is what the embedding's module returns, and nothing made of that."""
+    architecture = context.architecture
+    scaled_later = traits(architecture).scaled_embedding and not traits(architecture).embedding_scales_itself
+    learned = architecture.position_embedding == "learned"
+    changed = learned or scaled_later or context.neftune  # NEFTune's hook comes after peft's
+    return not (changed or architecture.embedding_norm or architecture.embedding_dropout)
+
+
 def embedding_variables(context: HFContext) -> tuple[bool, list[int]]:
     """What the model's forward still holds by name while its layers run: whether that is the first layer's input itself,
     and the bytes of each."""
@@ -152,7 +158,7 @@ def head(context: HFContext) -> Template:
     hidden = tape.input(context.stream_rows * width * context.stream_bytes)
     sequence_output = hidden
     if architecture.kind == "encoder":  # the masked-token head's own projection
-        hidden = build.linear(hidden, width, width, "lm_head.dense", True, context.trainable, context.weight_bytes)
+        hidden = build.projection(hidden, width, width, "lm_head.dense", True)
         hidden = ops.unary(tape, hidden, "lm_head.act")
     final = build.norm(hidden, width, "final_norm", context.stream_rows)
     tape.hold(hidden)  # the model's variable, while its last norm runs

@@ -50,7 +50,11 @@ def _sublayer(
     architecture, width = build.context.architecture, build.context.architecture.hidden_size
     placement = architecture.norm_placement
     if traits(architecture).norm_after_residual:
-        return build.norm(ops.add(build.tape, body(build, x), x, "residual_add"), width, norm_after)
+        y = body(build, x)
+        output = build.norm(ops.add(build.tape, y, x, "residual_add"), width, norm_after)
+        for variable in (x, y):  # of the module that has the norm
+            build.tape.hold(variable)
+        return output
     body_input = build.norm(x, width, norm_before, build.context.stream_rows) if placement != "post" else x
     y = body(build, body_input)
     family = traits(architecture)
@@ -59,9 +63,9 @@ def _sublayer(
     build.variables.extend([y] * family.keeps_sublayer_outputs + [body_input] * family.keeps_sublayer_inputs)
     if placement != "pre":
         y = build.norm(y, width, norm_after, build.context.stream_rows)
-    if family.scaled_residual:
-        y = ops.scale(build.tape, y, "residual_multiplier")
-    output = ops.add(build.tape, x, y, "residual_add")
+    added = ops.scale(build.tape, y, "residual_multiplier") if family.scaled_residual else y
+    output = ops.add(build.tape, x, added, "residual_add")
+    build.tape.hold(y)  # assigned when they are added
     if family.keeps_sublayer_outputs:  # and so assigns the variable of the sub-layer's input when they are added
         build.tape.hold(body_input)
     return output
@@ -117,6 +121,8 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
         product = ops.multiply(tape, activated, up, "mlp.product")
     else:
         product = activation(build, build.columns(x, width, inner, f"mlp.{names.up}", bias))
+    if traits(architecture).norm_after_residual:
+        build.variables.append(product)  # the norm is in the module that it is handed to (`BertOutput`)
     output = build.rows_summed(product, inner, width, f"mlp.{names.down}", bias)
     if architecture.fused_gate_up:
         tape.hold(gate)  # a variable of the feed-forward

@@ -238,7 +238,7 @@ def test_autocast_caches_copies_of_matrices_and_of_no_experts():
 
 
 def test_autocast_keeps_its_copies_also_where_what_autograd_keeps_goes_to_the_host():
-    of_layer, head = 2 * (4 * 256 * 256 + 3 * 256 * 512), 2 * 1024 * 256
+    of_layer = 2 * (4 * 256 * 256 + 3 * 256 * 512)
     offloaded = autocast_copies(TINY, offload=Offload(activations=True))
-    assert offloaded == {"layers.0": of_layer, "layers.1": of_layer, "head": head}
+    assert offloaded == {"layers.0": of_layer, "layers.1": of_layer}  # with the head the forward ends
     assert autocast_copies(TINY) == {}  # the graph owns them

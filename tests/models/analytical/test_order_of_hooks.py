@@ -95,8 +95,13 @@ def test_the_flat_gradient_of_a_partition_within_one_tensor_is_a_view() -> None:
     ("said", "named"),
     [
         (
-            {"parallelism": FSDP1, "finetuning": LORA, "framework_options": {"fsdp1_backward_prefetch": "BACKWARD_POST"}},
-            "BACKWARD_POST",
+            {
+                "parallelism": FSDP1,
+                "offload": {"activations": True},
+                "activation_checkpointing": {"mode": "full"},
+                "framework_options": {"checkpoints_around_units": True},
+            },
+            "offload=True",
         ),
         (
             {
