@@ -14,6 +14,10 @@ REFUSED = {
         "compile": True, "framework_options": {"compiled_regions": "layers"}, "parallelism.data_parallel_size": 2,
     },
     "offload": {"offload.optimizer": True},
+    "framework_options.checkpoints_around_units": {
+        "offload.activations": True,
+        "framework_options": {"checkpoints_around_units": True},
+    },
     "activation_checkpointing.modules": {"activation_checkpointing": {"mode": "selective", "modules": ["mlp"]}},
     "activation_checkpointing.num_layers": {"activation_checkpointing": {"mode": "full", "num_layers": 2}},
     "precision.main_parameters": {"precision.main_parameters": "float32"},
