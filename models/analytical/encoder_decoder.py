@@ -125,12 +125,12 @@ def encoder_decoder_micro_batch(
     loss = timeline.run_forward(head(target), "head", keeps_gradients=keeps_gradients)
     if context.autocast:
         hold_cast_weights(timeline, (*encoder.forward, *decoder.forward), owned=not decoder.checkpointed)
-    decoded = _decoder_returns(loss)
+    decoded, returned = _decoder_returns(loss), timeline.now
     _hold_embeddings(timeline, target, targets, decoded, leaf)
 
     timeline.run_backward(loss)
     decoder.run_backward(keeps_gradients)
-    forgotten = _hold_encoder_states(timeline, context, decoder, born=encoded - 1, returned=_forward_ends(loss))
+    forgotten = _hold_encoder_states(timeline, context, decoder, born=encoded - 1, returned=returned)
     _hold_positions(timeline, decoder, target, decoded)
     timeline.run_backward(targets)
     timeline.hold("decoder_input_ids", Category.INPUTS, target.rows * INT64, shifted, timeline.now, "embedding")

@@ -73,8 +73,10 @@ def huggingface_ledger(
     if alone and job.gradient_accumulation_steps == 1 and job.task != "inference":
         return _on_one_gpu(job, device, step).timeline()
     context = block_context(job, device is not None, rank or 0)
-    logits = logits_bytes_kept_by_outputs(target_context(context, job), widened=False)
-    layout = layout_of(job, stored_parameters(job), logits, rank)
+    returned = [logits_bytes_kept_by_outputs(target_context(context, job), widened=False)]
+    if job.architecture.kind == "encoder_decoder":
+        returned.append(context.input_bytes)  # the encoder's states
+    layout = layout_of(job, stored_parameters(job), returned, rank)
     if job.task == "inference":
         from peakcast.models.analytical.inference import inference_ledger
 
@@ -110,7 +112,7 @@ def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
 
 def _optimizer_on_one_gpu(timeline: Step, job: TrainingJob, step: str) -> None:
     if optimizer_rule(job).updates_in_backward:
-        place_optimizer_step(timeline, job, layout_of(job, stored_parameters(job), 0), step)
+        place_optimizer_step(timeline, job, layout_of(job, stored_parameters(job)), step)
     else:
         timeline.run_again(_optimizer_stepped(_updated_job(job), step))
         timeline.gradients_die = timeline.now - 1  # `zero_grad` comes last
@@ -166,7 +168,7 @@ def _updated_job(job: TrainingJob) -> TrainingJob:
 def _resident(job: TrainingJob) -> Recording:
     """What one GPU that holds everything has before the step, recorded."""
     step = Step()
-    layout_of(job, stored_parameters(job), 0).hold_resident(step)
+    layout_of(job, stored_parameters(job)).hold_resident(step)
     hold_reference(step, job)
     return step.record()
 
@@ -184,13 +186,13 @@ def _optimizer_stepped(job: TrainingJob, step: str) -> Recording:
     """The optimizer's step on one GPU that holds everything, recorded."""
     recorded = Step()
     recorded.moment("before", Phase.BACKWARD)
-    place_optimizer_step(recorded, job, layout_of(job, stored_parameters(job), 0), step)
+    place_optimizer_step(recorded, job, layout_of(job, stored_parameters(job)), step)
     return recorded.record()
 
 
 def paged_state_bytes(job: TrainingJob) -> int:
     """Bytes of optimizer states that this rank keeps in managed memory, outside PyTorch's allocator (bitsandbytes)."""
-    rule, options, layout = optimizer_rule(job), optimizer_options(job, "steady"), layout_of(job, stored_parameters(job), 0)
+    rule, options, layout = optimizer_rule(job), optimizer_options(job, "steady"), layout_of(job, stored_parameters(job))
     return sum(rule.paged(tensor, options) for tensor in layout.optimized())
 
 
@@ -200,7 +202,7 @@ def zero_host_memory(job: TrainingJob) -> HostMemory:
     from peakcast.models.analytical.layouts.zero12 import Zero12
     from peakcast.models.analytical.layouts.zero_host import host_memory
 
-    layout = layout_of(job, stored_parameters(job), 0)
+    layout = layout_of(job, stored_parameters(job))
     assert isinstance(layout, Zero12 | Zero3)
     return host_memory(layout, accumulates=job.gradient_accumulation_steps > 1)
 

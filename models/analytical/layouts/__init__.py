@@ -23,9 +23,11 @@ LEAVES = ("mixtral", "qwen2_moe", "qwen3_moe")
 `runtime/zero/leaf_module_config.py` DEFAULT_LEAF_MODULE_CLASSES)."""
 
 
-def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: int = 0, rank: int | None = None) -> Layout:
-    """The layout of `job` for the network's `tensors`, on rank 0: no rank holds more. `logits_bytes`: of the model's
-    outputs, which DDP may copy."""
+def layout_of(
+    job: TrainingJob, tensors: Sequence[StoredTensor], outputs: Sequence[int] = (), rank: int | None = None
+) -> Layout:
+    """The layout of `job` for the network's `tensors`, on rank 0: no rank holds more. `outputs`: bytes of the
+    tensors that the model returns, its logits first, which DDP may copy."""
     parallelism = job.parallelism
     ranks = parallelism.num_replicas
     if parallelism.zero_stage and job.task == "train":  # DeepSpeed's engine has its buckets and main copies on one rank too
@@ -87,7 +89,7 @@ def layout_of(job: TrainingJob, tensors: Sequence[StoredTensor], logits_bytes: i
         views=bool(chosen["ddp_gradient_as_bucket_view"]),
         waits=waits,
         split=parallelism.tensor_parallel_size > 1,
-        logits_bytes=logits_bytes if finds_unused else 0,
+        outputs=outputs if finds_unused else (),
     )
 
 

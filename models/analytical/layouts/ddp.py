@@ -30,15 +30,16 @@ class DDP(Layout):
         views: bool,
         waits: bool = False,
         split: bool = False,
-        logits_bytes: int = 0,
+        outputs: Sequence[int] = (),
     ) -> None:
         super().__init__(tensors)
         self.bucket_bytes = bucket_bytes
         self.views = views
         self.waits = waits
         self.split = split
-        self.logits_bytes = logits_bytes
-        """Bytes of the model's outputs where they are cloned: `_DDPSink`, with `find_unused_parameters`."""
+        self.outputs = tuple(outputs)
+        """Bytes of the tensors that the model returns, its logits first, where they are cloned: `_DDPSink`, with
+        `find_unused_parameters`."""
         self._waiting: dict[str, list[Run]] = {}
         """By module, backward runs whose gradients have not been reduced."""
         self._late: list[Run] = []
@@ -68,10 +69,12 @@ class DDP(Layout):
         self._last = not any(later.chunk == turns[0].chunk for later in turns[1:])
 
     def after_forward(self, step: Step, module: str) -> None:
-        if module == "head" and self.logits_bytes:
-            outputs = step.allocate("outputs.logits", Category.LOGITS, [self.logits_bytes] * 2, module)
+        if module == "head" and self.outputs and step.phases[-1] == Phase.LOSS:  # not where an encoder ends
+            logits, *others = self.outputs
+            cloned = step.allocate("outputs.logits", Category.LOGITS, [logits, logits], module)
+            cloned += step.allocate("outputs", Category.ACTIVATIONS, others, module)
             step.moment("ddp_sink.clone", Phase.LOSS)
-            step.free(outputs)
+            step.free(cloned)
 
     def after_backward(self, step: Step, run: Run) -> None:
         if self.split:
