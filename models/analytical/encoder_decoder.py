@@ -20,7 +20,7 @@ from peakcast.models.analytical.blocks.t5 import (
     position_bias_bytes,
     t5_layer,
 )
-from peakcast.models.analytical.hf_blocks import target_context
+from peakcast.models.analytical.hf_blocks import found_again, target_context
 from peakcast.models.analytical.hf_checkpoint import recompute
 from peakcast.models.analytical.hf_model import hold_cast_weights
 from peakcast.models.analytical.parameters_t5 import CROSS
@@ -157,7 +157,7 @@ def encoder_decoder_micro_batch(
 def _contexts(context: HFContext, job: TrainingJob, num_layers: int) -> list[HFContext]:
     """The contexts of a stack's layers. Adapters without checkpointing: nothing before the first one is kept."""
     checkpointed = job.activation_checkpointing.mode != "none"
-    layer = replace(context, checkpointed=checkpointed)
+    layer = replace(found_again(job, context), checkpointed=True) if checkpointed else context
     bare = job.finetuning.method != "full" and not checkpointed
     return [replace(layer, input_requires_grad=place > 0 or not bare) for place in range(num_layers)]
 

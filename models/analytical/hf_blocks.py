@@ -79,7 +79,7 @@ class Blocks:
         key = id(one), self.recomputed[index], input_held
         if key not in self._made:
             if self.recomputed[index]:
-                one = replace(one, cached_matmuls=_cached_matmuls(self.job))
+                one = replace(found_again(self.job, one), cached_matmuls=_cached_matmuls(self.job))
             if input_held or self.checkpointed[index]:
                 one = replace(one, checkpointed=True, reentrant=self.job.activation_checkpointing.use_reentrant)
             inside = self.recomputed[index] and not self.checkpointed[index]
@@ -161,7 +161,7 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
         finetuning=job.finetuning,
         adapter_bytes=int(DTYPE_BYTES[adapter]),
-        adapter_input_bytes=int(DTYPE_BYTES[adapter_dtype(job) if adapters_are_units(job) else adapter]),
+        adapter_input_bytes=_adapter_input_bytes(job),
         logits_upcast=str(convention.get("logits_upcast", "loss")),
         expert_ranks=expert_ranks(job),
         experts=str(convention.get("experts_implementation", "grouped_mm")),
@@ -185,10 +185,20 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
 def first_context(job: TrainingJob, context: HFContext) -> HFContext:
     """`context` as a training's first forward finds it: FSDP1's units without `use_orig_params` have views of what they are
     gathered to only when that has happened once, and till then those of what they were built from (torch 2.13
-    `_flat_param.py`, `_use_unsharded_views`). Layers that run again find the others then."""
-    layout, again = job.parallelism, job.activation_checkpointing.mode != "none"
+    `_flat_param.py`, `_use_unsharded_views`). Layers that run again find the others then (`found_again`)."""
+    layout = job.parallelism
     sharded = layout.sharding == "fsdp1" and layout.num_replicas > 1 and job.finetuning.method != "full"
-    return replace(context, adapter_input_bytes=int(DTYPE_BYTES[adapter_dtype(job)])) if sharded and not again else context
+    return replace(context, adapter_input_bytes=int(DTYPE_BYTES[adapter_dtype(job)])) if sharded else context
+
+
+def found_again(job: TrainingJob, context: HFContext) -> HFContext:
+    """`context` as any later forward finds it."""
+    return replace(context, adapter_input_bytes=_adapter_input_bytes(job))
+
+
+def _adapter_input_bytes(job: TrainingJob) -> int:
+    narrowed = mixes_precision(job) and not adapters_are_units(job)
+    return int(DTYPE_BYTES[gathered_dtype(job) if narrowed else adapter_dtype(job)])
 
 
 def target_context(context: HFContext, job: TrainingJob) -> HFContext:
