@@ -1,6 +1,6 @@
 """Grids: short YAML files that say which jobs to measure.
 
-    base: {sequence_length: 2048}                       # keys of a job file, for every cell
+    base: {sequence_length: 2048}                       # keys of a job file, for every cell; alone, one cell
     axes:                                               # the product of these lists; dotted keys reach inside
       architecture: [gpt2, {name: llama-3.1-8b, num_hidden_layers: 4}]
       activation_checkpointing.mode: [none, full]
@@ -83,6 +83,8 @@ def _cells(grid: Mapping[str, Any], outer: Mapping[str, Any]) -> list[dict[str, 
         if not isinstance(part, Mapping):
             raise CollectorError(f"grid.parts must hold grids, not {part!r}.", parameter="parts")
         cells += _cells(part, base)
+    if base and not any(grid.get(key) for key in ("axes", "include", "parts")):
+        cells = [base]
     excluded = [_flat(cell, "exclude") for cell in grid.get("exclude") or []]
     return [cell for cell in cells if not any(_matches(cell, pattern) for pattern in excluded)]
 

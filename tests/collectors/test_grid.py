@@ -36,6 +36,12 @@ def test_base_include_and_exclude():
     ]
 
 
+def test_a_base_alone_is_a_cell():
+    alone = {"base": {"architecture": "pythia-160m"}}
+    jobs = expand({"base": {"sequence_length": 256}, "parts": [{"include": [{"architecture": "gpt2"}]}, alone]})
+    assert [(j.architecture.name, j.sequence_length) for j in jobs] == [("gpt2", 256), ("pythia-160m", 256)]
+
+
 @pytest.mark.parametrize(
     ("grid", "error", "message"),
     [
