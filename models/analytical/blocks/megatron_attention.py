@@ -212,11 +212,11 @@ def _softmax(tape: Tape, scores: Tensor, mask: Tensor | None, context: MegatronC
         gradients=[(scores, scores.num_bytes)],
         backward_temporary_bytes=0 if widened else 2 * narrow,
     )
-    softmax = tape.operation("softmax", [scores], scores.num_bytes, saves_output=True)
-    if softmax.num_bytes == narrow:
-        return softmax
-    result = tape.operation("softmax.to_narrow", [softmax], narrow)
-    tape.hold(scores)
+    result = tape.operation("softmax", [scores], scores.num_bytes, saves_output=True)
+    if result.num_bytes != narrow:
+        result = tape.operation("softmax.to_narrow", [result], narrow)
+    for variable in (scores, *masks):
+        tape.hold(variable)
     return result
 
 

@@ -84,9 +84,8 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     if context.experts is not None:
         return routed_feed_forward(tape, x, context, context.experts)
     normalized = own_norm(tape, x, context, "pre_mlp_layernorm")
-    if context.recompute_feed_forward:  # its input is the residual where the projection contains the norm
-        both = context.transformer_engine
-        output = checkpointed(tape, normalized, "mlp", lambda part, held: _dense(part, held, context), read_elsewhere=both)
+    if context.recompute_feed_forward:
+        output = checkpointed(tape, normalized, "mlp", lambda part, held: _dense(part, held, context))
     else:
         output = _dense(tape, normalized, context)
     tape.hold(normalized)  # a variable of `_forward_mlp`

@@ -18,19 +18,14 @@ from peakcast.models.analytical.template import HANDED_IN, Template
 Bytes = npt.NDArray[np.int64]
 
 
-def checkpointed(
-    tape: Tape, x: Tensor, name: str, part: Callable[[Tape, Tensor], Tensor], *, read_elsewhere: bool = False
-) -> Tensor:
+def checkpointed(tape: Tape, x: Tensor, name: str, part: Callable[[Tape, Tensor], Tensor]) -> Tensor:
     """`part` of `x` as one operation that keeps `x` only. Weight gradients are among its temporaries: Megatron-LM adds each
-    to the persistent main gradient at once. `read_elsewhere`: the gradient of `x` is added to that of another reader, which
-    the tape does in the same instant, and autograd when the temporaries are gone."""
-    return checkpointed_together(tape, [x], name, part, added_bytes=x.num_bytes * read_elsewhere)
+    to the persistent main gradient at once."""
+    return checkpointed_together(tape, [x], name, part)
 
 
-def checkpointed_together(
-    tape: Tape, inputs: Sequence[Tensor], name: str, part: Callable[..., Tensor], *, added_bytes: int = 0
-) -> Tensor:
-    """As `checkpointed`, of a `part` that reads several tensors; `added_bytes` of their gradients are added to others."""
+def checkpointed_together(tape: Tape, inputs: Sequence[Tensor], name: str, part: Callable[..., Tensor]) -> Tensor:
+    """As `checkpointed`, of a `part` that reads several tensors."""
     inner = Tape()
     output = part(inner, *(inner.input(x.num_bytes, owned=False) for x in inputs))
     forward, backward = _passes(inner.finish(output), output.num_bytes)
@@ -40,8 +35,8 @@ def checkpointed_together(
         output.num_bytes,
         saves=inputs,
         forward_temporary_bytes=max(0, forward - output.num_bytes),
-        # the operation's own gradients are no temporaries, nor what they are added to
-        backward_temporary_bytes=max(0, backward - sum(x.num_bytes for x in inputs) - added_bytes),
+        # the operation's own gradients are no temporaries
+        backward_temporary_bytes=max(0, backward - sum(x.num_bytes for x in inputs)),
     )
 
 
