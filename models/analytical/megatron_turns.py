@@ -258,7 +258,7 @@ class Turns:
     def _summed(run: Run) -> int:
         """The instant at which a layer's backward adds the gradient that was handed in to the one of its feed-forward."""
         template, start = run.template, run.backward_start or 0
-        return start + template.in_backward.get("self_attn_bda", template.num_backward + 1) - 1
+        return start + template.in_backward.get("self_attn_bda", template.num_backward)
 
     def _hold_tied_gradient(self, started: int) -> None:
         """A table that both ends use gets its gradient when both have given theirs: the output layer's waits for the

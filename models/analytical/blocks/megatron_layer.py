@@ -39,7 +39,10 @@ def decoder_layer(context: MegatronContext) -> Template:
 def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
     """The operations of one decoder layer on `tape`."""
     if context.latent is not None:
-        projected = _projected(tape, latent_attention(tape, hidden, context, context.latent), context)
+        attended, named = latent_attention(tape, hidden, context, context.latent)
+        projected = _projected(tape, attended, context)
+        for variable in named:
+            tape.hold(variable)
         middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
     else:
         normalized = own_norm(tape, hidden, context, "input_layernorm")
