@@ -125,6 +125,7 @@ class Dispatch:
         tape.hold(computed)
         if experts.expert_parallel_size > 1:
             output = tape.operation("combine.all_to_all", [output], self.sent * self.width)
+        self._alive.append(output)  # of the layer's forward, while `postprocess` runs
         return self._unpermute(output, self.tokens)
 
     # -- what both are made of ---------------------------------------------------------------------------------------------
