@@ -25,6 +25,8 @@ from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category, Phase
 
 RECOMPUTED_EXPERTS = "moe"
+RECOMPUTED_PROJECTIONS = {"mlp": ("linear_fc1", "linear_fc2"), "shared_experts": ("shared_experts.linear_fc1", "shared_experts.linear_fc2")}
+"""Those in parts of a layer that run again, each part one operation of its template."""
 """The operation that is a whole mixture of experts, recomputed (`routed_feed_forward`)."""
 
 
@@ -240,7 +242,10 @@ class Turns:
             for run in reversed(runs):
                 self._ran_again(run, run.backward_start or 0)
         if self.is_first_backward and instants.keys() - self.first_backward:
-            self.first_backward = {label: start + at for label, at in instants.items()} | self.first_backward
+            ran = {label: start + at for label, at in instants.items()}
+            for part, labels in RECOMPUTED_PROJECTIONS.items():
+                ran |= dict.fromkeys(labels, ran[part]) if part in ran else {}
+            self.first_backward = ran | self.first_backward
 
     def _ran_again(self, run: Run, start: int) -> None:
         """The backward of a layer, which began at `start`, of which a part was computed again."""

@@ -78,6 +78,8 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
     in_place = context.element_bytes == FP32  # .float() of fp32 logits is the logits themselves
     # compiled kernels cannot work in place: the exponentials are a second fp32 copy, and so is their gradient
     second_copy = wide if context.fused_cross_entropy else 0
+    # `calculate_gradients` gives bfloat16 whatever was asked (megatron-core 0.16.1 `fused_cross_entropy.py`)
+    rounded = wide // 2 if in_place and context.fused_cross_entropy else 0
     return tape.operation(
         "vocab_parallel_cross_entropy",
         [logits],
@@ -87,6 +89,6 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
         gradients=[(logits, logits.num_bytes)],
         gradients_in_place=in_place,  # the kept softmax, which is the logits, becomes the gradient
         forward_temporary_bytes=second_copy,
-        backward_temporary_bytes=second_copy,
+        backward_temporary_bytes=second_copy + rounded,
         category=Category.LOGITS,
     )
