@@ -86,8 +86,8 @@ def _install_in_megatron() -> None:
 
     random._set_cuda_rng_state = lambda *_, **__: None
     groups.einops = SimpleNamespace(rearrange=_ranks_by_level)
-    coalescing: Any = lambda *_, **__: contextlib.nullcontext(_Done())  # its operators know no fake tensors
-    buffers._coalescing_manager = dist.distributed_c10d._coalescing_manager = dist._coalescing_manager = coalescing
+    # its operators know no fake tensors
+    buffers._coalescing_manager = dist._coalescing_manager = lambda *_, **__: contextlib.nullcontext(_Done())
     if not hasattr(clipping.l2_norm_impl, "__self__") and clipping.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
         clipping.l2_norm_impl = _local_l2_norm
     unscale = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan

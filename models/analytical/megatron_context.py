@@ -81,6 +81,8 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         masked_tokens=architecture.kind == "encoder",
         output_bias=architecture.kind == "encoder"
         or (architecture.kind == "encoder_decoder" and architecture.tie_word_embeddings),
+        # a T5's are Transformer Engine's or none (megatron-core 0.16.1 `t5_spec.py`, TENorm)
+        final_norms=architecture.kind != "encoder_decoder" or convention.get("adam_library") != "torch",
         token_types=architecture.type_vocab_size,
     )
 

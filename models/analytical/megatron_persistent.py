@@ -22,9 +22,9 @@ MXFP8_BLOCK = 32
 """Elements that share a one-byte scale."""
 FP8_STATE_TENSORS = 5
 """Of a projection with delayed scaling: scales and histories, forward and backward, and the weight's inverse scale."""
-PROJECTIONS_OF_NORMS = frozenset({"linear_qkv", "linear_fc1"})
-"""Of Transformer Engine, those that contain the norm before them. By then backward has let go of the norm's result and of
-what it gathered (2.8 `pytorch/module/layernorm_linear.py`)."""
+CONTAINS_NORM = {"linear_qkv": True, "linear_fc1": True, "linear_proj": False, "linear_fc2": False}
+"""Transformer Engine's projections, and whether the norm before is part of them. When their backward makes a placeholder,
+it has let go of the norm's result and of what it gathered (2.8 `pytorch/module/layernorm_linear.py`, `linear.py`)."""
 GROUPED_PRODUCT_STREAMS = 4
 """Streams of Transformer Engine's grouped products, a workspace each (`get_num_cublas_streams`, 2.8 `multi_stream.cpp`)."""
 
@@ -174,8 +174,8 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
         size = rows * columns * context.element_bytes
         ran = [(first_backward[label], label) for label in labels if label in first_backward]
         born, first = min(ran, default=(first_product, ""))
-        if context.transformer_engine and first in PROJECTIONS_OF_NORMS:  # made when the norm's gradient is
-            gone = context.stream_bytes + context.gathered_bytes * context.sequence_parallel
+        if context.transformer_engine and first in CONTAINS_NORM:
+            gone = context.stream_bytes * CONTAINS_NORM[first] + context.gathered_bytes * context.sequence_parallel
             step.hold("placeholder_weight_gradient", Category.OTHER, max(0, size - gone), born, born + 1)
             born += 1
         step.hold("placeholder_weight_gradient", Category.OTHER, size, born, module="transformer_engine")

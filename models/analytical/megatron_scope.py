@@ -106,6 +106,15 @@ def _option_reason(job: TrainingJob) -> str:
         "apply_residual_connection_post_layernorm",
     )
     checks = [(bool(convention.get(name)), f"framework_options.{name} is not modelled.") for name in names]
+    checks.append(
+        (
+            bool(convention.get("distribute_saved_activations"))
+            and job.parallelism.pipeline_parallel_size > 1
+            and job.activation_checkpointing.mode == "full",
+            "framework_options.distribute_saved_activations is not modelled with pipeline parallelism, where it cuts what "
+            "a stage received too.",
+        )
+    )
     kinds = set(str(convention.get("cp_comm_type") or "p2p").split())
     checks.append(
         (
@@ -131,6 +140,11 @@ def _expert_reason(job: TrainingJob) -> str:
         (
             layout.pipeline_layers[-1:] == (0,) and architecture.num_nextn_predict_layers > 0,
             "Multi-token prediction on a last stage without layers is not modelled.",
+        ),
+        (
+            bool(convention.get("defer_embedding_wgrad_compute")) and architecture.num_nextn_predict_layers > 0,
+            "framework_options.defer_embedding_wgrad_compute is not modelled with multi-token prediction, whose output "
+            "layer runs more than once for a micro-batch.",
         ),
         (
             full and architecture.num_nextn_predict_layers > 0,

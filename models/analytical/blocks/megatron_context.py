@@ -190,6 +190,7 @@ class MegatronContext:
     masked_tokens: bool = False
     """BERT: the output layer has a head of its own before it."""
     output_bias: bool = False
+    final_norms: bool = True
     token_types: int = 0
     """Rows of the token type embedding, 0 for none; a BERT that has them has a pooler and two logits too."""
 
