@@ -69,6 +69,7 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         cached_placeholders=bool(convention.get("cached_weight_gradient_placeholders", True)),
         cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)),
         fused_cross_entropy=bool(convention.get("cross_entropy_loss_fusion")),
+        cross_entropy_in_place=convention.get("cross_entropy_fusion_impl") == "te",
         recompute_attention=job.activation_checkpointing.mode == "selective"
         and (not job.activation_checkpointing.modules or "core_attn" in job.activation_checkpointing.modules),
         checkpointed=False,

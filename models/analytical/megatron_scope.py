@@ -122,8 +122,7 @@ def _option_reason(job: TrainingJob) -> str:
             f"cp-comm-type={' '.join(sorted(kinds))} is not modelled; {', '.join(sorted(EXCHANGES))} in every layer is.",
         )
     )
-    fused = bool(convention.get("cross_entropy_loss_fusion")) and convention.get("cross_entropy_fusion_impl") == "te"
-    return _first([*checks, (fused, "Transformer Engine's fused cross-entropy is not modelled; the native one is.")])
+    return _first(checks)
 
 
 def _expert_reason(job: TrainingJob) -> str:

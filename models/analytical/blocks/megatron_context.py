@@ -163,6 +163,8 @@ class MegatronContext:
     cached_output_placeholder: bool
     """The same for megatron-core's own projections, of which the output layer always is one."""
     fused_cross_entropy: bool
+    cross_entropy_in_place: bool
+    """Whether Transformer Engine's kernel computes the loss, and its gradient in the logits themselves."""
     recompute_attention: bool
     """`recompute-granularity: selective` with the attention core."""
     checkpointed: bool
