@@ -149,6 +149,15 @@ def balance(rows: int, shares: int, dispatcher: str) -> None:
         return sort(tensor, sizes, order, *arguments, **keywords)
 
     dispatching.sort_chunks_by_idxs = sort_chunks
+    permute = dispatching.permute
+
+    def permute_rows(*arguments: Any, num_out_tokens: Any = None, **keywords: Any) -> Any:
+        """A number of rows that is read from the GPU is known."""
+        if keywords.get("fused") and isinstance(num_out_tokens, torch.Tensor):
+            num_out_tokens = selected
+        return permute(*arguments, num_out_tokens=num_out_tokens, **keywords)
+
+    dispatching.permute = permute_rows
     kind = dispatching.MoEAlltoAllTokenDispatcher
     synchronize = kind._maybe_dtoh_and_synchronize
 

@@ -99,17 +99,22 @@ def _hold_exchanged(step: Step, turns: Turns) -> None:
 
 
 def _hold_dispatchers(step: Step, turns: Turns) -> None:
-    """What the token dispatchers of the rank's routed layers name as attributes, from one step into the next. Between a
-    forward and its backward the graph counts what both hold."""
+    """What the token dispatchers of the rank's routed layers name as attributes, from one step into the next. While there
+    is a graph, between a forward and its backward or while a layer runs again, that counts what both hold."""
     share, architecture = turns.share, turns.share.job.architecture
     if share.context.experts is None or not turns.spans:
         return
     always, between = held_by_dispatcher(share.context, share.context.experts)
     first, done, hold = turns.spans[0].start, turns.spans[-1].end, step.hold
-    modules = [f"layers.{i}" for chunk in share.chunks for i in chunk.layers if share.is_routed(i)]
+    graphs = [] if share.context.experts.recompute_layer else [(first, done)]
+    layers = [i for chunk in share.chunks for i in chunk.layers if share.is_routed(i)]
+    modules = {f"layers.{i}": turns.recomputed.get(i, graphs) for i in layers}
     if share.has_head and share.is_routed(architecture.num_hidden_layers - 1):
-        modules += [f"mtp.{i}" for i in range(architecture.num_nextn_predict_layers)]
-    for module in modules:
+        modules |= {f"mtp.{i}": graphs for i in range(architecture.num_nextn_predict_layers)}
+    for module, spans in modules.items():
         hold("dispatcher.probabilities", Category.OTHER, always, 0, module=module)
-        hold("dispatcher.routing", Category.OTHER, between, 0, first, module)
-        hold("dispatcher.routing", Category.OTHER, between, done, module=module)
+        since = 0
+        for start, end in spans:
+            hold("dispatcher.routing", Category.OTHER, between, since, start, module)
+            since = end
+        hold("dispatcher.routing", Category.OTHER, between, since, module=module)

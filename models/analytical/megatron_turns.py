@@ -82,6 +82,8 @@ class Turns:
         """The instants at which the operations of the first backward run for the first time, by label."""
         self.first_recomputed: dict[int, int] = {}
         """The instants at which checkpointed layers, or their feed-forwards, run again for the first time, by layer."""
+        self.recomputed: dict[int, list[tuple[int, int]]] = {}
+        """By checkpointed layer, the instants from and to which its group runs again and backward."""
         self.leaves = Leaves(share.context.stream_bytes)
         if widens_gradients(share):
             self.step.moment("zero_grad", Phase.FORWARD)
@@ -318,6 +320,8 @@ class Turns:
         recomputed = step.now
         for run in reversed(runs):
             self._run_backward([run])
+        for i in checkpoint.layers:
+            self.recomputed.setdefault(i, []).append((start, step.now))
         summed = self._summed(runs[-1])
         if keeps_gradient:
             step.hold("gradient", Category.TEMPORARIES, size, summed, step.now, "checkpoint")
