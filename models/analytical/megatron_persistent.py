@@ -175,7 +175,8 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
         ran = [(first_backward[label], label) for label in labels if label in first_backward]
         born, first = min(ran, default=(first_product, ""))
         if context.transformer_engine and first in CONTAINS_NORM:
-            gone = context.stream_bytes * CONTAINS_NORM[first] + context.gathered_bytes * context.sequence_parallel
+            norm = CONTAINS_NORM[first] and not context.fp8_recipe  # in FP8 others are there until the norm is done
+            gone = context.stream_bytes * norm + context.gathered_bytes * context.sequence_parallel
             step.hold("placeholder_weight_gradient", Category.OTHER, max(0, size - gone), born, born + 1)
             born += 1
         step.hold("placeholder_weight_gradient", Category.OTHER, size, born, module="transformer_engine")

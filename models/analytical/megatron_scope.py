@@ -87,6 +87,7 @@ def _float8_checks(job: TrainingJob) -> list[tuple[bool, str]]:
     return [
         (eight and own, "transformer-impl=local has no float8 compute; transformer_engine has."),
         (eight and architecture.moe is not None, f"A mixture of experts {rest}"),
+        (eight and architecture.kind == "encoder_decoder", f"A T5 {rest}"),
         (eight and architecture.mla is not None, f"Multi-latent attention {rest}"),
         (eight and architecture.num_nextn_predict_layers > 0, f"Multi-token prediction {rest}"),
         (

@@ -88,7 +88,9 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
         return routed_feed_forward(tape, x, context, context.experts)
     normalized = own_norm(tape, x, context, "pre_mlp_layernorm")
     if context.recompute_feed_forward:
-        output = checkpointed(tape, normalized, "mlp", lambda part, held: _dense(part, held, context))
+        alone = replace(context, without_graph=True)
+        parts = (lambda part, held: _dense(part, held, context), lambda part, held: _dense(part, held, alone))
+        output = checkpointed(tape, normalized, "mlp", *parts)
     else:
         output = _dense(tape, normalized, context)
     tape.hold(normalized)  # a variable of `_forward_mlp`

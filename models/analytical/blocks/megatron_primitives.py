@@ -91,10 +91,12 @@ def norm_column_linear(
     kept, backward = own, 2 * gathered  # the norm's result is freed before the norm's own backward (`clear_tensor_data`)
     if context.fp8_recipe:
         backward = whole + quantized_gradient_bytes(context, output)
+        layouts = quantized_bytes(context, context.rows * width)
         if context.sequence_parallel:  # columns of blocks are gathered, and then laid out, without their scales
             columns = context.rows * width * FP8 if context.fp8_recipe == "blockwise" else 0
-            layouts = quantized_bytes(context, context.rows * width)
             backward += layouts + (columns or layouts)
+        else:  # the norm's result has gone before the norm's own backward
+            backward -= layouts
         narrow = quantized_bytes(context, context.stream_rows * width)
         kept = 0 if context.without_graph else narrow
         # its other layout, and what was normalised in full where the kernel does not quantise at once

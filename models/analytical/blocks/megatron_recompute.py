@@ -18,23 +18,36 @@ from peakcast.models.analytical.template import HANDED_IN, Template
 Bytes = npt.NDArray[np.int64]
 
 
-def checkpointed(tape: Tape, x: Tensor, name: str, part: Callable[[Tape, Tensor], Tensor]) -> Tensor:
+def checkpointed(
+    tape: Tape,
+    x: Tensor,
+    name: str,
+    part: Callable[[Tape, Tensor], Tensor],
+    first: Callable[[Tape, Tensor], Tensor] | None = None,
+) -> Tensor:
     """`part` of `x` as one operation that keeps `x` only. Weight gradients are among its temporaries: Megatron-LM adds each
-    to the persistent main gradient at once."""
-    return checkpointed_together(tape, [x], name, part)
+    to the persistent main gradient at once. `first`: what runs without a graph, where that differs."""
+    return checkpointed_together(tape, [x], name, part, first)
 
 
-def checkpointed_together(tape: Tape, inputs: Sequence[Tensor], name: str, part: Callable[..., Tensor]) -> Tensor:
+def checkpointed_together(
+    tape: Tape,
+    inputs: Sequence[Tensor],
+    name: str,
+    part: Callable[..., Tensor],
+    first: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """As `checkpointed`, of a `part` that reads several tensors."""
-    inner = Tape()
-    output = part(inner, *(inner.input(x.num_bytes, owned=False) for x in inputs))
-    forward, backward = _passes(inner.finish(output), output.num_bytes)
+    template, size = _recorded(part, inputs)
+    forward, backward = _passes(template, size)
+    if first is not None:
+        forward = _passes(*_recorded(first, inputs))[0]
     return tape.operation(
         name,
         inputs,
-        output.num_bytes,
+        size,
         saves=inputs,
-        forward_temporary_bytes=max(0, forward - output.num_bytes),
+        forward_temporary_bytes=max(0, forward - size),
         # the operation's own gradients are no temporaries
         backward_temporary_bytes=max(0, backward - sum(x.num_bytes for x in inputs)),
     )
@@ -55,9 +68,7 @@ class Again:
 
 def made_again(inputs: Sequence[Tensor], part: Callable[..., Tensor]) -> Again:
     """What running `part` of `inputs` again costs. Its output's gradient is there once the reader's backward is done."""
-    inner = Tape()
-    output = part(inner, *(inner.input(x.num_bytes, owned=False) for x in inputs))
-    template, size = inner.finish(output), output.num_bytes
+    template, size = _recorded(part, inputs)
     no_graph, with_graph = _lives(template)
     runs, backward = with_graph[: template.num_forward], with_graph[template.num_forward :] + size
     kept = int(runs[-1])
@@ -66,6 +77,13 @@ def made_again(inputs: Sequence[Tensor], part: Callable[..., Tensor]) -> Again:
         reader=max(int(runs.max()) - size, kept + size),
         backward=max(0, int(backward.max(initial=0)) - sum(x.num_bytes for x in inputs)),
     )
+
+
+def _recorded(part: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[Template, int]:
+    """`part` of `inputs` on a tape of its own, and the bytes of its output."""
+    inner = Tape()
+    output = part(inner, *(inner.input(x.num_bytes, owned=False) for x in inputs))
+    return inner.finish(output), output.num_bytes
 
 
 def _passes(template: Template, output_bytes: int) -> tuple[int, int]:
