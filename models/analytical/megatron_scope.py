@@ -35,8 +35,8 @@ def _architecture_reason(job: TrainingJob) -> str:
         ),
         (
             architecture.mla is None and architecture.num_key_value_heads < job.parallelism.tensor_parallel_size,
-            f"tensor_parallel_size={job.parallelism.tensor_parallel_size} above the {architecture.num_key_value_heads} key and "
-            "value heads is not modelled: megatron-core then gathers the whole projection.",
+            f"tensor_parallel_size={job.parallelism.tensor_parallel_size} above the {architecture.num_key_value_heads} key "
+            "and value heads is not modelled: megatron-core then gathers the whole projection.",
         ),
         (architecture.parallel_block, "Parallel attention and feed-forward blocks are not Megatron-LM's."),
     ]

@@ -27,10 +27,11 @@ from peakcast.timeline import Category, Phase
 RECOMPUTED_EXPERTS = "moe"
 """The operation that is a whole mixture of experts, recomputed (`routed_feed_forward`)."""
 RECOMPUTED_PROJECTIONS = {
-    "mlp": ("linear_fc1", "linear_fc2"),
-    "shared_experts": ("shared_experts.linear_fc1", "shared_experts.linear_fc2"),
+    "mlp": {"linear_fc2": 0, "linear_fc1": 1},
+    "shared_experts": {"shared_experts.linear_fc2": 0, "shared_experts.linear_fc1": 1},
 }
-"""Those in parts of a layer that run again, each part one operation of its template."""
+"""Those in parts of a layer that run again, each part one operation of its template; whether they come after
+its peak, which in FP8 is that of its first one."""
 
 
 @lru_cache(maxsize=1024)
@@ -251,7 +252,8 @@ class Turns:
         if self.is_first_backward and instants.keys() - self.first_backward:
             ran = {label: start + at for label, at in instants.items()}
             for part, labels in RECOMPUTED_PROJECTIONS.items():
-                ran |= dict.fromkeys(labels, ran[part]) if part in ran else {}
+                after = 0 if self.share.context.fp8_recipe else 1
+                ran |= {label: ran[part] + late * after for label, late in labels.items()} if part in ran else {}
             self.first_backward = ran | self.first_backward
 
     def _ran_again(self, run: Run, start: int) -> None:
