@@ -38,8 +38,9 @@ def checkpointed_together(
     first: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """As `checkpointed`, of a `part` that reads several tensors."""
-    template, size = _recorded(part, inputs)
-    forward, backward = _passes(template, size)
+    template, output = _recorded(part, inputs)
+    size = output.num_bytes
+    forward, backward = _passes(template, output)
     if first is not None:
         forward = _passes(*_recorded(first, inputs))[0]
     return tape.operation(
@@ -68,7 +69,8 @@ class Again:
 
 def made_again(inputs: Sequence[Tensor], part: Callable[..., Tensor]) -> Again:
     """What running `part` of `inputs` again costs. Its output's gradient is there once the reader's backward is done."""
-    template, size = _recorded(part, inputs)
+    template, output = _recorded(part, inputs)
+    size = output.num_bytes
     no_graph, with_graph = _lives(template)
     runs, backward = with_graph[: template.num_forward], with_graph[template.num_forward :] + size
     kept = int(runs[-1])
@@ -79,18 +81,20 @@ def made_again(inputs: Sequence[Tensor], part: Callable[..., Tensor]) -> Again:
     )
 
 
-def _recorded(part: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[Template, int]:
-    """`part` of `inputs` on a tape of its own, and the bytes of its output."""
+def _recorded(part: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[Template, Tensor]:
+    """`part` of `inputs` on a tape of its own, and its output."""
     inner = Tape()
     output = part(inner, *(inner.input(x.num_bytes, owned=False) for x in inputs))
-    return inner.finish(output), output.num_bytes
+    return inner.finish(output), output
 
 
-def _passes(template: Template, output_bytes: int) -> tuple[int, int]:
+def _passes(template: Template, output: Tensor) -> tuple[int, int]:
     """The most bytes of the part without a graph, and of running it again and backward with its output held, the gradient
     that is handed in left aside."""
     no_graph, with_graph = _lives(template)
-    with_graph[template.num_forward :] += output_bytes
+    entries = zip(template.names, template.dies, template.dies_backward & ~template.born_backward, strict=True)
+    kept = max((dies for name, dies, kept in entries if kept and name == output.storage.name), default=0)
+    with_graph[template.num_forward + kept :] += output.num_bytes  # until then its own operation keeps it
     return int(no_graph.max(initial=0)), int(with_graph.max(initial=0))
 
 
