@@ -53,9 +53,10 @@ def exchanged_attention(
 
 
 def _ring(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
-    """A joined pair of keys and values for every turn of the ring, of which one is kept, and the turns' outputs: whole ones of this rank's own
-    keys and of ranks' before it, halves of those behind it, whose first tokens see nothing of them. Backward: two buffers,
-    each of a pair and its gradient, and a turn's gradients, of which keys' and values' are summed there."""
+    """A joined pair of keys and values for every turn of the ring, of which one is kept, and the turns' outputs: whole ones
+    of this rank's own keys and of ranks' before it, halves of those behind it, whose first tokens see nothing of them.
+    Backward: two buffers, each of a pair and its gradient, and a turn's gradients, of which keys' and values' are summed
+    there."""
     group = context.ranks_exchanging_heads
     turns, before = context.context_parallel_size // group, context.context_parallel_rank // group
     halves = 0 if context.padding else turns - 1 - before
