@@ -22,7 +22,8 @@ from peakcast.collectors.tracing import transformer_engine_stub
 from peakcast.collectors.tracing.tracer import Tracer
 
 HOPPER = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H100 80GB HBM3")
-"""The GPU that a trace stands for: Transformer Engine chooses by its compute capability."""
+BLACKWELL = SimpleNamespace(major=10, minor=0, multi_processor_count=148, name="NVIDIA B200")
+"""The GPUs that a trace stands for: Transformer Engine chooses by their compute capability."""
 COMPILED_MODULES = frozenset({"megatron.core.fusions.fused_cross_entropy", "megatron.core.activations"})
 """Modules of functions that Inductor compiles in a trace too: whose kernels hand large tensors to each other, or whose
 backward autograd makes."""
@@ -36,7 +37,7 @@ class _Done:
         """Nothing to wait for."""
 
 
-def install(tracer: Tracer, *, engine: bool, compiles: bool) -> None:
+def install(tracer: Tracer, *, engine: bool, compiles: bool, gpu: SimpleNamespace = HOPPER) -> None:
     """Replace them for this process. `engine`: with Transformer Engine, where its Python is installed; else without, also
     where it is. `compiles`: whether those of `COMPILED_MODULES` are compiled, within `inductor.compiling`."""
     cuda: Any = torch.cuda
@@ -70,20 +71,23 @@ def install(tracer: Tracer, *, engine: bool, compiles: bool) -> None:
         checkpointing._set_cuda_rng_state = cuda.set_rng_state
     else:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-    cuda.get_device_properties = lambda device=None: HOPPER
+    cuda.get_device_properties = lambda device=None: gpu
     torch.version.cuda = torch.version.cuda or "13.0"
-    cuda.get_device_capability = lambda device=None: (HOPPER.major, HOPPER.minor)
+    cuda.get_device_capability = lambda device=None: (gpu.major, gpu.minor)
     _install_in_megatron()
 
 
 def _install_in_megatron() -> None:
     import megatron.core.distributed.param_and_grad_buffer as buffers
     import megatron.core.optimizer.clip_grads as clipping
+    import megatron.core.parallel_state as groups
     import megatron.core.tensor_parallel.random as random
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     random._set_cuda_rng_state = lambda *_, **__: None
-    buffers._coalescing_manager = lambda *_, **__: contextlib.nullcontext(_Done())  # its operators know no fake tensors
+    groups.einops = SimpleNamespace(rearrange=_ranks_by_level)
+    # its operators know no fake tensors
+    buffers._coalescing_manager = dist._coalescing_manager = lambda *_, **__: contextlib.nullcontext(_Done())
     if not hasattr(clipping.l2_norm_impl, "__self__") and clipping.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
         clipping.l2_norm_impl = _local_l2_norm
     unscale = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
@@ -145,6 +149,15 @@ def balance(rows: int, shares: int, dispatcher: str) -> None:
         return sort(tensor, sizes, order, *arguments, **keywords)
 
     dispatching.sort_chunks_by_idxs = sort_chunks
+    permute = dispatching.permute
+
+    def permute_rows(*arguments: Any, num_out_tokens: Any = None, **keywords: Any) -> Any:
+        """A number of rows that is read from the GPU is known."""
+        if keywords.get("fused") and isinstance(num_out_tokens, torch.Tensor):
+            num_out_tokens = selected
+        return permute(*arguments, num_out_tokens=num_out_tokens, **keywords)
+
+    dispatching.permute = permute_rows
     kind = dispatching.MoEAlltoAllTokenDispatcher
     synchronize = kind._maybe_dtoh_and_synchronize
 
@@ -174,6 +187,11 @@ def _one_operation(
             return function(*arguments, **keywords)
 
     return fused
+
+
+def _ranks_by_level(ranks: Any, pattern: str, *, l: int, s: int, u: int) -> Any:  # noqa: E741  # its caller's names
+    """The one thing that parallel_state asks of einops, "(l s u) -> (l u) s"."""
+    return ranks.reshape(l, s, u).transpose(0, 2, 1).reshape(l * u, s)
 
 
 def _all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> None:

@@ -119,7 +119,9 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         engine = conventions(job)["adam_library"] != "torch"
         dispatcher = str(conventions(job)["moe_token_dispatcher_type"])
         shares = job.parallelism.expert_tensor_parallel_size or job.parallelism.tensor_parallel_size
-        megatron_fakes.install(tracer, engine=engine, compiles=compiles_part)
+        blocks = conventions(job)["fp8_recipe"] == "mxfp8"  # which no GPU before Blackwell has
+        gpu = megatron_fakes.BLACKWELL if blocks else megatron_fakes.HOPPER
+        megatron_fakes.install(tracer, engine=engine, compiles=compiles_part, gpu=gpu)
         if job.architecture.moe is not None:
             megatron_fakes.balance(_routed_rows(job), shares, dispatcher)
     compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -35,7 +35,7 @@ def megatron_ledger(
     share, first = rank_share(job, device, rank or 0), step == "first"
     weights, turns = weights_share(share), _turned(activations_share(share))
     done = turns.step.fork(parameters_held(weights))
-    _hold_deferred(done, turns)
+    _hold_deferred(done, turns, first)
     hold_workspaces(done, share, *((turns.first_product, turns.first_backward) if first else (0, {})))
     hold_fp8_weights(done, share, turns.first_recomputed if first else {})
     done.run_again(optimizer_stepped(weights, first))
@@ -53,10 +53,30 @@ def _turned(share: RankShare) -> Turns:
     return Turns(share)
 
 
-def _hold_deferred(step: Step, turns: Turns) -> None:
-    """What waits for the end of all turns."""
-    for name, category, num_bytes, born in turns.deferred_tensors:
-        step.hold(name, category, num_bytes, born, step.now, "head")
+def _hold_deferred(step: Step, turns: Turns, first: bool) -> None:
+    """What waits for the end of all turns: of the output layer the gradient and the input, whose graph leads to the stage's
+    own input with its gradient; and what the inputs are gathered into then, for good.
+
+    Source: megatron-core 0.16.1 `tensor_parallel/layers.py` `embedding_activation_buffer`, `utils.py`
+    `drain_embedding_wgrad_compute` (buffers "mpu_0" and "mpu_1").
+    """
+    context = turns.share.context
+    logits, stream = context.rows * context.vocabulary * context.element_bytes, context.stream_bytes
+    for number, count in turns.deferred.items():
+        start = turns.spans[number].start
+        ran = start + turns.head.in_backward["output_layer"] + 1  # until then the head has both
+        for name, category, size, born in (
+            ("deferred.logits_gradient", Category.LOGITS, logits, ran),
+            ("deferred.output_layer_input", Category.ACTIVATIONS, stream, ran),
+            ("deferred.input", Category.ACTIVATIONS, stream, step.now),  # `megatron_received.py` has this one's
+            ("deferred.input_gradient", Category.TEMPORARIES, stream, step.now),
+        ):
+            step.hold(name, category, size, born, step.now, "head")
+            step.hold(name, category, (count - 1) * size, start, step.now, "head")  # of micro-batches before
+    if turns.deferred and context.sequence_parallel:
+        for _ in range(2):
+            born, size = step.now if first else 0, context.gathered_bytes
+            step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, size, born, module="mpu")
 
 
 def _hold_exchanged(step: Step, turns: Turns) -> None:
@@ -73,22 +93,28 @@ def _hold_exchanged(step: Step, turns: Turns) -> None:
         overlapped=virtual > 1 and bool(share.convention.get("overlap_p2p_communication", True)),
         returns=turns.step.now,
         warmup=warmup_turns(stages, virtual, share.stage, group, micro_batches),
+        kept=frozenset(turns.spans[number].turn.micro_batch for number in turns.deferred),
     )
     hold_received(step, turns.spans, exchange)
 
 
 def _hold_dispatchers(step: Step, turns: Turns) -> None:
-    """What the token dispatchers of the rank's routed layers name as attributes, from one step into the next. Between a
-    forward and its backward the graph counts what both hold."""
+    """What the token dispatchers of the rank's routed layers name as attributes, from one step into the next. While there
+    is a graph, between a forward and its backward or while a layer runs again, that counts what both hold."""
     share, architecture = turns.share, turns.share.job.architecture
     if share.context.experts is None or not turns.spans:
         return
     always, between = held_by_dispatcher(share.context, share.context.experts)
     first, done, hold = turns.spans[0].start, turns.spans[-1].end, step.hold
-    modules = [f"layers.{i}" for chunk in share.chunks for i in chunk.layers if share.is_routed(i)]
+    graphs = [] if share.context.experts.recompute_layer else [(first, done)]
+    layers = [i for chunk in share.chunks for i in chunk.layers if share.is_routed(i)]
+    modules = {f"layers.{i}": turns.recomputed.get(i, graphs) for i in layers}
     if share.has_head and share.is_routed(architecture.num_hidden_layers - 1):
-        modules += [f"mtp.{i}" for i in range(architecture.num_nextn_predict_layers)]
-    for module in modules:
+        modules |= {f"mtp.{i}": graphs for i in range(architecture.num_nextn_predict_layers)}
+    for module, spans in modules.items():
         hold("dispatcher.probabilities", Category.OTHER, always, 0, module=module)
-        hold("dispatcher.routing", Category.OTHER, between, 0, first, module)
-        hold("dispatcher.routing", Category.OTHER, between, done, module=module)
+        since = 0
+        for start, end in spans:
+            hold("dispatcher.routing", Category.OTHER, between, since, start, module)
+            since = end
+        hold("dispatcher.routing", Category.OTHER, between, since, module=module)

@@ -69,6 +69,7 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         cached_placeholders=bool(convention.get("cached_weight_gradient_placeholders", True)),
         cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)),
         fused_cross_entropy=bool(convention.get("cross_entropy_loss_fusion")),
+        cross_entropy_in_place=convention.get("cross_entropy_fusion_impl") == "te",
         recompute_attention=job.activation_checkpointing.mode == "selective"
         and (not job.activation_checkpointing.modules or "core_attn" in job.activation_checkpointing.modules),
         checkpointed=False,
@@ -81,6 +82,8 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         masked_tokens=architecture.kind == "encoder",
         output_bias=architecture.kind == "encoder"
         or (architecture.kind == "encoder_decoder" and architecture.tie_word_embeddings),
+        # a T5's are Transformer Engine's or none (megatron-core 0.16.1 `t5_spec.py`, TENorm)
+        final_norms=architecture.kind != "encoder_decoder" or convention.get("adam_library") != "torch",
         token_types=architecture.type_vocab_size,
     )
 

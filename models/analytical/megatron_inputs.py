@@ -39,9 +39,10 @@ def hold_inputs(step: Step, share: RankShare, chunk: Chunk, start: int, end: int
 
 
 def reads_mask(share: RankShare, chunk: Chunk) -> bool:
-    """Whether the layers of `chunk` are handed an attention mask: those between the ends are not (`get_batch`)."""
+    """Whether the layers of `chunk` are handed an attention mask: those between the ends are not (`get_batch`), but for a
+    BERT's, whose every stage reads a batch."""
     made = share.context.padding or bool(share.convention.get("create_attention_mask_in_dataloader", True))
-    return made and (chunk.is_first or chunk.is_last)
+    return share.context.masked_tokens or (made and (chunk.is_first or chunk.is_last))
 
 
 def _mask_bytes(share: RankShare) -> int:

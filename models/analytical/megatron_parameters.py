@@ -151,10 +151,11 @@ def chunk_parameters(
     for layer in chunk.layers:
         module = f"layers.{layer}"
         parameters += [Parameter(p.name, module, p.shape, expert=p.expert) for p in layer_parameters(contexts(layer))]
-    if chunk.layers and contexts(chunk.layers[-1]).source_sequence:
+    if context.final_norms and chunk.layers and contexts(chunk.layers[-1]).source_sequence:
         parameters += [Parameter(p.name, "encoder", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
     if chunk.is_last:
-        parameters += [Parameter(p.name, "head", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
+        if context.final_norms:
+            parameters += [Parameter(p.name, "head", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
         for layer in ahead:
             parameters += [replace(p, module=f"mtp.{layer}") for p in _prediction(contexts(layer))]
         if context.masked_tokens:

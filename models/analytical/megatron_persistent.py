@@ -22,6 +22,9 @@ MXFP8_BLOCK = 32
 """Elements that share a one-byte scale."""
 FP8_STATE_TENSORS = 5
 """Of a projection with delayed scaling: scales and histories, forward and backward, and the weight's inverse scale."""
+CONTAINS_NORM = {"linear_qkv": True, "linear_fc1": True, "linear_proj": False, "linear_fc2": False}
+"""Transformer Engine's projections, and whether the norm before is part of them. When their backward makes a placeholder,
+it has let go of the norm's result and of what it gathered (2.8 `pytorch/module/layernorm_linear.py`, `linear.py`)."""
 GROUPED_PRODUCT_STREAMS = 4
 """Streams of Transformer Engine's grouped products, a workspace each (`get_num_cublas_streams`, 2.8 `multi_stream.cpp`)."""
 
@@ -169,7 +172,13 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
     step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")
     for (rows, columns), labels in sorted(placeholder_shapes(weights_share(share)).items()):
         size = rows * columns * context.element_bytes
-        born = min((first_backward[label] for label in labels if label in first_backward), default=first_product)
+        ran = [(first_backward[label], label) for label in labels if label in first_backward]
+        born, first = min(ran, default=(first_product, ""))
+        if context.transformer_engine and first in CONTAINS_NORM:
+            norm = CONTAINS_NORM[first] and not context.fp8_recipe  # in FP8 others are there until the norm is done
+            gone = context.stream_bytes * norm + context.gathered_bytes * context.sequence_parallel
+            step.hold("placeholder_weight_gradient", Category.OTHER, max(0, size - gone), born, born + 1)
+            born += 1
         step.hold("placeholder_weight_gradient", Category.OTHER, size, born, module="transformer_engine")
     if context.transformer_engine and context.attention == "unfused" and not (context.fused_softmax or context.padding):
         step.hold("causal_mask", Category.OTHER, context.sequence**2, 0, module="softmax")  # `_get_default_causal_mask`
@@ -266,7 +275,7 @@ def placeholder_shapes(share: RankShare) -> dict[tuple[int, int], set[str]]:
             matrix = ".linear_" in p.name and p.name.endswith("weight") and len(p.shape) > 1
             if matrix and not (anew and "mlp.experts." in p.name):
                 label = p.name.removesuffix(".weight").removeprefix("self_attention.").removeprefix("mlp.")
-                shapes[p.shape[-2], p.shape[-1]].add(label)
+                shapes[p.shape[-2], p.shape[-1]] |= {label, label.replace("experts.linear", "expert.linear")}
         if share.has_head and share.job.architecture.num_nextn_predict_layers:
             shapes[context.hidden // context.tensor_parallel_size, 2 * context.hidden].add("mtp.eh_proj")
     if context.cached_output_placeholder and share.has_head:

@@ -39,6 +39,8 @@ class Exchange:
     """Forward turns before forward and backward alternate."""
     returns: int
     """The instant at which the schedule returns."""
+    kept: frozenset[int]
+    """Micro-batches of which the last chunk's graph, and so its input with its gradient, stays until then."""
 
 
 def hold_received(step: Step, spans: Sequence[Span], exchange: Exchange) -> None:
@@ -68,7 +70,8 @@ def _hold_inputs(
             backward = backwards[number]
             replaced = step.now if following is None else forwards[following].start
             dies = max(replaced, _released(spans, backward, exchange))
-            if exchange.overlapped and index == exchange.warmup:  # the last that the warm-up's variable named
+            kept = part.is_last and span.turn.micro_batch in exchange.kept
+            if kept or (exchange.overlapped and index == exchange.warmup):  # the last that the warm-up's variable named
                 dies = max(dies, exchange.returns)
             born = forwards[index - 1].end if exchange.overlapped and index else span.start
             step.hold("input_tensor", Category.ACTIVATIONS, size, born, dies, module)

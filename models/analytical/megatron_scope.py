@@ -33,6 +33,11 @@ def _architecture_reason(job: TrainingJob) -> str:
             ),
             "A T5 is modelled without pipeline and context parallelism and without recomputation only.",
         ),
+        (
+            architecture.mla is None and architecture.num_key_value_heads < job.parallelism.tensor_parallel_size,
+            f"tensor_parallel_size={job.parallelism.tensor_parallel_size} above the {architecture.num_key_value_heads} key "
+            "and value heads is not modelled: megatron-core then gathers the whole projection.",
+        ),
         (architecture.parallel_block, "Parallel attention and feed-forward blocks are not Megatron-LM's."),
     ]
     return _first(checks)
@@ -82,6 +87,7 @@ def _float8_checks(job: TrainingJob) -> list[tuple[bool, str]]:
     return [
         (eight and own, "transformer-impl=local has no float8 compute; transformer_engine has."),
         (eight and architecture.moe is not None, f"A mixture of experts {rest}"),
+        (eight and architecture.kind == "encoder_decoder", f"A T5 {rest}"),
         (eight and architecture.mla is not None, f"Multi-latent attention {rest}"),
         (eight and architecture.num_nextn_predict_layers > 0, f"Multi-token prediction {rest}"),
         (
@@ -106,6 +112,15 @@ def _option_reason(job: TrainingJob) -> str:
         "apply_residual_connection_post_layernorm",
     )
     checks = [(bool(convention.get(name)), f"framework_options.{name} is not modelled.") for name in names]
+    checks.append(
+        (
+            bool(convention.get("distribute_saved_activations"))
+            and job.parallelism.pipeline_parallel_size > 1
+            and job.activation_checkpointing.mode == "full",
+            "framework_options.distribute_saved_activations is not modelled with pipeline parallelism, where it cuts what "
+            "a stage received too.",
+        )
+    )
     kinds = set(str(convention.get("cp_comm_type") or "p2p").split())
     checks.append(
         (
@@ -113,8 +128,7 @@ def _option_reason(job: TrainingJob) -> str:
             f"cp-comm-type={' '.join(sorted(kinds))} is not modelled; {', '.join(sorted(EXCHANGES))} in every layer is.",
         )
     )
-    fused = bool(convention.get("cross_entropy_loss_fusion")) and convention.get("cross_entropy_fusion_impl") == "te"
-    return _first([*checks, (fused, "Transformer Engine's fused cross-entropy is not modelled; the native one is.")])
+    return _first(checks)
 
 
 def _expert_reason(job: TrainingJob) -> str:
@@ -131,6 +145,11 @@ def _expert_reason(job: TrainingJob) -> str:
         (
             layout.pipeline_layers[-1:] == (0,) and architecture.num_nextn_predict_layers > 0,
             "Multi-token prediction on a last stage without layers is not modelled.",
+        ),
+        (
+            bool(convention.get("defer_embedding_wgrad_compute")) and architecture.num_nextn_predict_layers > 0,
+            "framework_options.defer_embedding_wgrad_compute is not modelled with multi-token prediction, whose output "
+            "layer runs more than once for a micro-batch.",
         ),
         (
             full and architecture.num_nextn_predict_layers > 0,

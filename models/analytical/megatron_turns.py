@@ -26,6 +26,12 @@ from peakcast.timeline import Category, Phase
 
 RECOMPUTED_EXPERTS = "moe"
 """The operation that is a whole mixture of experts, recomputed (`routed_feed_forward`)."""
+RECOMPUTED_PROJECTIONS = {
+    "mlp": {"linear_fc2": 0, "linear_fc1": 1},
+    "shared_experts": {"shared_experts.linear_fc2": 0, "shared_experts.linear_fc1": 1},
+}
+"""Those in parts of a layer that run again, each part one operation of its template; whether they come after
+its peak, which in FP8 is that of its first one."""
 
 
 @lru_cache(maxsize=1024)
@@ -36,9 +42,10 @@ def layer_template(context: MegatronContext, input_held: bool, makes_mask: bool,
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """A group of checkpointed layers: its first forward instant, and its layers."""
+    """A group of checkpointed layers: its first forward instant, the one after its last, and its layers."""
 
     begin: int
+    end: int
     layers: range
     received: bool
     """Whether its input was received from another stage, which is then held as such."""
@@ -68,13 +75,16 @@ class Turns:
         self.alike: dict[range, list[tuple[Template, list[str], bool]]] = {}
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
         self.spans: list[Span] = []
-        self.first_product = self.deferred = 0
+        self.first_product = 0
+        self.deferred: dict[int, int] = {}
+        """By the number of their backward's span, micro-batches whose output layer's weight gradient waits for the end."""
         self.is_first_backward = False
         self.first_backward: dict[str, int] = {}
         """The instants at which the operations of the first backward run for the first time, by label."""
         self.first_recomputed: dict[int, int] = {}
         """The instants at which checkpointed layers, or their feed-forwards, run again for the first time, by layer."""
-        self.deferred_tensors: list[tuple[str, Category, int, int]] = []
+        self.recomputed: dict[int, list[tuple[int, int]]] = {}
+        """By checkpointed layer, the instants from and to which its group runs again and backward."""
         self.leaves = Leaves(share.context.stream_bytes)
         if widens_gradients(share):
             self.step.moment("zero_grad", Phase.FORWARD)
@@ -101,11 +111,11 @@ class Turns:
         for layers, checkpointed in self._groups(chunk.layers):
             if checkpointed:
                 begin = step.now
-                state.runs.append(_Checkpoint(begin, layers, received=self._receives(chunk, layers[0])))
                 for layer in layers:
                     template = self._layer(layer, layer == layers[0], without_graph=True)
                     self._dispatched(layers, step.run_without_graph(template, f"layers.{layer}"), begin)
                 self._hold_masks(begin)
+                state.runs.append(_Checkpoint(begin, step.now, layers, received=self._receives(chunk, layers[0])))
             else:
                 for template, modules, turns in self._alike(chunk, layers):
                     if turns:
@@ -118,7 +128,7 @@ class Turns:
                             i = int(run.module.removeprefix("layers."))
                             self.leaves.released(range(i, i + 1), run.forward_start + at, None)
         if chunk.is_last:
-            state.runs.append([step.run_forward(self._head, "head", keeps_gradients=False)])
+            state.runs.append([step.run_forward(self.head, "head", keeps_gradients=False)])
         else:
             sent = step.moment("send_forward", Phase.FORWARD)
             step.hold("output_tensor", Category.ACTIVATIONS, self.share.context.stream_bytes, sent, sent + 1)
@@ -183,7 +193,7 @@ class Turns:
         return template
 
     @cached_property
-    def _head(self) -> Template:
+    def head(self) -> Template:
         context = replace(self.share.layer_context(self._last()), checkpointed=not self.share.chunks[-1].layers)
         return head(context, self.share.job.architecture.num_nextn_predict_layers)
 
@@ -203,7 +213,7 @@ class Turns:
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
         self.is_first_backward = turn.micro_batch == 0
         if not self.first_product:  # the loss itself multiplies no matrices: the output layer is the first that does
-            self.first_product = started + (self._head.in_backward["output_layer"] if chunk.is_last else 0)
+            self.first_product = started + (self.head.in_backward["output_layer"] if chunk.is_last else 0)
         if not chunk.is_last:
             step.moment("receive_backward", Phase.BACKWARD)
             step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
@@ -227,7 +237,7 @@ class Turns:
         self.spans.append(Span(turn, started, step.now, summed))
         hold_inputs(step, share, chunk, state.start, state.end)
         if chunk.is_last and self.share.convention.get("defer_embedding_wgrad_compute"):
-            self._defer_output_layer(started)
+            self._defer_output_layer()
         if not chunk.is_first:
             step.moment("send_backward", Phase.BACKWARD)
 
@@ -240,7 +250,11 @@ class Turns:
             for run in reversed(runs):
                 self._ran_again(run, run.backward_start or 0)
         if self.is_first_backward and instants.keys() - self.first_backward:
-            self.first_backward = {label: start + at for label, at in instants.items()} | self.first_backward
+            ran = {label: start + at for label, at in instants.items()}
+            for part, labels in RECOMPUTED_PROJECTIONS.items():
+                after = 0 if self.share.context.fp8_recipe else 1
+                ran |= {label: ran[part] + late * after for label, late in labels.items()} if part in ran else {}
+            self.first_backward = ran | self.first_backward
 
     def _ran_again(self, run: Run, start: int) -> None:
         """The backward of a layer, which began at `start`, of which a part was computed again."""
@@ -258,7 +272,7 @@ class Turns:
     def _summed(run: Run) -> int:
         """The instant at which a layer's backward adds the gradient that was handed in to the one of its feed-forward."""
         template, start = run.template, run.backward_start or 0
-        return start + template.in_backward.get("self_attn_bda", template.num_backward + 1) - 1
+        return start + template.in_backward.get("self_attn_bda", template.num_backward)
 
     def _hold_tied_gradient(self, started: int) -> None:
         """A table that both ends use gets its gradient when both have given theirs: the output layer's waits for the
@@ -266,7 +280,7 @@ class Turns:
         context, step = self.share.context, self.step
         size = context.vocabulary * context.hidden * context.element_bytes
         cached = context.gradient_accumulation_fusion and context.cached_output_placeholder
-        born = step.now - 1 if cached else started + self._head.in_backward["output_layer"] + 1
+        born = step.now - 1 if cached else started + self.head.in_backward["output_layer"] + 1
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
 
     def _hold_encoder_states(self, runs: list[Run]) -> None:
@@ -285,20 +299,15 @@ class Turns:
         gradient = (read[-1].backward_start or 0) + last.gradient_from
         hold(f"{ENCODER_STATES}.grad", Category.TEMPORARIES, size, gradient, made.backward_start, "encoder")
 
-    def _defer_output_layer(self, started: int) -> None:
-        """`--defer-embedding-wgrad-compute`: up to `--wgrad-deferral-limit` micro-batches (0: all) keep the logits gradient
-        and the output layer's input until the step's cooldown."""
-        context, micro_batches = self.share.context, self.share.job.gradient_accumulation_steps
-        limit = min(int(self.share.convention.get("wgrad_deferral_limit", 0) or 0) or micro_batches, micro_batches)
-        if self.deferred >= limit:
-            return
-        count = 1 if self.deferred else limit - min(limit, len(self._turns()) // 2) + 1
-        self.deferred += count
-        logits = context.rows * context.vocabulary * context.element_bytes
-        self.deferred_tensors += [
-            ("deferred_logits_gradient", Category.LOGITS, count * logits, started),
-            ("deferred_output_layer_input", Category.ACTIVATIONS, count * context.gathered_bytes, started),
-        ]
+    def _defer_output_layer(self) -> None:
+        """`--defer-embedding-wgrad-compute`: the first micro-batches, up to `--wgrad-deferral-limit` (0: all), whose output
+        layer waits for the end; the first of those that are placed stands for all that are not."""
+        share, micro_batches = self.share, self.share.job.gradient_accumulation_steps
+        limit = min(int(share.convention.get("wgrad_deferral_limit", 0) or 0) or micro_batches, micro_batches)
+        placed = len(self._turns()) // (2 * len(share.chunks))
+        stands_for = 1 if self.deferred else micro_batches - placed + 1
+        if count := min(stands_for, limit - sum(self.deferred.values())):
+            self.deferred[len(self.spans) - 1] = count
 
     def _recompute(self, checkpoint: _Checkpoint, *, keeps_gradient: bool) -> int:
         """A checkpointed group in backward: all its layers forward again, then backward; the checkpoint holds the input and
@@ -313,13 +322,17 @@ class Turns:
         recomputed = step.now
         for run in reversed(runs):
             self._run_backward([run])
+        for i in checkpoint.layers:
+            self.recomputed.setdefault(i, []).append((start, step.now))
         summed = self._summed(runs[-1])
         if keeps_gradient:
             step.hold("gradient", Category.TEMPORARIES, size, summed, step.now, "checkpoint")
-        divided = self.share.convention.get("distribute_saved_activations")
-        held = size // self.share.context.tensor_parallel_size if divided else size
-        if not checkpoint.received:
-            step.hold("checkpoint", Category.ACTIVATIONS, held, checkpoint.begin, step.now, "checkpoint")
+        lives = [(size, checkpoint.begin, step.now)]
+        if self.share.convention.get("distribute_saved_activations"):  # whole while its layers run
+            part = size // self.share.context.tensor_parallel_size
+            lives = [(size, checkpoint.begin, checkpoint.end), (part, checkpoint.end, start), (size, start, step.now)]
+        for held, born, dies in () if checkpoint.received else lives:
+            step.hold("checkpoint", Category.ACTIVATIONS, held, born, dies, "checkpoint")
         step.hold("gradient", Category.TEMPORARIES, size, start, recomputed, "checkpoint")
         step.hold("recomputed_output", Category.ACTIVATIONS, size, recomputed, step.now, "checkpoint")
         return summed

@@ -30,7 +30,7 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tens
     query, key, value = tape.split(
         mixed, [size * context.query, size * context.key_value, size * context.key_value], "split_qkv"
     )
-    views: tuple[str, ...] = ()  # of what is copied in part, what is not
+    views: tuple[str, ...] = ("query", "key", "value")  # what is not copied
     if 1 < context.key_value_heads != context.heads:  # reshape of a strided view, which one group alone leaves one
         query = tape.operation("query_reshape", [query], query.num_bytes)
         views = ("key", "value")
@@ -50,8 +50,8 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tens
 def core_attention(
     tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext, views: tuple[str, ...] = ()
 ) -> Tensor:
-    """From query, key and value to the context layer [rows, attended]. `views`: which of key and value are still parts of
-    the fused projection where the query is a copy."""
+    """From query, key and value to the context layer [rows, attended]. `views`: which of them are still parts of the fused
+    projection."""
     if context.recompute_attention:  # `--recompute-activations`
         plain = replace(context, recompute_attention=False)
 
@@ -59,11 +59,12 @@ def core_attention(
             return core_attention(inner, query, key, value, plain, views)
 
         return checkpointed_together(tape, [query, key, value], "checkpointed_core_attention", again)
-    if context.transformer_engine and context.attention != "flash":  # `get_qkv_layout`: where strides differ
-        if "key" in views:
-            key = tape.operation("key_contiguous", [key], key.num_bytes)
-        if "value" in views:
-            value = tape.operation("value_contiguous", [value], value.num_bytes)
+    differ = "query" not in views or context.context_parallel_size > 1  # which copies every view (`FusedAttention.forward`)
+    if context.transformer_engine and context.attention != "flash" and differ:  # `get_qkv_layout`: where strides differ
+        query, key, value = (
+            tape.operation(f"{name}_contiguous", [x], x.num_bytes, gradients=[(x, None)]) if name in views else x
+            for name, x in (("query", query), ("key", key), ("value", value))
+        )
     if context.attention == "flash":
         output = _flash(tape, query, key, value, context)
     elif context.attention == "fused":  # cuDNN reads the projection's own layout; its result is the input of the next one
@@ -212,11 +213,11 @@ def _softmax(tape: Tape, scores: Tensor, mask: Tensor | None, context: MegatronC
         gradients=[(scores, scores.num_bytes)],
         backward_temporary_bytes=0 if widened else 2 * narrow,
     )
-    softmax = tape.operation("softmax", [scores], scores.num_bytes, saves_output=True)
-    if softmax.num_bytes == narrow:
-        return softmax
-    result = tape.operation("softmax.to_narrow", [softmax], narrow)
-    tape.hold(scores)
+    result = tape.operation("softmax", [scores], scores.num_bytes, saves_output=True)
+    if result.num_bytes != narrow:
+        result = tape.operation("softmax.to_narrow", [result], narrow)
+    for variable in (scores, *masks):
+        tape.hold(variable)
     return result
 
 

@@ -163,6 +163,8 @@ class MegatronContext:
     cached_output_placeholder: bool
     """The same for megatron-core's own projections, of which the output layer always is one."""
     fused_cross_entropy: bool
+    cross_entropy_in_place: bool
+    """Whether Transformer Engine's kernel computes the loss, and its gradient in the logits themselves."""
     recompute_attention: bool
     """`recompute-granularity: selective` with the attention core."""
     checkpointed: bool
@@ -190,6 +192,7 @@ class MegatronContext:
     masked_tokens: bool = False
     """BERT: the output layer has a head of its own before it."""
     output_bias: bool = False
+    final_norms: bool = True
     token_types: int = 0
     """Rows of the token type embedding, 0 for none; a BERT that has them has a pooler and two logits too."""
 

@@ -24,12 +24,15 @@ class Dispatch:
         self.sent = experts.sent_rows(self.tokens)
         self.width = context.hidden * context.element_bytes
         self._alive: list[Tensor] = []
+        self._computing: tuple[Tensor, ...] = ()
+        """What the experts read, which is named until their results are ready to go back (`routed_experts_compute`)."""
 
     def send(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """[stream_rows, hidden] and [stream_rows, num_experts] to [rows, hidden] and [rows]."""
-        if self.experts.dispatcher == "allgather":
-            return self._send_by_gathering(x, probabilities)
-        return self._send_by_exchange(x, probabilities)
+        by_gathering = self.experts.dispatcher == "allgather"
+        sent = (self._send_by_gathering if by_gathering else self._send_by_exchange)(x, probabilities)
+        self._computing = sent
+        return sent
 
     def combine(self, output: Tensor) -> Tensor:
         """The experts' [rows, hidden] back to [stream_rows, hidden]."""
@@ -73,6 +76,8 @@ class Dispatch:
         experts = self.experts
         every = self.tokens * experts.group_size
         gathered = self._unpermute(output, every)
+        for tensor in (*self._computing, output):
+            self.tape.hold(tensor)
         if experts.group_size == 1:
             return gathered
         return self._reduce_scatter(gathered, every, self.tokens)
@@ -122,9 +127,11 @@ class Dispatch:
             output = self._sort(output, "combine.sort")
         if experts.expert_tensor_parallel_size > 1:
             output = self._reduce_scatter(output, self.rows, self.rows // experts.expert_tensor_parallel_size)
-        tape.hold(computed)
+        for tensor in (*self._computing, computed):
+            tape.hold(tensor)
         if experts.expert_parallel_size > 1:
             output = tape.operation("combine.all_to_all", [output], self.sent * self.width)
+        self._alive.append(output)  # of the layer's forward, while `postprocess` runs
         return self._unpermute(output, self.tokens)
 
     # -- what both are made of ---------------------------------------------------------------------------------------------

@@ -72,12 +72,25 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
     """The vocabulary-parallel loss per token, fp32.
 
     It converts the logits to fp32 inside its autograd function and turns that copy into the softmax in place; it is
-    kept for backward, which turns it into the gradient in place.
+    kept for backward, which turns it into the gradient in place. Transformer Engine's kernel puts the gradient where the
+    logits are, in forward (2.8 `pytorch/triton/cross_entropy.py`).
     """
+    if context.fused_cross_entropy and context.cross_entropy_in_place:
+        return tape.operation(
+            "vocab_parallel_cross_entropy",
+            [logits],
+            context.rows * FP32,
+            saves=[logits],
+            gradients_in_place=True,
+            forward_temporary_bytes=3 * context.rows * FP32 * (1 + context.tensor_parallel_size),
+            category=Category.LOGITS,
+        )
     wide = context.rows * context.vocabulary * FP32
     in_place = context.element_bytes == FP32  # .float() of fp32 logits is the logits themselves
     # compiled kernels cannot work in place: the exponentials are a second fp32 copy, and so is their gradient
     second_copy = wide if context.fused_cross_entropy else 0
+    # `calculate_gradients` gives bfloat16 whatever was asked (megatron-core 0.16.1 `fused_cross_entropy.py`)
+    rounded = wide // 2 if in_place and context.fused_cross_entropy else 0
     return tape.operation(
         "vocab_parallel_cross_entropy",
         [logits],
@@ -87,6 +100,6 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
         gradients=[(logits, logits.num_bytes)],
         gradients_in_place=in_place,  # the kept softmax, which is the logits, becomes the gradient
         forward_temporary_bytes=second_copy,
-        backward_temporary_bytes=second_copy,
+        backward_temporary_bytes=second_copy + rounded,
         category=Category.LOGITS,
     )

@@ -17,7 +17,8 @@ from peakcast.models.analytical.tape import Tape, Tensor
 class Exchanging:
     """What the function allocates beside its result and its inputs' gradients, in bytes."""
 
-    keeps_inputs: bool
+    keeps_inputs: int
+    """How many of query, key and value."""
     keeps_result: bool
     kept: tuple[int, ...]
     """What else it keeps for backward, beside statistics of the softmax."""
@@ -43,7 +44,7 @@ def exchanged_attention(
         name,
         operands,
         output,
-        saves=operands if exchange.keeps_inputs else (),
+        saves=operands[: exchange.keeps_inputs],
         saves_output=exchange.keeps_result,
         extra_saved_bytes=[*exchange.kept, *statistics],
         forward_temporary_bytes=exchange.forward,
@@ -52,14 +53,15 @@ def exchanged_attention(
 
 
 def _ring(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
-    """A joined pair of keys and values for every turn of the ring, and the turns' outputs: whole ones of this rank's own
-    keys and of ranks' before it, halves of those behind it, whose first tokens see nothing of them. Backward: two buffers,
-    each of a pair and its gradient, and a turn's gradients, of which keys' and values' are summed there."""
+    """A joined pair of keys and values for every turn of the ring, of which one is kept, and the turns' outputs: whole ones
+    of this rank's own keys and of ranks' before it, halves of those behind it, whose first tokens see nothing of them.
+    Backward: two buffers, each of a pair and its gradient, and a turn's gradients, of which keys' and values' are summed
+    there."""
     group = context.ranks_exchanging_heads
     turns, before = context.context_parallel_size // group, context.context_parallel_rank // group
     halves = 0 if context.padding else turns - 1 - before
     outputs = (turns - halves) * output + halves * output // 2
-    return Exchanging(True, True, (), turns * (key + value) + outputs, 4 * (key + value) + query)
+    return Exchanging(1, True, (key + value,), (turns - 1) * (key + value) + outputs, 4 * (key + value) + query)
 
 
 def _heads(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
@@ -71,7 +73,7 @@ def _heads(context: MegatronContext, query: int, key: int, value: int, output: i
     going = inputs + 4 * output  # the result, the copy to send, what came, the copy that is handed on
     # backward: the gradient in order of tokens; the kernel's gradients, still named, and copies of them to send
     backward = output + 2 * inputs + value
-    return Exchanging(False, False, (query, key, value, output), max(coming, going) - inputs - 2 * output, backward)
+    return Exchanging(0, False, (query, key, value, output), max(coming, going) - inputs - 2 * output, backward)
 
 
 def _keys(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
@@ -84,7 +86,7 @@ def _keys(context: MegatronContext, query: int, key: int, value: int, output: in
     forward = gathered + max(0, values - 2 * output)
     # all keys' gradients, values' a second time in the order of ranks; the gathered; both steps' gradients
     backward = gathered + values + gathered + query + read
-    return Exchanging(True, False, (output // 2, output - output // 2), forward, backward - key - value)
+    return Exchanging(3, False, (output // 2, output - output // 2), forward, backward - key - value)
 
 
 def _heads_then_ring(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
@@ -92,8 +94,8 @@ def _heads_then_ring(context: MegatronContext, query: int, key: int, value: int,
     goes back. Backward: the result, which is kept, and its gradient come again, the inputs' gradients go."""
     heads, ring = (exchange(context, query, key, value, output) for exchange in (_heads, _ring))
     inputs = query + key + value
-    forward = max(heads.forward, ring.forward - key - value + 3 * output)
-    return Exchanging(False, True, (query, key, value), forward, 2 * output + ring.backward + inputs)
+    forward = max(heads.forward, ring.forward + 3 * output)
+    return Exchanging(0, True, (query, key, value), forward, 2 * output + ring.backward + inputs)
 
 
 _EXCHANGES = {"p2p": _ring, "a2a": _heads, "all_gather": _keys, "a2a+p2p": _heads_then_ring}

@@ -24,7 +24,7 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
     """
     tape = Tape()
     hidden = tape.input(context.stream_bytes, owned=not context.checkpointed)
-    final = norm(tape, hidden, context, context.stream_rows, context.hidden, "final_layernorm")
+    final = _final_norm(tape, hidden, context)
     logits: list[Tensor] = []
     if num_nextn_predict_layers:
         final, *ahead = _predict_ahead(tape, final, context, num_nextn_predict_layers)
@@ -45,11 +45,17 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
 
 @lru_cache(maxsize=64)
 def encoder_end(context: MegatronContext) -> Template:
-    """An encoder's final norm, whose result the decoder's layers own."""
+    """An encoder's final norm, whose result the decoder's layers own; where there is none, they own its last layer's."""
     tape = Tape()
-    states = norm(tape, tape.input(context.stream_bytes), context, context.stream_rows, context.hidden, "final_layernorm")
+    states = _final_norm(tape, tape.input(context.stream_bytes), context)
     states.storage.num_bytes = 0
     return tape.finish(states)
+
+
+def _final_norm(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
+    if not context.final_norms:
+        return tape.operation("final_states", [hidden], hidden.num_bytes, view_of=hidden, gradients=[(hidden, None)])
+    return norm(tape, hidden, context, context.stream_rows, context.hidden, "final_layernorm")
 
 
 def _masked_token_head(tape: Tape, final: Tensor, context: MegatronContext) -> Tensor:

@@ -39,7 +39,10 @@ def decoder_layer(context: MegatronContext) -> Template:
 def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
     """The operations of one decoder layer on `tape`."""
     if context.latent is not None:
-        projected = _projected(tape, latent_attention(tape, hidden, context, context.latent), context)
+        attended, named = latent_attention(tape, hidden, context, context.latent)
+        projected = _projected(tape, attended, context)
+        for variable in named:
+            tape.hold(variable)
         middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
     else:
         normalized = own_norm(tape, hidden, context, "input_layernorm")
@@ -84,9 +87,10 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     if context.experts is not None:
         return routed_feed_forward(tape, x, context, context.experts)
     normalized = own_norm(tape, x, context, "pre_mlp_layernorm")
-    if context.recompute_feed_forward:  # its input is the residual where the projection contains the norm
-        both = context.transformer_engine
-        output = checkpointed(tape, normalized, "mlp", lambda part, held: _dense(part, held, context), read_elsewhere=both)
+    if context.recompute_feed_forward:
+        alone = replace(context, without_graph=True)
+        parts = (lambda part, held: _dense(part, held, context), lambda part, held: _dense(part, held, alone))
+        output = checkpointed(tape, normalized, "mlp", *parts)
     else:
         output = _dense(tape, normalized, context)
     tape.hold(normalized)  # a variable of `_forward_mlp`

@@ -18,10 +18,13 @@ from peakcast.models.analytical.blocks.megatron_primitives import (
 from peakcast.models.analytical.tape import Tape, Tensor
 
 
-def latent_attention(tape: Tape, hidden: Tensor, context: MegatronContext, latent: LatentContext) -> Tensor:
-    """From the layer's input [stream_rows, hidden] to the context layer [rows, heads · v_head_dim]."""
+def latent_attention(
+    tape: Tape, hidden: Tensor, context: MegatronContext, latent: LatentContext
+) -> tuple[Tensor, list[Tensor]]:
+    """From the layer's input [stream_rows, hidden] to the context layer [rows, heads · v_head_dim]; and what is named until
+    its projection has returned: the compressed tensors are returned beside query, key and value."""
     x = norm(tape, hidden, context, context.stream_rows, context.hidden, "input_layernorm")
-    query = _query(tape, x, context, latent)
+    query, asked = _query(tape, x, context, latent)
     combined = _duplicated_linear(tape, x, context, latent.kv_lora_rank + latent.rope_dim, "linear_kv_down_proj")
     token = context.stream_rows * context.element_bytes
     compressed, position = tape.split(combined, [token * latent.kv_lora_rank, token * latent.rope_dim], "split_kv_down")
@@ -34,16 +37,16 @@ def latent_attention(tape: Tape, hidden: Tensor, context: MegatronContext, laten
     expanded = _up_projection(tape, compressed, context, latent, latent.kv_lora_rank, width, "linear_kv_up_proj")
     rotate = _rotate_fused if latent.rotary_fused else _rotate
     query, key, value = rotate(tape, query, expanded, position, context, latent)
-    tape.hold(x)
-    return core_attention(tape, query, key, value, context)
+    return core_attention(tape, query, key, value, context), [x, asked, combined, query, key, value]
 
 
-def _query(tape: Tape, x: Tensor, context: MegatronContext, latent: LatentContext) -> Tensor:
+def _query(tape: Tape, x: Tensor, context: MegatronContext, latent: LatentContext) -> tuple[Tensor, Tensor]:
+    """The query, and what it was projected from."""
     width = context.heads * latent.qk_dim
     if not latent.q_lora_rank:
-        return column_linear(tape, x, context, width, "linear_q_proj", False)
+        return column_linear(tape, x, context, width, "linear_q_proj", False), x
     compressed = _duplicated_linear(tape, x, context, latent.q_lora_rank, "linear_q_down_proj")
-    return _up_projection(tape, compressed, context, latent, latent.q_lora_rank, width, "linear_q_up_proj")
+    return _up_projection(tape, compressed, context, latent, latent.q_lora_rank, width, "linear_q_up_proj"), compressed
 
 
 def _duplicated_linear(tape: Tape, x: Tensor, context: MegatronContext, out_features: int, name: str) -> Tensor:
@@ -69,7 +72,8 @@ def _up_projection(
 def _rotate(
     tape: Tape, query: Tensor, expanded: Tensor, position: Tensor, context: MegatronContext, latent: LatentContext
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Unfused: the rotated parts are new tensors, and query and key are concatenated anew; value is copied."""
+    """Unfused: the rotated parts are new tensors, and query and key are concatenated anew; value is copied. Until then all
+    of it has names (`qkv_up_proj_and_rope_apply`)."""
     token = context.rows * context.element_bytes
     head = token * context.heads
     plain, rotated = tape.split(query, [head * latent.nope_dim, head * latent.rope_dim], "split_q")
@@ -96,6 +100,8 @@ def _rotate(
         "concatenate_k", [key, position], head * latent.qk_dim, gradients=[(key, None), (position, position.num_bytes)]
     )
     value = tape.operation("value_contiguous", [value], head * latent.v_dim)
+    for variable in (plain, expanded, rotated, position):
+        tape.hold(variable)
     return query, key, value
 
 

@@ -44,7 +44,6 @@ def mixture_of_experts(tape: Tape, x: Tensor, context: MegatronContext, experts:
     rows, chosen = dispatch.send(x, probabilities)
     run = _grouped if experts.grouped else _one_by_one
     computed = run(tape, rows, chosen, dispatch.rows, context, experts)
-    tape.hold(rows)
     output = dispatch.combine(computed)
     if shared is not None:
         output = tape.operation("add_shared", [output, shared], x.num_bytes, gradients=[(output, None), (shared, None)])

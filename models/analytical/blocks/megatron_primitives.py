@@ -77,7 +77,8 @@ def norm_column_linear(
 
     Transformer Engine's LayerNormLinear keeps the input, the norm's output (ungathered) and the statistics; the local
     implementation keeps the same from two modules. Under sequence parallelism the norm's output is gathered for the
-    product and again in backward (Transformer Engine: a temporary each time; local: the global memory buffer).
+    product and again in backward (Transformer Engine: a temporary each time, in FP8 of both layouts until the gradient is
+    reduce-scattered; local: the global memory buffer).
     """
     width = context.hidden if in_features is None else in_features
     output = context.rows * out_features * context.element_bytes
@@ -87,9 +88,15 @@ def norm_column_linear(
     token = width * context.element_bytes
     whole, own = context.rows * token, context.stream_rows * token
     gathered = whole if context.sequence_parallel else 0
-    before_norm = own if context.sequence_parallel else 0  # the reduce-scattered gradient
-    kept, quantized = own, quantized_gradient_bytes(context, output)
+    kept, backward = own, 2 * gathered  # the norm's result is freed before the norm's own backward (`clear_tensor_data`)
     if context.fp8_recipe:
+        backward = whole + quantized_gradient_bytes(context, output)
+        layouts = quantized_bytes(context, context.rows * width)
+        if context.sequence_parallel:  # columns of blocks are gathered, and then laid out, without their scales
+            columns = context.rows * width * FP8 if context.fp8_recipe == "blockwise" else 0
+            backward += layouts + (columns or layouts)
+        else:  # the norm's result has gone before the norm's own backward
+            backward -= layouts
         narrow = quantized_bytes(context, context.stream_rows * width)
         kept = 0 if context.without_graph else narrow
         # its other layout, and what was normalised in full where the kernel does not quantise at once
@@ -105,8 +112,7 @@ def norm_column_linear(
             *norm_gradients(context, f"{name}.norm", width),
         ],
         forward_temporary_bytes=gathered,
-        # else the norm's result, gathered or not, is freed before the norm's own backward (`clear_tensor_data`)
-        backward_temporary_bytes=whole + before_norm + quantized if context.fp8_recipe else 2 * gathered,
+        backward_temporary_bytes=backward,
     )
 
 
@@ -182,10 +188,12 @@ def _row_linear_in_fp8(
     tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str, full: int
 ) -> Tensor:
     """Keeps its input in FP8, but of the attention's projection the input itself, which attention keeps too, where the
-    scale is not a delayed one (megatron-core 0.16.1 `attention.py`, `set_save_original_input`)."""
+    scale is not a delayed one (megatron-core 0.16.1 `attention.py`, `set_save_original_input`); with one scale for all of
+    it backward quantises that in both layouts. Under sequence parallelism the gradient is gathered in FP8 (Transformer
+    Engine 2.8 `pytorch/module/base.py`, `grad_output_preprocess`)."""
     narrow = quantized_bytes(context, context.rows * in_features)
     original = name == "linear_proj" and context.fp8_recipe != "delayed"
-    quantized = quantized_gradient_bytes(context, context.gathered_bytes) + (narrow if original else 0)
+    again = narrow * (2 if context.fp8_recipe == "tensorwise" else 1) if original else 0
     return tape.operation(
         name,
         [x],
@@ -194,7 +202,7 @@ def _row_linear_in_fp8(
         extra_saved_bytes=[] if original or context.without_graph else [narrow],
         weight_gradients=weight_gradients(context, name, in_features * context.hidden, 0),
         forward_temporary_bytes=full + narrow,
-        backward_temporary_bytes=full + quantized,
+        backward_temporary_bytes=quantized_gradient_bytes(context, context.gathered_bytes) + again,
     )
 
 

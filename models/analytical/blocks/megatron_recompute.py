@@ -19,29 +19,38 @@ Bytes = npt.NDArray[np.int64]
 
 
 def checkpointed(
-    tape: Tape, x: Tensor, name: str, part: Callable[[Tape, Tensor], Tensor], *, read_elsewhere: bool = False
+    tape: Tape,
+    x: Tensor,
+    name: str,
+    part: Callable[[Tape, Tensor], Tensor],
+    first: Callable[[Tape, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """`part` of `x` as one operation that keeps `x` only. Weight gradients are among its temporaries: Megatron-LM adds each
-    to the persistent main gradient at once. `read_elsewhere`: the gradient of `x` is added to that of another reader, which
-    the tape does in the same instant, and autograd when the temporaries are gone."""
-    return checkpointed_together(tape, [x], name, part, added_bytes=x.num_bytes * read_elsewhere)
+    to the persistent main gradient at once. `first`: what runs without a graph, where that differs."""
+    return checkpointed_together(tape, [x], name, part, first)
 
 
 def checkpointed_together(
-    tape: Tape, inputs: Sequence[Tensor], name: str, part: Callable[..., Tensor], *, added_bytes: int = 0
+    tape: Tape,
+    inputs: Sequence[Tensor],
+    name: str,
+    part: Callable[..., Tensor],
+    first: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """As `checkpointed`, of a `part` that reads several tensors; `added_bytes` of their gradients are added to others."""
-    inner = Tape()
-    output = part(inner, *(inner.input(x.num_bytes, owned=False) for x in inputs))
-    forward, backward = _passes(inner.finish(output), output.num_bytes)
+    """As `checkpointed`, of a `part` that reads several tensors."""
+    template, output = _recorded(part, inputs)
+    size = output.num_bytes
+    forward, backward = _passes(template, output)
+    if first is not None:
+        forward = _passes(*_recorded(first, inputs))[0]
     return tape.operation(
         name,
         inputs,
-        output.num_bytes,
+        size,
         saves=inputs,
-        forward_temporary_bytes=max(0, forward - output.num_bytes),
-        # the operation's own gradients are no temporaries, nor what they are added to
-        backward_temporary_bytes=max(0, backward - sum(x.num_bytes for x in inputs) - added_bytes),
+        forward_temporary_bytes=max(0, forward - size),
+        # the operation's own gradients are no temporaries
+        backward_temporary_bytes=max(0, backward - sum(x.num_bytes for x in inputs)),
     )
 
 
@@ -60,9 +69,8 @@ class Again:
 
 def made_again(inputs: Sequence[Tensor], part: Callable[..., Tensor]) -> Again:
     """What running `part` of `inputs` again costs. Its output's gradient is there once the reader's backward is done."""
-    inner = Tape()
-    output = part(inner, *(inner.input(x.num_bytes, owned=False) for x in inputs))
-    template, size = inner.finish(output), output.num_bytes
+    template, output = _recorded(part, inputs)
+    size = output.num_bytes
     no_graph, with_graph = _lives(template)
     runs, backward = with_graph[: template.num_forward], with_graph[template.num_forward :] + size
     kept = int(runs[-1])
@@ -73,11 +81,20 @@ def made_again(inputs: Sequence[Tensor], part: Callable[..., Tensor]) -> Again:
     )
 
 
-def _passes(template: Template, output_bytes: int) -> tuple[int, int]:
+def _recorded(part: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[Template, Tensor]:
+    """`part` of `inputs` on a tape of its own, and its output."""
+    inner = Tape()
+    output = part(inner, *(inner.input(x.num_bytes, owned=False) for x in inputs))
+    return inner.finish(output), output
+
+
+def _passes(template: Template, output: Tensor) -> tuple[int, int]:
     """The most bytes of the part without a graph, and of running it again and backward with its output held, the gradient
     that is handed in left aside."""
     no_graph, with_graph = _lives(template)
-    with_graph[template.num_forward :] += output_bytes
+    entries = zip(template.names, template.dies, template.dies_backward & ~template.born_backward, strict=True)
+    kept = max((dies for name, dies, kept in entries if kept and name == output.storage.name), default=0)
+    with_graph[template.num_forward + kept :] += output.num_bytes  # until then its own operation keeps it
     return int(no_graph.max(initial=0)), int(with_graph.max(initial=0))
 
 
