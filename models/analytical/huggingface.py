@@ -269,7 +269,6 @@ def _micro_batch(
     masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
     dies = last_readers(blocks.contexts, runs) if masks_kept else []
     read = last_rotations(blocks.contexts, runs, None if checkpointed else model_ends(loss))
-    hold_rotary_tables(timeline, job, context, start, read)
     timeline.run_backward(embedded)
     if checkpointed and job.offload.activations:
         hold_leaf(timeline, blocks.contexts[0], embedded)
@@ -283,7 +282,8 @@ def _micro_batch(
     if not named and job.offload.activations:  # saved as tensors are, it goes to the host
         dies = []
     if named and job.activation_checkpointing.use_reentrant:  # a node has its arguments as long as there is a graph
-        dies = [timeline.now] * len(dies)
+        dies, read = [timeline.now] * len(dies), [timeline.now] * len(read)
+    hold_rotary_tables(timeline, job, context, start, read)
     hold_masks(timeline, blocks.contexts, start, model_ends(loss), dies)
     _hold_logits(timeline, job, context, loss, last)
     return loss

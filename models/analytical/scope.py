@@ -160,18 +160,9 @@ def _plain_float8(job: TrainingJob) -> bool:
     return plain and wide and job.architecture.model_type not in ("gpt2", "gpt_bigcode")
 
 
-SLIDES_LATER = ("qwen2", "qwen2_moe", "qwen3", "smollm3")
-"""transformers 5.17 models/*/configuration_*.py: `max_window_layers` or a pattern says which layers slide."""
-
-
 def _rows(job: TrainingJob) -> int:
     """Tokens of a micro-batch, with padding where it has some."""
     return job.num_tokens if job.batch.form == "padding_free" else job.micro_batch_size * job.sequence_length
-
-
-def _outgrows_window(job: TrainingJob) -> bool:
-    prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
-    return job.architecture.sliding_window is not None and prompt + new > job.architecture.sliding_window
 
 
 LIGER_FAMILIES = (
@@ -307,11 +298,6 @@ def _mixture_reason(job: TrainingJob) -> str:
 
 def _huggingface_reason(job: TrainingJob) -> str:
     checks = [
-        (
-            job.task == "inference" and _outgrows_window(job) and job.architecture.model_type in SLIDES_LATER,
-            f"generation of model_type={job.architecture.model_type!r} beyond a sliding window: its configuration says "
-            "from which layer on it slides (max_window_layers), which is not read.",
-        ),
         (
             job.task == "inference" and job.architecture.kind == "encoder",
             f"{job.architecture.name!r} is an encoder, which generates nothing: task='inference' is not modelled for it.",

@@ -8,7 +8,9 @@ from typing import Any
 from peakcast.architecture import Architecture
 from peakcast.dialects.hf_config import architecture_from_hf_config
 from peakcast.dialects.hf_families import FAMILIES
+from peakcast.dialects.hf_rotary import rotary_key
 from peakcast.dialects.hf_rules import Choice, Key, Product, Rules
+from peakcast.dialects.hf_windows import window_keys
 from peakcast.errors import SpecError
 
 
@@ -35,6 +37,7 @@ def hf_config_of(architecture: Architecture) -> dict[str, Any]:
         config.pop("head_dim", None)  # there it is the rotated part's, and follows from qk_rope_head_dim
     if family.restore is not None:
         config |= family.restore(architecture)
+    config |= window_keys(architecture) | rotary_key(architecture)
     read = replace(architecture_from_hf_config(config), name=architecture.name)
     if read != architecture:
         wrong = [f for f in Architecture.__dataclass_fields__ if getattr(read, f) != getattr(architecture, f)]
