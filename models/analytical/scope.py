@@ -59,6 +59,11 @@ def _architecture_reason(architecture: Architecture) -> str:
             f"model_type={architecture.model_type!r} is not known to the ledger, which takes it for Llama by its keys; "
             "trace it (`peakcast explain --trace`)."
         )
+    if architecture.model_type == "dbrx":
+        return (
+            f"{architecture.name!r}: DBRX clips its projections and runs its experts one by one, which is counted as other "
+            "families do; parameters, gradients and optimizer states are exact."
+        )
     if architecture.model_type == "mpt" and architecture.intermediate_size != 4 * architecture.hidden_size:
         return (
             f"{architecture.name!r} has intermediate_size={architecture.intermediate_size}, and transformers makes MPT's "

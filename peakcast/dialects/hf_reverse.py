@@ -55,11 +55,15 @@ def _fill(config: dict[str, Any], rules: Rules, source: object) -> None:
         value = getattr(source, field, None)
         if isinstance(rule, Choice):
             config[rule.name] = value == rule.when_true
-        elif isinstance(rule, Key) and hasattr(source, field) and "." not in rule.name:
+        elif isinstance(rule, Key) and hasattr(source, field):
             if rule.only_if:
                 config[rule.only_if] = value is not None
             if value is not None or rule.nullable:
-                config[rule.name] = value
+                *outer, last = rule.name.split(".")
+                inner = config
+                for part in outer:
+                    inner = inner.setdefault(part, {})
+                inner[last] = value
     for field, rule in rules.items():  # a product's right factor is known by now
         value = getattr(source, field, None)
         if isinstance(rule, Product) and value and config.get(rule.right.name):
