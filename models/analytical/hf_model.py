@@ -157,6 +157,19 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: i
         timeline.hold("attention_mask", Category.INPUTS, size, start, end)
 
 
+def hold_masks_from_host(
+    timeline: Step, layers: Sequence[HFContext], checkpointed: Iterable[Run], reentrant: bool
+) -> None:
+    """Copies of an offloaded mask that a checkpoint has saved: each layer that runs again gets its own; a reentrant one's
+    function names it to its end."""
+    sizes, taken = mask_bytes(layers)
+    for run in checkpointed if taken else ():
+        if again := run.recomputation:
+            ends = again.forward_start + again.template.num_forward
+            ends = (again.backward_start or ends) + again.template.num_backward if reentrant else ends
+            timeline.hold("attention_mask", Category.INPUTS, sizes[0], again.forward_start, ends, run.module)
+
+
 def arguments_of_layers(job: TrainingJob, layers: Sequence[HFContext]) -> list[tuple[str, int]]:
     """What the model hands to every layer by name: to a reentrant checkpoint these are no tensors to save but parts of the
     call, and its node has them as long as there is a graph (torch `utils/checkpoint.py`, `ctx.run_function`)."""

@@ -30,6 +30,7 @@ from peakcast.models.analytical.hf_model import (
     hold_leaf,
     hold_logits_of_compiling,
     hold_masks,
+    hold_masks_from_host,
     hold_parts_of_inputs,
     hold_rotary_tables,
     hold_shared_inputs,
@@ -281,6 +282,7 @@ def _micro_batch(
     named = not traits(job.architecture).mask_by_position
     if not named and job.offload.activations:  # saved as tensors are, it goes to the host
         dies = []
+        hold_masks_from_host(timeline, blocks.contexts, checkpointed.values(), job.activation_checkpointing.use_reentrant)
     if named and job.activation_checkpointing.use_reentrant:  # a node has its arguments as long as there is a graph
         dies, read = [timeline.now] * len(dies), [timeline.now] * len(read)
     hold_rotary_tables(timeline, job, context, start, read)
