@@ -88,8 +88,9 @@ class Template:
     loss_from: int
     """Forward instants from this one on belong to the loss, not to the model's forward."""
     added_to_handed_in: int
-    """The backward instant at which a second gradient is first added in place to the one that was handed in. Where somebody
-    else holds that one, their sum is a new tensor (`InputBuffer::accumulate`), for which the entry then stands."""
+    """The backward instant at which a second gradient is first added in place to the one that was handed in, or from which
+    nothing here reads that one. Where somebody else holds it, a sum is a new tensor (`InputBuffer::accumulate`), for which
+    the entry then stands."""
     beside_bytes: int = 0
     """Bytes of what the block returns beside its output to a reentrant checkpoint: `CheckpointFunction.backward` keeps it
     beside a gradient of zeros that autograd makes for it (torch `csrc/autograd/python_function.cpp` materialize_grads)."""
