@@ -77,6 +77,9 @@ def hold_embeddings(
 def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
     """What the embedding has made, until backward has ended now, where peft's `enable_input_require_grads` makes it a leaf:
     its node holds it when the checkpoint's copy is on the host."""
+    family = traits(first.architecture)
+    if family.scaled_embedding and not family.embedding_scales_itself:
+        return  # the leaf is what was scaled, which the embedding's graph has
     if embedding_variables(first)[0] and not (first.trainable or first.neftune):
         born = embedded.forward_start + embedded.template.num_forward + layer_template(first).num_forward
         timeline.hold("embedding.output", Category.ACTIVATIONS, first.input_bytes, born, timeline.now, "embedding")
@@ -115,12 +118,15 @@ def hold_logits_of_compiling(timeline: Step, context: HFContext, logits: int, lo
         timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
 
 
-def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run]) -> list[int]:
-    """For each kind of layer, of which the first layer is one, the instant after the last backward of that kind."""
-    kinds = attends_to_everything(layers[0].architecture)
-    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    last = [runs[index].recomputation or runs[index] for index in first]
-    return [(run.backward_start or 0) + run.template.num_backward for run in last]
+def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None = None) -> list[int]:
+    """For each kind of layer, in the order of their first layers, the instant after the last backward of those of `runs`
+    that are of that kind, or `ended` where none is."""
+    kinds, dies = attends_to_everything(layers[0].architecture), []
+    for kind in dict.fromkeys(kinds):
+        run = next((runs[index] for index, one in enumerate(kinds) if one == kind and index in runs), None)
+        last = run and (run.recomputation or run)
+        dies.append((last.backward_start or 0) + last.template.num_backward if last else ended or 0)
+    return dies
 
 
 def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:

@@ -268,7 +268,9 @@ def _micro_batch(
     hold_whole_head(timeline, job, loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
     masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
-    dies = last_readers(blocks.contexts, runs) if masks_kept else []
+    # what is added to scores is in no graph, but among the arguments of a checkpoint
+    readers = checkpointed if checkpointed and job.attention == "eager" else runs
+    dies = last_readers(blocks.contexts, readers, model_ends(loss)) if masks_kept else []
     read = last_rotations(blocks.contexts, runs, None if checkpointed else model_ends(loss))
     timeline.run_backward(embedded)
     if checkpointed and job.offload.activations:
