@@ -152,6 +152,11 @@ class Architecture(HashedOnce):
     hidden_dropout: float = 0.0
     embedding_dropout: float = 0.0
     sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] | None = unsaid(None)  # a dataclass field
+    """With a sliding window: the layers (from 0) that attend to everything all the same; None: those of its family's
+    pattern."""
+    rotary_fraction: float | None = unsaid(None)  # a dataclass field
+    """Share of head_dim that is rotated; None: its family's."""
     final_logit_softcapping: float | None = None
     attention_sinks: bool = False
     """One learned logit per head (gpt-oss)."""

@@ -6,6 +6,7 @@ A stack that is not installed says what to install; the rest of a grid goes on.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any, Protocol
 
 from peakcast.errors import CollectorError
@@ -20,6 +21,9 @@ STACKS = {
 }
 """framework -> module, and what to install. A plain torch loop trains the same networks, and keeps the model's outputs as
 plain loops do."""
+PACKAGES = {"huggingface": ("transformers", "accelerate", "peft"), "deepspeed": ("deepspeed",), "megatron": ("megatron",)}
+"""framework -> the packages that this installs."""
+
 
 class Training(Protocol):
     """One training run, its phases as separate calls so that each can be measured."""
@@ -89,10 +93,17 @@ def _made(job: TrainingJob, module: str, function: str, device: str) -> Any:
     try:
         return getattr(importlib.import_module(module), function)(job, device)
     except ImportError as error:
-        package = STACKS[job.framework][1]
         raise CollectorError(
-            f"framework={job.framework!r} needs a package that is not installed ({error}); "
-            f"install it with: pip install {package}.",
+            f"framework={job.framework!r} needs a package that is not installed ({error}); {_way_out(job, error)}.",
             parameter="framework",
             value=job.framework,
         ) from error
+
+
+def _way_out(job: TrainingJob, error: ImportError) -> str:
+    """How to install what is missing: the stack's packages, else the one that the error names."""
+    missing = (error.name or "").partition(".")[0]
+    brought = PACKAGES.get(job.framework, PACKAGES["huggingface"])
+    if missing in brought or not all(importlib.util.find_spec(package) for package in brought):
+        return f"install it with: pip install {STACKS[job.framework][1]}"
+    return f"install it with: pip install {missing}" if missing else "install what it names"

@@ -272,4 +272,4 @@ def _trl(module: str, job: TrainingJob) -> Any:
             parameter="trl",
             value=package.__version__,
         )
-    return importlib.import_module(f"trl.trainer.{module}")
+    return imported(f"trl.trainer.{module}", "trl", parameter="loss.kind", value=job.loss.kind)

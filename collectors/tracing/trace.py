@@ -61,6 +61,11 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     beside = _beside_compile(job) if job.compile else ""
     for parameter, value, why in (
         ("compile", bool(beside), f"not yet with {beside}"),
+        (
+            "architecture",
+            job.architecture.model_type == "dbrx" and job.framework != "megatron" and job.architecture.name,
+            "its experts run one by one, those that tokens have chosen",
+        ),
         ("finetuning.quantization", job.finetuning.quantization, "weights are quantised by their values"),
         ("optimizer.name", job.optimizer.name.startswith("paged") and job.optimizer.name, "managed memory needs a GPU"),
         (

@@ -118,4 +118,6 @@ class Backward:
             self._live(f"{operation.name}.gradient", largest_sum - gone, instant, after)
         for gradient in touched if len(incoming) < 2 else dict.fromkeys(touched):
             if gradient.holders <= 0:
+                if gradient.name == HANDED_IN and self.added_to_handed_in is None:
+                    self.added_to_handed_in = after
                 self._live(gradient.name, gradient.num_bytes, gradient.born, after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.conventions import adapter_dtype, conventions
-from peakcast.models.analytical.blocks.hf_traits import slides
+from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers, slides_anywhere
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.spec import Batch, Offload, TrainingJob
 
@@ -86,7 +86,11 @@ def compile_reason(job: TrainingJob) -> str:
         (job.batch != Batch() or job.offload != Offload(), "with padding, packing or offloading"),
         (job.loss.fused_linear_cross_entropy or bool(convention.get("liger_kernels")), "with Liger's kernels"),
         (bool(convention.get("neftune")), "with neftune"),
-        (slides(architecture, 0, job.sequence_length), "beyond the sliding window"),
+        (
+            whole and checkpointing.mode != "none" and kinds_of_layers(architecture) > 1,
+            "with checkpointing of a whole network of layers with and without a window",
+        ),
+        (slides_anywhere(architecture, job.sequence_length), "beyond the sliding window"),
     )
     return next((f"compile=true {how} is not modelled{TRACE}" for asked, how in checks if asked), "")
 

@@ -43,6 +43,6 @@ def recompute(
     if job.activation_checkpointing.use_reentrant:  # CheckpointFunction.backward keeps its recomputed outputs
         timeline.hold("recomputed_output", Category.ACTIVATIONS, hidden, recomputed, timeline.now, module)
         if not gradient_held:  # ... and its arguments, so that a second gradient makes a new tensor
-            since = (run.backward_start or 0) + template.handed_in_until
-            timeline.hold("gradient", Category.TEMPORARIES, hidden, since, timeline.now, module)
+            summed = (run.backward_start or 0) + template.added_to_handed_in
+            timeline.hold("gradient", Category.TEMPORARIES, hidden, summed, timeline.now, module)
     return run

@@ -10,6 +10,8 @@ import numpy as np
 
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
+from peakcast.dialects.hf_rotary import rotated_width
+from peakcast.dialects.hf_windows import attends_to_everything
 from peakcast.models.analytical.blocks.attention_kernels import flex_block_mask_bytes
 from peakcast.models.analytical.blocks.hf_builder import CAST
 from peakcast.models.analytical.blocks.hf_context import HFContext
@@ -30,7 +32,7 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
     layers = [f"layers.{index}" for index in range(job.architecture.num_hidden_layers)]
     buffers = [("causal_mask", "", longest**2)] * family.causal_mask_buffer
     buffers += [("attention.bias", layer, longest**2) for layer in layers if family.causal_mask_buffers]
-    tables = longest * family.position_table_width * FP32
+    tables = longest * rotated_width(job.architecture) * FP32 * family.position_tables
     buffers += [("attention.embed_positions", layer, tables) for layer in layers if tables]
     timeline.hold_all(buffers, Category.PARAMETERS, 0)
 
@@ -113,12 +115,15 @@ def hold_logits_of_compiling(timeline: Step, context: HFContext, logits: int, lo
         timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
 
 
-def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run]) -> list[int]:
-    """For each kind of layer, of which the first layer is one, the instant after the last backward of that kind."""
-    architecture = layers[0].architecture
-    first = [0, traits(architecture).full_attention_every - 1][: kinds_of_layers(architecture)]
-    last = [runs[index].recomputation or runs[index] for index in first]
-    return [(run.backward_start or 0) + run.template.num_backward for run in last]
+def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None = None) -> list[int]:
+    """For each kind of layer, in the order of their first layers, the instant after the last backward of those of `runs`
+    that are of that kind, or `ended` where none is."""
+    kinds, dies = attends_to_everything(layers[0].architecture), []
+    for kind in dict.fromkeys(kinds):
+        run = next((runs[index] for index, one in enumerate(kinds) if one == kind and index in runs), None)
+        last = run and (run.recomputation or run)
+        dies.append((last.backward_start or 0) + last.template.num_backward if last else ended or 0)
+    return dies
 
 
 def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
@@ -141,8 +146,10 @@ def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
         return [flex_block_mask_bytes(one.batch, one.sequence)], True
     if one.attention == "sdpa" and one.mask_of_batch:
         return [one.batch * scores] * kinds, True
-    taken = any(layer.masked for layer in layers)
-    return [scores] if one.attention == "sdpa" and (taken or family.masks_for_both_kinds) else [], taken
+    taken = list(dict.fromkeys(layer.masked for layer in layers))  # kinds in the order of their first layers
+    if one.attention != "sdpa" or not (any(taken) or family.masks_for_both_kinds):
+        return [], any(taken)
+    return [scores * masked for masked in taken] if any(taken) else [scores], any(taken)
 
 
 def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: Sequence[int]) -> None:
@@ -151,6 +158,19 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: i
     sizes, taken = mask_bytes(layers)
     for size, end in itertools.zip_longest(sizes, dies[: len(sizes) * taken], fillvalue=ended):
         timeline.hold("attention_mask", Category.INPUTS, size, start, end)
+
+
+def hold_masks_from_host(
+    timeline: Step, layers: Sequence[HFContext], checkpointed: Iterable[Run], reentrant: bool
+) -> None:
+    """Copies of an offloaded mask that a checkpoint has saved: each layer that runs again gets its own; a reentrant one's
+    function names it to its end."""
+    sizes, taken = mask_bytes(layers)
+    for run in checkpointed if taken else ():
+        if again := run.recomputation:
+            ends = again.forward_start + again.template.num_forward
+            ends = (again.backward_start or ends) + again.template.num_backward if reentrant else ends
+            timeline.hold("attention_mask", Category.INPUTS, sizes[0], again.forward_start, ends, run.module)
 
 
 def arguments_of_layers(job: TrainingJob, layers: Sequence[HFContext]) -> list[tuple[str, int]]:
@@ -217,7 +237,8 @@ def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: 
     if one.saves_on_cpu or family.rotary_tables_per_layer:  # the host, or every layer, has copies
         return [ended] * len(dies)
     if not any("rotary" in label for label in runs[0].template.backward_labels):  # nothing there needs a gradient
-        after = runs.get(2 if family.full_attention_every == 2 and len(dies) > 1 else 1)
+        kinds = attends_to_everything(layers[0].architecture)
+        after = runs.get(kinds.index(kinds[0], 1) if kinds[0] in kinds[1:] else len(kinds))
         dies[0] = (after.backward_start or 0) + after.template.num_backward if after else ended
     return dies
 
@@ -233,9 +254,9 @@ def hold_rotary_tables(
 def rotary_tables(architecture: Architecture, tokens: int, weight_bytes: int) -> list[tuple[str, str, int]]:
     """(name, module, bytes) of what the model makes for all layers to rotate `tokens` positions."""
     mla, family = architecture.mla, traits(architecture)
-    if architecture.position_embedding != "rope" or family.position_table_width:
+    if architecture.position_embedding != "rope" or family.position_tables:
         return []
-    width = mla.qk_rope_head_dim if mla else int(architecture.head_dim * family.rotary_fraction)
+    width = mla.qk_rope_head_dim if mla else rotated_width(architecture)
     if family.rotary_complex:
         return [("rotary.frequencies", "", tokens * width * FP32)]
     width //= 1 + family.rotary_in_halves

@@ -30,6 +30,7 @@ from peakcast.models.analytical.hf_model import (
     hold_leaf,
     hold_logits_of_compiling,
     hold_masks,
+    hold_masks_from_host,
     hold_parts_of_inputs,
     hold_rotary_tables,
     hold_shared_inputs,
@@ -269,9 +270,10 @@ def _micro_batch(
     hold_whole_head(timeline, job, loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
     masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
-    dies = last_readers(blocks.contexts, runs) if masks_kept else []
+    # what is added to scores is in no graph, but among the arguments of a checkpoint
+    readers = checkpointed if checkpointed and job.attention == "eager" else runs
+    dies = last_readers(blocks.contexts, readers, model_ends(loss)) if masks_kept else []
     read = last_rotations(blocks.contexts, runs, None if checkpointed else model_ends(loss))
-    hold_rotary_tables(timeline, job, context, start, read)
     timeline.run_backward(embedded)
     if checkpointed and job.offload.activations:
         hold_leaf(timeline, blocks.contexts[0], embedded)
@@ -284,8 +286,10 @@ def _micro_batch(
     named = not traits(job.architecture).mask_by_position
     if not named and job.offload.activations:  # saved as tensors are, it goes to the host
         dies = []
+        hold_masks_from_host(timeline, blocks.contexts, checkpointed.values(), job.activation_checkpointing.use_reentrant)
     if named and job.activation_checkpointing.use_reentrant:  # a node has its arguments as long as there is a graph
-        dies = [timeline.now] * len(dies)
+        dies, read = [timeline.now] * len(dies), [timeline.now] * len(read)
+    hold_rotary_tables(timeline, job, context, start, read)
     hold_masks(timeline, blocks.contexts, start, model_ends(loss), dies)
     _hold_logits(timeline, job, context, loss, last)
     return loss

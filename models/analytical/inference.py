@@ -70,6 +70,9 @@ def inference_ledger(
         is_input, sizes = embedding_variables(forward)  # the first layer's input, which that layer has meanwhile
         for size in sizes:
             timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, first_ends if is_input else embedded, ends)
+        if None not in seen:  # the mask of a kind that no layer is of
+            turn = turns[windows[0]]
+            seen[None] = _with_cache(forward, None, turn, past, follows=static and past > 0)
         _hold_inputs_of_the_model(timeline, seen, start, ends)
         if past:  # the variable names the last forward's copy until it names this one's
             chosen = begins + head.forward_labels.index("next_token_logits") + 1
@@ -128,7 +131,7 @@ def _hold_inputs_of_the_model(timeline: Step, seen: Mapping[int | None, HFContex
     keys], of bools where sdpa needs one and additive for eager, one for each kind of layer; and rotary tables."""
     one = next(iter(seen.values()))
     architecture = one.architecture
-    kinds = [seen.get(None, one), seen.get(architecture.sliding_window, one)][-kinds_of_masks(architecture) :]
+    kinds = [seen[None], seen.get(architecture.sliding_window, one)][-kinds_of_masks(architecture) :]
     if traits(architecture).masks_for_both_kinds:  # of a window of 0, which is never long enough
         kinds[-1] = replace(kinds[-1], masked=True)
     for kind in kinds:

@@ -60,8 +60,8 @@ class Operation:
     """Its backward writes the gradients into what it kept: they begin where that ends."""
     saved_bytes: Sequence[int] = ()
     """Sizes of the tensors that autograd keeps for it, each counted for itself, parameters too."""
-    is_function: bool = False
-    """Whether it is a `torch.autograd.Function`: what that saves is kept when its forward has returned."""
+    runs_first: bool = False
+    """Whether something is kept when it has run: of its results, or by a `torch.autograd.Function`."""
 
     @property
     def has_backward(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from peakcast.models.analytical.blocks.hf_traits import traits
+from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers
 from peakcast.models.analytical.columns import BORN, DIES, NUM_BYTES, Recording
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.spec import ActivationCheckpointing, TrainingJob
@@ -82,8 +82,7 @@ def _alike(job: TrainingJob) -> bool:
     """Whether every layer of the network is like every other."""
     a = job.architecture
     routed = a.moe is None or (a.moe.first_k_dense_replace == 0 and a.moe.moe_layer_freq == 1)
-    windows = a.sliding_window is None or not traits(a).full_attention_every
-    return a.kind == "decoder" and routed and windows and job.activation_checkpointing.every_n_layers == 1
+    return a.kind == "decoder" and routed and kinds_of_layers(a) == 1 and job.activation_checkpointing.every_n_layers == 1
 
 
 def _all_along(recorded: Recording) -> int:

@@ -88,8 +88,9 @@ class Template:
     loss_from: int
     """Forward instants from this one on belong to the loss, not to the model's forward."""
     added_to_handed_in: int
-    """The backward instant at which a second gradient is first added in place to the one that was handed in. Where somebody
-    else holds that one, their sum is a new tensor (`InputBuffer::accumulate`), for which the entry then stands."""
+    """The backward instant at which a second gradient is first added in place to the one that was handed in, or from which
+    nothing here reads that one. Where somebody else holds it, a sum is a new tensor (`InputBuffer::accumulate`), for which
+    the entry then stands."""
     beside_bytes: int = 0
     """Bytes of what the block returns beside its output to a reentrant checkpoint: `CheckpointFunction.backward` keeps it
     beside a gradient of zeros that autograd makes for it (torch `csrc/autograd/python_function.cpp` materialize_grads)."""
@@ -142,12 +143,6 @@ class Template:
             if at < len(made[half]) and name.startswith(labels[half][at]):
                 made[half][at] += size
         return made
-
-    @cached_property
-    def handed_in_until(self) -> int:
-        """The backward instant from which the gradient that the block after it hands in is used up, or added to."""
-        used_up = int(self.dies[self.names.index(HANDED_IN)]) if HANDED_IN in self.names else self.num_backward
-        return min(self.added_to_handed_in, used_up)
 
     @cached_property
     def handed_in_bytes(self) -> int:

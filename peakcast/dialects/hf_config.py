@@ -8,8 +8,10 @@ from typing import Any
 
 from peakcast.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from peakcast.dialects.hf_families import FAMILIES, OTHER_KINDS
+from peakcast.dialects.hf_rotary import read_rotary
 from peakcast.dialects.hf_rules import REQUIRED, Choice, Family, Key, Product, Row, Rules, llama
 from peakcast.dialects.hf_undescribed import may_be_undescribed, undescribed
+from peakcast.dialects.hf_windows import read_windows
 from peakcast.errors import SpecError, near_misses
 
 LLAMA_KEYS = (
@@ -97,6 +99,8 @@ def architecture_from_hf_config(config: Mapping[str, Any], name: str | None = No
         key, value, rule = values["refusal"]
         raise _refuse(key, value, f"must be {rule}", "other patterns are not modelled; trace it instead")
     _complete(values, flat)
+    read_windows(flat, values)
+    read_rotary(flat, values)
     if values.get("moe") is not None:
         values["moe"] = _experts(values["moe"])
     if family.mla is not None:

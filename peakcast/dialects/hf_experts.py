@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from peakcast.architecture import Architecture
 from peakcast.dialects.hf_dense import MISTRAL, NO_WINDOW, OLMO, QWEN2, QWEN3
 from peakcast.dialects.hf_rules import DEEPSEEK_MLA, Choice, Family, Key, Row, deepseek_moe, experts, llama, plain
 
@@ -20,6 +21,12 @@ def _qwen_dense_prefix(config: Mapping[str, Any], values: Row) -> None:
         values["moe"]["first_k_dense_replace"] = len(dense)
     else:
         values["refusal"] = ("mlp_only_layers", dense, "a list of the first layers (0, 1, ...)")
+
+
+def _dbrx_attention(architecture: Architecture) -> Row:
+    """With what DBRX's attention must be told (transformers 5.17 modeling_dbrx.py), as the published networks say it."""
+    dropout, heads = architecture.attention_dropout, architecture.num_key_value_heads
+    return {"attn_config": {"attn_pdrop": dropout, "kv_n_heads": heads, "clip_qkv": 8, "rope_theta": 500000}}
 
 
 _QWEN_STEP = Key("decoder_sparse_step", 1)
@@ -150,6 +157,7 @@ EXPERTS: Mapping[str, Family] = {
             Key("ffn_config.moe_top_k", 1),
             Key("ffn_config.ffn_hidden_size", 3584),
         ),
+        restore=_dbrx_attention,
     ),
     "gpt_oss": Family(
         llama(

@@ -8,7 +8,9 @@ from typing import Any
 from peakcast.architecture import Architecture
 from peakcast.dialects.hf_config import architecture_from_hf_config
 from peakcast.dialects.hf_families import FAMILIES
+from peakcast.dialects.hf_rotary import rotary_key
 from peakcast.dialects.hf_rules import Choice, Key, Product, Rules
+from peakcast.dialects.hf_windows import window_keys
 from peakcast.errors import SpecError
 
 
@@ -35,6 +37,7 @@ def hf_config_of(architecture: Architecture) -> dict[str, Any]:
         config.pop("head_dim", None)  # there it is the rotated part's, and follows from qk_rope_head_dim
     if family.restore is not None:
         config |= family.restore(architecture)
+    config |= window_keys(architecture) | rotary_key(architecture)
     read = replace(architecture_from_hf_config(config), name=architecture.name)
     if read != architecture:
         wrong = [f for f in Architecture.__dataclass_fields__ if getattr(read, f) != getattr(architecture, f)]
@@ -52,11 +55,15 @@ def _fill(config: dict[str, Any], rules: Rules, source: object) -> None:
         value = getattr(source, field, None)
         if isinstance(rule, Choice):
             config[rule.name] = value == rule.when_true
-        elif isinstance(rule, Key) and hasattr(source, field) and "." not in rule.name:
+        elif isinstance(rule, Key) and hasattr(source, field):
             if rule.only_if:
                 config[rule.only_if] = value is not None
             if value is not None or rule.nullable:
-                config[rule.name] = value
+                *outer, last = rule.name.split(".")
+                inner = config
+                for part in outer:
+                    inner = inner.setdefault(part, {})
+                inner[last] = value
     for field, rule in rules.items():  # a product's right factor is known by now
         value = getattr(source, field, None)
         if isinstance(rule, Product) and value and config.get(rule.right.name):

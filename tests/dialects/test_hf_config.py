@@ -10,6 +10,8 @@ import pytest
 from peakcast.architecture import Architecture
 from peakcast.dialects.hf_config import architecture_from_hf_config
 from peakcast.dialects.hf_families import FAMILIES
+from peakcast.dialects.hf_reverse import hf_config_of
+from peakcast.dialects.hf_rotary import rotated_width
 from peakcast.dialects.hf_state_space import STATE_SPACE
 from peakcast.errors import SpecError
 
@@ -102,10 +104,66 @@ def test_the_three_layouts_of_falcon(flags: dict[str, Any], heads: int, parallel
 def test_a_sliding_window_counts_only_where_the_configuration_uses_it() -> None:
     qwen = SIZES | {"model_type": "qwen2", "sliding_window": 4096}
     assert architecture_from_hf_config(qwen | {"use_sliding_window": False}).sliding_window is None
-    assert architecture_from_hf_config(qwen | {"use_sliding_window": True}).sliding_window == 4096
+    some = architecture_from_hf_config(qwen | {"use_sliding_window": True, "max_window_layers": 1})
+    assert (some.sliding_window, some.full_attention_layers) == (4096, (0,))
+    every = architecture_from_hf_config(qwen | {"use_sliding_window": True, "max_window_layers": 28})
+    assert every.sliding_window is None  # all layers come before those that slide
     mistral = SIZES | {"model_type": "mistral"}
     assert architecture_from_hf_config(mistral).sliding_window == 4096
     assert architecture_from_hf_config(mistral | {"sliding_window": None}).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("config", "full"),
+    [
+        ({"model_type": "gemma2"}, None),
+        ({"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"] * 2}, None),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"] + ["sliding_attention"] * 3}, (0,)),
+        ({"model_type": "cohere2", "sliding_window_pattern": 4}, None),
+        ({"model_type": "cohere2", "sliding_window_pattern": 2}, (1, 3)),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LLG"}, (2,)),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, None),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": 3}, (1, 3)),
+        ({"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 64}, (0, 1, 2)),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 4}, None),  # which has no kinds of layers
+    ],
+)
+def test_layers_without_a_window_are_listed_where_they_are_not_the_familys(
+    config: dict[str, Any], full: tuple[int, ...] | None
+) -> None:
+    architecture = architecture_from_hf_config(SIZES | config)
+    assert architecture.full_attention_layers == full
+    assert architecture_from_hf_config(hf_config_of(architecture)).full_attention_layers == full
+
+
+def test_other_kinds_of_layers_are_refused() -> None:
+    with pytest.raises(SpecError, match="layer_types"):
+        architecture_from_hf_config(SIZES | {"model_type": "gemma3_text", "layer_types": ["chunked_attention"] * 4})
+
+
+@pytest.mark.parametrize(
+    ("config", "fraction", "width"),
+    [
+        ({"model_type": "gpt_neox"}, None, 16),
+        ({"model_type": "gpt_neox", "rotary_pct": 0.25}, None, 16),
+        ({"model_type": "gpt_neox", "rotary_pct": 1.0}, 1.0, 64),
+        ({"model_type": "phi", "partial_rotary_factor": 0.4}, 0.4, 25),
+        ({"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.75}}, 0.75, 48),
+        ({"model_type": "phi", "partial_rotary_factor": 0.4, "rope_parameters": {"partial_rotary_factor": 0.5}}, None, 32),
+        ({"model_type": "gptj", "rotary_dim": 32}, 0.5, 32),
+        ({"model_type": "llama", "partial_rotary_factor": 0.5}, None, 64),  # whose code rotates all of it
+    ],
+)
+def test_how_much_of_a_head_is_rotated(config: dict[str, Any], fraction: float | None, width: int) -> None:
+    heads = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 2, "intermediate_size": 1024}
+    architecture = architecture_from_hf_config(heads | config)
+    assert (architecture.rotary_fraction, rotated_width(architecture)) == (fraction, width)
+    assert architecture_from_hf_config(hf_config_of(architecture)).rotary_fraction == fraction
+
+
+def test_no_head_is_rotated_by_more_than_all_of_it() -> None:
+    with pytest.raises(SpecError, match="partial_rotary_factor"):
+        architecture_from_hf_config(SIZES | {"model_type": "phi", "partial_rotary_factor": 2})
 
 
 def test_deepseek_v3_has_low_rank_attention_and_dense_first_layers() -> None:

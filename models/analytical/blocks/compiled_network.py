@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from peakcast.dialects.hf_windows import attends_to_everything
 from peakcast.models.analytical.blocks.compiled_backward import LayerOps
 from peakcast.models.analytical.blocks.compiled_layer import FAMILIES, kept_of
 from peakcast.models.analytical.blocks.compiled_ops import (
@@ -144,8 +145,8 @@ def _layer(
 
 def _masks(context: HFContext, layers: int) -> list[str]:
     """Of each layer the mask: those that attend through a window have one of their own, also where it hides nothing."""
-    every = traits(context.architecture).full_attention_every
-    return [f"{MASK}.full" if every and (index + 1) % every == 0 else MASK for index in range(layers)]
+    kinds = attends_to_everything(context.architecture)
+    return [MASK if kind == kinds[0] else f"{MASK}.other" for kind in kinds[:layers]]
 
 
 def _wanted(ops: list[Op]) -> list[Op]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from peakcast.dialects.hf_rotary import rotated_width
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.attention_kernels import attention, attention_kernel
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
@@ -103,13 +104,13 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
     if family.rotary_in_halves:
         q = rotate_in_halves(tape, q, promoted[0], "self_attn.rotary_q")
         k = rotate_in_halves(tape, k, promoted[1], "self_attn.rotary_k")
-    elif architecture.rotary_in_parts or family.rotary_fraction < 1:
-        tables, turned = _tables_of_layer(build), []
+    elif architecture.rotary_in_parts:
+        tables, turned, width = _tables_of_layer(build), [], rotated_width(architecture)
         for x, name, whole in zip((q, k), "qk", promoted, strict=True):
-            size = int(x.num_bytes * family.rotary_fraction)
+            size = x.num_bytes * width // architecture.head_dim
             part = tape.operation(f"self_attn.rotary_{name}.part", [x], size, view_of=x)
             rest = tape.operation(f"self_attn.rotary_{name}.rest", [x], x.num_bytes - size, view_of=x)
-            size = int(whole * family.rotary_fraction)
+            size = whole * width // architecture.head_dim
             turned.append((rotate(tape, part, size, f"self_attn.rotary_{name}", tables), rest, whole))
         q, k = (_join(tape, *each) for each in turned)
         parts = [part for part, _, _ in turned]
@@ -140,8 +141,7 @@ def _join(tape: Tape, part: Tensor, rest: Tensor, num_bytes: int) -> Tensor:
 def _tables_of_layer(build: BlockBuilder) -> list[Tensor]:
     """cos and sin that a layer lays out anew, where its family does: for both q and k, or for each (GPT-J and its kin)."""
     architecture, family = build.context.architecture, traits(build.context.architecture)
-    rotated = family.position_table_width or int(architecture.head_dim * family.rotary_fraction)
-    width = rotated * (2 if family.position_table_width else family.rotary_tables_per_layer)
+    width = rotated_width(architecture) * (2 if family.position_tables else family.rotary_tables_per_layer)
     size = build.context.sequence * width * (FP32 if family.rotary == "promoted" else build.context.weight_bytes)
     return [build.tape.operation("self_attn.rotary_tables", [], size, gradients=[])] if size else []
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from peakcast.architecture import Architecture
+from peakcast.dialects.hf_windows import ALTERNATES, attends_to_everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +32,10 @@ class HFTraits:
     """Sets of cosines and sines (Gemma 3, OLMo 3: one for sliding layers, one for the others)."""
     rotary_tables_per_layer: int = 0
     """... and copies of them that each layer makes and keeps (GLM interleaves their elements)."""
-    rotary_fraction: float = 1.0
-    """Share of head_dim that is rotated, where the rest is concatenated to it."""
     unrotated_every: int = 0
-    """Every so many layers one does not rotate; of layers with and without a window, those without."""
+    """Every so many layers one does not rotate."""
+    rotates_in_windows: bool = False
+    """Of layers with and without a window, those without do not rotate."""
     rotary_inline: bool = False
     """Splits and joins q and k in the attention's own forward, whose variables then keep the parts."""
     rotary_complex: bool = False
@@ -61,8 +62,6 @@ class HFTraits:
     """... inside the embedding module (Gemma), not in the model's forward."""
     scaled_residual: bool = False
     scaled_logits: bool = False
-    full_attention_every: int = 0
-    """With a sliding window: every so many layers one attends to everything (0: none does)."""
     masks_for_both_kinds: bool = False
     """Builds a mask for sliding layers too where there are none (Qwen2-MoE, whose window then is 0)."""
     always_masked: bool = False
@@ -118,8 +117,8 @@ class HFTraits:
     """Of a class that is no `...ForCausalLM` transformers warns that it does not know the loss, and what warns is in no
     compiled graph (`modeling_utils.py` loss_function): the loss is a graph of its own. The first step's logits then hang in
     a cycle of references that compiling leaves."""
-    position_table_width: int = 0
-    """Width of an fp32 table of all positions that every layer has: `rotary_dim` (GPT-J and its kin)."""
+    position_tables: bool = False
+    """Every layer has an fp32 table of all positions, as wide as what is rotated (GPT-J and its kin)."""
 
 
 _GEMMA = HFTraits(norm_weight_in_float32=True, norm_names_product=True, scaled_embedding=True, embedding_scales_itself=True)
@@ -128,7 +127,6 @@ _GEMMA3 = HFTraits(
     norm_names_product=True,
     scaled_embedding=True,
     embedding_scales_itself=True,
-    full_attention_every=6,
     rotary_tables=2,
     norms_after_projections=True,
 )
@@ -142,7 +140,6 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
         norm_names_product=True,
         scaled_embedding=True,
         embedding_scales_itself=True,
-        full_attention_every=2,
         attention_softcap=True,
     ),
     "gemma3": _GEMMA3,
@@ -153,13 +150,12 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     ),
     "phi3": HFTraits(names_fused_projection=True, whole_parts=frozenset({"self_attn", "mlp"})),
     "olmo3": HFTraits(
-        norm_weight_in_float32=True, rotary="promoted", rotary_tables=2, liger_qk_norm=False, full_attention_every=4
+        norm_weight_in_float32=True, rotary="promoted", rotary_tables=2, liger_qk_norm=False
     ),
-    "exaone4": HFTraits(full_attention_every=4, unrotated_every=4, norms_after_projections=True),
+    "exaone4": HFTraits(rotates_in_windows=True, norms_after_projections=True),
     "gpt_oss": HFTraits(
         norm_weight_in_float32=True,
         rotary_in_halves=True,
-        full_attention_every=2,
         scores_of_top_experts="narrow",
         clamped_experts=True,
         fused_loss_budget=8,
@@ -170,23 +166,22 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "granitemoeshared": replace(_GRANITE, scores_of_top_experts="float32"),
     "cohere": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, norms_after_projections=True),
     "cohere2": HFTraits(
-        layer_norm_in_python=True, rotary="cast", scaled_logits=True, full_attention_every=4, unrotated_every=4
+        layer_norm_in_python=True, rotary="cast", scaled_logits=True, rotates_in_windows=True
     ),
     "gpt2": HFTraits(
         keeps_sublayer_outputs=True, eager_softmax="native", loss_apart=True, conv1d=True, mask_by_position=True
     ),
     "gpt_bigcode": HFTraits(keeps_sublayer_outputs=True, causal_mask_buffer=True),
-    "gpt_neox": HFTraits(names_fused_projection=True, rotary_fraction=0.25),
-    "phi": HFTraits(rotary_fraction=0.5, rotary_inline=True),
-    "stablelm": HFTraits(rotary_fraction=0.25, rotary_inline=True, keeps_sublayer_outputs=True, keeps_sublayer_inputs=True),
-    "nemotron": HFTraits(rotary_fraction=0.5, norm_without_autocast=True, liger_rope=False),
+    "gpt_neox": HFTraits(names_fused_projection=True),
+    "phi": HFTraits(rotary_inline=True),
+    "stablelm": HFTraits(rotary_inline=True, keeps_sublayer_outputs=True, keeps_sublayer_inputs=True),
+    "nemotron": HFTraits(norm_without_autocast=True, liger_rope=False),
     "mixtral": HFTraits(routing_weights="float32", normalises_routing=True),
     "qwen2_moe": HFTraits(masks_for_both_kinds=True),
     "qwen3_moe": HFTraits(normalises_routing=True),
     "deepseek_v2": HFTraits(rotary_complex=True, router_in_float32=True, routing_weights="float32"),
     "deepseek_v3": HFTraits(router_in_float32=True, routing_weights="float32", normalises_routing=True),
     "glm4_moe": HFTraits(
-        rotary_fraction=0.5,
         norms_after_projections=True,
         router_in_float32=True,
         routing_weights="float32",
@@ -195,9 +190,9 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "t5": _T5,
     "mt5": _T5,
     "bert": HFTraits(norm_after_residual=True, eager_softmax="wide"),
-    "gptj": HFTraits(scores_in_float32=True, returns_attention_weights=True, position_table_width=64),
+    "gptj": HFTraits(scores_in_float32=True, returns_attention_weights=True, position_tables=True),
     "codegen": HFTraits(
-        names_fused_projection=True, scores_in_float32=True, returns_attention_weights=True, position_table_width=64
+        names_fused_projection=True, scores_in_float32=True, returns_attention_weights=True, position_tables=True
     ),
     "gpt_neo": HFTraits(
         scores_in_float32=True, returns_attention_weights=True, keeps_sublayer_outputs=True, causal_mask_buffers=True
@@ -212,8 +207,8 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "opt": HFTraits(feed_forward_inline=True, positions_per_sequence=True),
     "ernie4_5": HFTraits(rotary="promoted", rotary_tables_per_layer=2),
     "helium": HFTraits(norm_weight_in_float32=True, rotary_tables_per_layer=2),
-    "glm": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2, whole_parts=frozenset({"mlp"})),
-    "glm4": HFTraits(rotary_fraction=0.5, rotary_tables_per_layer=2, liger_rope=False),
+    "glm": HFTraits(rotary_tables_per_layer=2, whole_parts=frozenset({"mlp"})),
+    "glm4": HFTraits(rotary_tables_per_layer=2, liger_rope=False),
     "falcon": HFTraits(
         always_masked=True,
         grouped_query_kernel=False,
@@ -252,33 +247,31 @@ def attention_key_heads(architecture: Architecture) -> int:
 def joins_heads(architecture: Architecture) -> bool:
     """Whether queries and keys are laid out head by head: what is concatenated of a rotated and another part."""
     family = traits(architecture)
-    in_parts = architecture.rotary_in_parts or family.rotary_fraction < 1 or family.rotary_in_halves
-    return architecture.mla is not None or in_parts
+    return architecture.mla is not None or architecture.rotary_in_parts or family.rotary_in_halves
 
 
 def kinds_of_layers(architecture: Architecture) -> int:
-    """2 where layers with and without a sliding window take turns, and both kinds are there."""
-    return 1 + (0 < traits(architecture).full_attention_every <= architecture.num_hidden_layers)
+    """2 where there are layers with and without a sliding window."""
+    return len(set(attends_to_everything(architecture)))
 
 
 def kinds_of_masks(architecture: Architecture) -> int:
     """Masks that the model builds where it builds any: one for each kind of layer that its code knows."""
-    family = traits(architecture)
-    alternates = architecture.sliding_window is not None and bool(family.full_attention_every)
-    return 1 + (alternates or family.masks_for_both_kinds)
+    alternates = architecture.sliding_window is not None and architecture.model_type in ALTERNATES
+    return 1 + (alternates or traits(architecture).masks_for_both_kinds)
 
 
 def window_of(architecture: Architecture, layer: int) -> int | None:
     """The window through which layer `layer` (from 0) attends, where it has one."""
-    every = traits(architecture).full_attention_every
-    return None if every and (layer + 1) % every == 0 else architecture.sliding_window
+    return None if attends_to_everything(architecture)[layer] else architecture.sliding_window
 
 
 def rotates(architecture: Architecture, layer: int) -> bool:
     """Whether layer `layer` (from 0) rotates its queries and keys, where positions are told so."""
     family = traits(architecture)
-    alike = bool(family.full_attention_every) and architecture.sliding_window is None
-    return alike or not family.unrotated_every or (layer + 1) % family.unrotated_every != 0
+    if family.rotates_in_windows:
+        return architecture.sliding_window is None or not attends_to_everything(architecture)[layer]
+    return not family.unrotated_every or (layer + 1) % family.unrotated_every != 0
 
 
 def slides(architecture: Architecture, layer: int, sequence: int) -> bool:
@@ -288,3 +281,9 @@ def slides(architecture: Architecture, layer: int, sequence: int) -> bool:
     """
     window = window_of(architecture, layer)
     return window is not None and sequence >= window
+
+
+def slides_anywhere(architecture: Architecture, sequence: int) -> bool:
+    """Whether some layer attends through a window that `sequence` fills."""
+    window = architecture.sliding_window
+    return window is not None and sequence >= window and not all(attends_to_everything(architecture))

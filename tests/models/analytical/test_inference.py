@@ -165,10 +165,12 @@ def test_earlier_versions_cache_what_latent_attention_has_expanded():
     assert "before transformers 5.17" in out_of_scope(old)
 
 
-def test_which_layers_of_qwen_slide_is_not_read():
+def test_layers_that_attend_to_everything_keep_all_keys():
     qwen = replace(TINY, model_type="qwen2", sliding_window=64)
-    assert "max_window_layers" in out_of_scope(job().replace(architecture=qwen))
-    assert out_of_scope(windowed(64)) == out_of_scope(job()) == ""
+    some = replace(qwen, full_attention_layers=(0,))
+    none, half = (cached(ledger(job().replace(architecture=a))) for a in (qwen, some))
+    assert none < half < cached(ledger(job()))
+    assert out_of_scope(job().replace(architecture=some)) == ""
 
 
 def test_predict_answers_with_wide_bars_and_says_why():

@@ -61,13 +61,23 @@ def test_a_second_gradient_is_added_in_place_and_its_own_storage_is_freed_at_onc
 
 
 def test_a_template_says_when_the_gradient_that_was_handed_in_is_added_to():
-    """x + g(f(x)): the sum passes its gradient on, and f's is added to it. A chain adds nothing."""
+    """x + g(f(x)): the sum passes its gradient on, and f's is added to it. A chain adds nothing: it is read once."""
     tape = Tape()
     x = tape.input(KIB)
     y = tape.operation("g", [tape.operation("f", [x], KIB)], KIB)
     added = tape.finish(ops.add(tape, x, y, "add"))
     assert added.backward_labels[added.added_to_handed_in] == "f"
-    assert _finished(["a", "b"]).added_to_handed_in == 2
+    assert _finished(["a", "b"]).added_to_handed_in == 1
+
+
+def test_a_recomputation_stops_before_what_keeps_its_inputs_and_after_what_keeps_its_result():
+    """Inputs are kept before an operation runs."""
+    for keeps, runs in (({"saves_output": True}, 2), ({"extra_saved_bytes": [KIB]}, 2), ({"saves": True}, 1)):
+        tape = Tape()
+        x = tape.operation("a", [tape.input(KIB)], KIB)
+        kept = {"saves": [x]} if "saves" in keeps else keeps
+        template = tape.finish(tape.operation("c", [tape.operation("b", [x], KIB, **kept)], KIB))
+        assert template.num_recomputed == runs
 
 
 def test_linear_keeps_its_input_only_when_its_weight_trains():
