@@ -75,7 +75,7 @@ def _encoder_decoder_reason(job: TrainingJob) -> str:
     checks = [
         (job.task != "train", "generation with it is not modelled."),
         (
-            layout.world_size > layout.data_parallel_size or layout.zero_stage == 3,
+            layout.world_size > layout.data_parallel_size,
             "of several ranks it is modelled with DDP, FSDP and ZeRO-1 and 2 only.",
         ),
         (

@@ -121,7 +121,7 @@ class Zero3(Partitions):
                 self.packs,
                 self.offloads_parameters,
                 viewed=self._viewed,
-                unread=set(self._modules.of_root),
+                unread=set(self._modules.unread),
             )
             if not self.first_step:
                 self._coordinator.learn(self._turns)
