@@ -76,7 +76,7 @@ def _encoder_decoder_reason(job: TrainingJob) -> str:
         (job.task != "train", "generation with it is not modelled."),
         (
             layout.world_size > layout.data_parallel_size,
-            "of several ranks it is modelled with DDP, FSDP and ZeRO-1 and 2 only.",
+            "of several ranks it is modelled with DDP, FSDP and ZeRO only.",
         ),
         (
             layout.sharding in ("fsdp2", "hsdp") and conventions(job).get("fsdp2_units") == "ends",

@@ -92,7 +92,7 @@ class Coordinator:
         parameters, small ones too, are released as soon as it is done.
 
         Frozen ones that are fetched to compute again belong to the module whose backward is under way
-        (`ds_recompute_parameters`): the first of the block, and with use_reentrant the whole network, which is never done.
+        (`ds_recompute_parameters`): one of the block, done soon, and with use_reentrant the whole network, never done.
         """
         packed, kept, lent = set[StoredTensor](), set[StoredTensor](), dict[StoredTensor, None]()
         last = {t: turn.ends for turn in turns for t in turn.tensors if self.packs and t.quantized}
@@ -124,7 +124,7 @@ class Coordinator:
             if turn.computes_again:
                 packed.update(t for t in mine if self.packs and t.trains)
                 lent |= {t: None for t in mine if not t.trains}
-            elif mine:
+            elif mine or not turn.enters:
                 packed.difference_update(mine)
                 if self.packs:
                     released += [t for t in lent if t.numel > self.sizes.persistence]

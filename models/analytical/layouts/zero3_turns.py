@@ -68,7 +68,7 @@ SUBLAYERS: Mapping[str, tuple[str, ...]] = {"t5": ("layer_norm", "dropout", "res
 READS: Mapping[str, Mapping[str, str]] = {"t5": {"mlp.inner": "mlp.wo"}}
 """By `model_type`, the modules that read a weight of another module within them (T5's the dtype of its last projection), so
 that they hold it from their begin to their end."""
-WITHIN = {name: "self_attn" for name in ("qkv_split", "relative_position", "relative_position_bucket")}
+WITHIN = dict.fromkeys(("qkv_split", "relative_position", "relative_position_bucket"), "self_attn")
 """Operations whose names do not say in which module they run."""
 
 FUNCTIONS = ("logits", "softcap")
@@ -104,11 +104,13 @@ class Turn:
     """Not where a module that goes on reads a weight which is not its own, and keeps it until it is done."""
     stays: bool = False
     """What it holds is not released by others until it is done itself, which is a turn that does not enter."""
+    alone: bool = False
+    """A module without weights, which is done when its operation is."""
 
     def later(self, instants: int) -> Turn:
         """The same so many instants later."""
         done = {name: at + instants for name, at in self.done.items()} if self.done else self.done
-        flags = self.releases, self.computes_again, self.starts, self.enters, self.stays
+        flags = self.releases, self.computes_again, self.starts, self.enters, self.stays, self.alone
         tensors, name, leaf, inside = self.tensors, self.name, self.leaf, self.inside
         return Turn(self.begins + instants, self.ends + instants, tensors, name, leaf, done, inside, *flags)
 
@@ -167,7 +169,8 @@ def _turns_from_0(
         turns += [Turn(index - 1, index, read_by[module], f"{block} {module}", enters=False) for module in done_with]
         if inside != left:
             after = run_after.get(inside if backward else left, ())
-            turns += [Turn(index, index + 1, name=f"{block} {name}") for name in after]
+            at = max(index - 1, 0) if backward else index  # dropout's own operation
+            turns += [Turn(at, at + 1, name=f"{block} {name}", alone=True) for name in after]
         for module in path:
             if module == owner:
                 if owner != last and owner.removesuffix(".lora_A") == last.removesuffix(".lora_A"):
@@ -199,14 +202,16 @@ def _turns_from_0(
 
 def within_first(turns: Sequence[Turn], again: Sequence[Turn], asks: int) -> list[Turn]:
     """The turns of a backward that computes a block again once an operation, at instant `asks`, asks for what it would have
-    kept: that of the first module with weights, which is done when that operation is, or dropout before it."""
+    kept: that of the first module with weights, which is done when that operation is, or dropout before it, which is done
+    first."""
     found = (index for index, turn in enumerate(turns) if index and turn.tensors and turn.releases)
     first = next(found, len(turns) - 1)
     begins = again[0].begins
     if turns[first].begins > asks:
         first = next(index for index, turn in enumerate(turns) if index and turn.begins > asks)
         before = [replace(turn, begins=begins, ends=begins + 1) for turn in turns[1:first]]
-        return [turns[0], *before, *again, *turns[first:]]
+        done = [replace(turn, enters=False) for turn in turns[1:first][-1:] if turn.alone and turn.begins == asks]
+        return [turns[0], *before, *again, *done, *turns[first:]]
     before = [replace(turn, begins=begins, ends=begins + 1) for turn in turns[1 : first + 1]]
     before[-1] = replace(before[-1], stays=True, releases=False)
     return [turns[0], *before, *again, replace(turns[first], enters=False), *turns[first + 1 :]]
