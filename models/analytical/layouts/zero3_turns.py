@@ -231,7 +231,7 @@ def _path(label: str, owner: str, modules: Mapping[str, object], family: str) ->
     outer = WITHIN.get(label, parts[0] if len(parts) > 1 else "")
     if outer and outer not in modules and outer not in FUNCTIONS and not (family in INLINE and outer == "mlp"):
         yield outer
-        if family in SUBLAYERS and label.partition(".")[2] not in SUBLAYERS[family]:
+        if family in SUBLAYERS and "".join(parts[1:2]) not in SUBLAYERS[family]:
             yield f"{outer}.inner"
     linear = label.partition(".lora")[0].removesuffix(".clone")
     if f"{linear}.lora_A" in modules:
