@@ -48,6 +48,11 @@ def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, note
     return Settings(merged, notes, "accelerate")
 
 
+def fsdp_version(shards: Settings) -> int:
+    """1 or 2, as accelerate asks for it."""
+    return shards.integer("fsdp_version", shards.integer("version", 1)) or 1
+
+
 def layout_and_offload(
     engine: Settings | None,
     shards: Settings | None,
@@ -68,7 +73,7 @@ def layout_and_offload(
     strategy = (shards.text("fsdp_sharding_strategy") or shards.text("sharding_strategy", "full_shard")).lower()
     if strategy not in keys.SHARDING:
         raise shards.refuse("fsdp_sharding_strategy", f"must be one of {', '.join(keys.SHARDING)}")
-    version = shards.integer("fsdp_version", shards.integer("version", 1))
+    version = fsdp_version(shards)
     sharding: Literal["fsdp1", "fsdp2", "no_shard", "hsdp"] = keys.SHARDING[strategy]
     reshards = [shards.text(key, "true").lower() for key in ("fsdp_reshard_after_forward", "reshard_after_forward")]
     if strategy in ("shard_grad_op", "2", "hybrid_shard_zero2", "5") or (version == 2 and "false" in reshards):

@@ -213,6 +213,29 @@ def test_accelerate_widens_trained_weights_where_fsdp_mixes_precisions():
     assert adapted.job.precision.parameters == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("weights", "asks", "version", "quantization", "adapters"),
+    [
+        ("bfloat16", {}, 1, None, "bfloat16"),
+        ("float32", {}, 2, None, "float32"),  # those of the layers that they are on
+        ("float16", {}, 2, None, "float16"),
+        ("bfloat16", {"bf16": True}, 1, None, None),  # what trains is widened
+        ("bfloat16", {"bf16": True}, 2, None, None),
+        ("bfloat16", {"bf16": True}, 1, {"load_in_4bit": True}, None),
+        ("bfloat16", {"bf16": True}, 2, {"load_in_4bit": True}, "bfloat16"),  # but there: `model_has_params4bit`
+        ("bfloat16", {"bf16": True}, 2, {"load_in_8bit": True}, "float32"),
+    ],
+)
+def test_accelerate_widens_adapters_too_where_fsdp_mixes_precisions(weights, asks, version, quantization, adapters):
+    peft = {"r": 8, "target_modules": ["q_proj"], "autocast_adapter_dtype": False}
+    fsdp = {"fsdp_version": version, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    told = translate(num_gpus=8, fsdp=fsdp, peft=peft, dtype=weights, quantization_config=quantization, **asks)
+    assert told.job.finetuning.adapter_dtype == adapters
+    assert any("widens adapters" in sentence for sentence in told.assumptions) == (adapters is None)
+    alone = translate(peft=peft, dtype=weights, quantization_config=quantization, **asks)
+    assert alone.job.finetuning.adapter_dtype == (adapters or "bfloat16")
+
+
 def test_fsdp_from_training_arguments():
     training = {"fsdp": "full_shard auto_wrap offload", "fsdp_config": {"transformer_layer_cls_to_wrap": ["X"]}}
     translation = from_huggingface(LLAMA, training, num_gpus=4)
