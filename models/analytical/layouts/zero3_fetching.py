@@ -111,7 +111,7 @@ class Coordinator:
             if self.order.known is not None and turn.enters:
                 self._fetch_ahead(mine, turn.begins)
             self.order.at += turn.enters
-            released = list(mine)
+            released, taken_back = list(mine), dict[StoredTensor, None]()
             if self.order.known is not None:
                 asked = turn.name, self.order.at
                 if asked not in self._decided:
@@ -127,15 +127,15 @@ class Coordinator:
             elif mine or not turn.enters:
                 packed.difference_update(mine)
                 if self.packs:
-                    released += [t for t in lent if t.numel > self.sizes.persistence]
-                    lent.clear()
+                    taken_back, lent = lent, {}
+                    released += [t for t in taken_back if t.numel > self.sizes.persistence]
             for tensor in [t for t in released if t not in lent and t not in kept] if turn.releases else ():
                 ends = turn.ends
                 if tensor in packed:
                     ends = next((later.ends for later in _turns_with(tensor, turns, index + 1)), ends)
                 if tensor in mine:  # bitsandbytes' product keeps a quantised weight for its backward (`MatMul4Bit`)
                     ends = last.get(tensor, ends)
-                if tensor in mine and (tensor.stacked or tensor in self.viewed):
+                if (tensor in mine or tensor in taken_back) and (tensor.stacked or tensor in self.viewed):
                     after = list(_turns_with(tensor, turns, index + 1))
                     if after and not any(later.computes_again for later in after):
                         ends = max(ends, after[-1].done.get(tensor.name, after[-1].ends))
