@@ -60,8 +60,9 @@ class Operation:
     """Its backward writes the gradients into what it kept: they begin where that ends."""
     saved_bytes: Sequence[int] = ()
     """Sizes of the tensors that autograd keeps for it, each counted for itself, parameters too."""
-    is_function: bool = False
-    """Whether it is a `torch.autograd.Function`: what that saves is kept when its forward has returned."""
+    keeps_results: bool = False
+    """Whether something of that is there only when it has run: its result, what it makes beside that, or, of a
+    `torch.autograd.Function`, anything."""
 
     @property
     def has_backward(self) -> bool:

@@ -264,17 +264,8 @@ def _mixture_reason(job: TrainingJob) -> str:
             "adapters computed in float32 over grouped key heads are up to 3 % off their trace.",
         ),
         (
-            adapts and architecture.model_type == "granitemoe" and checkpointing.mode != "none",
-            "adapters on GraniteMoE with checkpointing: backward is up to 1.8 % above its trace.",
-        ),
-        (
             architecture.model_type == "bert" and autocast and job.attention == "eager" and checkpointing.mode != "none",
             "BERT under autocast with eager attention and checkpointing: backward is up to 1.1 % below its trace.",
-        ),
-        (
-            autocast and job.precision.parameters != "float32" and architecture.model_type in ("glm4_moe", "gpt_oss"),
-            f"model_type={architecture.model_type!r} under autocast with weights that are narrow already: its trace has up "
-            "to 1.4 % less, of very small networks more; with float32 weights, or without autocast, it is modelled.",
         ),
         (
             job.optimizer.name == "lomo" and autocast and checkpointing.mode != "none",

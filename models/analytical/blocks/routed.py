@@ -94,14 +94,9 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
         backward_temporary_bytes=2 * wide - gone if wide > down.num_bytes else wide,
     )
     summed = pairs * width * FP32 if context.autocast else wide  # sum is on autocast's fp32 list
-    # backward lays the expanded gradient out: as a task of its own, so before a checkpoint runs forward again, or under
-    # autocast (traced: gpt-oss) and in frozen experts (traced: GraniteMoE, OLMoE, Qwen3-MoE) where it is put back
-    at_once = bool(context.autocast) or not context.trainable
-    restored = tape.operation(
-        "mlp.experts.restore", [weighted, order], wide, saves=[order], backward_temporary_bytes=wide if at_once else 0
-    )
-    by_token = tape.operation(
-        "mlp.experts.by_token", [restored], wide, view_of=restored, gradients=[(restored, None if at_once else wide)]
+    restored = tape.operation("mlp.experts.restore", [weighted, order], wide, saves=[order])
+    by_token = tape.operation(  # its backward lays the expanded gradient out, before a checkpoint runs forward again
+        "mlp.experts.by_token", [restored], wide, view_of=restored, gradients=[(restored, wide)]
     )
     total = tape.operation(  # its backward is a view of the gradient, if of one dtype
         "mlp.experts.sum",
