@@ -125,8 +125,8 @@ class Partitions(Layout):
         return sorted(weights, key=lambda index: (made_at(template, index), after_bias(template.names[index])))
 
     def _largest_gradient(self) -> int:
-        """Elements of the largest piece of a gradient that a rank may hold."""
-        return max(min(max(t.numel for t in group), self.partition(group)) for group in self.groups)
+        """Elements of the largest piece of a gradient that this rank holds when backward is over."""
+        raise NotImplementedError
 
     def norm_in_backward(self, step: Step, elements: Iterable[int], now: int, *, more_bytes: int = 0) -> int:
         """When the optimizer is offloaded, a gradient's norm is taken as it leaves (`set_norm_for_param_grad_in_gpu`), one

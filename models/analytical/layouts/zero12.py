@@ -128,6 +128,9 @@ class Zero12(Partitions):
         """A partition may lie in a group's padding."""
         return max((n for n, group in enumerate(self.groups, start=1) if any(map(self._mine.get, group))), default=0)
 
+    def _largest_gradient(self) -> int:
+        return max(self._mine.values())
+
     def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int, born: int) -> None:
         """The gradient goes into the bucket, which is emptied first when it would be too full. One larger than the bucket
         waits beside it, for an optimizer on the host in a copy."""
