@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import adapter_dtype, conventions
+from peakcast.conventions import conventions
 from peakcast.dialects.hf_families import FAMILIES
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.adapter_scope import adapter_reason
@@ -270,10 +270,6 @@ def _mixture_reason(job: TrainingJob) -> str:
         (
             job.optimizer.name == "lomo" and autocast and checkpointing.mode != "none",
             "lomo under autocast with checkpointing: backward is up to 0.4 % above its trace.",
-        ),
-        (
-            adapts and architecture.model_type == "mpt" and adapter_dtype(job) != job.precision.parameters,
-            "adapters on MPT: a converted sum that its feed-forward names is not counted; forward is up to 0.7 % too low.",
         ),
         (
             checkpointing.mode != "none" and architecture.model_type in ("codegen", "gptj"),

@@ -203,7 +203,9 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
         scores_in_float32=True, returns_attention_weights=True, keeps_sublayer_outputs=True, causal_mask_buffers=True
     ),
     "bloom": HFTraits(names_fused_projection=True, returns_attention_weights=True, joins_heads_first=True),
-    "mpt": HFTraits(names_fused_projection=True, returns_attention_weights=True, scores_biased_and_filled=True),
+    "mpt": HFTraits(
+        names_fused_projection=True, returns_attention_weights=True, scores_biased_and_filled=True, keeps_sublayer_outputs=True
+    ),
     "opt": HFTraits(feed_forward_inline=True, positions_per_sequence=True),
     "ernie4_5": HFTraits(rotary="promoted", rotary_tables_per_layer=2),
     "helium": HFTraits(norm_weight_in_float32=True, rotary_tables_per_layer=2),
