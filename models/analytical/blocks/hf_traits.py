@@ -204,7 +204,10 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     ),
     "bloom": HFTraits(names_fused_projection=True, returns_attention_weights=True, joins_heads_first=True),
     "mpt": HFTraits(
-        names_fused_projection=True, returns_attention_weights=True, scores_biased_and_filled=True, keeps_sublayer_outputs=True
+        names_fused_projection=True,
+        returns_attention_weights=True,
+        scores_biased_and_filled=True,
+        keeps_sublayer_outputs=True,
     ),
     "opt": HFTraits(feed_forward_inline=True, positions_per_sequence=True),
     "ernie4_5": HFTraits(rotary="promoted", rotary_tables_per_layer=2),
