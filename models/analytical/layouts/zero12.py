@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero import BUFFERS, Buckets, Partitions, ended_bytes, made_at
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
+from peakcast.units import round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,18 +246,17 @@ class Zero12(Partitions):
             left = [t for t in self.trained if t.module == run.module]
             for index in weights:
                 name = run.template.names[index].removesuffix(".grad")
-                numel = int(run.template.num_bytes[index]) // self.element_bytes
-                found = [t for t in left if t.name == name] or [t for t in reversed(left) if t.numel == numel]
+                size = int(run.template.num_bytes[index])  # as the allocator rounds it
+                alike = [t for t in reversed(left) if round_up(t.numel * self.element_bytes, MIN_BLOCK_BYTES) == size]
+                found = [t for t in left if t.name == name] or alike
                 at = made_at(run.template, index)
                 if found:
                     left.remove(found[0])
-                    if added and numel <= self.buckets.reduce:
-                        size = numel * self.element_bytes
+                    if added and found[0].numel <= self.buckets.reduce:
                         step.hold("gradient", Category.GRADIENTS, size, begin, begin + at + 1, run.module)
                     born = begin - 1 if added else begin + at
                     self._arrive(step, found[0], begin + at, ended_bytes(run, at), born)
                 elif name == "lm_head.weight":  # the token table's: autograd adds the embedding's before anybody sees it
-                    size = int(run.template.num_bytes[index])
                     self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size])
                     run.gradients_die = step.now  # held here from then on
             if self._tied and run.module == "embedding":
