@@ -156,6 +156,8 @@ def head(context: HFContext) -> Template:
         hidden = ops.unary(tape, hidden, "lm_head.act")
     final = build.norm(hidden, width, "final_norm", context.stream_rows)
     tape.hold(hidden)  # the model's variable, while its last norm runs
+    if context.narrows_final_norm and final.num_bytes > rows * width * context.weight_bytes:
+        final = ops.cast(tape, final, rows * width * context.weight_bytes, "final_norm.output_cast")
     if architecture.kind == "encoder_decoder":
         normed, final = final, build.dropout(final, architecture.hidden_dropout, rows * width, "final_dropout")
         sequence_output = final
