@@ -184,6 +184,7 @@ def head(context: HFContext) -> Template:
         vocabulary = architecture.vocab_size
         logits = gather_columns(tape, logits, rows * vocabulary * context.compute_bytes, "lm_head")
         logits.storage.category = Category.LOGITS
+        tape.hold(inputs)  # an argument of the module, whose hook that is
     if traits(architecture).scaled_logits:
         logits = ops.scale(tape, logits, "logits_scaling")
     if architecture.final_logit_softcapping is not None:
