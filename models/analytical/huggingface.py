@@ -22,6 +22,7 @@ from peakcast.models.analytical.columns import Recording
 from peakcast.models.analytical.hf_blocks import Blocks, block_context, first_context, target_context
 from peakcast.models.analytical.hf_model import (
     arguments_of_layers,
+    attends_without_graph,
     hold_attention_weights,
     hold_buffers,
     hold_cast_weights,
@@ -257,7 +258,8 @@ def _micro_batch(
     for run in checkpointed.values() if returned else ():  # until `outputs` is dropped
         born = run.forward_start + run.template.num_forward
         timeline.hold("past_key_values", Category.ACTIVATIONS, returned, born, timeline.now, run.module)
-    hold_attention_weights(timeline, blocks.contexts[0], checkpointed, runs)
+    first = {0: runs[0]} if 0 not in checkpointed and attends_without_graph(runs[0]) else {}
+    hold_attention_weights(timeline, blocks.contexts[0], first | checkpointed, runs)
     hold_embeddings(
         timeline, blocks.contexts, embedded, blocks.checkpointed[0], job.offload.activations, model_ends(loss)
     )

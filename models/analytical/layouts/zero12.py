@@ -235,8 +235,9 @@ class Zero12(Partitions):
         begin = run.backward_start or 0
         if weights and not self._bucket and self.contiguous:  # `setup_buckets`, at the first gradient
             sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
-            first = begin + made_at(run.template, weights[0]) + 1  # when the operation is done, its temporaries gone
-            self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=first)
+            made = made_at(run.template, weights[0])  # when the operation is done, its temporaries gone
+            step.hold("ipg_bucket", BUFFERS, sum(sizes) - ended_bytes(run, made), begin + made, begin + made + 1)
+            self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=begin + made + 1)
         if self.stage == 2 or (self._overlaps and self._last):  # each gradient goes into the bucket as soon as it is there
             run.keeps_gradients = False
             added = [one for one in self._runs if one.module == run.module]  # to what stage 1 has of earlier micro-batches

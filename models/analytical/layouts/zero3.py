@@ -28,6 +28,7 @@ class Zero3(Partitions):
         buckets: Buckets,
         packs: bool = True,
         contiguous: bool = True,
+        overlaps: bool = True,
         offloads: bool = False,
         offloads_parameters: bool = False,
         head_of_root: bool = False,
@@ -43,6 +44,8 @@ class Zero3(Partitions):
         self._whole = whole
         """What hangs on parameters and is none (the constants of quantised weights)."""
         self.packs = packs
+        self.gather_stream, self.reduce_stream = (1, 2) if overlaps and ranks > 1 else (0, 0)
+        """On which weights are gathered and gradients reduced, 0 being the stream that computes (`overlap_comm`)."""
         self.contiguous = contiguous
         """Whether gradients wait in a bucket, or where backward has made them."""
         self.offloads_parameters = offloads_parameters
@@ -119,6 +122,7 @@ class Zero3(Partitions):
                 self.ranks,
                 self.buckets,
                 self.packs,
+                self.gather_stream,
                 self.offloads_parameters,
                 viewed=self._viewed,
                 unread=set(self._modules.unread),
@@ -264,8 +268,8 @@ class Zero3(Partitions):
         self._play(step).end(step.now)
         for now, reduction in self._reductions.items():
             joined, then = reduction.num_bytes()
-            step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1)
-            step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1)
+            step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1, stream=self.reduce_stream)
+            step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1, stream=self.reduce_stream)
         self._reductions.clear()
 
     def clip(self, step: Step) -> None:

@@ -49,6 +49,8 @@ class Coordinator:
     packs: bool
     """Whether a checkpoint keeps the weights that it has computed again with, as memory that a release does not free, of
     those that train (`torch/utils/checkpoint.py`, not with use_reentrant: `x.detach()` in `_recomputation_hook`)."""
+    stream: int = 0
+    """That on which it allocates: one beside the stream that computes with `overlap_comm`."""
     from_host: bool = False
     """Whether parts are in host memory. On one rank a weight is its part, and made anew only from there
     (`NoGatherCoalescedHandle`)."""
@@ -220,7 +222,7 @@ class Coordinator:
 
     def _hold_output(self, gather: Gather, ends: int) -> None:
         for size in gather.coalesced_bytes if gather.born < ends else ():
-            self.step.hold("all_gather.output", BUFFERS, size, gather.born, ends)
+            self.step.hold("all_gather.output", BUFFERS, size, gather.born, ends, stream=self.stream)
 
     def _begin(self, now: int) -> None:
         """A turn begins. What was only passing at another instant was gone when its operation ran."""
@@ -229,7 +231,7 @@ class Coordinator:
             return
         made = int(self.made[at]) if 0 <= at < len(self.made) else 0
         made += sum(self.reductions[at].num_bytes()) if at in self.reductions else 0
-        self.step.hold("all_gather", BUFFERS, self._fetched.more_than(made), at, at + 1)
+        self.step.hold("all_gather", BUFFERS, self._fetched.more_than(made), at, at + 1, stream=self.stream)
         self._fetched = Fetched(now)
 
     def stay(self) -> None:
@@ -244,7 +246,8 @@ class Coordinator:
         if born is not None:
             self.elements -= tensor.numel
             category = BUFFERS if tensor.numel > self.sizes.persistence else Category.PARAMETERS
-            self.step.hold("gathered", category, self._padded_bytes(tensor), born, now, tensor.module)
+            stream = self.stream if born else 0  # small ones that the last step left were gathered as it computed
+            self.step.hold("gathered", category, self._padded_bytes(tensor), born, now, tensor.module, stream)
 
     def _drop_gathers(self, now: int) -> None:
         """What was fetched ahead is waited for and let go; several that came together are not copied out before."""
