@@ -258,8 +258,9 @@ def _micro_batch(
     for run in checkpointed.values() if returned else ():  # until `outputs` is dropped
         born = run.forward_start + run.template.num_forward
         timeline.hold("past_key_values", Category.ACTIVATIONS, returned, born, timeline.now, run.module)
-    first = {0: runs[0]} if 0 not in checkpointed and attends_without_graph(runs[0]) else {}
-    hold_attention_weights(timeline, blocks.contexts[0], first | checkpointed, runs)
+    bare = {0: runs[0]} if 0 not in checkpointed and attends_without_graph(runs[0]) else {}
+    returning = runs if context.saves_on_cpu else bare | checkpointed
+    hold_attention_weights(timeline, blocks.contexts[0], returning, runs)
     hold_embeddings(
         timeline, blocks.contexts, embedded, blocks.checkpointed[0], job.offload.activations, model_ends(loss)
     )
@@ -268,7 +269,8 @@ def _micro_batch(
     timeline.run_backward(loss)
     hold_whole_head(timeline, job, loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
-    masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
+    filled = traits(job.architecture).scores_biased_and_filled and not context.saves_on_cpu
+    masks_kept = checkpointed or "mask" in context.compiled or filled
     dies = last_readers(blocks.contexts, runs) if masks_kept else []
     read = last_rotations(blocks.contexts, runs, None if checkpointed else model_ends(loss))
     hold_rotary_tables(timeline, job, context, start, read)

@@ -68,6 +68,9 @@ class Zero12(Partitions):
         self.owners = self._owners_of_tensors()
         self._bucket: list[int] = []
         self._tied: list[int] = []
+        self._two_stacks = any(tensor.name.startswith("encoder.") for tensor in tensors)
+        """Of an encoder-decoder both embeddings add to the table's gradient."""
+        self._between = False
         self._waiting: list[Arrival] = []
         self._runs: list[Run] = []
         self._earlier: list[int] = []
@@ -261,6 +264,8 @@ class Zero12(Partitions):
                     self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size])
                     run.gradients_die = step.now  # held here from then on
             if self._tied and run.module == "embedding":
+                self._between = self._two_stacks and not self._between
+            if self._tied and run.module == "embedding" and not self._between:
                 step.free(self._tied)
                 (table,) = (t for t in left if t.name == "embed_tokens.weight")
                 at = run.template.backward_labels.index("tied_weight")

@@ -171,7 +171,7 @@ class Zero3(Partitions):
                 run.gradients_die = step.now  # held here from then on
             else:
                 self._arrive(step, run, at, size, born)
-        if self._half and run.module == "embedding":
+        if self._half and run.module == "embedding" and not self._modules.between_stacks:
             step.free(self._half)
             (table,) = (t for t in self._modules.tensors["embedding"] if t.name == "embed_tokens.weight")
             summed = template.backward_labels.index("tied_weight")

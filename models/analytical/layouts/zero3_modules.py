@@ -100,6 +100,11 @@ class Modules:
         self._embedded += 1
         return ENCODER if backward == (self._embedded % 2 == 0) else DECODER
 
+    @property
+    def between_stacks(self) -> bool:
+        """Whether one of an encoder-decoder's embeddings has run, forward or backward, and the other has not."""
+        return self._two_stacks and self._embedded % 2 == 1
+
     def _around(self, module: str, stack: str, *, backward: bool) -> int:
         """Modules that are entered as the block begins: its layer's; the network's, and peft's two around it; a stack."""
         network = 2 if all(t.trains for t in self._all) else 4
