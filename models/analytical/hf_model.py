@@ -118,8 +118,22 @@ def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run]) -> list[i
     """For each kind of layer, of which the first layer is one, the instant after the last backward of that kind."""
     architecture = layers[0].architecture
     first = [0, traits(architecture).full_attention_every - 1][: kinds_of_layers(architecture)]
-    last = [runs[index].recomputation or runs[index] for index in first]
-    return [(run.backward_start or 0) + run.template.num_backward for run in last]
+    return [_after_backward(runs[index]) for index in first]
+
+
+def last_checkpoints(layers: Sequence[HFContext], checkpointed: Mapping[int, Run], ended: int) -> list[int]:
+    """For each kind of layer, the instant after the last backward of one that is checkpointed, where only some are; where
+    none of the kind is, that at which the model's forward `ended`."""
+    architecture = layers[0].architecture
+    every = traits(architecture).full_attention_every
+    kinds = [[i for i in checkpointed if (i % every == every - 1) == whole] for whole in (False, True)] if every else []
+    found = kinds if kinds_of_layers(architecture) > 1 else [list(checkpointed)]
+    return [_after_backward(checkpointed[min(indices)]) if indices else ended for indices in found]
+
+
+def _after_backward(run: Run) -> int:
+    last = run.recomputation or run
+    return (last.backward_start or 0) + last.template.num_backward
 
 
 def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:

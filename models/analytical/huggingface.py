@@ -35,6 +35,7 @@ from peakcast.models.analytical.hf_model import (
     hold_rotary_tables,
     hold_shared_inputs,
     hold_tied_gradient,
+    last_checkpoints,
     last_readers,
     last_rotations,
     model_ends,
@@ -272,6 +273,8 @@ def _micro_batch(
     filled = traits(job.architecture).scores_biased_and_filled and not context.saves_on_cpu
     masks_kept = checkpointed or "mask" in context.compiled or filled
     dies = last_readers(blocks.contexts, runs) if masks_kept else []
+    if 0 < len(checkpointed) < len(runs):
+        dies = last_checkpoints(blocks.contexts, checkpointed, model_ends(loss))
     read = last_rotations(blocks.contexts, runs, None if checkpointed else model_ends(loss))
     hold_rotary_tables(timeline, job, context, start, read)
     timeline.run_backward(embedded)

@@ -18,6 +18,9 @@ from peakcast.timeline import Category, Phase
 from peakcast.units import round_up
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
+GATHERING, REDUCING = 1, 2
+"""Streams beside the one that computes, with `overlap_comm`: on which stage 3 gathers weights (`__allgather_stream`), and
+any stage reduces gradients (`reduction_stream`, `reduce_and_partition_stream`). The allocator keeps a pool for each."""
 MAIN_BYTES = 4
 """The main copy and its gradient are fp32, also for an fp32 network (`single_partition_of_fp32_groups`)."""
 NORM_BYTES = 8

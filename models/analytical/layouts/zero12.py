@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.models.analytical.layouts.base import StoredTensor
-from peakcast.models.analytical.layouts.zero import BUFFERS, Buckets, Partitions, ended_bytes, made_at
+from peakcast.models.analytical.layouts.zero import BUFFERS, REDUCING, Buckets, Partitions, ended_bytes, made_at
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
@@ -59,6 +59,8 @@ class Zero12(Partitions):
         self.round_robin = round_robin
         self._overlaps = stage == 1 and buckets.num_reduce > 1
         """Whether stage 1 reduces while the last micro-batch runs backward, and not when it is over."""
+        self._reduces = REDUCING if buckets.num_reduce > 1 else 0
+        """On which stream."""
         self.contiguous = contiguous
         """Whether gradients wait in a bucket, those of this rank's partition in `grads_in_partition`, or where they are."""
         self._mine: dict[StoredTensor, int] = {}
@@ -163,7 +165,7 @@ class Zero12(Partitions):
         free = 0
         if copies:
             free = max(elements * self.element_bytes - gone, 0)
-            step.hold("all_reduce.input", BUFFERS, free, now, now + 1)
+            step.hold("all_reduce.input", BUFFERS, free, now, now + 1, stream=self._reduces)
         for one in self._waiting:
             if one.tensor.numel > self.buckets.reduce:
                 size, born, module = one.tensor.numel * self.element_bytes, min(one.born + 1, now), one.tensor.module
@@ -194,7 +196,7 @@ class Zero12(Partitions):
         of those that other ranks update."""
         if len(self._waiting) > 1:
             size = sum(one.tensor.numel for one in self._waiting) * self.element_bytes
-            step.hold("all_reduce.input", BUFFERS, size - gone, now, now + 1)
+            step.hold("all_reduce.input", BUFFERS, size - gone, now, now + 1, stream=self._reduces)
         for one in self._waiting:
             born, size = min(one.born + 1, now), one.tensor.numel * self.element_bytes
             if self.rank not in self.owners[one.tensor] and self.stage == 2:

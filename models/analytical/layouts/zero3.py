@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from peakcast.models.analytical.layouts.base import StoredTensor
-from peakcast.models.analytical.layouts.zero import BUFFERS, MAIN_BYTES, Buckets, Partitions, ended_bytes, made_at
+from peakcast.models.analytical.layouts.zero import (
+    BUFFERS,
+    GATHERING,
+    MAIN_BYTES,
+    REDUCING,
+    Buckets,
+    Partitions,
+    ended_bytes,
+    made_at,
+)
 from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
 from peakcast.models.analytical.layouts.zero3_modules import Modules
 from peakcast.models.analytical.layouts.zero3_passing import Reduction
@@ -44,8 +53,8 @@ class Zero3(Partitions):
         self._whole = whole
         """What hangs on parameters and is none (the constants of quantised weights)."""
         self.packs = packs
-        self.gather_stream, self.reduce_stream = (1, 2) if overlaps and ranks > 1 else (0, 0)
-        """On which weights are gathered and gradients reduced, 0 being the stream that computes (`overlap_comm`)."""
+        self._gathers, self._reduces = (GATHERING, REDUCING) if overlaps else (0, 0)
+        """On which streams."""
         self.contiguous = contiguous
         """Whether gradients wait in a bucket, or where backward has made them."""
         self.offloads_parameters = offloads_parameters
@@ -122,7 +131,7 @@ class Zero3(Partitions):
                 self.ranks,
                 self.buckets,
                 self.packs,
-                self.gather_stream,
+                self._gathers,
                 self.offloads_parameters,
                 viewed=self._viewed,
                 unread=set(self._modules.unread),
@@ -268,8 +277,8 @@ class Zero3(Partitions):
         self._play(step).end(step.now)
         for now, reduction in self._reductions.items():
             joined, then = reduction.num_bytes()
-            step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1, stream=self.reduce_stream)
-            step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1, stream=self.reduce_stream)
+            step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1, stream=self._reduces)
+            step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1, stream=self._reduces)
         self._reductions.clear()
 
     def clip(self, step: Step) -> None:

@@ -50,7 +50,9 @@ class Coordinator:
     """Whether a checkpoint keeps the weights that it has computed again with, as memory that a release does not free, of
     those that train (`torch/utils/checkpoint.py`, not with use_reentrant: `x.detach()` in `_recomputation_hook`)."""
     stream: int = 0
-    """That on which it allocates: one beside the stream that computes with `overlap_comm`."""
+    """That on which it allocates. A released weight is still used by the one that computes (`free_param`: `record_stream`),
+    so that its block waits; that is not counted. DeepSpeed waits for gathers and reductions only, and nothing in a forward
+    says how far the CPU is ahead: by its end all its weights may be missing in the cache, or none."""
     from_host: bool = False
     """Whether parts are in host memory. On one rank a weight is its part, and made anew only from there
     (`NoGatherCoalescedHandle`)."""
