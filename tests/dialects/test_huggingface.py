@@ -166,6 +166,11 @@ def test_the_documented_deepspeed_files_reach_the_ledgers_scope():
         assert (found.unknown, found.unsupported, out_of_scope(found.job)) == ((), (), "")
         assert "offload_pin_memory" not in found.job.framework_options
         assert found.job.offload == Offload(optimizer="offload_optimizer" in zero, parameters="offload_param" in zero)
+        assert found.job.framework_options["overlap_comm"] is False
+    partly = translate(
+        num_gpus=8, bf16=True, deepspeed={"zero_optimization": {**z3, "offload_optimizer": {**ON_HOST, "ratio": 0.3}}}
+    )
+    assert "ratio=0.3 is not modelled" in partly.unsupported[0]
     scattered = translate(num_gpus=8, bf16=True, deepspeed={"zero_optimization": {**z2, "contiguous_gradients": False}})
     assert (scattered.unsupported, out_of_scope(scattered.job)) == ((), "")
     assert scattered.job.framework_options["contiguous_gradients"] is False
