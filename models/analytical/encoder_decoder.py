@@ -14,6 +14,7 @@ from peakcast.models.analytical.blocks.t5 import (
     CROSS_POSITION_BIAS,
     ENCODER_STATES,
     POSITION_BIAS,
+    RELATIVE,
     T5Layer,
     cross_position_bias_bytes,
     encoder_end,
@@ -199,18 +200,18 @@ def _hold_encoder_states(timeline: Step, context: HFContext, decoder: _Stack, bo
 def _hold_positions(timeline: Step, stack: _Stack, context: HFContext, returned: int) -> None:
     """The bias of relative positions that the first layer made, and its gradient until the table's is made of it."""
     size, module = position_bias_bytes(context), stack.forward[0].module
-    made = stack.at(0, "relative_attention_bias")
+    made = stack.at(0, RELATIVE)
     kept = stack.kept_until(POSITION_BIAS)
     timeline.hold(POSITION_BIAS, Category.ACTIVATIONS, size, made, max(returned, kept), module)
     if stack.checkpointed:  # the first layer's recomputation makes another
         again = stack.backward[0]
-        born = again.forward_start + again.template.forward_labels.index("relative_attention_bias")
+        born = again.forward_start + again.template.forward_labels.index(RELATIVE)
         until = again.template.elsewhere[POSITION_BIAS].kept_until
         ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
         timeline.hold(POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)
     gradient = stack.gradient_from(POSITION_BIAS)
     if gradient is not None:
-        dies = stack.backward_at(0, "relative_attention_bias") + 1
+        dies = stack.backward_at(0, RELATIVE) + 1
         timeline.hold(f"{POSITION_BIAS}.grad", Category.TEMPORARIES, size, gradient, dies, module)
 
 

@@ -175,11 +175,21 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
         linears_keep_input=job.parallelism.zero_stage == 3,
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
+        narrows_final_norm=_narrows_final_norm(job),
         kernel_temporaries=kernel_temporaries,
         in_stages=job.parallelism.pipeline_parallel_size > 1,
         neftune=bool(convention.get("neftune")),
         float8=job.precision.compute == "float8",
     )
+
+
+def _narrows_final_norm(job: TrainingJob) -> bool:
+    """Whether accelerate has the last norm in a group with the lm_head, and so FSDP2 casts what it returns (accelerate 1.15
+    `fsdp2_prepare_model`, `set_mixed_precision`; torch 2.13 `_register_group_forward_hooks`). It looks for the norm among
+    the base model's own parts: not within peft's, nor in OPT's decoder."""
+    sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and mixes_precision(job) and job.framework == "huggingface"
+    found = job.finetuning.method == "full" and job.architecture.model_type != "opt"
+    return sharded and found and conventions(job)["fsdp2_units"] == "ends"
 
 
 def first_context(job: TrainingJob, context: HFContext) -> HFContext:

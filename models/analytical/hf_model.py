@@ -58,7 +58,8 @@ def hold_embeddings(
 ) -> None:
     """Variables of the model's forward, until its last norm is done. `checkpointed`: whether the first layer is;
     `offloads`: whether its input goes to the host."""
-    if layers[0].architecture.embedding_norm and layers[0].architecture.kind == "decoder" and layers[0].trainable:
+    normed = layers[0].architecture.embedding_norm and layers[0].architecture.kind == "decoder"
+    if normed and layers[0].trainable and not layers[0].saves_on_cpu:
         return  # the norm keeps it
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
@@ -194,13 +195,19 @@ def attention_weights_bytes(layer: HFContext) -> int:
     return layer.rows * layer.architecture.num_attention_heads * layer.keys * element
 
 
+def attends_without_graph(run: Run) -> bool:
+    """Whether nothing of a layer's attention is kept for backward: where neither its input nor a projection trains."""
+    kept = zip(run.template.names, run.template.dies_backward.tolist(), strict=True)
+    return not any(keeps and name.startswith("self_attn.") for name, keeps in kept)
+
+
 def hold_attention_weights(
     timeline: Step, layer: HFContext, first_runs: Mapping[int, Run], layers: Mapping[int, Run]
 ) -> None:
     """Attention weights that a layer of `first_runs` returned, where no graph keeps them, while the next of all layers
     runs."""
     size = attention_weights_bytes(layer)
-    for index, run in first_runs.items():
+    for index, run in first_runs.items() if size else ():
         if index + 1 in layers:
             born, after = run.forward_start + run.template.num_forward, layers[index + 1]
             ends = after.forward_start + after.template.num_forward

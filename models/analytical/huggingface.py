@@ -22,6 +22,7 @@ from peakcast.models.analytical.columns import Recording
 from peakcast.models.analytical.hf_blocks import Blocks, block_context, first_context, target_context
 from peakcast.models.analytical.hf_model import (
     arguments_of_layers,
+    attends_without_graph,
     hold_attention_weights,
     hold_buffers,
     hold_cast_weights,
@@ -260,7 +261,9 @@ def _micro_batch(
     for run in checkpointed.values() if returned else ():  # until `outputs` is dropped
         born = run.forward_start + run.template.num_forward
         timeline.hold("past_key_values", Category.ACTIVATIONS, returned, born, timeline.now, run.module)
-    hold_attention_weights(timeline, blocks.contexts[0], checkpointed, runs)
+    bare = {0: runs[0]} if 0 not in checkpointed and attends_without_graph(runs[0]) else {}
+    returning = runs if context.saves_on_cpu else bare | checkpointed
+    hold_attention_weights(timeline, blocks.contexts[0], returning, runs)
     hold_embeddings(
         timeline, blocks.contexts, embedded, blocks.checkpointed[0], job.offload.activations, model_ends(loss)
     )
@@ -269,9 +272,10 @@ def _micro_batch(
     timeline.run_backward(loss)
     hold_whole_head(timeline, job, loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
-    masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
+    filled = traits(job.architecture).scores_biased_and_filled and not context.saves_on_cpu
+    masks_kept = checkpointed or "mask" in context.compiled or filled
     # what is added to scores is in no graph, but among the arguments of a checkpoint
-    readers = checkpointed if checkpointed and job.attention == "eager" else runs
+    readers = checkpointed if checkpointed and (job.attention == "eager" or len(checkpointed) < len(runs)) else runs
     dies = last_readers(blocks.contexts, readers, model_ends(loss)) if masks_kept else []
     read = last_rotations(blocks.contexts, runs, None if checkpointed else model_ends(loss))
     timeline.run_backward(embedded)

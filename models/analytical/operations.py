@@ -60,8 +60,9 @@ class Operation:
     """Its backward writes the gradients into what it kept: they begin where that ends."""
     saved_bytes: Sequence[int] = ()
     """Sizes of the tensors that autograd keeps for it, each counted for itself, parameters too."""
-    runs_first: bool = False
-    """Whether something is kept when it has run: of its results, or by a `torch.autograd.Function`."""
+    keeps_results: bool = False
+    """Whether something of that is there only when it has run: its result, what it makes beside that, or, of a
+    `torch.autograd.Function`, anything."""
 
     @property
     def has_backward(self) -> bool:

@@ -135,7 +135,7 @@ class Tape:
                 backward_temporary_bytes,
                 gradients_in_place,
                 saved_bytes,
-                is_function or saves_output or bool(extra_saved_bytes),
+                is_function or saves_output or any(extra_saved_bytes),
             )
         )
         return output
@@ -262,10 +262,10 @@ class Tape:
         return cached
 
     def _recomputed(self, backward: list[int]) -> int:
-        """Instants of a recomputation that stops when the last tensor is there that autograd keeps. Inputs are kept before
-        an operation runs (torch tools/autograd/gen_variable_type.py), which then does not."""
+        """Instants of a recomputation that stops when the last tensor is there that autograd keeps: inputs are kept before
+        an operation runs, results and what it makes beside them when it has (torch tools/autograd/gen_variable_type.py)."""
         last = max((i for i in backward if any(self._operations[i].saved_bytes)), default=-1)
-        return last + 1 if last < 0 or self._operations[last].runs_first else last
+        return last + (last >= 0 and self._operations[last].keeps_results)
 
     def _template(
         self, rows: list[Row], backward: list[int], elsewhere: dict[str, Elsewhere], added: int | None = None

@@ -4,7 +4,8 @@ Source: torch 2.13 `distributed/pipelining/stage.py`, `schedules.py`. What a sta
 a buffer for every micro-batch of the step, made once and kept; so blocks own neither the input of a stage nor the gradient
 that comes into it. A stage's output stays until its micro-batch's backward is done. Where a rank has one stage, the
 schedule's variables also keep the logits until the next forward has given others, and the gradient that was sent last until
-the next backward is done; where it has several (`_PipelineScheduleRuntime`), each turn is a function of its own.
+the next backward is done, GPipe's until that begins; where it has several (`_PipelineScheduleRuntime`), each turn is a
+function of its own.
 
 Zero bubble computes a stage's input gradients first (`stage_backward_input`) and its weights' in a later turn
 (`stage_backward_weight`); between them the graph and the gradient at every weight wait, and the gradient of what the stage
@@ -209,6 +210,8 @@ class _Turns:
         chunk, step = self.chunks[turn.chunk], self.step
         state, keeps = self.alive.pop((turn.micro_batch, turn.chunk)), turn.chunk not in self.begun
         self.begun.add(turn.chunk)
+        if self.job.parallelism.pipeline_schedule == "gpipe":  # `ops = get_bwd_recv_ops()`; 1F1B assigns when it has run
+            self._release_sent(len(self.sent))
         if state.loss is not None:
             state.loss.keeps_gradients = keeps
             step.run_backward(state.loss)

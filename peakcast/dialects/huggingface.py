@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from peakcast.architecture import Architecture
@@ -12,7 +13,7 @@ from peakcast.conventions import check_framework_options, conventions, release
 from peakcast.dialects import huggingface_keys as keys
 from peakcast.dialects.huggingface_batch import batch_of, sequence_length
 from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
-from peakcast.dialects.huggingface_parallelism import fsdp_settings, layout_and_offload, mapping_at
+from peakcast.dialects.huggingface_parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
 from peakcast.dialects.huggingface_quantization import quantization_of
 from peakcast.dialects.job_file import resolve_architecture
 from peakcast.dialects.mesh import of_training
@@ -74,8 +75,11 @@ def from_huggingface(
     refuse_teacher(training, "teacher_model_name_or_path")
     quantization = quantization_of(model, training, config)
     options: dict[str, Any] = {}
-    finetuning = _finetuning(adapter, quantization, notes, options)
-    precision = _precision(model, training, engine, shards, finetuning, notes, options)
+    weights = _weights_dtype(model, training, notes)
+    half = _half(training, engine, shards, notes)
+    loaded = half if engine is not None and half is not None else weights
+    finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options), half, shards, notes)
+    precision = _precision(weights, half, engine, shards, finetuning, notes, options)
     if training.number("neftune_noise_alpha", None) is not None:
         options["neftune"] = True
     framework: Framework = "deepspeed" if engine is not None else "huggingface"
@@ -124,7 +128,7 @@ def _settings(name: str, mapping: object, notes: Notes, spell: Callable[[str], s
 
 
 def _finetuning(
-    adapter: Settings | None, quantization: Mapping[str, Any], notes: Notes, options: dict[str, Any]
+    adapter: Settings | None, weights: Dtype, quantization: Mapping[str, Any], notes: Notes, options: dict[str, Any]
 ) -> Finetuning:
     kind: Literal["nf4", "gptq", "int8"] | None = None
     if quantization.get("load_in_8bit"):
@@ -162,22 +166,34 @@ def _finetuning(
         alpha=None if alpha is None else float(alpha),
         targets=targets,
         dropout=float(adapter.number("lora_dropout", 0.0) or 0.0),
-        adapter_dtype=None if adapter.switch("autocast_adapter_dtype", True) else "bfloat16",
+        adapter_dtype=None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization),
         quantization=kind,
         double_quantization=kind == "nf4" and bool(quantization.get("bnb_4bit_use_double_quant", False)),
     )
 
 
-def _precision(
-    model: Mapping[str, Any],
-    training: Settings,
-    engine: Settings | None,
-    shards: Settings | None,
-    finetuning: Finetuning,
-    notes: Notes,
-    options: dict[str, Any],
-) -> Precision:
-    weights = _weights_dtype(model, training, notes)
+def _base_dtype(kind: str | None, weights: Dtype, quantization: Mapping[str, Any]) -> Dtype:
+    """The dtype of adapters that peft 0.21 leaves in the dtype of the layer they are on: bitsandbytes' 4 bits have the one
+    that they are computed in, and other integers say nothing of it (`_move_adapter_to_device_of_base_layer`)."""
+    if kind is None:
+        return weights
+    computed = str(quantization.get("bnb_4bit_compute_dtype", weights))
+    return keys.DTYPES.get(computed, "float32") if kind == "nf4" else "float32"
+
+
+def _widened(finetuning: Finetuning, half: Dtype | None, shards: Settings | None, notes: Notes) -> Finetuning:
+    """With adapters in float32 if accelerate makes them so, as it does all that trains where FSDP mixes precisions, but for
+    FSDP2's beside bitsandbytes' 4 bits (accelerate 1.15 accelerator.py, utils/fsdp_utils.py `fsdp2_prepare_model`)."""
+    if half is None or shards is None or finetuning.adapter_dtype in (None, "float32"):
+        return finetuning
+    if finetuning.quantization == "nf4" and fsdp_version(shards) == 2:
+        return finetuning
+    notes.assumptions.append(f"accelerate widens adapters of {finetuning.adapter_dtype} to float32: FSDP mixes precisions.")
+    return replace(finetuning, adapter_dtype=None)
+
+
+def _half(training: Settings, engine: Settings | None, shards: Settings | None, notes: Notes) -> Dtype | None:
+    """The narrow dtype that is asked for, if one is."""
     mixed = shards.text("mixed_precision", "no") if shards else "no"
     bf16 = training.switch("bf16") or mixed == "bf16" or _enabled(engine, "bf16")
     fp16 = training.switch("fp16") or mixed == "fp16" or _enabled(engine, "fp16")
@@ -185,7 +201,18 @@ def _precision(
         raise training.refuse("fp16", "cannot be given together with bf16; keep one", True)
     if mixed == "fp8":
         notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.")
-    half: Dtype | None = "bfloat16" if bf16 else "float16" if fp16 else None
+    return "bfloat16" if bf16 else "float16" if fp16 else None
+
+
+def _precision(
+    weights: Dtype,
+    half: Dtype | None,
+    engine: Settings | None,
+    shards: Settings | None,
+    finetuning: Finetuning,
+    notes: Notes,
+    options: dict[str, Any],
+) -> Precision:
     if engine is not None and half is not None:  # the engine casts the model and keeps a master copy
         return Precision(
             parameters=half, compute=half, gradients=half, optimizer_states="float32", main_parameters="float32"
@@ -195,12 +222,13 @@ def _precision(
         notes.assumptions.append(f"accelerate widens weights of {weights} to float32, since FSDP mixes precisions.")
         weights = "float32"
     trained: Dtype = weights
-    if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype is None:
+    if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype in (None, "float32"):
         trained = "float32"  # peft's autocast_adapter_dtype
     if half is not None and (weights == "float32" or trained == "float32"):
         options["autocast"] = True
     elif half is not None:
-        notes.assumptions.append(f"{'bf16' if bf16 else 'fp16'}=True changes nothing: the weights are {weights} already.")
+        asked = "bf16" if half == "bfloat16" else "fp16"
+        notes.assumptions.append(f"{asked}=True changes nothing: the weights are {weights} already.")
     compute = half if options.get("autocast") and half else weights
     return Precision(parameters=weights, compute=compute, gradients=trained, optimizer_states=trained)
 

@@ -48,6 +48,11 @@ def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, note
     return Settings(merged, notes, "accelerate")
 
 
+def fsdp_version(shards: Settings) -> int:
+    """1 or 2, as accelerate asks for it."""
+    return shards.integer("fsdp_version", shards.integer("version", 1)) or 1
+
+
 def layout_and_offload(
     engine: Settings | None,
     shards: Settings | None,
@@ -68,7 +73,7 @@ def layout_and_offload(
     strategy = (shards.text("fsdp_sharding_strategy") or shards.text("sharding_strategy", "full_shard")).lower()
     if strategy not in keys.SHARDING:
         raise shards.refuse("fsdp_sharding_strategy", f"must be one of {', '.join(keys.SHARDING)}")
-    version = shards.integer("fsdp_version", shards.integer("version", 1))
+    version = fsdp_version(shards)
     sharding: Literal["fsdp1", "fsdp2", "no_shard", "hsdp"] = keys.SHARDING[strategy]
     reshards = [shards.text(key, "true").lower() for key in ("fsdp_reshard_after_forward", "reshard_after_forward")]
     if strategy in ("shard_grad_op", "2", "hybrid_shard_zero2", "5") or (version == 2 and "false" in reshards):
@@ -127,12 +132,16 @@ def _zero(
     for key in ("overlap_comm", "round_robin_gradients") if stage in (1, 2) else ():
         if zero.given(key) and zero.raw(key) not in (None, "auto"):
             options[key] = zero.switch(key)
+    if stage == 3 and zero.raw("overlap_comm") not in (None, "auto") and not zero.switch("overlap_comm"):
+        options["overlap_comm"] = False  # else its default
     moved = {key: mapping_at(zero, key).get("device", "none") for key in ("offload_optimizer", "offload_param")}
     if any(place in ("cpu", "nvme") and not mapping_at(zero, key).get("pin_memory") for key, place in moved.items()):
         options["offload_pin_memory"] = False
     for key, place in moved.items():
         if place == "nvme":
             notes.unsupported.append(f"zero_optimization.{key} to NVMe is not modelled; host memory is taken.")
+    if moved["offload_optimizer"] != "none" and (ratio := mapping_at(zero, "offload_optimizer").get("ratio", 1)) != 1:
+        notes.unsupported.append(f"zero_optimization.offload_optimizer.ratio={ratio!r} is not modelled; all is taken.")
     for key in zero.left():
         if key in keys.ZERO_DETAILS or key.startswith("stage3_"):
             value = zero.raw(key)

@@ -166,6 +166,11 @@ def test_the_documented_deepspeed_files_reach_the_ledgers_scope():
         assert (found.unknown, found.unsupported, out_of_scope(found.job)) == ((), (), "")
         assert "offload_pin_memory" not in found.job.framework_options
         assert found.job.offload == Offload(optimizer="offload_optimizer" in zero, parameters="offload_param" in zero)
+        assert found.job.framework_options["overlap_comm"] is False
+    partly = translate(
+        num_gpus=8, bf16=True, deepspeed={"zero_optimization": {**z3, "offload_optimizer": {**ON_HOST, "ratio": 0.3}}}
+    )
+    assert "ratio=0.3 is not modelled" in partly.unsupported[0]
     scattered = translate(num_gpus=8, bf16=True, deepspeed={"zero_optimization": {**z2, "contiguous_gradients": False}})
     assert (scattered.unsupported, out_of_scope(scattered.job)) == ((), "")
     assert scattered.job.framework_options["contiguous_gradients"] is False
@@ -211,6 +216,29 @@ def test_accelerate_widens_trained_weights_where_fsdp_mixes_precisions():
     adapters = {"r": 8, "target_modules": ["q_proj"], "peft_type": "LORA"}
     adapted = translate(num_gpus=8, fsdp=fsdp, peft=adapters, dtype="bfloat16", bf16=True)
     assert adapted.job.precision.parameters == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("weights", "asks", "version", "quantization", "adapters"),
+    [
+        ("bfloat16", {}, 1, None, "bfloat16"),
+        ("float32", {}, 2, None, "float32"),  # those of the layers that they are on
+        ("float16", {}, 2, None, "float16"),
+        ("bfloat16", {"bf16": True}, 1, None, None),  # what trains is widened
+        ("bfloat16", {"bf16": True}, 2, None, None),
+        ("bfloat16", {"bf16": True}, 1, {"load_in_4bit": True}, None),
+        ("bfloat16", {"bf16": True}, 2, {"load_in_4bit": True}, "bfloat16"),  # but there: `model_has_params4bit`
+        ("bfloat16", {"bf16": True}, 2, {"load_in_8bit": True}, "float32"),
+    ],
+)
+def test_accelerate_widens_adapters_too_where_fsdp_mixes_precisions(weights, asks, version, quantization, adapters):
+    peft = {"r": 8, "target_modules": ["q_proj"], "autocast_adapter_dtype": False}
+    fsdp = {"fsdp_version": version, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    told = translate(num_gpus=8, fsdp=fsdp, peft=peft, dtype=weights, quantization_config=quantization, **asks)
+    assert told.job.finetuning.adapter_dtype == adapters
+    assert any("widens adapters" in sentence for sentence in told.assumptions) == (adapters is None)
+    alone = translate(peft=peft, dtype=weights, quantization_config=quantization, **asks)
+    assert alone.job.finetuning.adapter_dtype == (adapters or "bfloat16")
 
 
 def test_fsdp_from_training_arguments():

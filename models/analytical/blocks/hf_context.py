@@ -90,6 +90,8 @@ class HFContext:
     """Whether a pipeline's schedule computes the loss: the model's forward has then returned."""
     saves_on_cpu: bool = False
     """Whether everything that autograd keeps goes to the host."""
+    narrows_final_norm: bool = False
+    """FSDP2 gives the last norm's result in the dtype that it gathers, where the norm is of a group of its own."""
     kernel_temporaries: bool = False
     """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""
     float8: bool = False

@@ -162,6 +162,8 @@ def head(context: HFContext) -> Template:
         hidden = ops.unary(tape, hidden, "lm_head.act")
     final = build.norm(hidden, width, "final_norm", context.stream_rows)
     tape.hold(hidden)  # the model's variable, while its last norm runs
+    if context.narrows_final_norm and final.num_bytes > rows * width * context.weight_bytes:
+        final = ops.cast(tape, final, rows * width * context.weight_bytes, "final_norm.output_cast")
     if architecture.kind == "encoder_decoder":
         normed, final = final, build.dropout(final, architecture.hidden_dropout, rows * width, "final_dropout")
         sequence_output = final
@@ -188,6 +190,7 @@ def head(context: HFContext) -> Template:
         vocabulary = architecture.vocab_size
         logits = gather_columns(tape, logits, rows * vocabulary * context.compute_bytes, "lm_head")
         logits.storage.category = Category.LOGITS
+        tape.hold(inputs)  # an argument of the module, whose hook that is
     if traits(architecture).scaled_logits:
         logits = ops.scale(tape, logits, "logits_scaling")
     if architecture.final_logit_softcapping is not None:

@@ -95,8 +95,9 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     )
     summed = pairs * width * FP32 if context.autocast else wide  # sum is on autocast's fp32 list
     restored = tape.operation("mlp.experts.restore", [weighted, order], wide, saves=[order])
-    # backward lays the expanded gradient out, as a task of its own, so before a checkpoint runs forward again
-    by_token = tape.operation("mlp.experts.by_token", [restored], wide, view_of=restored, gradients=[(restored, wide)])
+    by_token = tape.operation(  # its backward lays the expanded gradient out, before a checkpoint runs forward again
+        "mlp.experts.by_token", [restored], wide, view_of=restored, gradients=[(restored, wide)]
+    )
     total = tape.operation(  # its backward is a view of the gradient, if of one dtype
         "mlp.experts.sum",
         [by_token],

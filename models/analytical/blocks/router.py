@@ -28,7 +28,10 @@ def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor
         chosen, indices = _top(build, logits, logits.num_bytes // num * top_k, moe)
         weights = ops.unary_of_result(tape, chosen, "mlp.router.scores")
     else:
-        scores = softmax(build, logits, wide, "mlp.router.scores")
+        if moe.router_correction_bias and context.autocast:  # sigmoid is on none of autocast's lists
+            scores, chosen_bytes = ops.unary_of_result(tape, logits, "mlp.router.scores"), logits.num_bytes // num * top_k
+        else:
+            scores = softmax(build, logits, wide, "mlp.router.scores")
         choosing = 2 * wide if moe.router_correction_bias else 0  # scores with their bias, masked by group
         weights, indices = _top(build, scores, chosen_bytes, moe, forward_temporary_bytes=choosing)
     if family.normalises_routing:  # in place, so that what was there is copied for the divisor's gradient
@@ -64,8 +67,13 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
             if context.trainable
             else [],
         )
+        size = FP32
+        if context.autocast:  # which narrows what has just been widened
+            size = context.compute_bytes
+            x = ops.cast(tape, x, rows * width * size, "mlp.router.input_to_narrow")
+            weight = ops.cast(tape, weight, num * width * size, "mlp.router.weight_to_narrow")
         saves = [x, weight] if context.trainable else [weight]
-        return tape.operation("mlp.router.logits", [x, weight], rows * num * FP32, saves=saves)
+        return tape.operation("mlp.router.logits", [x, weight], rows * num * size, saves=saves)
     logits = build.projection(x, width, num, "mlp.gate", moe.router_bias)
     if family.scores_of_top_experts == "float32" and logits.num_bytes != rows * num * FP32:
         logits = ops.cast(tape, logits, rows * num * FP32, "mlp.router.to_float32")

@@ -23,6 +23,7 @@ from peakcast.units import round_up
 
 FP32 = 4
 INT64 = 8
+RELATIVE = f"{SELF}.relative_attention_bias"
 POSITION_BIAS, CROSS_POSITION_BIAS, ENCODER_STATES = "position_bias", "cross_position_bias", "encoder_states"
 
 
@@ -153,9 +154,9 @@ def _relative_positions(build: BlockBuilder, bias: Tensor, *, bidirectional: boo
     inside = 0
     if context.kernel_temporaries:  # and a contiguous copy of the gradient, which comes with its heads first
         inside = bias.num_bytes + embedding_backward_bytes(pairs, heads, architecture.relative_attention_num_buckets)
-    trains = [WeightGradient("relative_attention_bias.weight.grad", table)] if context.trainable else []
+    trains = [WeightGradient(f"{RELATIVE}.weight.grad", table)] if context.trainable else []
     build.tape.operation(
-        "relative_attention_bias",
+        RELATIVE,
         [buckets],
         0,
         saves=[buckets],

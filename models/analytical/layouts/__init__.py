@@ -141,6 +141,7 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
         buckets=buckets,
         packs=not job.activation_checkpointing.use_reentrant,
         contiguous=contiguous,
+        overlaps=overlaps,
         offloads=offloads,
         offloads_parameters=job.offload.parameters,
         head_of_root=job.loss.kind in REFERRING or job.loss.fused_linear_cross_entropy,

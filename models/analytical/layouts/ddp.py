@@ -17,6 +17,8 @@ from peakcast.units import MIB
 FIRST_BUCKET_BYTES = MIB
 """`_DEFAULT_FIRST_BUCKET_BYTES`: the first bucket is small, so that communication begins early."""
 
+HEAD = "lm_head.weight.grad"
+
 
 class DDP(Layout):
     """`bucket_bytes`: the size from which a bucket is full. `views`: `gradient_as_bucket_view`, gradients are parts of the
@@ -109,7 +111,10 @@ class DDP(Layout):
 
     def _wait_for_other_end(self, step: Step, run: Run) -> None:
         if run.module == "head" and run.keeps_gradients and not (self.waits and not self._last):
-            self._of_head = step.allocate("lm_head.weight.grad", Category.TEMPORARIES, [self._shared_bytes], "head")
+            made = (i for i in run.template.weight_gradient.nonzero()[0] if run.template.names[i] == HEAD)
+            born = [(run.backward_start or 0) + int(run.template.dies[index]) for index in made]  # since autograd has it
+            size = [self._shared_bytes] * len(born)
+            self._of_head = step.allocate(HEAD, Category.TEMPORARIES, size, "head", born=min(born, default=step.now))
         elif run.module == "embedding":
             step.free(self._of_head)
 

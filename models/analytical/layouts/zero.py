@@ -18,6 +18,9 @@ from peakcast.timeline import Category, Phase
 from peakcast.units import round_up
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
+GATHERING, REDUCING = 1, 2
+"""Streams beside the one that computes, with `overlap_comm`: on which stage 3 gathers weights (`__allgather_stream`), and
+any stage reduces gradients (`reduction_stream`, `reduce_and_partition_stream`). The allocator keeps a pool for each."""
 MAIN_BYTES = 4
 """The main copy and its gradient are fp32, also for an fp32 network (`single_partition_of_fp32_groups`)."""
 NORM_BYTES = 8
@@ -125,8 +128,8 @@ class Partitions(Layout):
         return sorted(weights, key=lambda index: (made_at(template, index), after_bias(template.names[index])))
 
     def _largest_gradient(self) -> int:
-        """Elements of the largest piece of a gradient that a rank may hold."""
-        return max(min(max(t.numel for t in group), self.partition(group)) for group in self.groups)
+        """Elements of the largest piece of a gradient that this rank holds when backward is over."""
+        raise NotImplementedError
 
     def norm_in_backward(self, step: Step, elements: Iterable[int], now: int, *, more_bytes: int = 0) -> int:
         """When the optimizer is offloaded, a gradient's norm is taken as it leaves (`set_norm_for_param_grad_in_gpu`), one

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.models.analytical.layouts.base import StoredTensor
-from peakcast.models.analytical.layouts.zero import BUFFERS, Buckets, Partitions, ended_bytes, made_at
+from peakcast.models.analytical.layouts.zero import BUFFERS, REDUCING, Buckets, Partitions, ended_bytes, made_at
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.timeline import Category, Phase
+from peakcast.units import round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class Zero12(Partitions):
         self.round_robin = round_robin
         self._overlaps = stage == 1 and buckets.num_reduce > 1
         """Whether stage 1 reduces while the last micro-batch runs backward, and not when it is over."""
+        self._reduces = REDUCING if buckets.num_reduce > 1 else 0
+        """On which stream."""
         self.contiguous = contiguous
         """Whether gradients wait in a bucket, those of this rank's partition in `grads_in_partition`, or where they are."""
         self._mine: dict[StoredTensor, int] = {}
@@ -66,6 +70,9 @@ class Zero12(Partitions):
         self.owners = self._owners_of_tensors()
         self._bucket: list[int] = []
         self._tied: list[int] = []
+        self._two_stacks = any(tensor.name.startswith("encoder.") for tensor in tensors)
+        """Of an encoder-decoder both embeddings add to the table's gradient."""
+        self._between = False
         self._waiting: list[Arrival] = []
         self._runs: list[Run] = []
         self._earlier: list[int] = []
@@ -128,6 +135,9 @@ class Zero12(Partitions):
         """A partition may lie in a group's padding."""
         return max((n for n, group in enumerate(self.groups, start=1) if any(map(self._mine.get, group))), default=0)
 
+    def _largest_gradient(self) -> int:
+        return max(self._mine.values())
+
     def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int, born: int) -> None:
         """The gradient goes into the bucket, which is emptied first when it would be too full. One larger than the bucket
         waits beside it, for an optimizer on the host in a copy."""
@@ -155,7 +165,7 @@ class Zero12(Partitions):
         free = 0
         if copies:
             free = max(elements * self.element_bytes - gone, 0)
-            step.hold("all_reduce.input", BUFFERS, free, now, now + 1)
+            step.hold("all_reduce.input", BUFFERS, free, now, now + 1, stream=self._reduces)
         for one in self._waiting:
             if one.tensor.numel > self.buckets.reduce:
                 size, born, module = one.tensor.numel * self.element_bytes, min(one.born + 1, now), one.tensor.module
@@ -186,7 +196,7 @@ class Zero12(Partitions):
         of those that other ranks update."""
         if len(self._waiting) > 1:
             size = sum(one.tensor.numel for one in self._waiting) * self.element_bytes
-            step.hold("all_reduce.input", BUFFERS, size - gone, now, now + 1)
+            step.hold("all_reduce.input", BUFFERS, size - gone, now, now + 1, stream=self._reduces)
         for one in self._waiting:
             born, size = min(one.born + 1, now), one.tensor.numel * self.element_bytes
             if self.rank not in self.owners[one.tensor] and self.stage == 2:
@@ -230,8 +240,9 @@ class Zero12(Partitions):
         begin = run.backward_start or 0
         if weights and not self._bucket and self.contiguous:  # `setup_buckets`, at the first gradient
             sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
-            first = begin + made_at(run.template, weights[0]) + 1  # when the operation is done, its temporaries gone
-            self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=first)
+            made = made_at(run.template, weights[0])  # when the operation is done, its temporaries gone
+            step.hold("ipg_bucket", BUFFERS, sum(sizes) - ended_bytes(run, made), begin + made, begin + made + 1)
+            self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=begin + made + 1)
         if self.stage == 2 or (self._overlaps and self._last):  # each gradient goes into the bucket as soon as it is there
             run.keeps_gradients = False
             added = [one for one in self._runs if one.module == run.module]  # to what stage 1 has of earlier micro-batches
@@ -241,21 +252,22 @@ class Zero12(Partitions):
             left = [t for t in self.trained if t.module == run.module]
             for index in weights:
                 name = run.template.names[index].removesuffix(".grad")
-                numel = int(run.template.num_bytes[index]) // self.element_bytes
-                found = [t for t in left if t.name == name] or [t for t in reversed(left) if t.numel == numel]
+                size = int(run.template.num_bytes[index])  # as the allocator rounds it
+                alike = [t for t in reversed(left) if round_up(t.numel * self.element_bytes, MIN_BLOCK_BYTES) == size]
+                found = [t for t in left if t.name == name] or alike
                 at = made_at(run.template, index)
                 if found:
                     left.remove(found[0])
-                    if added and numel <= self.buckets.reduce:
-                        size = numel * self.element_bytes
+                    if added and found[0].numel <= self.buckets.reduce:
                         step.hold("gradient", Category.GRADIENTS, size, begin, begin + at + 1, run.module)
                     born = begin - 1 if added else begin + at
                     self._arrive(step, found[0], begin + at, ended_bytes(run, at), born)
                 elif name == "lm_head.weight":  # the token table's: autograd adds the embedding's before anybody sees it
-                    size = int(run.template.num_bytes[index])
                     self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size])
                     run.gradients_die = step.now  # held here from then on
             if self._tied and run.module == "embedding":
+                self._between = self._two_stacks and not self._between
+            if self._tied and run.module == "embedding" and not self._between:
                 step.free(self._tied)
                 (table,) = (t for t in left if t.name == "embed_tokens.weight")
                 at = run.template.backward_labels.index("tied_weight")

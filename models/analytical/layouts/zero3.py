@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from peakcast.models.analytical.layouts.base import StoredTensor
-from peakcast.models.analytical.layouts.zero import BUFFERS, MAIN_BYTES, Buckets, Partitions, ended_bytes, made_at
+from peakcast.models.analytical.layouts.zero import (
+    BUFFERS,
+    GATHERING,
+    MAIN_BYTES,
+    REDUCING,
+    Buckets,
+    Partitions,
+    ended_bytes,
+    made_at,
+)
 from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
 from peakcast.models.analytical.layouts.zero3_modules import Modules
 from peakcast.models.analytical.layouts.zero3_passing import Reduction
@@ -28,6 +37,7 @@ class Zero3(Partitions):
         buckets: Buckets,
         packs: bool = True,
         contiguous: bool = True,
+        overlaps: bool = True,
         offloads: bool = False,
         offloads_parameters: bool = False,
         head_of_root: bool = False,
@@ -43,6 +53,8 @@ class Zero3(Partitions):
         self._whole = whole
         """What hangs on parameters and is none (the constants of quantised weights)."""
         self.packs = packs
+        self._gathers, self._reduces = (GATHERING, REDUCING) if overlaps else (0, 0)
+        """On which streams."""
         self.contiguous = contiguous
         """Whether gradients wait in a bucket, or where backward has made them."""
         self.offloads_parameters = offloads_parameters
@@ -119,9 +131,10 @@ class Zero3(Partitions):
                 self.ranks,
                 self.buckets,
                 self.packs,
+                self._gathers,
                 self.offloads_parameters,
                 viewed=self._viewed,
-                unread=set(self._modules.of_root),
+                unread=set(self._modules.unread),
             )
             if not self.first_step:
                 self._coordinator.learn(self._turns)
@@ -167,7 +180,7 @@ class Zero3(Partitions):
                 run.gradients_die = step.now  # held here from then on
             else:
                 self._arrive(step, run, at, size, born)
-        if self._half and run.module == "embedding":
+        if self._half and run.module == "embedding" and not self._modules.between_stacks:
             step.free(self._half)
             (table,) = (t for t in self._modules.tensors["embedding"] if t.name == "embed_tokens.weight")
             summed = template.backward_labels.index("tied_weight")
@@ -264,8 +277,8 @@ class Zero3(Partitions):
         self._play(step).end(step.now)
         for now, reduction in self._reductions.items():
             joined, then = reduction.num_bytes()
-            step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1)
-            step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1)
+            step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1, stream=self._reduces)
+            step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1, stream=self._reduces)
         self._reductions.clear()
 
     def clip(self, step: Step) -> None:

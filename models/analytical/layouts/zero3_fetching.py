@@ -49,6 +49,10 @@ class Coordinator:
     packs: bool
     """Whether a checkpoint keeps the weights that it has computed again with, as memory that a release does not free, of
     those that train (`torch/utils/checkpoint.py`, not with use_reentrant: `x.detach()` in `_recomputation_hook`)."""
+    stream: int = 0
+    """That on which it allocates. A released weight is still used by the one that computes (`free_param`: `record_stream`),
+    so that its block waits; that is not counted. DeepSpeed waits for gathers and reductions only, and nothing in a forward
+    says how far the CPU is ahead: by its end all its weights may be missing in the cache, or none."""
     from_host: bool = False
     """Whether parts are in host memory. On one rank a weight is its part, and made anew only from there
     (`NoGatherCoalescedHandle`)."""
@@ -92,7 +96,7 @@ class Coordinator:
         parameters, small ones too, are released as soon as it is done.
 
         Frozen ones that are fetched to compute again belong to the module whose backward is under way
-        (`ds_recompute_parameters`): the first of the block, and with use_reentrant the whole network, which is never done.
+        (`ds_recompute_parameters`): one of the block, done soon, and with use_reentrant the whole network, never done.
         """
         packed, kept, lent = set[StoredTensor](), set[StoredTensor](), dict[StoredTensor, None]()
         last = {t: turn.ends for turn in turns for t in turn.tensors if self.packs and t.quantized}
@@ -111,7 +115,7 @@ class Coordinator:
             if self.order.known is not None and turn.enters:
                 self._fetch_ahead(mine, turn.begins)
             self.order.at += turn.enters
-            released = list(mine)
+            released, taken_back = list(mine), dict[StoredTensor, None]()
             if self.order.known is not None:
                 asked = turn.name, self.order.at
                 if asked not in self._decided:
@@ -124,18 +128,18 @@ class Coordinator:
             if turn.computes_again:
                 packed.update(t for t in mine if self.packs and t.trains)
                 lent |= {t: None for t in mine if not t.trains}
-            elif mine:
+            elif mine or not turn.enters:
                 packed.difference_update(mine)
                 if self.packs:
-                    released += [t for t in lent if t.numel > self.sizes.persistence]
-                    lent.clear()
+                    taken_back, lent = lent, {}
+                    released += [t for t in taken_back if t.numel > self.sizes.persistence]
             for tensor in [t for t in released if t not in lent and t not in kept] if turn.releases else ():
                 ends = turn.ends
                 if tensor in packed:
                     ends = next((later.ends for later in _turns_with(tensor, turns, index + 1)), ends)
                 if tensor in mine:  # bitsandbytes' product keeps a quantised weight for its backward (`MatMul4Bit`)
                     ends = last.get(tensor, ends)
-                if tensor in mine and (tensor.stacked or tensor in self.viewed):
+                if (tensor in mine or tensor in taken_back) and (tensor.stacked or tensor in self.viewed):
                     after = list(_turns_with(tensor, turns, index + 1))
                     if after and not any(later.computes_again for later in after):
                         ends = max(ends, after[-1].done.get(tensor.name, after[-1].ends))
@@ -220,7 +224,7 @@ class Coordinator:
 
     def _hold_output(self, gather: Gather, ends: int) -> None:
         for size in gather.coalesced_bytes if gather.born < ends else ():
-            self.step.hold("all_gather.output", BUFFERS, size, gather.born, ends)
+            self.step.hold("all_gather.output", BUFFERS, size, gather.born, ends, stream=self.stream)
 
     def _begin(self, now: int) -> None:
         """A turn begins. What was only passing at another instant was gone when its operation ran."""
@@ -229,7 +233,7 @@ class Coordinator:
             return
         made = int(self.made[at]) if 0 <= at < len(self.made) else 0
         made += sum(self.reductions[at].num_bytes()) if at in self.reductions else 0
-        self.step.hold("all_gather", BUFFERS, self._fetched.more_than(made), at, at + 1)
+        self.step.hold("all_gather", BUFFERS, self._fetched.more_than(made), at, at + 1, stream=self.stream)
         self._fetched = Fetched(now)
 
     def stay(self) -> None:
@@ -244,7 +248,8 @@ class Coordinator:
         if born is not None:
             self.elements -= tensor.numel
             category = BUFFERS if tensor.numel > self.sizes.persistence else Category.PARAMETERS
-            self.step.hold("gathered", category, self._padded_bytes(tensor), born, now, tensor.module)
+            stream = self.stream if born else 0  # small ones that the last step left were gathered as it computed
+            self.step.hold("gathered", category, self._padded_bytes(tensor), born, now, tensor.module, stream)
 
     def _drop_gathers(self, now: int) -> None:
         """What was fetched ahead is waited for and let go; several that came together are not copied out before."""

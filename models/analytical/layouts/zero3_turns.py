@@ -46,14 +46,29 @@ RUN_AFTER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "mpt": {"self_attn.out_proj": ("resid_attn_dropout",)},
     "phi": {"embed_tokens": ("embed_dropout",), "self_attn.dense": ("resid_dropout",), "mlp.fc2": ("resid_dropout",)},
     "phi3": {"self_attn.o_proj": ("resid_attn_dropout",), "mlp.down_proj": ("resid_mlp_dropout",)},
+    "t5": {
+        "embed_tokens": ("dropout",),
+        "self_attn.o": ("dropout",),
+        "cross_attn.o": ("dropout",),
+        "mlp.wi": ("inner_dropout",),
+        "mlp.wi_1": ("inner_dropout",),
+        "mlp.wo": ("dropout",),
+        "encoder.final_layer_norm": ("dropout",),
+        "final_norm": ("dropout",),
+    },
 }
 """By `model_type`, the modules without weights that run after another (transformers 5.17 models/*/modeling_*.py), most of
 them nn.Dropout, also of probability 0. Other families have none, or call the function."""
 INLINE = ("opt",)
 """Families whose layers run the parts of a feed-forward themselves."""
-NO_ROTARY_MODULE = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt")
+NO_ROTARY_MODULE = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt", "t5")
 """Families without a module that makes rotary tables."""
-WITHIN = {"qkv_split": "self_attn"}
+SUBLAYERS: Mapping[str, tuple[str, ...]] = {"t5": ("layer_norm", "dropout", "residual_add")}
+"""By `model_type`: a layer's parts are modules around attention or feed-forward, and these are outside of the inner one."""
+READS: Mapping[str, Mapping[str, str]] = {"t5": {"mlp.inner": "mlp.wo"}}
+"""By `model_type`, the modules that read a weight of another module within them (T5's the dtype of its last projection), so
+that they hold it from their begin to their end."""
+WITHIN = dict.fromkeys(("qkv_split", "relative_position", "relative_position_bucket"), "self_attn")
 """Operations whose names do not say in which module they run."""
 
 FUNCTIONS = ("logits", "softcap")
@@ -89,11 +104,13 @@ class Turn:
     """Not where a module that goes on reads a weight which is not its own, and keeps it until it is done."""
     stays: bool = False
     """What it holds is not released by others until it is done itself, which is a turn that does not enter."""
+    alone: bool = False
+    """A module without weights, which is done when its operation is."""
 
     def later(self, instants: int) -> Turn:
         """The same so many instants later."""
         done = {name: at + instants for name, at in self.done.items()} if self.done else self.done
-        flags = self.releases, self.computes_again, self.starts, self.enters, self.stays
+        flags = self.releases, self.computes_again, self.starts, self.enters, self.stays, self.alone
         tensors, name, leaf, inside = self.tensors, self.name, self.leaf, self.inside
         return Turn(self.begins + instants, self.ends + instants, tensors, name, leaf, done, inside, *flags)
 
@@ -142,28 +159,34 @@ def _turns_from_0(
     switched_off = not any(".lora_A" in label for label in labels)
     entered: tuple[str, ...] = ()
     last, inside, named, run_after = "", "", set[str](), RUN_AFTER.get(family, {})
+    read_by = {module: tuple(modules.get(reads, ())) for module, reads in READS.get(family, {}).items()}
     for index, label in enumerate(labels):
         owner = _owner(label, modules)
         left, linear = inside, label.partition(".lora")[0].removesuffix(".clone")
         inside = linear if linear in run_after else owner
+        path = (leaf,) if leaf and owner == leaf else tuple(_path(label, owner, modules, family))
+        done_with = [module for module in entered if module in read_by and module not in path]
+        turns += [Turn(index - 1, index, read_by[module], f"{block} {module}", enters=False) for module in done_with]
         if inside != left:
             after = run_after.get(inside if backward else left, ())
-            turns += [Turn(index, index + 1, name=f"{block} {name}") for name in after]
-        path = (leaf,) if leaf and owner == leaf else tuple(_path(label, owner, modules, family in INLINE))
+            at = max(index - 1, 0) if backward else index  # dropout's own operation
+            turns += [Turn(at, at + 1, name=f"{block} {name}", alone=True) for name in after]
         for module in path:
             if module == owner:
                 if owner != last and owner.removesuffix(".lora_A") == last.removesuffix(".lora_A"):
                     dropout = f"{block} {owner.removesuffix('.lora_A')}.dropout"  # between a Linear and its adapter
                     turns.append(Turn(index, index + 1, name=dropout))
                 if owner != last or owner not in entered:
-                    own = tuple(modules[owner])
-                    turns.append(Turn(index, index + 1, own, f"{block} {owner}", leaf=bool(leaf) and owner == leaf))
+                    own, of_leaf = tuple(modules[owner]), bool(leaf) and owner == leaf
+                    held = own in read_by.values()
+                    turns.append(Turn(index, index + 1, own, f"{block} {owner}", leaf=of_leaf, releases=not held))
                 else:
                     turns[-1] = replace(turns[-1], ends=index + 1)
             elif module not in entered:  # peft reads the dtype of lora_A, which is then this module's too, and not released
                 read = modules.get(f"{module.removesuffix(ADAPTED)}.lora_A", ()) if module.endswith(ADAPTED) else ()
-                done = not read or switched_off
-                turns.append(Turn(index, index + 1, tuple(read), f"{block} {module}", releases=done))
+                done, holds = not read or switched_off, read_by.get(module, ())
+                name = f"{block} {module}"
+                turns.append(Turn(index, index + 1, (*read, *holds), name, releases=done and not holds, stays=bool(holds)))
                 turns += [Turn(index, index + 1, name=f"{block} {module}.{name}") for name in run_after.get(module, ())]
         if leaf and owner == leaf:
             turns[-1] = replace(turns[-1], done={**turns[-1].done, label: index + 1})
@@ -179,14 +202,16 @@ def _turns_from_0(
 
 def within_first(turns: Sequence[Turn], again: Sequence[Turn], asks: int) -> list[Turn]:
     """The turns of a backward that computes a block again once an operation, at instant `asks`, asks for what it would have
-    kept: that of the first module with weights, which is done when that operation is, or dropout before it."""
+    kept: that of the first module with weights, which is done when that operation is, or dropout before it, which is done
+    first."""
     found = (index for index, turn in enumerate(turns) if index and turn.tensors and turn.releases)
     first = next(found, len(turns) - 1)
     begins = again[0].begins
     if turns[first].begins > asks:
         first = next(index for index, turn in enumerate(turns) if index and turn.begins > asks)
         before = [replace(turn, begins=begins, ends=begins + 1) for turn in turns[1:first]]
-        return [turns[0], *before, *again, *turns[first:]]
+        done = [replace(turn, enters=False) for turn in turns[1:first][-1:] if turn.alone and turn.begins == asks]
+        return [turns[0], *before, *again, *done, *turns[first:]]
     before = [replace(turn, begins=begins, ends=begins + 1) for turn in turns[1 : first + 1]]
     before[-1] = replace(before[-1], stays=True, releases=False)
     return [turns[0], *before, *again, replace(turns[first], enters=False), *turns[first + 1 :]]
@@ -200,13 +225,14 @@ def _owner(label: str, modules: Mapping[str, object]) -> str:
     return "" if label.startswith((f"{owner}.lora.", f"{owner}.clone")) else owner
 
 
-def _path(label: str, owner: str, modules: Mapping[str, object], inline: bool) -> Iterator[str]:
-    """The modules within the block that run this operation, the outermost first. `inline`: the layer itself is the
-    feed-forward."""
+def _path(label: str, owner: str, modules: Mapping[str, object], family: str) -> Iterator[str]:
+    """The modules within the block that run this operation, the outermost first."""
     parts = label.split(".")
     outer = WITHIN.get(label, parts[0] if len(parts) > 1 else "")
-    if outer and outer not in modules and outer not in FUNCTIONS and not (inline and outer == "mlp"):
+    if outer and outer not in modules and outer not in FUNCTIONS and not (family in INLINE and outer == "mlp"):
         yield outer
+        if family in SUBLAYERS and "".join(parts[1:2]) not in SUBLAYERS[family]:
+            yield f"{outer}.inner"
     linear = label.partition(".lora")[0].removesuffix(".clone")
     if f"{linear}.lora_A" in modules:
         yield linear + ADAPTED

@@ -70,7 +70,7 @@ def test_more_targets_never_need_less(checkpointing):
     [
         ({"attention": "flash_attention_2"}, "flash_attention_2"),
         ({"precision": Precision(parameters="float16", compute="float16")}, "float16"),
-        ({"parallelism": Parallelism(data_parallel_size=2, zero_stage=3)}, "ZeRO-1 and 2 only"),
+        ({"parallelism": Parallelism(tensor_parallel_size=2)}, "DDP, FSDP and ZeRO only"),
         ({"parallelism": Parallelism(data_parallel_size=2, sharding="fsdp2")}, "use fsdp1"),
         ({"activation_checkpointing": ActivationCheckpointing(mode="full", use_reentrant=True)}, "reentrant"),
         ({"task": "inference"}, "generation"),

@@ -8,7 +8,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from peakcast.catalog import architecture, gpu
+from peakcast.conventions import conventions
 from peakcast.errors import SpecError
+from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.ledger import ledger
 from peakcast.spec import (
     ActivationCheckpointing,
@@ -180,6 +182,38 @@ def test_a_higher_tensor_parallel_size_never_raises_what_one_rank_holds(job):
 def test_sharding_over_one_rank_changes_nothing(job, sharding):
     layout = Parallelism(sharding=sharding)
     assert rows(ledger(job.replace(parallelism=layout), device=DEVICE)) == rows(ledger(job, device=DEVICE))
+
+
+OF_SEVERAL_RANKS = {
+    "ddp_bucket_cap_mib": 1,
+    "ddp_gradient_as_bucket_view": True,
+    "accumulates_without_sync": True,
+    "fsdp2_units": "ends",
+    "fsdp_reshard_after_forward": False,
+    "fsdp_reduce_dtype": "bfloat16",
+    "shard_group_size": 2,
+    "loss_parallel": False,
+    "context_parallel_rotation": "alltoall",
+}
+"""Options of DDP, FSDP, tensor and context parallelism, none as it is by default."""
+
+
+@quickly
+@given(
+    job=HUGGINGFACE,
+    framework=st.sampled_from(["huggingface", "torch"]),
+    sharding=st.sampled_from(["none", "fsdp1", "fsdp2", "hsdp"]),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+    option=st.sampled_from(sorted(OF_SEVERAL_RANKS)),
+)
+def test_torchs_layouts_of_size_one_change_nothing_however_they_are_set(job, framework, sharding, schedule, option):
+    """Nobody is asked for gradients, columns, keys or stages: neither framework wraps a network for one rank."""
+    plain = job.replace(framework=framework)
+    assume(option in conventions(plain))
+    layout = Parallelism(sharding=sharding, sequence_parallel=True, pipeline_schedule=schedule)
+    ones = plain.replace(parallelism=layout, framework_options=FrozenMapping({option: OF_SEVERAL_RANKS[option]}))
+    for step in ("first", "steady"):
+        assert rows(ledger(ones, device=DEVICE, step=step)) == rows(ledger(plain, device=DEVICE, step=step))
 
 
 @quickly

@@ -47,7 +47,6 @@ def reason(name, **changes):
         ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, **SELECTIVE}, "what the units inside a layer"),
         ("llama-3.1-8b", {**by_fsdp("fsdp2"), "finetuning": ATTENTION, "loss": FUSED}, "never calls the lm_head"),
         ("deepseek-v2-lite", {"framework_options": FrozenMapping({"autocast": True})}, "under autocast"),
-        ("glm-4.5-air", {"framework_options": FrozenMapping({"autocast": True})}, "narrow already"),
         ("gpt-j-6b", {"task": "inference"}, "generation with"),
         ("mpt-7b", FLASH, "no flash_attention_2"),
         ("mpt-7b", {"architecture": NARROW_MPT}, "4 * hidden_size wide"),

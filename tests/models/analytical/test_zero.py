@@ -211,3 +211,13 @@ def test_with_overlap_zero_1_reduces_in_backward_but_keeps_what_is_larger_than_a
         made = steady.alive_at(at) & (steady.categories == Category.GRADIENTS)
         made &= np.array([name != "grads_in_partition" for name in steady.names])
         assert int(steady.num_bytes[made].sum()) == BF16 * kept
+
+
+@pytest.mark.parametrize(("stage", "overlaps", "streams"), [(3, True, {0, 1, 2}), (3, False, {0}), (2, True, {0, 2})])
+def test_what_is_gathered_and_reduced_has_streams_of_its_own_where_communication_overlaps(job, stage, overlaps, streams):
+    """So it is cached in pools of its own, of no use to what computes: `Stream() if overlap_comm else default_stream()`."""
+    options = FrozenMapping({"overlap_comm": overlaps, "reduce_bucket_size": 100_000})
+    timeline = ledger(job(f"zero{stage}", framework_options=options))
+    assert set(timeline.streams.tolist()) == streams
+    aside = {name for name, stream in zip(timeline.names, timeline.streams, strict=True) if stream}
+    assert aside <= {"gathered", "all_gather", "all_gather.output", "reduce_scatter.input", "all_reduce.input"}

@@ -74,6 +74,19 @@ def test_a_recomputation_begins_with_dropout_or_within_the_first_matrix():
     assert [turn.name for turn in within_first(turns, again, asks=20)] == ["", "mlp", "again", "fc2"]
     first = within_first(turns, again, asks=21)
     assert [(turn.name, turn.enters) for turn in first[1:]] == [("mlp", 1), ("fc2", 1), ("again", 1), ("fc2", 0)]
+    turns.insert(2, Turn(20, 21, name="dropout", alone=True))  # a module, done before the matrix: what it lent goes then
+    asked = [(turn.name, turn.enters) for turn in within_first(turns, again, asks=20)[1:]]
+    assert asked == [("mlp", 1), ("dropout", 1), ("again", 1), ("dropout", 0), ("fc2", 1)]
+
+
+def test_a_module_that_reads_anothers_weight_holds_it_to_its_end():
+    """T5's feed-forward asks for the dtype of its last projection: an external parameter, there from its begin on."""
+    tensors = [matrix("mlp.layer_norm"), matrix("mlp.wi"), matrix("mlp.wo")]
+    labels = ["mlp.layer_norm.pow", "mlp.wi", "mlp.relu", "mlp.wo", "mlp.residual_add"]
+    turns = turns_of("layers.0", labels, 0, tensors, family="t5")
+    holding = [(turn.name, turn.begins, turn.stays, turn.enters) for turn in turns if tensors[2] in turn.tensors]
+    inner = "layers.0 mlp.inner"
+    assert holding == [(inner, 1, True, True), ("layers.0 mlp.wo", 3, False, True), (inner, 3, False, False)]
 
 
 def test_ligers_loss_fetches_the_head_as_the_network_begins(job):
