@@ -58,7 +58,8 @@ def _fill(config: dict[str, Any], rules: Rules, source: object) -> None:
         elif isinstance(rule, Key) and hasattr(source, field):
             if rule.only_if:
                 config[rule.only_if] = value is not None
-            if value is not None or rule.nullable:
+            inside = "." in rule.name  # another configuration, which knows its defaults (MPT's takes no 0.0 for a 0)
+            if (value is not None or rule.nullable) and not (inside and value == rule.default):
                 *outer, last = rule.name.split(".")
                 inner = config
                 for part in outer:
