@@ -300,7 +300,7 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     elements = context.batch * heads * context.sequence * context.keys
     if context.batch > 1 < context.sequence:  # matmul joins the dimensions of sequences and heads, which lie apart in q
         query = ops.copy(tape, query, "self_attn.math.contiguous_q")
-    scores = tape.operation("self_attn.math.scores", [query, key], elements * FP32, saves=[query, key])
+    scores = ops.matmul(tape, query, key, elements * FP32, "self_attn.math.scores")
     tape.hold(scaled)  # the product's argument
     scores = ops.in_place(tape, scores, "self_attn.math.add_mask")
     # _safe_softmax also makes a bool of every score and selects into a new tensor, inside one operator
@@ -312,7 +312,7 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if context.compute_bytes != FP32:  # the second result, which nobody takes
         local.append(tape.operation("self_attn.math.weights", [weights], elements * context.compute_bytes, gradients=[]))
     v32 = _broadcast_heads(build, q32, v32)
-    output = tape.operation("self_attn.math.output", [weights, v32], q32.num_bytes, saves=[weights, v32])
+    output = ops.matmul(tape, weights, v32, q32.num_bytes, "self_attn.math.output")
     local.append(output)
     if output.num_bytes != narrow:
         output = ops.cast(tape, output, narrow, "self_attn.math.to_narrow")
