@@ -200,8 +200,8 @@ def attention_weights_bytes(layer: HFContext) -> int:
 def hold_attention_weights(
     timeline: Step, layer: HFContext, first_runs: Mapping[int, Run], layers: Mapping[int, Run]
 ) -> None:
-    """Attention weights that a layer of `first_runs` returned, where no graph keeps them, while the next of all layers
-    runs."""
+    """Attention weights that a layer of `first_runs` returned, where no graph keeps them here, while the next of all
+    layers runs."""
     size = attention_weights_bytes(layer)
     for index, run in first_runs.items():
         if index + 1 in layers:

@@ -258,7 +258,8 @@ def _micro_batch(
     for run in checkpointed.values() if returned else ():  # until `outputs` is dropped
         born = run.forward_start + run.template.num_forward
         timeline.hold("past_key_values", Category.ACTIVATIONS, returned, born, timeline.now, run.module)
-    hold_attention_weights(timeline, blocks.contexts[0], checkpointed, runs)
+    ungraphed = runs if job.offload.activations else checkpointed  # whose graph keeps nothing on the GPU
+    hold_attention_weights(timeline, blocks.contexts[0], ungraphed, runs)
     hold_embeddings(
         timeline, blocks.contexts, embedded, blocks.checkpointed[0], job.offload.activations, model_ends(loss)
     )

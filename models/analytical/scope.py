@@ -277,9 +277,10 @@ def _mixture_reason(job: TrainingJob) -> str:
             "adapters on MPT: a converted sum that its feed-forward names is not counted; forward is up to 0.7 % too low.",
         ),
         (
-            checkpointing.mode != "none" and architecture.model_type in ("codegen", "gptj"),
-            f"model_type={architecture.model_type!r} with checkpointing: position tables and rotated parts that its "
-            "attention names are not counted where no graph keeps them.",
+            (checkpointing.mode != "none" or job.offload.activations)
+            and architecture.model_type in ("codegen", "gptj"),
+            f"model_type={architecture.model_type!r} with checkpointing or offloaded activations: position tables and "
+            "rotated parts that its attention names are not counted where no graph keeps them.",
         ),
         (
             job.offload.activations and autocast and architecture.model_type == "falcon",
