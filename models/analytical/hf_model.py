@@ -58,7 +58,8 @@ def hold_embeddings(
 ) -> None:
     """Variables of the model's forward, until its last norm is done. `checkpointed`: whether the first layer is;
     `offloads`: whether its input goes to the host."""
-    if layers[0].architecture.embedding_norm and layers[0].architecture.kind == "decoder" and layers[0].trainable:
+    one = layers[0]
+    if one.architecture.embedding_norm and one.architecture.kind == "decoder" and one.trainable and not one.saves_on_cpu:
         return  # the norm keeps it
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward

@@ -268,7 +268,8 @@ def _micro_batch(
     timeline.run_backward(loss)
     hold_whole_head(timeline, job, loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
-    masks_kept = checkpointed or "mask" in context.compiled or traits(job.architecture).scores_biased_and_filled
+    in_graph = traits(job.architecture).scores_biased_and_filled and not job.offload.activations
+    masks_kept = checkpointed or "mask" in context.compiled or in_graph
     # what is added to scores is in no graph, but among the arguments of a checkpoint
     readers = checkpointed if checkpointed and job.attention == "eager" else runs
     dies = last_readers(blocks.contexts, readers, model_ends(loss)) if masks_kept else []

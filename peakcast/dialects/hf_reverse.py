@@ -60,6 +60,8 @@ def _fill(config: dict[str, Any], rules: Rules, source: object) -> None:
                 config[rule.only_if] = value is not None
             if value is not None or rule.nullable:
                 *outer, last = rule.name.split(".")
+                if outer and value == rule.default:
+                    continue
                 inner = config
                 for part in outer:
                     inner = inner.setdefault(part, {})

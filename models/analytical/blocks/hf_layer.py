@@ -62,6 +62,8 @@ def _sublayer(
     if family.scaled_residual:
         y = ops.scale(build.tape, y, "residual_multiplier")
     output = ops.add(build.tape, x, y, "residual_add")
+    for variable in build.attention_variables if family.joins_heads_first and body is not feed_forward else ():
+        build.tape.hold(variable)
     if family.keeps_sublayer_outputs:  # and so assigns the variable of the sub-layer's input when they are added
         build.tape.hold(body_input)
     return output
