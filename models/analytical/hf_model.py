@@ -64,8 +64,8 @@ def hold_embeddings(
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
     if is_input:
-        if offloads and checkpointed and not (layers[0].trainable or layers[0].neftune):
-            return  # a leaf (`hold_leaf`)
+        if offloads and checkpointed and _is_leaf(layers[0]):
+            return  # `hold_leaf`
         if not offloads and (checkpointed or layer_template(layers[0]).keeps_input):
             return  # the checkpoint or the graph holds it anyway
         born += layer_template(layers[0]).num_forward
@@ -75,13 +75,17 @@ def hold_embeddings(
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
 
 
+def _is_leaf(first: HFContext) -> bool:
+    """Whether adapters make a leaf of the first layer's input: not of what the model has scaled: its graph has it."""
+    family = traits(first.architecture)
+    scaled = family.scaled_embedding and not family.embedding_scales_itself
+    return not (first.trainable or first.neftune or scaled)
+
+
 def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
     """What the embedding has made, until backward has ended now, where peft's `enable_input_require_grads` makes it a leaf:
     its node holds it when the checkpoint's copy is on the host."""
-    family = traits(first.architecture)
-    if family.scaled_embedding and not family.embedding_scales_itself:
-        return  # the leaf is what was scaled, which the embedding's graph has
-    if embedding_variables(first)[0] and not (first.trainable or first.neftune):
+    if embedding_variables(first)[0] and _is_leaf(first):
         born = embedded.forward_start + embedded.template.num_forward + layer_template(first).num_forward
         timeline.hold("embedding.output", Category.ACTIVATIONS, first.input_bytes, born, timeline.now, "embedding")
 
