@@ -58,8 +58,8 @@ def hold_embeddings(
 ) -> None:
     """Variables of the model's forward, until its last norm is done. `checkpointed`: whether the first layer is;
     `offloads`: whether its input goes to the host."""
-    normed = layers[0].architecture.embedding_norm and layers[0].architecture.kind == "decoder"
-    if normed and layers[0].trainable and not layers[0].saves_on_cpu:
+    one = layers[0]
+    if one.architecture.embedding_norm and one.architecture.kind == "decoder" and one.trainable and not one.saves_on_cpu:
         return  # the norm keeps it
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
@@ -204,8 +204,8 @@ def attends_without_graph(run: Run) -> bool:
 def hold_attention_weights(
     timeline: Step, layer: HFContext, first_runs: Mapping[int, Run], layers: Mapping[int, Run]
 ) -> None:
-    """Attention weights that a layer of `first_runs` returned, where no graph keeps them, while the next of all layers
-    runs."""
+    """Attention weights that a layer of `first_runs` returned, where no graph keeps them here, while the next of all
+    layers runs."""
     size = attention_weights_bytes(layer)
     for index, run in first_runs.items() if size else ():
         if index + 1 in layers:

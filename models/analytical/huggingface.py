@@ -262,8 +262,8 @@ def _micro_batch(
         born = run.forward_start + run.template.num_forward
         timeline.hold("past_key_values", Category.ACTIVATIONS, returned, born, timeline.now, run.module)
     bare = {0: runs[0]} if 0 not in checkpointed and attends_without_graph(runs[0]) else {}
-    returning = runs if context.saves_on_cpu else bare | checkpointed
-    hold_attention_weights(timeline, blocks.contexts[0], returning, runs)
+    ungraphed = runs if job.offload.activations else bare | checkpointed  # whose graph keeps nothing on the GPU
+    hold_attention_weights(timeline, blocks.contexts[0], ungraphed, runs)
     hold_embeddings(
         timeline, blocks.contexts, embedded, blocks.checkpointed[0], job.offload.activations, model_ends(loss)
     )
@@ -272,8 +272,8 @@ def _micro_batch(
     timeline.run_backward(loss)
     hold_whole_head(timeline, job, loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
-    filled = traits(job.architecture).scores_biased_and_filled and not context.saves_on_cpu
-    masks_kept = checkpointed or "mask" in context.compiled or filled
+    in_graph = traits(job.architecture).scores_biased_and_filled and not job.offload.activations
+    masks_kept = checkpointed or "mask" in context.compiled or in_graph
     # what is added to scores is in no graph, but among the arguments of a checkpoint
     readers = checkpointed if checkpointed and (job.attention == "eager" or len(checkpointed) < len(runs)) else runs
     dies = last_readers(blocks.contexts, readers, model_ends(loss)) if masks_kept else []

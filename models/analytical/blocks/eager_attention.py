@@ -54,6 +54,7 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
         named.append(scores)
     elif architecture.kind in ("decoder", "hybrid"):
         scores = _add_mask(build, scores, elements)
+        named += [scores] * family.joins_heads_first
     take_softmax = _softmax_with_sinks if architecture.attention_sinks else _softmax
     weights, variables = take_softmax(build, scores, elements, query_bytes)
     if family.scores_scaled_in_place:
@@ -68,6 +69,8 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
         output = ops.copy(tape, output, "self_attn.contiguous")
     for variable in (*named, *variables):
         tape.hold(variable)
+    if family.joins_heads_first or family.scores_biased_and_filled:
+        build.attention_variables.extend((*named, *variables, output))
     build.variables.append(returned)  # the attention module returns them too
     build.attention_weights = returned
     return output

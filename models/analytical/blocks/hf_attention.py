@@ -56,7 +56,9 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     if architecture.rotary_in_parts and by_head and not _rotates_in_place(build):
         output = ops.copy(tape, output, "self_attn.contiguous")
     output = build.rows_summed(output, query, width, f"self_attn.{names.out}", architecture.attention_output_bias)
-    for variable in (*variables, q, k, v):  # of the attention's forward
+    if family.joins_heads_first:
+        build.attention_variables.extend((*variables, q, k, v))
+    for variable in (*variables, q, k, v, *build.attention_variables):  # of the attention's forward
         tape.hold(variable)
     return build.dropout(output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
 

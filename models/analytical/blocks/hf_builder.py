@@ -45,6 +45,8 @@ class BlockBuilder:
     """Equal matrices that one projection stands for, used one after the other on equal shares of the rows (experts)."""
     variables: list[Tensor] = field(default_factory=list)
     """What the block's own code still holds by name when it ends."""
+    attention_variables: list[Tensor] = field(default_factory=list)
+    """... and the code of attention, where it also projects the result (MPT) and adds it to the stream (BLOOM)."""
     attention_weights: Tensor | None = None
     """What attention returns beside its output, where it makes them."""
 

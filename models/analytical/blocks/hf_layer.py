@@ -66,6 +66,8 @@ def _sublayer(
     added = ops.scale(build.tape, y, "residual_multiplier") if family.scaled_residual else y
     output = ops.add(build.tape, x, added, "residual_add")
     build.tape.hold(y)  # assigned when they are added
+    for variable in build.attention_variables if family.joins_heads_first and body is not feed_forward else ():
+        build.tape.hold(variable)
     if family.keeps_sublayer_outputs:  # and so assigns the variable of the sub-layer's input when they are added
         build.tape.hold(body_input)
     return output
