@@ -61,8 +61,6 @@ def _fill(config: dict[str, Any], rules: Rules, source: object) -> None:
             inside = "." in rule.name  # another configuration, which knows its defaults (MPT's takes no 0.0 for a 0)
             if (value is not None or rule.nullable) and not (inside and value == rule.default):
                 *outer, last = rule.name.split(".")
-                if outer and value == rule.default:
-                    continue
                 inner = config
                 for part in outer:
                     inner = inner.setdefault(part, {})

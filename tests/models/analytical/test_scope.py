@@ -48,6 +48,7 @@ def reason(name, **changes):
         ("llama-3.1-8b", {**by_fsdp("fsdp2"), "finetuning": ATTENTION, "loss": FUSED}, "never calls the lm_head"),
         ("deepseek-v2-lite", {"framework_options": FrozenMapping({"autocast": True})}, "under autocast"),
         ("gpt-j-6b", {"task": "inference"}, "generation with"),
+        ("gpt-j-6b", {**by_fsdp("fsdp2"), **SELECTIVE}, "position tables"),
         ("mpt-7b", FLASH, "no flash_attention_2"),
         ("mpt-7b", {"architecture": NARROW_MPT}, "4 * hidden_size wide"),
         ("opt-125m", FLASH, "a padding mask of its own"),
