@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -264,7 +265,12 @@ def _routed_rows(job: TrainingJob) -> int:
     tokens = job.micro_batch_size * job.sequence_length // layout.context_parallel_size
     if layout.sequence_parallel:
         tokens //= layout.tensor_parallel_size
-    return tokens * moe.num_experts_per_tok if moe is not None else 0
+    if moe is None:
+        return 0
+    options, rows = conventions(job), tokens * moe.num_experts_per_tok
+    if job.framework == "megatron" and options["moe_pad_expert_input_to_capacity"]:
+        return math.ceil(rows / moe.num_experts * float(options["moe_expert_capacity_factor"])) * moe.num_experts
+    return rows
 
 
 def fake_mode(num_nonzero: int | None = None) -> Any:

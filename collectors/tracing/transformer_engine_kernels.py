@@ -280,6 +280,39 @@ def ubuf_built_with_mpi() -> bool:
     return False
 
 
+# -- the fused router (csrc/extensions/router.cpp) ------------------------------------------------------------------------
+
+
+@kernel
+def fused_topk_with_score_function_fwd(logits: Any, *_: Any) -> tuple[Any, Any, Any]:
+    return torch.empty_like(logits), torch.empty_like(logits, dtype=torch.bool), torch.empty_like(logits)
+
+
+@kernel
+def fused_topk_with_score_function_bwd(tokens: int, experts: int, routing_map: Any, scores: Any, *_: Any) -> Any:
+    return torch.empty_like(scores)
+
+
+@kernel
+def fused_score_for_moe_aux_loss_fwd(logits: Any, *_: Any, **__: Any) -> tuple[Any, Any, Any]:
+    return torch.empty_like(logits), torch.empty_like(logits, dtype=torch.bool), torch.empty_like(logits)
+
+
+@kernel
+def fused_score_for_moe_aux_loss_bwd(*, intermediate_output: Any, **_: Any) -> Any:
+    return torch.empty_like(intermediate_output)
+
+
+@kernel
+def fused_moe_aux_loss_fwd(probs: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+    return probs.new_empty(()), probs.new_empty((), dtype=torch.float32)
+
+
+@kernel
+def fused_moe_aux_loss_bwd(*, num_rows: int, num_cols: int, grad_aux_loss: Any, **_: Any) -> Any:
+    return grad_aux_loss.new_empty((num_rows, num_cols))
+
+
 @kernel
 def get_cudnn_version() -> int:
     return 91400  # 9.14, as encoded by cudnnGetVersion

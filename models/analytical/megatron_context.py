@@ -132,6 +132,7 @@ def expert_context(job: TrainingJob) -> ExpertContext:
         score_function=str(convention.get("moe_router_score_function", "softmax")),  # type: ignore[arg-type]
         pre_softmax=bool(convention.get("moe_router_pre_softmax")),
         expert_bias=moe.router_correction_bias,
+        router_fusion=bool(convention.get("moe_router_fusion")),
         capacity_factor=max(0.0, float(convention.get("moe_expert_capacity_factor") or 0)),
         pad_to_capacity=bool(convention.get("moe_pad_expert_input_to_capacity")),
         fused_weighted_activation=_fused_weighted_activation(job),

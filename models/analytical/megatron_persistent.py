@@ -177,7 +177,8 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
         if context.transformer_engine and first in CONTAINS_NORM:
             norm = CONTAINS_NORM[first] and not context.fp8_recipe  # in FP8 others are there until the norm is done
             gone = context.stream_bytes * norm + context.gathered_bytes * context.sequence_parallel
-            step.hold("placeholder_weight_gradient", Category.OTHER, max(0, size - gone), born, born + 1)
+            if size > gone:
+                step.hold("placeholder_weight_gradient", Category.OTHER, size - gone, born, born + 1)
             born += 1
         step.hold("placeholder_weight_gradient", Category.OTHER, size, born, module="transformer_engine")
     if context.transformer_engine and context.attention == "unfused" and not (context.fused_softmax or context.padding):

@@ -34,9 +34,11 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tens
     if 1 < context.key_value_heads != context.heads:  # reshape of a strided view, which one group alone leaves one
         query = tape.operation("query_reshape", [query], query.num_bytes)
         views = ("key", "value")
-    if context.qk_norm:  # Transformer Engine's norms copy the strided views first and keep the copies
-        query = tape.operation("query_contiguous", [query], query.num_bytes)
-        key = tape.operation("key_contiguous", [key], key.num_bytes)
+    if context.qk_norm:
+        if context.transformer_engine or context.normalization == "layernorm":  # torch's RMS norm keeps the views
+            # Transformer Engine's norms copy the strided views first and keep the copies
+            query = tape.operation("query_contiguous", [query], query.num_bytes)
+            key = tape.operation("key_contiguous", [key], key.num_bytes)
         query = norm(tape, query, context, context.rows * context.heads, context.head_dim, "q_layernorm")
         key = norm(tape, key, context, context.rows * context.key_value_heads, context.head_dim, "k_layernorm")
         views = ("value",)

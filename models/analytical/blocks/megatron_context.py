@@ -41,6 +41,8 @@ class ExpertContext:
     score_function: Literal["softmax", "sigmoid"]
     pre_softmax: bool
     expert_bias: bool
+    router_fusion: bool
+    """One kernel scores and chooses, another gives the auxiliary loss its scores."""
     capacity_factor: float
     """Tokens that an expert takes from a rank, over the balanced number; 0 for no limit."""
     pad_to_capacity: bool

@@ -116,7 +116,8 @@ class Dispatch:
             chosen = tape.operation("dispatch.all_gather_probabilities", [chosen], self.rows * element)
         if experts.local_experts > 1:
             rows = self._sort(rows, "dispatch.sort")
-            chosen = tape.operation("dispatch.sort_probabilities", [chosen], self.rows * element)
+            if not self._in_order:
+                chosen = tape.operation("dispatch.sort_probabilities", [chosen], self.rows * element)
         return rows, chosen
 
     def _combine_by_exchange(self, output: Tensor) -> Tensor:
@@ -173,9 +174,18 @@ class Dispatch:
         tape.hold(x)
         return output
 
+    @property
+    def _in_order(self) -> bool:
+        """Whether rows padded to capacity are in the order of local experts as they come: from one rank."""
+        experts = self.experts
+        return bool(experts.capacity_factor) and experts.pad_to_capacity and experts.group_size == 1
+
     def _sort(self, x: Tensor, name: str) -> Tensor:
-        """Chunks in the order of local experts, or back; fused: keeps an int32 map of rows."""
-        kept = [self.rows * INT32] if self.experts.permute_fusion else []
+        """Chunks in the order of local experts, or back; fused: keeps an int32 map of rows, but where they are padded."""
+        if self._in_order:
+            return x
+        padded = self.experts.capacity_factor and self.experts.pad_to_capacity
+        kept = [self.rows * INT32] if self.experts.permute_fusion and not padded else []
         return self.tape.operation(name, [x], x.num_bytes, extra_saved_bytes=kept)
 
 

@@ -212,15 +212,18 @@ def dropout_mask_bytes(context: MegatronContext) -> int:
 
 
 def bias_dropout_add(tape: Tape, x: Tensor, residual: Tensor, context: MegatronContext, name: str) -> Tensor:
-    """residual + dropout(x + bias). Fused (compiled): keeps the 1-byte mask only; unfused: the same and two temporaries."""
+    """residual + dropout(x + bias). Fused (compiled): keeps the 1-byte mask only, which without a graph is inside the
+    kernel (a bias, a parameter, has one: `transformer_layer.py` adds residuals under `enable_grad`); unfused: the same and
+    two temporaries."""
     drops = context.hidden_dropout > 0
+    inside = context.without_graph and context.bias_dropout_fusion and not context.linear_bias
     bias = [WeightGradient(f"{name}.bias.grad", context.hidden * context.element_bytes)] if context.linear_bias else []
     unfused = 0 if context.bias_dropout_fusion else context.stream_bytes * (int(context.linear_bias) + int(drops))
     return tape.operation(
         name,
         [x, residual],
         context.stream_bytes,
-        extra_saved_bytes=[dropout_mask_bytes(context)] if drops else [],
+        extra_saved_bytes=[dropout_mask_bytes(context)] if drops and not inside else [],
         gradients=[(x, context.stream_bytes if drops else None), (residual, None)],
         weight_gradients=bias,
         forward_temporary_bytes=unfused,

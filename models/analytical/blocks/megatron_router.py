@@ -76,6 +76,8 @@ def _top_k(tape: Tape, logits: Tensor, context: MegatronContext, experts: Expert
     chosen = context.stream_rows * experts.top_k
     every = context.stream_rows * experts.num_experts
     indices, width = chosen * INT64, experts.router_bytes
+    if experts.router_fusion:  # keeps the map and the scores (Transformer Engine 2.8 `pytorch/router.py`)
+        return tape.operation("router.top_k", [logits], every * width, extra_saved_bytes=[every * BOOL, every * width])
     if experts.score_function == "sigmoid":
         scores = _convert(tape, logits, every * FP32, "router.to_float32")
         scores = tape.operation("router.sigmoid", [scores], every * FP32, saves_output=True)
@@ -116,6 +118,8 @@ def _auxiliary_loss(
     """Scores of all experts in fp32, kept; the probabilities are handed on (`MoEAuxLossAutoScaler`)."""
     every = context.stream_rows * experts.num_experts
     kept = [every * FP32] if experts.score_function == "softmax" else [every * experts.router_bytes] * 2
+    if experts.router_fusion:
+        kept = [every * experts.router_bytes]
     loss = tape.operation(
         "router.auxiliary_loss",
         [logits],
