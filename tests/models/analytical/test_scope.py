@@ -10,7 +10,6 @@ from peakcast.models.analytical.scope import out_of_scope
 from peakcast.spec import ActivationCheckpointing, Batch, Finetuning, Loss, Parallelism, Precision, TrainingJob
 
 REENTRANT = ActivationCheckpointing(mode="full", use_reentrant=True)
-SINGLE = Precision(parameters="float32", compute="float32")
 EVERYWHERE = Finetuning(method="lora", rank=8, targets=("all-linear",))
 ATTENTION = Finetuning(method="lora", rank=8, targets=("q_proj", "v_proj"))
 LIGER = {"framework_options": FrozenMapping({"liger_kernels": True})}
@@ -40,7 +39,6 @@ def reason(name, **changes):
         ("gpt2", {"loss": FUSED}, "no kernels for model_type='gpt2'"),
         ("granite-3.1-2b", {"loss": FUSED}, "no fused loss for Granite"),
         ("falcon-40b", FLASH, "of Falcon"),
-        ("llama-3.2-1b", {"finetuning": ATTENTION, "precision": SINGLE}, "grouped"),
         ("llama-3.1-8b", {**TENSOR, **LIGER}, "Liger's kernels under torch's tensor"),
         ("llama-3.1-8b", {**TENSOR, "attention": "eager"}, "under sequence_parallel fails"),
         ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, "precision": MIXED}, "multiplies no two dtypes"),
