@@ -16,8 +16,8 @@ from peakcast.models.analytical.blocks.preference_heads import FP32, INT64, scor
 from peakcast.models.analytical.hf_blocks import Blocks, block_context
 from peakcast.models.analytical.hf_model import hold_masks, hold_rotary_tables, model_ends
 from peakcast.models.analytical.layouts import gathers_head_itself, layout_of
-from peakcast.models.analytical.layouts.base import Unit
 from peakcast.models.analytical.layouts.fsdp2 import FSDP2
+from peakcast.models.analytical.layouts.units import Unit
 from peakcast.models.analytical.layouts.zero3 import Zero3
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters

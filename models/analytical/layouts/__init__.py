@@ -9,10 +9,11 @@ from peakcast.conventions import conventions, mixes_precision
 from peakcast.fields import FrozenMapping
 from peakcast.loss import REFERRING
 from peakcast.models.analytical.blocks.hf_traits import traits
-from peakcast.models.analytical.layouts.base import Layout, StoredTensor, units_by_layer
+from peakcast.models.analytical.layouts.base import Layout, StoredTensor
 from peakcast.models.analytical.layouts.ddp import DDP
 from peakcast.models.analytical.layouts.fsdp1 import FSDP1
 from peakcast.models.analytical.layouts.fsdp2 import FSDP2
+from peakcast.models.analytical.layouts.units import units_by_layer
 from peakcast.models.analytical.module_order import in_order_of_modules
 from peakcast.ranks import ranks_that_differ
 from peakcast.spec import TrainingJob

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peakcast.models.analytical.layouts.base import Unit
+from peakcast.models.analytical.layouts.units import Unit
 from peakcast.models.analytical.step import Step
 from peakcast.timeline import Category, Phase
 from peakcast.units import MIB

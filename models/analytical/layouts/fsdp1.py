@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from peakcast.models.analytical.layouts.base import ShardedLayout, StoredTensor, Unit
+from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.broadcast import broadcast
 from peakcast.models.analytical.layouts.run_ahead import RunAhead
+from peakcast.models.analytical.layouts.sharded import ShardedLayout
+from peakcast.models.analytical.layouts.units import Unit
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.template import HANDED_IN

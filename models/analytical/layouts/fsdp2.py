@@ -11,7 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peakcast.models.analytical.layouts.base import ShardedLayout, StoredTensor, Unit
+from peakcast.models.analytical.layouts.base import StoredTensor
+from peakcast.models.analytical.layouts.sharded import ShardedLayout
+from peakcast.models.analytical.layouts.units import Unit
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.step import Step
 from peakcast.timeline import Category, Phase

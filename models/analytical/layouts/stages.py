@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from peakcast.models.analytical.layouts.base import Layout, ShardedLayout
+from peakcast.models.analytical.layouts.base import Layout
+from peakcast.models.analytical.layouts.sharded import ShardedLayout
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
 from peakcast.models.analytical.pipeline import Turn
 from peakcast.models.analytical.step import Run, Step

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from peakcast.fields import FrozenMapping
 from peakcast.models.allocator import replay
-from peakcast.models.analytical.layouts.base import StoredTensor, Unit
+from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.ddp import bucket_sizes
 from peakcast.models.analytical.layouts.fsdp1 import FSDP1
 from peakcast.models.analytical.layouts.fsdp2 import FSDP2
+from peakcast.models.analytical.layouts.units import Unit
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.models.analytical.step import Step
