@@ -55,12 +55,12 @@ def _said(config: Mapping[str, Any], family: str, num_layers: int) -> Iterable[i
             return [layer for layer in layers if layer % 2 or layer >= first]
         return range(first)
     if family == "smollm3":  # through the window attends what does not rotate
-        rotates = config.get("no_rope_layers")
-        return [i for i in layers if (rotates[i] if rotates else (i + 1) % config.get("no_rope_layer_interval", 4))]
+        return _rotating(config, num_layers)
     pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
     if pattern is None or family not in _READS_PATTERN:
         return _usual(family, num_layers)
-    every = len(pattern) if isinstance(pattern, str) else _whole("sliding_window_pattern", pattern, 1)  # EXAONE's "LLLG"
+    written = isinstance(pattern, str)  # EXAONE's "LLLG"
+    every = _whole("sliding_window_pattern", len(pattern) if written else pattern, 1)
     return range(every - 1, num_layers, every)
 
 
@@ -74,6 +74,20 @@ def _listed(kinds: Any, num_layers: int) -> list[int]:
             value=kinds,
         )
     return [layer for layer, kind in enumerate(kinds) if kind == FULL]
+
+
+def _rotating(config: Mapping[str, Any], num_layers: int) -> list[int]:
+    said = config.get("no_rope_layers")
+    if said is None:
+        every = _whole("no_rope_layer_interval", config.get("no_rope_layer_interval", 4), 1)
+        return [layer for layer in range(num_layers) if (layer + 1) % every]
+    if not isinstance(said, (list, tuple)) or len(said) < num_layers:
+        raise SpecError(
+            f"no_rope_layers={said!r} must list 1 (rotates) or 0 for each of {num_layers} layers; correct it.",
+            parameter="no_rope_layers",
+            value=said,
+        )
+    return [layer for layer in range(num_layers) if said[layer]]
 
 
 def _whole(key: str, value: Any, least: int) -> int:

@@ -217,6 +217,9 @@ def test_the_mappings_own_name_is_used_unless_another_is_given() -> None:
 # -- refusals -----------------------------------------------------------------------------------------------------------
 
 
+SLIDING = {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 256}
+
+
 @pytest.mark.parametrize(
     ("changes", "parameter", "message"),
     [
@@ -249,6 +252,11 @@ def test_the_mappings_own_name_is_used_unless_another_is_given() -> None:
         ({"model_type": "falcon", "num_kv_heads": "8"}, "num_kv_heads", "must be a whole number"),
         ({"model_type": "falcon", "multi_query": 1}, "multi_query", "must be true or false"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": 5}, "mlp_only_layers", "must be a list of the first layers"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": ""}, "sliding_window_pattern", "at least 1"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers", "at least 0"),
+        ({**SLIDING, "no_rope_layers": [1, 0]}, "no_rope_layers", "for each of"),
+        ({**SLIDING, "no_rope_layer_interval": 0}, "no_rope_layer_interval", "at least 1"),
+        ({"model_type": "phi", "partial_rotary_factor": 2}, "partial_rotary_factor", "above 0 and at most 1"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "moe.num_experts_per_tok", "exceeds num_experts=8"),
     ],
 )
