@@ -50,10 +50,9 @@ class Run:
     def _with(self, instants: int | Ints | None, otherwise: int, instant: int, operation: str) -> int | Ints:
         if not operation:
             return instant
-        columns = self.template.gradient_columns
         if not isinstance(instants, np.ndarray):
-            instants = np.full(len(columns), instants or otherwise, dtype=np.int64)
-        instants[[self.template.names[column].startswith(f"{operation}.") for column in columns]] = instant
+            instants = np.full(len(self.template.gradient_columns), instants or otherwise, dtype=np.int64)
+        instants[self.template.gradients_of[operation]] = instant
         return instants
 
 

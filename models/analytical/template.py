@@ -118,6 +118,19 @@ class Template:
         return np.flatnonzero(self.weight_gradient)
 
     @cached_property
+    def gradients_of(self) -> dict[str, npt.NDArray[np.int64]]:
+        """By operation, which of `gradient_columns` it makes ("q_proj" makes "q_proj.weight.grad")."""
+        found: dict[str, list[int]] = {}
+        for place, column in enumerate(self.gradient_columns.tolist()):
+            found.setdefault(self.names[column].rsplit(".", 2)[0], []).append(place)
+        return {operation: np.array(places, dtype=np.int64) for operation, places in found.items()}
+
+    @cached_property
+    def in_forward(self) -> dict[str, int]:
+        """The first forward instant of each label."""
+        return {label: instant for instant, label in reversed(list(enumerate(self.forward_labels)))}
+
+    @cached_property
     def in_backward(self) -> dict[str, int]:
         """The first backward instant of each label."""
         return {label: instant for instant, label in reversed(list(enumerate(self.backward_labels)))}

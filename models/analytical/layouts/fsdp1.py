@@ -63,6 +63,7 @@ class FSDP1(ShardedLayout):
         (`_post_backward_reshard`)."""
         self._done: list[Unit] = []
         """Those whose backward is done."""
+        self._part_sizes: dict[Unit, tuple[int, int]] = {}
         self._ran_before: dict[Unit, Unit | None] = {}
         """Of a layer's adapters and of the layer, the unit whose forward ended before."""
         self.stays_after_forward = stays_after_forward
@@ -107,6 +108,12 @@ class FSDP1(ShardedLayout):
         total = sum(t.numel * (t.gathered_bytes if gathered else t.element_bytes) for t in unit.tensors)
         return -(-total // self.shards)
 
+    def _parts(self, unit: Unit) -> tuple[int, int]:
+        """Bytes of a rank's part as it is stored and as it is gathered: asked often, worked out once."""
+        if unit not in self._part_sizes:
+            self._part_sizes[unit] = self._part_bytes(unit, gathered=False), self._part_bytes(unit, gathered=True)
+        return self._part_sizes[unit]
+
     # -- what stands ------------------------------------------------------------------------------------------------------
 
     def build(self, step: Step) -> None:
@@ -121,7 +128,7 @@ class FSDP1(ShardedLayout):
                 broadcast(step, unit, sizes)
             whole = step.allocate("flat_param.whole", Category.OTHER, [self._whole_bytes(unit)], unit.name)
             step.moment("flatten", Phase.INIT)
-            step.hold("flat_param", Category.PARAMETERS, self._part_bytes(unit, gathered=False), step.now, module=unit.name)
+            step.hold("flat_param", Category.PARAMETERS, self._parts(unit)[0], step.now, module=unit.name)
             step.moment("shard", Phase.INIT)
             step.free(whole)
             step.free(moved)
@@ -140,7 +147,7 @@ class FSDP1(ShardedLayout):
     def hold_resident(self, step: Step) -> None:
         self._hold_whole(step)
         for unit in self.units:
-            size = self._part_bytes(unit, gathered=False)
+            size, _ = self._parts(unit)
             step.hold("flat_param", Category.PARAMETERS, size, 0, module=unit.name)
 
     def optimized(self) -> list[TrainedTensor]:
@@ -163,7 +170,7 @@ class FSDP1(ShardedLayout):
     # -- gathering --------------------------------------------------------------------------------------------------------
 
     def gather(self, step: Step, unit: Unit, phase: Phase = Phase.BACKWARD) -> None:
-        stored, used = (self._part_bytes(unit, gathered=gathered) for gathered in (False, True))
+        stored, used = self._parts(unit)
         copied = [used if used != stored else 0]
         narrow = step.allocate("flat_param.narrow_part", BUFFERS, copied, unit.name, stream=PRE_UNSHARD)
         self._gather(step, unit, step.now)
@@ -172,7 +179,7 @@ class FSDP1(ShardedLayout):
 
     def _gather(self, step: Step, unit: Unit, born: int) -> None:
         self._ahead.wait(step)
-        size = self._part_bytes(unit, gathered=True) * self.shards
+        size = self._parts(unit)[1] * self.shards
         unit.gathered += step.allocate("flat_param.gathered", BUFFERS, [size], unit.name, born=born, stream=UNSHARD)
 
     def prefetch(self, step: Step, unit: Unit, *, born: int | None = None, phase: Phase = Phase.BACKWARD) -> None:
@@ -224,7 +231,7 @@ class FSDP1(ShardedLayout):
         """The first forward makes what each unit will be gathered into and empties it, the root first. In mixed precision
         that is made in both, and the wide one may be the first forward's peak (`init_flat_param_attributes`)."""
         for unit in (self.units[-1], *self.units[:-1]):
-            stored, used = (self._part_bytes(unit, gathered=gathered) for gathered in (False, True))
+            stored, used = self._parts(unit)
             mixed = stored != used
             for name, size in (
                 ("flat_param.narrow_part", used * mixed),
@@ -261,8 +268,11 @@ class FSDP1(ShardedLayout):
 
     def while_forward(self, step: Step, run: Run) -> None:
         """An adapter's matrix is there for its own product only; so too when the layer runs again."""
-        labels = run.template.forward_labels
-        adapters = {labels.index(unit.operation): unit for unit in self._of_operations.get(run.module, [])}
+        units = self._of_operations.get(run.module)
+        if units is None:
+            return
+        instants = run.template.in_forward
+        adapters = {instants[unit.operation]: unit for unit in units}
         for at, unit in sorted(adapters.items()):
             with step.within(run.forward_start + at):
                 if not unit.gathered:
@@ -270,7 +280,7 @@ class FSDP1(ShardedLayout):
             with step.within(run.forward_start + at + 1):
                 if not self.stays_after_forward:
                     self.let_go(step, unit, Phase.FORWARD)
-        if adapters:
+        if self._ran_before.keys().isdisjoint(units):
             self._note_order(run.module, [unit for _, unit in sorted(adapters.items())])
 
     def _note_order(self, module: str, ran: Sequence[Unit]) -> None:
