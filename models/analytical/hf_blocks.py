@@ -14,7 +14,13 @@ from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.blocks.ring_attention import ring_of
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.analytical.hf_checkpoint import recompute
-from peakcast.models.analytical.layouts import adapters_are_units, expert_ranks, gathered_dtype, reduced_bytes
+from peakcast.models.analytical.layouts import (
+    adapters_are_units,
+    expert_ranks,
+    finds_final_norm,
+    gathered_dtype,
+    reduced_bytes,
+)
 from peakcast.models.analytical.parameters import leaf_names
 from peakcast.models.analytical.preference_scope import makes_whole_logits
 from peakcast.models.analytical.step import Run, Step
@@ -185,11 +191,9 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
 
 def _narrows_final_norm(job: TrainingJob) -> bool:
     """Whether accelerate has the last norm in a group with the lm_head, and so FSDP2 casts what it returns (accelerate 1.15
-    `fsdp2_prepare_model`, `set_mixed_precision`; torch 2.13 `_register_group_forward_hooks`). It looks for the norm among
-    the base model's own parts: not within peft's, nor in OPT's decoder."""
+    `fsdp2_prepare_model`, `set_mixed_precision`; torch 2.13 `_register_group_forward_hooks`)."""
     sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and mixes_precision(job) and job.framework == "huggingface"
-    found = job.finetuning.method == "full" and job.architecture.model_type != "opt"
-    return sharded and found and conventions(job)["fsdp2_units"] == "ends"
+    return sharded and finds_final_norm(job) and conventions(job)["fsdp2_units"] == "ends"
 
 
 def first_context(job: TrainingJob, context: HFContext) -> HFContext:

@@ -22,6 +22,8 @@ from peakcast.units import DTYPE_BYTES, MIB
 LEAVES = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Families of whose layers ZeRO-3 takes the feed-forward as one module (DeepSpeed 0.19.8
 `runtime/zero/leaf_module_config.py` DEFAULT_LEAF_MODULE_CLASSES)."""
+BASE_BY_NAME = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt")
+"""Families whose `base_model_prefix` is not "model" (transformers 5.17 modeling_*.py); the base has their last norm."""
 
 
 def layout_of(
@@ -52,6 +54,7 @@ def layout_of(
             ends_apart=chosen["fsdp2_units"] == "ends",
             first_layer_without_gradient=no_gradient_enters,
             tied=job.architecture.tie_word_embeddings,
+            norm_apart=not finds_final_norm(job),
         )
         if gathers_head_itself(job):
             units = [unit for unit in units if unit.name != "tail"]
@@ -153,12 +156,22 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
     )
 
 
+def finds_final_norm(job: TrainingJob) -> bool:
+    """Whether the last norm is found to be grouped with the lm_head. accelerate 1.15 looks for it among the parts of the
+    base model, by the name that the model's class gives that (`fsdp_utils.py` `_find_final_norm`): peft's wrapper has a
+    `model` of its own, which has none, and OPT's norm is a part of its decoder."""
+    full, family = job.finetuning.method == "full", job.architecture.model_type
+    if job.framework != "huggingface":
+        return full
+    return family in BASE_BY_NAME or (full and family != "opt")
+
+
 def gathers_head_itself(job: TrainingJob) -> bool:
-    """Whether the head's weight is an FSDP2 group by itself that preference training passes by: with adapters accelerate
-    does not find the final norm, beside which the weight would be gathered."""
+    """Whether the head's weight is an FSDP2 group by itself that preference training passes by: where accelerate does not
+    find the final norm, beside which the weight would be gathered."""
     apart = conventions(job).get("fsdp2_units") == "ends" and not job.architecture.tie_word_embeddings
     sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.num_replicas > 1
-    return job.loss.kind in REFERRING and job.finetuning.method != "full" and sharded and apart
+    return job.loss.kind in REFERRING and not finds_final_norm(job) and sharded and apart
 
 
 def expert_ranks(job: TrainingJob) -> int:

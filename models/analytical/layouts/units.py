@@ -50,11 +50,12 @@ def units_by_layer(
     adapters_apart: bool = False,
     first_layer_without_gradient: bool = False,
     tied: bool = False,
+    norm_apart: bool = False,
 ) -> list[Unit]:
     """A unit per decoder layer, and the rest: the root, which is gathered first and stays; or, with `ends_apart`, the token
     table as a unit, final norm and lm_head as another (one for both where they share the table), and the root what is left.
     `adapters_apart`: each adapter matrix is a unit of its own. `first_layer_without_gradient`: no gradient enters it.
-    `tied`: the head uses the table, also where it has no tensor of its own.
+    `tied`: the head uses the table, also where it has no tensor of its own. `norm_apart`: the final norm is the root's.
 
     In the order in which their forward ends; the root is the last.
     """
@@ -75,7 +76,7 @@ def units_by_layer(
     left = [tensor for tensor in embedding if tensor.name != "embed_tokens.weight"]
     # without tensors it may be a pipeline's stage that has no end, or a final norm without weights (OLMo)
     tied = (tied or bool(head)) and not any(tensor.name == "lm_head.weight" for tensor in head)
-    if not all(tensor.trains for tensor in head):  # with adapters accelerate does not find the final norm
+    if norm_apart:
         left += [tensor for tensor in head if not tensor.name.startswith("lm_head")]
         head = [tensor for tensor in head if tensor.name.startswith("lm_head")]
     if tied:  # gathered for the embedding; no input of it has a gradient
