@@ -5,6 +5,7 @@ import pytest
 from peakcast import store
 from peakcast.collectors import campaign
 from peakcast.collectors.grid import expand, load_grid
+from peakcast.collectors.runner import ranks_to_run
 
 GOOD = "return row(question)"
 
@@ -27,10 +28,14 @@ def test_half_an_hour_holds_what_it_should(ordered):
     """Breadth of shapes, rows in all, and kinds of cells, so that a grid that is cut shows."""
     anchors, breadth = load_grid(campaign.ANCHORS), load_grid("campaign-breadth")
     assert len({job.architecture for job in breadth}) >= 60
-    assert len([*anchors, *ordered]) >= 200
+    assert sum(len(ranks_to_run(job, "one", trace=False)) for job in [*anchors, *ordered]) >= 300
+    assert {job.architecture.kind for job in breadth} >= {"decoder", "encoder", "encoder_decoder"}
     layouts = load_grid("campaign-layouts")
     assert {job.framework for job in layouts} == {"huggingface", "torch", "deepspeed", "megatron"}
     assert {job.parallelism.sharding for job in layouts} == {"none", "fsdp1", "fsdp2", "hsdp"}
+    for size in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "zero_stage"):
+        assert len({getattr(job.parallelism, size) for job in layouts}) > 1, size
+    assert {job.finetuning.method for job in layouts} == {"full", "lora"}
     variants = load_grid("campaign-variants")
     assert {job.batch.form for job in variants} == {"rows", "masked", "padding_free"}
     assert {job.offload for job in variants if job.framework == "deepspeed"} == {
