@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from peakcast.collectors.stepping import name_gradients, name_states, run_steps
@@ -190,10 +191,21 @@ def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
         gc.collect()  # what wrapping has replaced hangs in cycles of references
         tracer.name(training.model.named_parameters(), Category.PARAMETERS)
         steps = Steps(training, tracer)
-        with tracer.watching(training.model):
+        with tracer.watching(training.model), _cycles_kept() if compiles(job) else contextlib.nullcontext():
             run_steps(training, NUM_STEPS, steps)
     spans = zip(("first", "steady"), steps.spans, strict=False)
     return {step: tracer.timeline(*span) for step, span in spans}
+
+
+@contextlib.contextmanager
+def _cycles_kept() -> Iterator[None]:
+    """Python does not look for cycles of references by itself: whether it does in the midst of a first step, and what of it
+    is then let go, hangs on how many objects the process happens to have, and would differ from trace to trace."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Steps:
