@@ -59,6 +59,11 @@ class StoredTensor(HashedOnce):
         """Whether it is counted in bytes: several elements of the network's weight make one."""
         return self.element_bytes == 1 and not self.trains
 
+    @property
+    def of_encoder(self) -> bool:
+        """Whether it is in the first of two stacks, which only an encoder-decoder has."""
+        return self.name.startswith("encoder.")
+
     def optimized(self, shape: tuple[int, ...]) -> TrainedTensor:
         """The part of `shape` of it, as the optimizer sees it."""
         parts, sums = self.parts_in_optimizer, self.sums_gradient

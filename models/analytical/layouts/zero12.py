@@ -70,7 +70,7 @@ class Zero12(Partitions):
         self.owners = self._owners_of_tensors()
         self._bucket: list[int] = []
         self._tied: list[int] = []
-        self._two_stacks = any(tensor.name.startswith("encoder.") for tensor in tensors)
+        self._two_stacks = any(tensor.of_encoder for tensor in tensors)
         """Of an encoder-decoder both embeddings add to the table's gradient."""
         self._between = False
         self._waiting: list[Arrival] = []

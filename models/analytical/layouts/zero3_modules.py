@@ -12,7 +12,7 @@ from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero3_turns import NO_ROTARY_MODULE, READS, Turn, turns_of
 
 ENCODER, DECODER = "encoder.", "decoder."
-"""The stacks of an encoder-decoder; the first is how the names of the encoder's end begin."""
+"""The stacks of an encoder-decoder; the first is how the labels of the encoder's end begin."""
 
 
 class Modules:
@@ -21,7 +21,7 @@ class Modules:
 
     def __init__(self, tensors: Sequence[StoredTensor], *, head_of_root: bool, leaf: str, family: str) -> None:
         self._all = tuple(tensors)
-        self._two_stacks = any(tensor.name.startswith(ENCODER) for tensor in tensors)
+        self._two_stacks = any(tensor.of_encoder for tensor in tensors)
         self.leaf = leaf
         self._family = family
         self.tensors: dict[str, list[StoredTensor]] = {}
