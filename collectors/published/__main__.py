@@ -1,7 +1,7 @@
 """`python -P -m peakcast.collectors.published SOURCES FOLDER`: import the published measurements into tables.
 
-Reads `megatron_ci.jsonl` and `fms_a100.csv` in SOURCES and writes one table per GPU type into FOLDER. The same sources
-give the same bytes.
+Reads the source files in SOURCES (`READERS`) and writes one table per file into FOLDER, with the file's name. The same
+sources give the same bytes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from peakcast.collectors.published.fms_a100 import read_fms_a100
@@ -17,18 +18,22 @@ from peakcast.errors import PeakcastError
 from peakcast.records import Measurement
 from peakcast.store import write_csv
 
-READERS = {"megatron_ci.jsonl": read_megatron_ci, "fms_a100.csv": read_fms_a100}
+READERS: dict[str, Callable[[Path], list[Measurement]]] = {
+    "fms_a100.csv": read_fms_a100,
+    "megatron_ci.jsonl": read_megatron_ci,
+}
+"""The reader of each source file. A source has a module, a line here, and a section in `datasets/README.md`."""
 
 
 def import_published(sources: Path, folder: Path) -> list[Measurement]:
-    """Every published row of the files in `sources`, written to `folder` as one table per GPU type.
+    """Every published row of the files in `sources`, written to `folder` as one table per source file.
 
     Raises: RecordError when a source is missing or damaged, or `folder` cannot be written.
     """
-    rows = [row for name, read in READERS.items() for row in read(sources / name)]
-    for gpu in sorted({row.gpu for row in rows}):
-        write_csv(folder / f"{gpu.lower()}.csv", [row for row in rows if row.gpu == gpu])
-    return rows
+    rows_of = {name: read(sources / name) for name, read in READERS.items()}  # all are read before any table is written
+    for name, rows in rows_of.items():
+        write_csv(folder / Path(name).with_suffix(".csv").name, rows)
+    return [row for rows in rows_of.values() for row in rows]
 
 
 def main(arguments: list[str] | None = None) -> int:

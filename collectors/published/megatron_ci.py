@@ -5,16 +5,16 @@ Source: `megatron_ci.jsonl` (each row names the commit it is from); the facts ab
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from peakcast.collectors.published.source_files import read_jsonl
 from peakcast.dialects.megatron import from_megatron
 from peakcast.dialects.translation import Translation
-from peakcast.errors import RecordError, SpecError
+from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.records import Measurement
 from peakcast.spec import TrainingJob
@@ -70,17 +70,7 @@ COMMON_ASSUMPTIONS = (
 
 def read_megatron_ci(path: Path) -> list[Measurement]:
     """Every row of `megatron_ci.jsonl` as a `Measurement`, in file order. Raises: RecordError naming file and line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path} cannot be read: {error}; give the folder of the source files.") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(_measurement(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise RecordError(f"{path}, line {number}: {error!r}; restore the source file.") from error
-    return _mark_stale(rows)
+    return _mark_stale(read_jsonl(path, _measurement))
 
 
 def _measurement(record: Mapping[str, Any]) -> Measurement:

@@ -91,7 +91,7 @@ def import_published(
     output: Annotated[Path | None, typer.Option(help="Folder of the tables; default: datasets/published.")] = None,
     json: Json = False,
 ) -> None:
-    """Import what others published into tables, one per GPU type; the same sources give the same bytes."""
+    """Import what others published into tables, one per source file; the same sources give the same bytes."""
     from peakcast import api, render
 
     counts = api.import_published(sources, output)

@@ -3,10 +3,11 @@
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from peakcast.collectors.published.__main__ import import_published, main
+from peakcast.collectors.published.__main__ import READERS, import_published, main
 from peakcast.collectors.published.fms_a100 import read_fms_a100
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
 from peakcast.errors import RecordError
@@ -118,7 +119,8 @@ def test_out_of_scope_families_say_why(megatron):
 
 def test_the_tables_in_the_repository_are_what_the_sources_give(tmp_path):
     rows = import_published(SOURCES, tmp_path)
-    for name in ("a100-80gb.csv", "h100-80gb.csv", "gb200.csv"):
+    for source in READERS:
+        name = f"{Path(source).stem}.csv"
         assert (tmp_path / name).read_bytes() == (PUBLISHED / name).read_bytes(), f"{name}: run the import again"
     key = lambda row: row.key  # noqa: E731
     assert sorted(load(tmp_path), key=key) == sorted(rows, key=key)
@@ -142,7 +144,7 @@ def test_the_dataset_card_counts_what_is_there(megatron, fms):
 def test_the_card_names_a_file_for_every_configuration():
     card = (datasets_folder() / "README.md").read_text(encoding="utf-8")
     files = re.findall(r"data_files: (\S+)", card)
-    assert files == [f"published/{gpu}.csv" for gpu in ("a100-80gb", "h100-80gb", "gb200")]
+    assert files == [f"published/{Path(source).stem}.csv" for source in READERS]
     assert all((datasets_folder() / file).is_file() for file in files)
     assert not list(datasets_folder().rglob("__init__.py"))
 
@@ -162,7 +164,7 @@ def test_the_command_prints_counts_or_one_sentence(tmp_path, capsys):
     assert main([str(SOURCES), str(tmp_path / "out")]) == 0
     assert "GB200: 98 rows" in capsys.readouterr().out
     assert main([str(tmp_path), str(tmp_path / "out")]) == 1
-    assert re.fullmatch(r".*megatron_ci\.jsonl cannot be read: .*\n", capsys.readouterr().err)
+    assert re.fullmatch(r".*fms_a100\.csv cannot be read: .*\n", capsys.readouterr().err)
 
 
 def test_source_lines_hold_what_the_importer_expects():

@@ -1,0 +1,26 @@
+"""Reading a source file of JSON lines: each line a row, a damaged one refused by file and line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from peakcast.errors import RecordError
+from peakcast.records import Measurement
+
+
+def read_jsonl(path: Path, measurement: Callable[[Mapping[str, Any]], Measurement]) -> list[Measurement]:
+    """`measurement` of every line of `path`, in file order. Raises: RecordError naming file and line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path} cannot be read: {error}; give the folder of the source files.") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(measurement(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordError(f"{path}, line {number}: {error!r}; restore the source file.") from error
+    return rows
