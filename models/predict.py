@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from peakcast.conventions import ASSUMED_TORCH, conventions
 from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.models.analytical.adapter_scope import targets_taken
-from peakcast.models.baseline import Baseline, Ledger, baseline, communicator_bytes, context_bytes, usable_bytes
+from peakcast.models.baseline import Baseline, Ledger, baseline, usable_bytes
 from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
+from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, Outside, difficulty, severity
 from peakcast.models.features import features, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
@@ -163,7 +164,7 @@ def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> 
     reasons = reasons_outside(job, device, sizes(job, allocated_bytes), calibration, scope=_scope(job))
     learned = calibration.quantities.get("peak_device_bytes")
     _, upper, _ = bar("peak_device_bytes", learned, bar_groups(job, allocated_bytes), reasons)
-    least = allocated_bytes + context_bytes(device) + communicator_bytes(job)
+    least = allocated_bytes + context_bytes(device, job.versions) + communicator_bytes(job, device)
     return least * math.exp((learned.residual.least if learned else 0.0) + upper) < usable_bytes(job, device)
 
 
@@ -261,8 +262,7 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
         )
     if base.communicator_bytes:
         sentences.append(
-            f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate from 4 × A100; it depends on the "
-            "machine's links."
+            f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate; it depends on the machine's links."
         )
     if job.other_memory_fraction:
         sentences.append(
