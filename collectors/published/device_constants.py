@@ -19,10 +19,10 @@ from peakcast.places import explained
 from peakcast.units import MIB
 
 OTHERS_BYTES = 512 * MIB
-"""More than this on a GPU beyond the process's own memory, or beyond another GPU's, is other processes' contexts: code that
+"""More than this on a GPU beyond the process's own memory is other processes' contexts: code that
 lets every rank touch GPU 0 leaves some 620 MiB each there, and an idle driver reports 9 to 13 MiB."""
 MODEL_BYTES = 1600 * MIB
-"""A reading above this was taken later in the script, with tensors on the GPU: the logs of 2024 and of the first half of 2025
+"""A reading above this was taken later in the script, with tensors on the GPU: logs of 2024 and of the first half of 2025
 print it after the model was built or warmed up (3.4 to 21 GiB)."""
 
 

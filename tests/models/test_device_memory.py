@@ -1,4 +1,4 @@
-"""What lies outside PyTorch's allocator: estimates that agree with the published readings, and files of measured constants."""
+"""Memory outside PyTorch's allocator: estimates that agree with published readings, and files of measured constants."""
 
 import csv
 import json
