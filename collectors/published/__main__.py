@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from peakcast.collectors.published.fms_a100 import read_fms_a100
+from peakcast.collectors.published.fms_history import read_fms_history
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
 from peakcast.errors import PeakcastError
 from peakcast.records import Measurement
@@ -20,6 +21,7 @@ from peakcast.store import write_csv
 
 READERS: dict[str, Callable[[Path], list[Measurement]]] = {
     "fms_a100.csv": read_fms_a100,
+    "fms_history.jsonl": read_fms_history,
     "megatron_ci.jsonl": read_megatron_ci,
 }
 """The reader of each source file. A source has a module, a line here, and a section in `datasets/README.md`."""
