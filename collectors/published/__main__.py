@@ -14,6 +14,7 @@ from pathlib import Path
 
 from peakcast.collectors.published.device_constants import read_device_constants, write_readings
 from peakcast.collectors.published.fms_a100 import read_fms_a100
+from peakcast.collectors.published.fms_history import read_fms_history
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
 from peakcast.errors import PeakcastError
 from peakcast.records import Measurement
@@ -21,6 +22,7 @@ from peakcast.store import CONSTANTS_FOLDER, write_csv
 
 READERS: dict[str, Callable[[Path], list[Measurement]]] = {
     "fms_a100.csv": read_fms_a100,
+    "fms_history.jsonl": read_fms_history,
     "megatron_ci.jsonl": read_megatron_ci,
 }
 """The reader of each source file. A source has a module, a line here, and a section in `datasets/README.md`."""
