@@ -14,6 +14,8 @@ from pathlib import Path
 
 from peakcast.collectors.published.fms_a100 import read_fms_a100
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
+from peakcast.collectors.published.optimum_benchmark import read_optimum_benchmark
+from peakcast.collectors.published.peft_method_comparison import read_peft_method_comparison
 from peakcast.errors import PeakcastError
 from peakcast.records import Measurement
 from peakcast.store import write_csv
@@ -21,6 +23,8 @@ from peakcast.store import write_csv
 READERS: dict[str, Callable[[Path], list[Measurement]]] = {
     "fms_a100.csv": read_fms_a100,
     "megatron_ci.jsonl": read_megatron_ci,
+    "optimum_benchmark.jsonl": read_optimum_benchmark,
+    "peft_method_comparison.jsonl": read_peft_method_comparison,
 }
 """The reader of each source file. A source has a module, a line here, and a section in `datasets/README.md`."""
 

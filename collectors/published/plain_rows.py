@@ -19,9 +19,6 @@ from peakcast.records import Measurement
 from peakcast.spec import TrainingJob
 
 SHAPES = {
-    "name": "name",
-    "model_type": "model_type",
-    "hidden_size": "hidden_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
@@ -29,7 +26,7 @@ SHAPES = {
     "vocab": "vocab_size",
     "tie": "tie_word_embeddings",
 }
-"""A row's words for its network, and config.json's."""
+"""A row's words for its network, and config.json's; any other word is config.json's own."""
 KEPT_AS_FOUND = (
     "framework", "versions", "method", "precision", "optimizer", "checkpointing", "attention", "layout", "allocator",
     "accumulation", "grade", "note",
@@ -96,7 +93,7 @@ def _described(record: Mapping[str, Any]) -> dict[str, Any]:
     layout = record["layout"] or {"data_parallel_size": record["num_gpus"]}
     segments = record["allocator"] or {}
     mapping = {
-        "architecture": {config: record["model"][word] for word, config in SHAPES.items() if word in record["model"]},
+        "architecture": {SHAPES.get(word, word): value for word, value in record["model"].items()},
         "framework": "torch" if record["framework"].startswith("torch") else "huggingface",
         "versions": {name: release.partition("+")[0] for name, release in (record["versions"] or {}).items()},
         "micro_batch_size": record["batch"],
