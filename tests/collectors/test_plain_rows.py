@@ -57,7 +57,9 @@ def test_a_job_that_the_source_writes_out_is_the_row_s_job(rows):
 
 
 def test_a_row_without_a_job_gets_the_nearest():
-    (line, *_) = (one for one in lines("optimum_benchmark") if "GPTQ" in one["method"] and "2.1.0" in one["versions"]["torch"])
+    (line, *_) = (
+        one for one in lines("optimum_benchmark") if "GPTQ" in one["method"] and "2.1.0" in one["versions"]["torch"]
+    )
     job = job_of(line, task="inference")
     network = job.architecture
     assert (network.hidden_size, network.num_hidden_layers, network.num_key_value_heads) == (4096, 32, 32)
