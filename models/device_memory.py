@@ -27,8 +27,8 @@ Source: NVIDIA developer forums 289339 and 39558; A100 216 MiB = 108 × 2048 KiB
 BASE_CONTEXT_BYTES = {12: 256 * MIB, 13: 213 * MIB}
 """By CUDA major release: the context and the kernels loaded with it, without the local-memory arena.
 Source: CUDA 12.8 on H200, a process of 520 MiB beside another one's (CTX-045 of
-datasets/published/constants/device_constants_h100.csv), less its arena of 264 MiB; CUDA 13.0 on RTX 6000 Ada, bare context 426 MiB (unslothai/unsloth-zoo #1053), less
-213 MiB. Older releases of CUDA are taken as 12."""
+datasets/published/constants/device_constants_h100.csv), less its arena of 264 MiB; CUDA 13.0 on RTX 6000 Ada, bare context
+426 MiB (unslothai/unsloth-zoo #1053), less 213 MiB. Older releases of CUDA are taken as 12."""
 AMPERE_COMMUNICATOR_BYTES = (544 * 10**6, 688 * 10**6)
 """Device memory of one NCCL communicator, of 2 ranks and of more, up to compute capability 8.x.
 Source: 4 × A100, NVIDIA/nccl #964."""
