@@ -1,7 +1,7 @@
 """`Calibration`: what measurements on one GPU type taught, as plain JSON. Loading one runs no code.
 
 Schema history: 1 (first); 2 (bars are of jobs inside the domain, severities, groups by size, the `published` feature,
-the errors on unseen architectures).
+the errors on unseen architectures); 3 (a spread and a domain for each quantity; bars are multiples of the spread).
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ from peakcast.errors import CalibrationError, CatalogError
 from peakcast.models.domain import Domain
 from peakcast.models.intervals import Intervals
 from peakcast.models.residual import Residual
+from peakcast.models.spread import Spread
 from peakcast.models.strict import WAY_OUT, number, read, text
 from peakcast.prediction import QUANTITIES
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_FILE_BYTES = 16 * 2**20
 """A calibration is some hundred kB; anything larger is refused before it is parsed."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuantityCalibration:
-    """Residual and bars of one of the four quantities."""
+    """Residual, spread and bars of one of the four quantities, and what the rows behind them span."""
 
     residual: Residual
+    spread: Spread
     intervals: Intervals
+    domain: Domain
     rows_by_gpu: dict[str, int]
     """How many rows of which GPU type both were learned from."""
     unseen_errors: dict[str, float] = field(default_factory=dict)
@@ -53,7 +56,6 @@ class Calibration:
     rows_digest: str
     """SHA-256 of the rows' keys and values."""
     quantities: dict[str, QuantityCalibration] = field(default_factory=dict)
-    domain: Domain = field(default_factory=Domain)
     schema_version: int = SCHEMA_VERSION
 
     def to_mapping(self) -> dict[str, Any]:
@@ -63,11 +65,12 @@ class Calibration:
             "gpu": self.gpu,
             "created": self.created,
             "rows_digest": self.rows_digest,
-            "domain": self.domain.to_mapping(),
             "quantities": {
                 name: {
                     "residual": quantity.residual.to_mapping(),
+                    "spread": quantity.spread.to_mapping(),
                     "intervals": quantity.intervals.to_mapping(),
+                    "domain": quantity.domain.to_mapping(),
                     "rows_by_gpu": dict(sorted(quantity.rows_by_gpu.items())),
                     "unseen_errors": dict(sorted(quantity.unseen_errors.items())),
                 }
@@ -85,7 +88,7 @@ class Calibration:
                 parameter="schema_version",
                 value=mapping.get("schema_version"),
             )
-        keys = {"schema_version", "gpu", "created", "rows_digest", "domain", "quantities"}
+        keys = {"schema_version", "gpu", "created", "rows_digest", "quantities"}
         top = read(mapping, keys, "calibration")
         if not isinstance(top["quantities"], Mapping) or set(top["quantities"]) - set(QUANTITIES):
             raise CalibrationError(f"quantities must be among {', '.join(QUANTITIES)}; {WAY_OUT}.", parameter="quantities")
@@ -93,7 +96,6 @@ class Calibration:
             gpu=text(top["gpu"], "gpu"),
             created=text(top["created"], "created"),
             rows_digest=text(top["rows_digest"], "rows_digest"),
-            domain=Domain.from_mapping(top["domain"]),
             quantities={name: _quantity(value, name) for name, value in top["quantities"].items()},
         )
 
@@ -113,13 +115,16 @@ UNCALIBRATED = Calibration(gpu="none", created="", rows_digest="")
 
 
 def _quantity(value: object, name: str) -> QuantityCalibration:
-    parts = read(value, {"residual", "intervals", "rows_by_gpu", "unseen_errors"}, f"quantities.{name}")
+    keys = {"residual", "spread", "intervals", "domain", "rows_by_gpu", "unseen_errors"}
+    parts = read(value, keys, f"quantities.{name}")
     for key in ("rows_by_gpu", "unseen_errors"):
         if not isinstance(parts[key], Mapping):
             raise CalibrationError(f"quantities.{name}.{key} must be a mapping; {WAY_OUT}.", parameter=name)
     return QuantityCalibration(
         residual=Residual.from_mapping(parts["residual"]),
+        spread=Spread.from_mapping(parts["spread"], name),
         intervals=Intervals.from_mapping(parts["intervals"]),
+        domain=Domain.from_mapping(parts["domain"]),
         rows_by_gpu={gpu: int(number(count, "rows_by_gpu", low=0)) for gpu, count in parts["rows_by_gpu"].items()},
         unseen_errors={unit: number(error, "unseen_errors", low=0) for unit, error in parts["unseen_errors"].items()},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from peakcast.errors import CalibrationError
 from peakcast.models.calibration import Calibration, QuantityCalibration
@@ -22,6 +23,7 @@ from peakcast.models.samples import (
     repeat_weights,
     rows_digest,
 )
+from peakcast.models.spread import Spread, terms_of
 from peakcast.prediction import QUANTITIES
 from peakcast.records import Measurement
 
@@ -87,7 +89,6 @@ def fit_samples(
         created=created,
         rows_digest=rows_digest(used.values()),
         quantities=quantities,
-        domain=Domain.of([sample for sample in used.values() if not sample.censored]),
     )
 
 
@@ -107,39 +108,75 @@ def fit_quantity(
     make_candidates: Callable[[], list[Regressor]] = candidates,
     num_folds: int = NUM_FOLDS,
 ) -> QuantityCalibration:
-    """Residual and bars of one quantity. The bars are made of what the residual's own procedure missed on architectures
-    that it was not shown; a bound counts there only where it was missed."""
+    """Residual, spread and bars of one quantity. Spread and bars are made of what the residual's own procedure missed on
+    architectures, and on sources, that it was not shown; a bound counts there only where it was missed."""
     ratios = [sample.log_ratio(quantity) for sample in rows]
     weights = repeat_weights(rows)
     most = max(sample.trust for sample in rows)
     architectures = [sample.architecture for sample in rows]
+    own_features = [of_quantity(sample.features, sample.baseline, quantity) for sample in rows]
     residual = Residual(make_candidates=make_candidates, num_folds=num_folds).fit(
-        [of_quantity(sample.features, sample.baseline, quantity) for sample in rows],
+        own_features,
         ratios,
         architectures,
         [sample.residual_group for sample in rows],
         [weight * sample.trust / most for weight, sample in zip(weights, rows, strict=True)],
         [sample.censored for sample in rows],
+        [sample.row.project for sample in rows],
     )
-    missed = [ratio - guess for ratio, guess in zip(ratios, residual.out_of_fold_.tolist(), strict=True)]
-    shown = [index for index, sample in enumerate(rows) if not sample.censored or missed[index] > 0]
-    severities = _severities(rows, residual.folds_.tolist())
+    held = [
+        _Held(rows[i], f"{name} {units[i]}", ratios[i] - guess, terms_of(own_features[i], quantity, severities[i]), weights[i])
+        for name, units, split in zip(("architecture", "source"), _units(rows), residual.splits_, strict=False)
+        for severities in [_severities(rows, split.folds.tolist())]
+        for i, guess in enumerate(split.guesses.tolist())
+        if not rows[i].censored or ratios[i] > guess
+    ]
+    spread = Spread(quantity).fit([h.terms for h in held], [h.missed for h in held], _balanced(held))
     intervals = Intervals().fit(
-        [missed[i] for i in shown],
-        [architectures[i] for i in shown],
-        [rows[i].groups for i in shown],
-        [weights[i] for i in shown],
-        [severities[i] for i in shown],
+        [h.missed for h in held],
+        [h.unit for h in held],
+        [h.sample.groups for h in held],
+        [h.weight for h in held],
+        [spread.predict(h.terms) for h in held],
     )
     finished = [index for index, sample in enumerate(rows) if not sample.censored]
+    unseen = residual.splits_[0].guesses.tolist()
     return QuantityCalibration(
         residual=residual,
+        spread=spread,
         intervals=intervals,
+        domain=Domain.of([rows[i] for i in finished]),
         rows_by_gpu=dict(Counter(rows[i].row.gpu for i in finished)),
         unseen_errors=mean_by_architecture(
-            [architectures[i] for i in finished], [abs(missed[i]) for i in finished], [weights[i] for i in finished]
+            [architectures[i] for i in finished],
+            [abs(ratios[i] - unseen[i]) for i in finished],
+            [weights[i] for i in finished],
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A row as it was predicted without its unit: by how much it was missed (log), and what that could be expected of."""
+
+    sample: Sample
+    unit: str
+    missed: float
+    terms: dict[str, float]
+    weight: float
+
+
+def _units(rows: Sequence[Sample]) -> tuple[list[str], list[str]]:
+    """What is held out by each split of `Residual`, [rows]."""
+    return [sample.architecture for sample in rows], [sample.row.project for sample in rows]
+
+
+def _balanced(held: Sequence[_Held]) -> list[float]:
+    """Weights in which a unit of n rows counts as much as √n of them: many rows of one unit tell much the same."""
+    sizes: dict[str, float] = {}
+    for row in held:
+        sizes[row.unit] = sizes.get(row.unit, 0.0) + row.weight
+    return [row.weight / max(sizes[row.unit], 1.0) ** 0.5 for row in held]
 
 
 def mean_by_architecture(

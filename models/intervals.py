@@ -1,7 +1,8 @@
-"""Conformal error bars: how far measurements of unseen architectures lay from their predictions, as quantiles.
+"""Conformal error bars: how far measurements lay from predictions that had not seen them, as quantiles.
 
-A score is the residual log(measured / predicted) of a row whose architecture was not in the fit that predicted it. A bar
-is a quantile of the scores of rows like the job at hand, with a finite-sample correction: the new row counts as one more
+A score is the residual log(measured / predicted) of a row whose architecture, or whose source, was not in the fit that
+predicted it, divided by the error to be expected of it (`spread.py`): normalised conformal prediction (Papadopoulos et al.
+2008). A bar is a quantile of the scores of rows like the job at hand, with a finite-sample correction: the new row counts as one more
 row of unknown, possibly infinite score. numpy only.
 
 Rows of one architecture are not independent evidence. A row of an architecture with n rows weighs 1 / (1 + (n − 1)·ρ),
@@ -9,11 +10,9 @@ Rows of one architecture are not independent evidence. A row of an architecture 
 - ρ = 0, or one row each: split conformal prediction with (n + 1)(1 − α) (Vovk et al. 2005; digit for digit crepes, MAPIE);
 - ρ = 1: each architecture is one unit with K + 1 of them (hierarchical conformal prediction, Lee, Barber & Willett 2023).
 
-Rows were themselves predicted from outside: without their architecture their layout, size or framework may have been unseen
-too. For a job outside, scores count divided by the difficulty of their rows (`domain.difficulty`), and the bar is as many
-times wider as the job is difficult (normalised conformal prediction, Papadopoulos et al. 2008): what a row missed because
-it was far outside itself is not charged to a far job twice. A bar is never narrower than the plain one, because with few
-architectures nothing shows that errors inside are really smaller.
+Rows were themselves predicted from outside: without their architecture or source their layout, size, framework and versions
+may have been unseen too. How far is part of the expected error, so what a row missed because it was far outside is not
+charged to a job inside, nor twice to one that is as far.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.errors import CalibrationError
-from peakcast.models.domain import difficulty
-from peakcast.models.strict import flag, number, numbers, read, text
+from peakcast.models.strict import flag, number, read, text
 
 COVERAGE = 0.90
 """Nominal coverage of the two-sided interval."""
@@ -49,8 +47,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Bars of one group in log space, for a job inside the domain: the measurement lies within point·exp(±`half_width`)
-    with the two-sided coverage and below point·exp(`upper`) with the one-sided."""
+    """Bars of one group, as multiples of the expected error e of a job: the measurement lies within
+    point·exp(±`half_width`·e) with the two-sided coverage and below point·exp(`upper`·e) with the one-sided."""
 
     half_width: float
     upper: float
@@ -68,8 +66,7 @@ class Bar:
 
 
 class Intervals:
-    """Bars by group, finest group first. Learned: `bars_` (group → `Bar`), `unit_bars_` (the same of scores divided by
-    their difficulty), `severities_` (for each architecture, how far outside its rows lay at most when they were predicted).
+    """Bars by group, finest group first. Learned: `bars_` (group → `Bar`).
 
     `coverage`, `upper_coverage`: nominal coverages. `min_group_rows`: see MIN_GROUP_ROWS.
     """
@@ -91,23 +88,18 @@ class Intervals:
         architectures: Sequence[str],
         groups: Sequence[tuple[str, ...]],
         weights: Sequence[float] | Floats | None = None,
-        severities: Sequence[int] | None = None,
+        expected: Sequence[float] | Floats | None = None,
     ) -> Intervals:
         """Learn the bars. Row i has the out-of-fit residual `residuals[i]`, belongs to `architectures[i]` and to every
-        group of `groups[i]` (finest first, the last one common to all), counts `weights[i]` (1 / repeats), and lay
-        `severities[i]` outside the fit that predicted it. The two levels below the group of all are different kinds of
+        group of `groups[i]` (finest first, the last one common to all), counts `weights[i]` (1 / repeats), and was expected
+        to be off by `expected[i]` (1 for every row when not given). The two levels below the group of all are different kinds of
         jobs, where the errors of one say little of the other: they borrow a bar only where they can learn none."""
-        outside = [0] * len(residuals) if severities is None else list(severities)
         scores = np.asarray(residuals, dtype=np.float64)
+        if expected is not None:
+            scores = scores / np.asarray(expected, dtype=np.float64)
         counts = np.ones(len(scores)) if weights is None else np.asarray(weights, dtype=np.float64)
         units = np.unique(np.asarray(architectures, dtype=object).astype(str), return_inverse=True)[1]
-        farthest: dict[str, int] = {}
-        for name, severity in zip(architectures, outside, strict=True):
-            farthest[name] = max(farthest.get(name, 0), severity)
-        self.severities_ = tuple(sorted(farthest.values()))
         self.bars_ = self._learn(scores, units, counts, groups)
-        divided = scores / np.array([difficulty(severity) for severity in outside])
-        self.unit_bars_ = self._learn(divided, units, counts, groups) if any(outside) else self.bars_
         return self
 
     def _learn(
@@ -138,19 +130,6 @@ class Intervals:
         """The finest group of `groups` that has a bar, and the bar; None when not even the widest group has one."""
         return next(((name, self.bars_[name]) for name in groups if name in self.bars_), None)
 
-    def outside(self, groups: Sequence[str], severity: int) -> tuple[float, float] | None:
-        """Half-width and one-sided bound for a job of `severity`, None where there is no bar."""
-        found = self.bar(groups)
-        if found is None:
-            return None
-        name, plain = found
-        unit, factor = self.unit_bars_[name], difficulty(severity)
-        return max(plain.half_width, unit.half_width * factor), max(plain.upper, unit.upper * factor)
-
-    def num_tried(self, severity: int) -> int:
-        """How many architectures were predicted from at least so far outside."""
-        return sum(tried >= severity for tried in self.severities_)
-
     def _bar(self, scores: Floats, units: npt.NDArray[np.int64], counts: Floats) -> Bar | None:
         num_architectures = len(np.unique(units))
         if num_architectures < MIN_ARCHITECTURES:
@@ -180,16 +159,13 @@ class Intervals:
             "coverage": self.coverage,
             "upper_coverage": self.upper_coverage,
             "min_group_rows": float(self.min_group_rows),
-            "severities": list(self.severities_),
             "bars": _bars_to_mapping(self.bars_),
-            "unit_bars": _bars_to_mapping(self.unit_bars_),
         }
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Intervals:
         """The intervals of `to_mapping`. Raises: CalibrationError."""
-        keys = {"coverage", "upper_coverage", "min_group_rows", "severities", "bars", "unit_bars"}
-        top = read(mapping, keys, "intervals")
+        top = read(mapping, {"coverage", "upper_coverage", "min_group_rows", "bars"}, "intervals")
         intervals = cls(
             coverage=number(top["coverage"], "coverage", low=0, high=1),
             upper_coverage=number(top["upper_coverage"], "upper_coverage", low=0, high=1),
@@ -197,11 +173,7 @@ class Intervals:
         )
         if not isinstance(top["bars"], Mapping):
             raise CalibrationError("intervals.bars must be a mapping of groups; fit the calibration again.")
-        intervals.severities_ = tuple(int(value) for value in numbers(top["severities"], "severities", limit=100))
         intervals.bars_ = _bars_from_mapping(top["bars"], "intervals.bars")
-        intervals.unit_bars_ = _bars_from_mapping(top["unit_bars"], "intervals.unit_bars")
-        if set(intervals.bars_) != set(intervals.unit_bars_):
-            raise CalibrationError("intervals.bars and unit_bars are not of the same groups; fit the calibration again.")
         return intervals
 
 
@@ -216,8 +188,8 @@ def _bars_from_mapping(mapping: object, where: str) -> dict[str, Bar]:
     for name, entry in mapping.items():
         values = read(entry, set(Bar.__slots__), f"bars[{name!r}]")
         bars[name] = Bar(
-            half_width=number(values["half_width"], "half_width", low=0, high=5),
-            upper=number(values["upper"], "upper", low=-5, high=5),
+            half_width=number(values["half_width"], "half_width", low=0, high=1e6),
+            upper=number(values["upper"], "upper", low=-1e6, high=1e6),
             num_rows=int(number(values["num_rows"], "num_rows", low=0)),
             num_architectures=int(number(values["num_architectures"], "num_architectures", low=0)),
             effective_rows=number(values["effective_rows"], "effective_rows", low=0),

@@ -2,7 +2,7 @@
 the baseline, for allocated memory with the simulated allocator's slack (`Baseline.start`).
 
 Candidates of growing freedom (nothing, a median per group, ridge, a Gaussian process, boosted trees) compete by predicting
-architectures they were not fitted on. The simplest that is within one standard error of the best wins, and is shrunk
+architectures they were not fitted on, and sources (who measured) where there are several. The simplest that is within one standard error of the best wins, and is shrunk
 towards the baseline only as far as unseen architectures ask for by more than that error: a share that a few of them like a
 little better is chance, and takes away from everybody.
 
@@ -32,7 +32,18 @@ a fault of the ledger, not something a residual should chase."""
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Units = npt.NDArray[np.int64]
 Choice = TypeVar("Choice")
+
+
+class HeldOut:
+    """One way of holding rows out: `units` [rows], what counts as one in the error; `folds` [rows], which rows were held out
+    together; `guesses` [rows], what the procedure predicted for each row without its fold."""
+
+    def __init__(self, units: Units, folds: Units) -> None:
+        self.units = units
+        self.folds = folds
+        self.guesses: Floats = np.zeros(len(units))
 
 
 class Residual:
@@ -42,8 +53,8 @@ class Residual:
     (each architecture its own fold where there are fewer).
 
     Learned: `regressor_`, `shrinkage_` (0 to 1), `low_` and `high_` (the range of log ratios seen; predictions stay in it),
-    `scores_` (candidate → mean absolute error on unseen architectures), `out_of_fold_` [rows] (what this procedure
-    predicted for each row without its architecture), `folds_` [rows] (which rows were held out together).
+    `scores_` (candidate → mean absolute error on what was held out), `splits_` (one `HeldOut` for each way of holding rows
+    out: by architecture, then by source where there are several).
     """
 
     def __init__(self, *, make_candidates: Callable[[], list[Regressor]] = candidates, num_folds: int = NUM_FOLDS) -> None:
@@ -58,42 +69,53 @@ class Residual:
         groups: Sequence[str],
         weights: Sequence[float] | Floats | None = None,
         bounded: Sequence[bool] | None = None,
+        sources: Sequence[str] | None = None,
     ) -> Residual:
-        """Learn from rows of `features`; returns self. `architectures` are what is held out, `groups` what `GroupMedian`
-        goes by; `weights` count a row less (repeats, trust); where `bounded`, a ratio is only a lower bound."""
+        """Learn from rows of `features`; returns self. `architectures` and `sources` are what is held out, `groups` what
+        `GroupMedian` goes by; `weights` count a row less (repeats, trust); where `bounded`, a ratio is only a lower bound.
+        """
         x, y = matrix(rows), np.asarray(log_ratios, dtype=np.float64)
         counts = np.ones(len(y)) if weights is None else np.asarray(weights, dtype=np.float64)
         censored = np.zeros(len(y), dtype=bool) if bounded is None else np.asarray(bounded, dtype=bool)
-        units = np.unique(np.asarray(architectures, dtype=object).astype(str), return_inverse=True)[1]
+        units = number_of(architectures)
         balanced = counts / np.sqrt(np.maximum(np.bincount(units, weights=counts), 1))[units]
-        self.folds_ = assign_folds(units, counts, self.num_folds)
+        self.splits_ = [HeldOut(units, assign_folds(units, counts, self.num_folds))]
+        by_source = number_of(sources) if sources is not None else np.zeros(len(y), dtype=np.int64)
+        if len(np.unique(by_source[~censored])) > 1:
+            self.splits_.append(HeldOut(by_source, by_source))
         exact = y[~censored]
         self.low_, self.high_ = (float(exact.min()), float(max(exact.max(), y.max()))) if len(exact) else (0.0, 0.0)
         self.scores_: dict[str, float] = {}
         self.shrinkage_ = 0.0
         self.regressor_: Regressor = Zero()
-        self.out_of_fold_ = np.zeros(len(y))
         if len(np.unique(units[~censored])) < 2:
             return self
         middle = weighted_median(exact, balanced[~censored])
         targets = np.clip(y, middle - WORST_COUNTED, middle + WORST_COUNTED)
         tried = {
-            candidate.name: self._out_of_fold(candidate, x, targets, balanced, groups, censored)
+            candidate.name: [
+                self._out_of_fold(split.folds, candidate, x, targets, balanced, groups, censored) for split in self.splits_
+            ]
             for candidate in self.make_candidates()
             if candidate.least_architectures <= len(np.unique(units[~censored]))
         }
 
-        def lost(guess: Floats) -> Floats:
-            return per_unit_error(np.where(censored, np.maximum(y - guess, 0.0), y - guess), units, counts)
+        def lost(guesses: Sequence[Floats], share: float = 1.0) -> Floats:
+            parts = []
+            for split, guess in zip(self.splits_, guesses, strict=True):
+                missed = y - share * guess
+                parts.append(per_unit_error(np.where(censored, np.maximum(missed, 0.0), missed), split.units, counts))
+            return np.concatenate(parts)
 
-        errors = {name: lost(guess) for name, guess in tried.items()}
+        errors = {name: lost(guesses) for name, guesses in tried.items()}
         self.scores_ = {name: float(error.mean()) for name, error in errors.items()}
         chosen = simplest_within_one_standard_error(errors)
-        self.shrinkage_ = simplest_within_one_standard_error({s: lost(s * tried[chosen]) for s in SHRINKAGES})
+        self.shrinkage_ = simplest_within_one_standard_error({s: lost(tried[chosen], s) for s in SHRINKAGES})
         if chosen != Zero.name and self.shrinkage_ > 0:
             winner = next(c for c in self.make_candidates() if c.name == chosen)
             self.regressor_ = fit_bounded(winner, x, targets, balanced, groups, censored)
-            self.out_of_fold_ = np.clip(self.shrinkage_ * tried[chosen], self.low_, self.high_)
+            for split, guess in zip(self.splits_, tried[chosen], strict=True):
+                split.guesses = np.clip(self.shrinkage_ * guess, self.low_, self.high_)
         else:
             self.shrinkage_ = 0.0
         return self
@@ -110,12 +132,19 @@ class Residual:
         return 0.0 if self.regressor_.never_takes_away else self.shrinkage_ and min(self.low_, 0.0)
 
     def _out_of_fold(
-        self, candidate: Regressor, x: Floats, y: Floats, weights: Floats, groups: Sequence[str], censored: Flags
+        self,
+        folds: Units,
+        candidate: Regressor,
+        x: Floats,
+        y: Floats,
+        weights: Floats,
+        groups: Sequence[str],
+        censored: Flags,
     ) -> Floats:
         guess = np.zeros(len(y))
         names = np.asarray(groups, dtype=object)
-        for fold in np.unique(self.folds_):
-            inside, outside = self.folds_ != fold, self.folds_ == fold
+        for fold in np.unique(folds):
+            inside, outside = folds != fold, folds == fold
             if censored[inside].all():
                 continue
             fitted = fit_bounded(
@@ -176,6 +205,12 @@ def fit_bounded(
 def matrix(rows: Sequence[Mapping[str, float]]) -> Floats:
     """[rows, features] in the order of FEATURES."""
     return np.array([[row[name] for name in FEATURES] for row in rows], dtype=np.float64).reshape(len(rows), len(FEATURES))
+
+
+def number_of(names: Sequence[str]) -> Units:
+    """Equal numbers for equal names, [rows]."""
+    numbers: Units = np.unique(np.asarray(names, dtype=object).astype(str), return_inverse=True)[1]
+    return numbers
 
 
 def assign_folds(units: npt.NDArray[np.int64], counts: Floats, num_folds: int) -> npt.NDArray[np.int64]:
