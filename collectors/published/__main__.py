@@ -14,6 +14,7 @@ from pathlib import Path
 
 from peakcast.collectors.published.fms_a100 import read_fms_a100
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
+from peakcast.collectors.published.simumax_b200 import read_simumax_b200
 from peakcast.errors import PeakcastError
 from peakcast.records import Measurement
 from peakcast.store import write_csv
@@ -21,6 +22,7 @@ from peakcast.store import write_csv
 READERS: dict[str, Callable[[Path], list[Measurement]]] = {
     "fms_a100.csv": read_fms_a100,
     "megatron_ci.jsonl": read_megatron_ci,
+    "simumax_b200.jsonl": read_simumax_b200,
 }
 """The reader of each source file. A source has a module, a line here, and a section in `datasets/README.md`."""
 

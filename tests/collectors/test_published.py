@@ -47,7 +47,8 @@ def test_a_megatron_row_by_hand(megatron):
     assert (job.parallelism.tensor_parallel_size, job.parallelism.pipeline_parallel_size) == (2, 2)
     assert (job.parallelism.data_parallel_size, row.rank) == (2, 7)
     assert job.gradient_accumulation_steps == 32 // (4 * 2)
-    assert job.framework_options["container"] == "dev"
+    assert job.versions == {"megatron_core": "0.18.0", "ngc_pytorch": "26.04"}
+    assert row.observed == "2026-05-07"
     assert job.framework_options["deterministic_mode"]
     assert not job.framework_options["gradient_accumulation_fusion"]
     assert job.framework_options["cublas_workspace_config"] == ":4096:8"
@@ -102,8 +103,21 @@ def test_doubtful_rows_are_marked_not_dropped(megatron):
     (copy,) = (r for r in megatron if r.case.startswith("hybrid_mr_mcore_te_tp2_pp1") and r.gpu == "A100-80GB")
     assert "all values are those of a GPT case" in copy.spoiled
     assert "hybrid (Mamba)" in copy.out_of_scope
-    stale = [row for row in megatron if any("older golden value" in reason for reason in row.spoiled)]
-    assert all(row.gpu == "A100-80GB" and row.environment["container"] == "lts" for row in stale)
+
+
+def test_release_cases_give_the_peak_of_their_first_ten_steps(megatron):
+    (row,) = (r for r in megatron if r.case == "mixtral_8x22b_tp2pp8ep8vpp1_release/dgx_h100/dev/first_run")
+    assert (row.first_step_peak_allocated_bytes, row.peak_allocated_bytes) == (23_002_945_536, 28_431_276_032)
+    assert any("first ten steps" in fact for fact in row.assumptions)
+    assert row.job.parallelism.world_size == 128  # what allocated-after-step implies
+    assert row.counts
+
+
+def test_a_job_whose_gpus_are_not_recorded_has_the_fewest_that_its_layout_needs(megatron):
+    rows = [r for r in megatron if "the number of GPUs is not recorded" in r.spoiled]
+    assert len(rows) == 11
+    (row,) = (r for r in rows if r.case.startswith("deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release/"))
+    assert row.job.parallelism.world_size == 2 * 8  # two stages, each with experts over 8 GPUs
 
 
 def test_out_of_scope_families_say_why(megatron):
@@ -135,7 +149,8 @@ def test_the_dataset_card_counts_what_is_there(megatron, fms):
         "spoiled": lambda row: bool(row.spoiled),
         "ran out of memory": lambda row: row.outcome == "out_of_memory",
         "– out of scope: FP8": lambda row: "FP8" in row.out_of_scope,
-        "– spoiled: older golden value": lambda row: "older golden" in " ".join(row.spoiled),
+        "– spoiled: number of GPUs not recorded": lambda row: "num_gpus" in " ".join(row.spoiled)
+        or "number of GPUs" in " ".join(row.spoiled),
     }.items():
         line = f"| {name} | {sum(map(holds, megatron))} | {sum(map(holds, fms))} |"
         assert line in card
