@@ -16,6 +16,7 @@ from typing import Any
 
 from peakcast.errors import SpecError, near_misses
 from peakcast.fields import FrozenMapping
+from peakcast.findings import Finding
 from peakcast.spec import TrainingJob
 
 DRIVEN_BY = {"deepspeed": "huggingface"}
@@ -73,13 +74,18 @@ def _resolve(framework: str, model_type: str, versions: FrozenMapping, options: 
     return values
 
 
-def unmodelled_versions(job: TrainingJob) -> list[str]:
-    """Sentences for each entry of `job.versions` that no stanza of its framework knows."""
+def unmodelled_versions(job: TrainingJob) -> list[Finding]:
+    """A finding for each entry of `job.versions` that no stanza of its framework knows."""
     stanzas = _stanzas().get(job.framework, [])
     known = {package for stanza in stanzas for package in stanza.get("when", {})}
     known |= {package for stanza in stanzas for package in stanza.get("packages", [])}
     return [
-        f"versions.{package}={version!r} has no conventions of its own here; those of {job.framework} are assumed."
+        Finding(
+            "version_not_modelled",
+            f"versions.{package}",
+            "either",
+            f"versions.{package}={version!r} has no conventions of its own here; those of {job.framework} are assumed.",
+        )
         for package, version in job.versions.items()
         if package not in known
     ]
