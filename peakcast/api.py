@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peakcast.answers import answer, full_answer
 from peakcast.batch import predict_batch
@@ -50,6 +50,7 @@ __all__ = [
     "verify",
     "web",
 ]
+
 
 def predict(
     job: object,
@@ -157,15 +158,14 @@ def search(
     from dataclasses import replace
 
     from peakcast import catalog
-    from peakcast.answers import severity_of
     from peakcast.searching.door import ask
 
     device = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
     read = translation_of(job)
-    options = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
-    options["severity"] = severity_of(read)
+    options: dict[str, Any] = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
+    options["findings"] = read.findings
     found = ask(read.job, device, find, num_gpus, global_batch_size, options)
-    return replace(found, warnings=(*read.warnings, *read.unsupported))
+    return replace(found, findings=read.findings)
 
 
 def web(host: str = "127.0.0.1", port: int = 7860, *, progress: Progress | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from peakcast.errors import SpecError, near_misses
 from peakcast.fields import FrozenMapping
+from peakcast.findings import Finding
 from peakcast.spec import TrainingJob
 from peakcast.versions import ASSUMED_TORCH as ASSUMED_TORCH
 from peakcast.versions import CONTAINER, compare, not_compared, resolved
@@ -70,13 +71,19 @@ def _resolve(framework: str, model_type: str, versions: FrozenMapping, options: 
     return values
 
 
-def unmodelled_versions(job: TrainingJob) -> list[str]:
-    """Sentences for each entry of `job.versions` that no stanza of its framework knows, or that is no release."""
+def unmodelled_versions(job: TrainingJob) -> list[Finding]:
+    """A finding for each entry of `job.versions` that no stanza of its framework knows, or that is no release."""
     stanzas = _stanzas().get(job.framework, [])
     known = {CONTAINER} | {package for stanza in stanzas for package in stanza.get("when", {})}
     known |= {package for stanza in stanzas for package in stanza.get("packages", [])}
-    return not_compared({name: version for name, version in job.versions.items() if name in known}) + [
-        f"versions.{package}={version!r} has no conventions of its own here; those of {job.framework} are assumed."
+    strange = not_compared({name: version for name, version in job.versions.items() if name in known})
+    return [Finding("version_not_modelled", "versions", "either", sentence) for sentence in strange] + [
+        Finding(
+            "version_not_modelled",
+            f"versions.{package}",
+            "either",
+            f"versions.{package}={version!r} has no conventions of its own here; those of {job.framework} are assumed.",
+        )
         for package, version in job.versions.items()
         if package not in known
     ]

@@ -128,8 +128,8 @@ def not_compared(versions: Mapping[str, Any]) -> list[str]:
         if name == CONTAINER:
             if tag_of(version) not in containers():
                 found.append(
-                    f"versions.{name}={version!r} is none of the {len(containers())} images whose contents are known "
-                    f"here ({min(containers())} to {max(containers())}); give versions.torch and versions.transformer_engine."
+                    f"versions.{name}={version!r} is none of the {len(containers())} images whose contents are known here "
+                    f"({min(containers())} to {max(containers())}); give versions.torch and versions.transformer_engine."
                 )
         elif not release(version):
             found.append(

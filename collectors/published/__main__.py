@@ -22,7 +22,6 @@ from peakcast.collectors.published.peft_method_comparison import read_peft_metho
 from peakcast.collectors.published.simumax_b200 import read_simumax_b200
 from peakcast.durable import replace_file
 from peakcast.errors import PeakcastError
-from peakcast.places import explained
 from peakcast.records import Measurement
 from peakcast.store import CONSTANTS_FOLDER, write_csv
 
@@ -49,8 +48,7 @@ def import_published(sources: Path, folder: Path) -> list[Measurement]:
     readings = read_device_constants(sources / CONSTANTS)
     for name, rows in rows_of.items():
         write_csv(folder / Path(name).with_suffix(".csv").name, rows)
-    with explained(folder):
-        replace_file(folder / "README.md", counts_page({Path(name).stem: rows for name, rows in rows_of.items()}).encode())
+    replace_file(folder / "README.md", counts_page({Path(name).stem: rows for name, rows in rows_of.items()}).encode())
     write_readings(folder / CONSTANTS_FOLDER / Path(CONSTANTS).with_suffix(".csv").name, readings)
     return [row for rows in rows_of.values() for row in rows]
 
