@@ -101,7 +101,7 @@ class Domain:
                 )
         for package, version in resolved(job.versions).items():
             seen = self.versions.get(package)
-            if seen and _minor(str(version)) not in seen:
+            if seen and release(version) and _minor(str(version)) not in seen:
                 reasons.append(
                     Outside(f"{package} {version} was not measured (seen: {', '.join(seen)}); the bars are widened.", 1)
                 )
