@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
@@ -18,12 +18,22 @@ from peakcast.fields import FrozenMapping
 from peakcast.findings import Finding
 from peakcast.spec import TrainingJob
 from peakcast.versions import ASSUMED_TORCH as ASSUMED_TORCH
-from peakcast.versions import CONTAINER, compare, not_compared, resolved
+from peakcast.versions import CONTAINER, STACKS, compare, not_compared, resolved
 from peakcast.versions import release as release
 from peakcast.versions import torch_release as torch_release
 
 DRIVEN_BY = {"deepspeed": "huggingface"}
 """Whose conventions hold beside a framework's own: transformers' Trainer drives DeepSpeed's engine."""
+
+ONLY_USED_BY: Mapping[str, Callable[[TrainingJob], bool]] = {
+    "liger_kernel": lambda job: job.loss.fused_linear_cross_entropy,
+    "trl": lambda job: job.loss.kind != "cross_entropy",
+    "bitsandbytes": lambda job: job.finetuning.quantization is not None or "8bit" in job.optimizer.name,
+    "peft": lambda job: job.finetuning.method != "full",
+    "flash_attn": lambda job: job.attention == "flash_attention_2",
+}
+"""Packages whose versions are of no account to jobs that do not use them."""
+
 
 @functools.cache
 def _stanzas() -> dict[str, list[dict[str, Any]]]:
@@ -71,11 +81,38 @@ def _resolve(framework: str, model_type: str, versions: FrozenMapping, options: 
     return values
 
 
+def packages_of(framework: str) -> frozenset[str]:
+    """The packages whose versions the stanzas of `framework` understand."""
+    stanzas = _stanzas().get(framework, [])
+    asked_for = {package for stanza in stanzas for package in stanza.get("when", {})} - {"model_type"}
+    return frozenset(asked_for | {package for stanza in stanzas for package in stanza.get("packages", [])})
+
+
+def assumed_versions(job: TrainingJob) -> str:
+    """The sentence on the versions that are not given and would change what is assumed of `job`; "" where all are."""
+    given = {name: version for name, version in resolved(job.versions).items() if release(version)}
+    facts = {**given, "model_type": job.architecture.model_type}
+    unused = {package for package, uses in ONLY_USED_BY.items() if not uses(job)}
+    newest = sorted(
+        {
+            package
+            for stanza in _stanzas().get(job.framework, [])
+            for package in stanza.get("when", {})
+            if package not in {"torch", *facts, *STACKS, *unused}
+            and _holds({other: ranges for other, ranges in stanza["when"].items() if other != package}, facts)
+        }
+    )
+    torch = [] if "torch" in given else [f"torch {ASSUMED_TORCH}"]
+    assumed = torch + ([f"the newest {' and '.join(newest)}"] if newest else [])
+    if not assumed:
+        return ""
+    ways = f"--versions {(['torch'] * len(torch) + newest)[0]}=..., --container with the tag of NVIDIA's image, or --here"
+    return f"versions not given are taken as {' and '.join(assumed)}; if yours differ, say so ({ways})."
+
+
 def unmodelled_versions(job: TrainingJob) -> list[Finding]:
     """A finding for each entry of `job.versions` that no stanza of its framework knows, or that is no release."""
-    stanzas = _stanzas().get(job.framework, [])
-    known = {CONTAINER} | {package for stanza in stanzas for package in stanza.get("when", {})}
-    known |= {package for stanza in stanzas for package in stanza.get("packages", [])}
+    known = {CONTAINER, *packages_of(job.framework)}
     strange = not_compared({name: version for name, version in job.versions.items() if name in known})
     return [Finding("version_not_modelled", "versions", "either", sentence) for sentence in strange] + [
         Finding(

@@ -88,7 +88,7 @@ def from_torchtitan(pasted: Pasted) -> Translation:
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
-        versions=FrozenMapping({"torchtitan": "main"}),
+        versions=FrozenMapping(pasted.versions.of("torch", {"torchtitan": "main"})),
         micro_batch_size=micro,
         sequence_length=settings.size("training.seq_len", 2048, assume=True),
         gradient_accumulation_steps=steps,
