@@ -1,8 +1,9 @@
 """Framework conventions by version: what a framework does when it is not asked. Data, in `catalog/frameworks.toml`.
 
 A convention is a named value ("logits_upcast", "transformer_impl", ...). The base stanza of a framework gives each one's
-default; stanzas with `when` (packages and version ranges, or a `model_type`) override it in file order;
-`framework_options` of a job override all. So a ledger asks for a convention and never compares versions.
+default; stanzas with `when` (packages and version ranges, a `model_type`, what of a job is in `_facts`, or a convention
+that stanzas before have settled) override it in file order; `framework_options` of a job override all. So a ledger asks
+for a convention and never compares versions. `choices` of a base stanza lists the values of those that are names.
 """
 
 from __future__ import annotations
@@ -36,7 +37,23 @@ def _stanzas() -> dict[str, list[dict[str, Any]]]:
 
 def conventions(job: TrainingJob) -> Mapping[str, Any]:
     """Every convention that holds for `job`, by name."""
-    return _resolve(job.framework, job.architecture.model_type, job.versions, job.framework_options)
+    return _resolve(job.framework, job.versions, _facts(job), job.framework_options)
+
+
+def _facts(job: TrainingJob) -> FrozenMapping:
+    """What of a job, beside its versions, a stanza may depend on."""
+    return FrozenMapping(
+        {
+            "model_type": job.architecture.model_type,
+            "quantization": job.finetuning.quantization or "none",
+            "fused_linear_cross_entropy": job.loss.fused_linear_cross_entropy,
+        }
+    )
+
+
+def fuses_loss(job: TrainingJob) -> bool:
+    """Whether lm_head and loss are one kernel, which never has all logits."""
+    return bool(conventions(job).get("loss_kernel", "") == "fused_linear")
 
 
 def adapter_dtype(job: TrainingJob) -> str:
@@ -63,11 +80,12 @@ def mixes_precision(job: TrainingJob) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolve(framework: str, model_type: str, versions: FrozenMapping, options: FrozenMapping) -> Mapping[str, Any]:
+def _resolve(
+    framework: str, versions: FrozenMapping, facts: FrozenMapping, options: FrozenMapping
+) -> Mapping[str, Any]:
     values: dict[str, Any] = {}
-    facts = {**versions, "model_type": model_type}
     for stanza in _stanzas().get(framework, []):
-        if _holds(stanza.get("when", {}), facts):
+        if _holds(stanza.get("when", {}), {**values, **versions, **facts, **options}):
             values.update(stanza["conventions"])
     values.update(options)
     return values
@@ -91,9 +109,20 @@ def torch_release(versions: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def check_framework_options(job: TrainingJob) -> None:
-    """Refuse an option that is no convention of the job's framework. Raises: SpecError."""
-    known = {name for stanza in _stanzas().get(job.framework, []) for name in stanza["conventions"]}
+    """Refuse an option that is no convention of the job's framework, or has a value that is none of its choices.
+
+    Raises: SpecError.
+    """
+    stanzas = _stanzas().get(job.framework, [])
+    known = {name for stanza in stanzas for name in stanza["conventions"]}
+    choices = {name: values for stanza in stanzas for name, values in stanza.get("choices", {}).items()}
     for name, value in job.framework_options.items():
+        if value not in choices.get(name, [value]):
+            raise SpecError(
+                f"framework_options.{name}={value!r} must be one of {', '.join(choices[name])}.",
+                parameter=f"framework_options.{name}",
+                value=value,
+            )
         if name not in known:
             raise SpecError(
                 f"framework_options.{name} is not an option of framework={job.framework!r}"
@@ -107,9 +136,13 @@ def _holds(when: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
     """Whether every `package = ">=a,<b"` of `when` holds ("==a|b": either name); a package whose version is not given does
     not."""
     return all(
-        package in facts and all(_compare(str(facts[package]), clause) for clause in ranges.split(","))
+        package in facts and all(_compare(_text(facts[package]), clause) for clause in ranges.split(","))
         for package, ranges in when.items()
     )
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _compare(version: str, clause: str) -> bool:

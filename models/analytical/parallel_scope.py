@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import conventions
+from peakcast.conventions import conventions, fuses_loss
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.data_parallel_scope import data_parallel_reason, matrix_optimizer_reason
@@ -106,7 +106,7 @@ def _tensor_reason(job: TrainingJob) -> str:
             f"{architecture.name!r} shares its token table with the head, of which torch's DDP over tensor parallelism "
             "makes plain tensors at one end only: torch 2.13 fails, and how others hold it is not modelled; fsdp2 is.",
         ),
-        (job.loss.fused_linear_cross_entropy, "a fused loss under tensor parallelism is not modelled."),
+        (fuses_loss(job), "a fused loss under tensor parallelism is not modelled."),
         (
             job.framework == "torch" and bool(conventions(job).get("liger_kernels")),
             "Liger's kernels under torch's tensor parallelism fail: they give whole tensors where the plan has parts.",
@@ -167,7 +167,7 @@ def _expert_reason(job: TrainingJob) -> str:
         (job.batch.form != "rows", "with full rows only."),
         (job.precision.compute != "bfloat16", "computed in bfloat16 only."),
         (job.activation_checkpointing.use_reentrant, "without reentrant checkpointing only."),
-        (job.loss.fused_linear_cross_entropy, "without a fused loss only."),
+        (fuses_loss(job), "without a fused loss only."),
     ]
     return next((f"{size}: compared with its trace {sentence}" for fails, sentence in checks if fails), "")
 
@@ -206,7 +206,7 @@ def _context_reason(job: TrainingJob) -> str:
             f"context parallelism with sharding={layout.sharding!r} is not modelled; accelerate has it with fsdp2, hsdp, a "
             "plain loop also without sharding.",
         ),
-        (job.loss.fused_linear_cross_entropy, "a fused loss under context parallelism is not modelled."),
+        (fuses_loss(job), "a fused loss under context parallelism is not modelled."),
         (job.precision.compute == "float8", "float8 under context parallelism is not modelled."),
         (job.offload.activations, "offloaded activations under context parallelism are not modelled."),
     ]
@@ -296,7 +296,7 @@ def _pipeline_reason(job: TrainingJob) -> str:
         ),
         (bool(job.framework_options.get("autocast")), "autocast in pipeline stages is not modelled."),
         (job.precision.compute == "float8", "float8 in pipeline stages is not modelled."),
-        (job.loss.fused_linear_cross_entropy, "a fused loss in pipeline stages is not modelled."),
+        (fuses_loss(job), "a fused loss in pipeline stages is not modelled."),
         (job.offload != Offload(), "offload in pipeline stages is not modelled."),
         (bool(job.framework_options.get("liger_kernels")), "Liger's kernels in pipeline stages are not modelled."),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import conventions
+from peakcast.conventions import conventions, fuses_loss
 from peakcast.dialects.hf_families import FAMILIES
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.adapter_scope import adapter_reason
@@ -103,7 +103,7 @@ def _encoder_decoder_reason(job: TrainingJob) -> str:
         (bool(job.finetuning.quantization), "quantised weights are not modelled for it."),
         (job.offload != Offload(), "offloading is not modelled for it."),
         (
-            bool(conventions(job).get("liger_kernels")) or job.loss.fused_linear_cross_entropy,
+            bool(conventions(job).get("liger_kernels")) or fuses_loss(job),
             "Liger has no kernels for it.",
         ),
     ]
@@ -141,7 +141,7 @@ def _in_backward_reason(job: TrainingJob) -> str:
             "is not modelled under autocast in float16: the loss scaler would have to be asked for every gradient.",
         ),
         (
-            job.loss.fused_linear_cross_entropy and job.finetuning.method == "full" and not at_once,
+            fuses_loss(job) and job.finetuning.method == "full" and not at_once,
             "is not all counted beside a fused loss: backward is up to 1.2 % below its trace.",
         ),
         (
@@ -188,11 +188,11 @@ def _kernels_reason(job: TrainingJob) -> str:
     flash, flex = job.attention == "flash_attention_2", job.attention == "flex"
     checks = [
         (
-            (kernels or job.loss.fused_linear_cross_entropy) and family not in LIGER_FAMILIES,
+            (kernels or fuses_loss(job)) and family not in LIGER_FAMILIES,
             f"Liger has no kernels for model_type={family!r}, which runs without them.",
         ),
         (
-            job.loss.fused_linear_cross_entropy and family == "granite",
+            fuses_loss(job) and family == "granite",
             "Liger has no fused loss for Granite and raises an error; set loss.fused_linear_cross_entropy=false.",
         ),
         (kernels and job.architecture.moe is not None, "Liger's kernels for experts are not modelled."),
