@@ -169,6 +169,7 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         float16=(job.precision.compute if autocast else gathered_dtype(job)) == "float16",
         norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
         attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
+        repeats_key_value=bool(convention.get("flash_attention_repeats_key_value")),
         finetuning=job.finetuning,
         adapter_bytes=int(DTYPE_BYTES[adapter]),
         adapter_input_bytes=_adapter_input_bytes(job),

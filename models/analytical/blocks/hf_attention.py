@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from peakcast.dialects.hf_rotary import rotated_width
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.attention_kernels import attention, attention_kernel
+from peakcast.models.analytical.blocks.eager_attention import repeat_key_value
 from peakcast.models.analytical.blocks.fused_lora import fused_projections, is_fused
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_traits import traits
@@ -54,6 +55,8 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
         variables += parts if family.rotary_inline else []
     if context.cache:
         k, v = update_cache(build, k, v)
+    if context.repeats_key_value and attention_kernel(context) == "flash_attention_2":
+        k, v = repeat_key_value(build, q, k, v)
     output = attention(build, q, k, v)
     # flash attention's result is laid out as the queries are
     by_head = attention_kernel(context) in ("flash", "flash_attention_2") and not context.mask_of_batch

@@ -61,6 +61,8 @@ class HFContext:
     logits_upcast: str
     first_layer: bool = False
     """The first layer reads what the embedding gives, in the weights' dtype, where later ones read a wider stream."""
+    repeats_key_value: bool = False
+    """Whether flash attention is given a copy of each key and value head for every query head (older transformers)."""
     input_requires_grad: bool = True
     """False for the first layer of a network with adapters and no checkpointing: nothing before an adapter is kept."""
     rotates: bool = True
