@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import conventions
+from peakcast.conventions import conventions, fuses_loss
 from peakcast.dialects.hf_families import FAMILIES
 from peakcast.findings import (
     FAILS,
@@ -159,7 +159,7 @@ def _encoder_decoder_reason(job: TrainingJob) -> Finding | None:
         ),
         (job.offload != Offload(), "offloading is not modelled for it.", UNKNOWN, "offload"),
         (
-            bool(conventions(job).get("liger_kernels")) or job.loss.fused_linear_cross_entropy,
+            bool(conventions(job).get("liger_kernels")) or fuses_loss(job),
             "Liger has no kernels for it.",
             UNKNOWN,
             "framework_options.liger_kernels",
@@ -201,7 +201,7 @@ def _in_backward_reason(job: TrainingJob) -> Finding | None:
             "is not modelled under autocast in float16: the loss scaler would have to be asked for every gradient.",
         ),
         (
-            job.loss.fused_linear_cross_entropy and job.finetuning.method == "full" and not at_once,
+            fuses_loss(job) and job.finetuning.method == "full" and not at_once,
             "is not all counted beside a fused loss: backward is up to 1.2 % below its trace.",
             NEARLY_MORE,
         ),
@@ -250,11 +250,11 @@ def _kernels_reason(job: TrainingJob) -> Finding | None:
     flash, flex = job.attention == "flash_attention_2", job.attention == "flex"
     checks: list[Check] = [
         (
-            (kernels or job.loss.fused_linear_cross_entropy) and family not in LIGER_FAMILIES,
+            (kernels or fuses_loss(job)) and family not in LIGER_FAMILIES,
             f"Liger has no kernels for model_type={family!r}, which runs without them.",
         ),
         (
-            job.loss.fused_linear_cross_entropy and family == "granite",
+            fuses_loss(job) and family == "granite",
             "Liger has no fused loss for Granite and raises an error; set loss.fused_linear_cross_entropy=false.",
             FAILS,
             "loss.fused_linear_cross_entropy",

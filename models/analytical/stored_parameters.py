@@ -12,7 +12,7 @@ from peakcast.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.micro_batch import Batch
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
-from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
+from peakcast.models.analytical.layouts import adapters_are_whole, expert_ranks, gathered_dtype
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.parameter_tensor import ParameterTensor
 from peakcast.models.analytical.parameters import (
@@ -78,18 +78,18 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
         )
     stored = [part for module, tensor in everything for part in _frozen(tensor, module, job, size, used)]
     rank, width = job.finetuning.rank or 0, int(DTYPE_BYTES[adapter_dtype(job)])
-    mixed = used if mixes_precision(job) else width
+    whole = adapters_are_whole(job)
+    mixed = used if mixes_precision(job) and not whole else width
     for module, tensor in everything:
         name = tensor.name.removesuffix(".weight")
         if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):
             out_features, in_features = group.shape(tensor)
             sums = group.sequence and tensor.tensor_parallel_dim == 1 and job.parallelism.num_replicas == 1
-            stored.append(StoredTensor(f"{name}.lora_A", module, (rank, in_features), width, mixed, trains=True))
-            stored.append(
-                StoredTensor(
-                    f"{name}.lora_B", module, (out_features, rank), width, mixed, trains=True, sums_gradient=sums
-                )
+            first = StoredTensor(f"{name}.lora_A", module, (rank, in_features), width, mixed, trains=True)
+            second = StoredTensor(
+                f"{name}.lora_B", module, (out_features, rank), width, mixed, trains=True, sums_gradient=sums
             )
+            stored += [replace(tensor, sharded=not whole) for tensor in (first, second)]
         elif name == "score":  # of a classifier peft trains a copy of the head itself (`modules_to_save`)
             stored.append(StoredTensor(f"{name}.copy", module, tensor.shape, size, used, trains=True))
     return tuple(stored)

@@ -140,6 +140,35 @@ class Tape:
         )
         return output
 
+    def function(
+        self,
+        name: str,
+        made: Sequence[Tensor],
+        reads: Sequence[Tensor],
+        *,
+        saves: Sequence[Tensor],
+        weight_gradients: Sequence[WeightGradient] = (),
+        backward_temporary_bytes: int = 0,
+        gradients_in_place: bool = False,
+    ) -> list[Tensor]:
+        """A `torch.autograd.Function` whose forward is the operations appended before, which are in no graph: its results,
+        `made` by them, of `reads`. Its backward runs when the gradients of all of them are there."""
+        index = len(self._operations)
+        for tensor in (*made, *reads):
+            tensor.storage.last_read = max(tensor.storage.last_read, index)
+        for tensor in saves:
+            self._keep(tensor.storage, index)
+        outputs = [Tensor(tensor.storage, tensor.num_bytes, requires_grad=True) for tensor in made]
+        gradients: list[tuple[Tensor, int | None]] = [(x, x.num_bytes) for x in reads if x.requires_grad]
+        saved_bytes = [tensor.num_bytes for tensor in saves]
+        self._operations.append(
+            Operation(
+                *(name, outputs, gradients, weight_gradients, 0, backward_temporary_bytes, gradients_in_place, saved_bytes),
+                keeps_results=True,
+            )
+        )
+        return outputs
+
     def split(self, tensor: Tensor, sizes: Sequence[int], name: str = "split") -> list[Tensor]:
         """Views of `tensor` of the given bytes; their gradients are concatenated into a new one in backward."""
         index = len(self._operations)

@@ -251,7 +251,7 @@ class BlockBuilder:
         return context.float8 and fits and name not in context.float8_skips
 
     def norm(self, x: Tensor, width: int, name: str, rows: int | None = None, *, fused: bool = True) -> Tensor:
-        """The architecture's norm over the last `width` elements; `fused`: by Liger's kernel, where the job has it."""
+        """The architecture's norm over the last `width` elements; `fused`: by a fused kernel, where the job has one."""
         output = self._norm(x, width, name, self.rows if rows is None else rows, fused=fused)
         self.tape.hold(x)  # the module's argument, until it returns
         return output
@@ -260,7 +260,7 @@ class BlockBuilder:
         context, kind = self.context, self.context.architecture.normalization
         family = traits(context.architecture)
         narrow = x.num_bytes
-        if kind == "rmsnorm" and context.liger and fused:
+        if kind == "rmsnorm" and context.kernels.norm and fused:
             return ops.fused_rms_norm(
                 self.tape,
                 x,

@@ -213,7 +213,8 @@ def head(context: HFContext) -> Template:
         tape.begin_loss()
         logits = _shift(tape, logits, shifted_rows, rows)
         kept = [narrow, logits]
-        if context.autocast and context.compute_bytes != FP32:  # cross_entropy is on autocast's fp32 list
+        eager = context.kernels.loss == "eager"
+        if eager and context.autocast and context.compute_bytes != FP32:  # cross_entropy is on autocast's fp32 list
             logits = _logits_op(tape, logits, logits.num_bytes // context.compute_bytes * FP32, "logits.to_float32")
     else:
         tape.begin_loss()
@@ -228,6 +229,8 @@ def head(context: HFContext) -> Template:
             kept += [] if context.in_stages else labels
     if group.loss:
         _loss_over_parts(tape, logits)
+    elif context.kernels.loss == "in_place":
+        _loss_in_place(tape, logits, context)
     else:
         log_probabilities = tape.operation(
             "log_softmax",
@@ -269,6 +272,22 @@ def _compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> Template:
         backward_temporary_bytes=logits.num_bytes if whole else 0,
     )
     return tape.finish()
+
+
+def _loss_in_place(tape: Tape, logits: Tensor, context: HFContext) -> None:
+    """Unsloth's cross entropy: keeps the logits and a number a row, and writes their gradient where they are
+    (fms-acceleration `kernels/unsloth/cross_entropy_loss.py`, Fast_CrossEntropyLoss)."""
+    losses = tape.operation(
+        "cross_entropy",
+        [logits],
+        context.rows * FP32,
+        saves=[logits],
+        extra_saved_bytes=[context.rows * FP32],
+        gradients_in_place=True,
+        category=Category.LOGITS,
+        is_function=True,
+    )
+    tape.operation("cross_entropy.sum", [losses], FP32)
 
 
 def _loss_over_parts(tape: Tape, logits: Tensor) -> None:

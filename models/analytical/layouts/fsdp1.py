@@ -151,14 +151,16 @@ class FSDP1(ShardedLayout):
             step.hold("flat_param", Category.PARAMETERS, size, 0, module=unit.name)
 
     def optimized(self) -> list[TrainedTensor]:
-        """In the order of the network's modules: the root's flat parameter is the first."""
+        """In the order of the network's modules: the root's flat parameter is the first. What is whole is so here too."""
+        whole = {tensor: tensor.optimized(tensor.shape) for tensor in self.tensors if tensor.trains and not tensor.sharded}
         if not self.original:
-            return [
+            parts = [
                 TrainedTensor("flat_param", unit.name, (self._part_numel(unit),), unit.tensors[0].element_bytes)
                 for unit in self.by_module()
                 if unit.trained
             ]
-        pieces = {}
+            return [*parts, *whole.values()]
+        pieces = whole
         for unit in self.units:
             part = self._part_numel(unit)
             for tensor, begin in zip(unit.tensors, self._offsets(unit), strict=False):
