@@ -88,9 +88,12 @@ def case_of(record: Mapping[str, str], versions: Mapping[str, str]) -> Case:
     translation = _translation(record, versions, quantized, length)
     num_gpus = int(record["num_gpus"])
     options = dict(translation.job.framework_options)
-    if setup == "baseline-peft-bnb" and num_gpus == 1:  # trl 0.13 casts no sharded model (`is_sharded_qlora`)
+    if setup == "baseline-peft-bnb" and num_gpus == 1:  # trl casts no sharded model (`is_sharded_qlora`)
         options["norms_in_float32"] = True
         facts.append("Norms are in fp32, cast by trl: allocated-after-step is larger than accelerated-peft-bnb's by them.")
+        if not _is_true(record, "bf16"):
+            options["ends_in_float32"] = True
+            facts.append("Token table and lm_head are in fp32: trl 0.9.6 narrows them again with bf16=True only.")
     if "foak" in setup:
         options["fused_kernels"] = True
     reasons = [*translation.unsupported, *([NETWORK_REASONS[model]] if model in NETWORK_REASONS else [])]

@@ -153,7 +153,8 @@ class BlockBuilder:
         return result
 
     def _quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
-        """bitsandbytes MatMul4Bit / GPTQ: keeps no input; the whole matrix is dequantised in forward and backward."""
+        """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and backward; no input is kept but by
+        old bitsandbytes."""
         context, tape = self.context, self.tape
         rows, compute = self.rows, context.compute_bytes
         wide = x.num_bytes
@@ -164,6 +165,7 @@ class BlockBuilder:
             name,
             [x],
             rows * out_features * compute,
+            saves=[x] if context.quantized_linears_keep_input else [],
             forward_temporary_bytes=matrix,
             backward_temporary_bytes=matrix,
             kind="matmul",
