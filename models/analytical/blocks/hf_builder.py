@@ -165,11 +165,12 @@ class BlockBuilder:
             name,
             [x],
             rows * out_features * compute,
-            saves=[x] if context.quantized_linears_keep_input else [],
             forward_temporary_bytes=matrix,
             backward_temporary_bytes=matrix,
             kind="matmul",
         )
+        if context.quantized_linears_keep_input:
+            tape.keep_with_graph(x)
         if wide > rows * in_features * compute:
             result = ops.cast(tape, result, rows * out_features * (wide // (rows * in_features)), f"{name}.to_input_dtype")
         return result
