@@ -56,6 +56,9 @@ NETWORK_REASONS = {
     "ibm-granite/granite-4.0-tiny-preview": "The network is a hybrid (Mamba-2) whose shape no file at hand gives.",
 }
 
+FSDP = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_backward_prefetch": "BACKWARD_PRE", "mixed_precision": "no"}
+"""The settings of accelerate for several GPUs."""
+
 COMMON_ASSUMPTIONS = (
     "peak_device_bytes is nvidia-smi's use with what was used when idle subtracted, in whole MiB.",
     "For several GPUs the source gives one number, taken as rank 0's; its nvidia-smi number looks like a mean (odd MiB).",
@@ -133,7 +136,7 @@ def _translation(
             "quantization_config": quantized,
         },
         peft=_adapter(record) if record.get("peft_method") == "lora" else None,
-        fsdp={"fsdp_sharding_strategy": "FULL_SHARD", "mixed_precision": "no"} if num_gpus > 1 else None,
+        fsdp=FSDP if num_gpus > 1 else None,
         num_gpus=num_gpus,
         versions=versions,
     )
