@@ -78,6 +78,8 @@ def adapter_dtype(job: TrainingJob) -> str:
     if job.parallelism.zero_stage in stages:
         return job.precision.parameters
     chosen: str = job.finetuning.adapter_dtype or conventions(job).get("adapter_dtype", "float32")
+    if chosen == "base_layer":
+        return "float32" if whole else job.precision.parameters
     return chosen
 
 

@@ -167,6 +167,7 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
         autocast=autocast,
         float16=(job.precision.compute if autocast else gathered_dtype(job)) == "float16",
+        end_weight_bytes=FP32 if convention.get("ends_in_float32") else weight,
         norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
         attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
         repeats_key_value=bool(convention.get("flash_attention_repeats_key_value")),
@@ -183,6 +184,7 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         loss_chunks=int(convention.get("loss_chunks", 0)),
         loss="cross_entropy" if makes_whole_logits(job) else job.loss.kind,
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
+        quantized_linears_keep_input=bool(convention.get("quantized_linears_keep_input")),
         linears_keep_input=job.parallelism.zero_stage == 3,
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
         narrows_final_norm=_narrows_final_norm(job),
@@ -262,7 +264,7 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         skips |= {f"self_attn.{_first_linear(context.architecture)}"}
     return replace(
         context,
-        first_layer=index == 0 and context.stream_bytes != context.weight_bytes,
+        first_layer=index == 0 and context.stream_bytes != context.end_weight_bytes,
         # peft's enable_input_require_grads comes with checkpointing only
         input_requires_grad=index > 0 or not adapters_alone,
         routed=context.architecture.is_moe_layer(index),

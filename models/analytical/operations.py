@@ -14,7 +14,7 @@ KEPT_KINDS = ("attention", "reduce_scatter", "topk", "all_to_all")
 class Storage:
     """Bytes of one allocation and how long they live on this tape."""
 
-    __slots__ = ("born", "category", "kind", "last_read", "last_saver", "name", "num_bytes")
+    __slots__ = ("born", "category", "kind", "last_read", "last_saver", "name", "num_bytes", "of_graph")
 
     def __init__(self, name: str, num_bytes: int, category: Category, born: int, kind: str = "") -> None:
         self.name = name
@@ -24,6 +24,7 @@ class Storage:
         self.born = born
         self.last_read = born
         self.last_saver: int | None = None  # the earliest operation that keeps it: the last to run in backward
+        self.of_graph = False  # an attribute of a node, not among what autograd keeps for it: there as long as the graph
 
 
 class Tensor:

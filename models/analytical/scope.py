@@ -419,8 +419,8 @@ def _huggingface_reason(job: TrainingJob) -> Finding | None:
         ),
         (
             (job.offload.parameters or job.offload.optimizer)
-            and not (_offloads_with_fsdp2(job) or _offloads_with_zero(job)),
-            "offload of parameters or optimizer states is modelled for FSDP2's policy and ZeRO only.",
+            and not (_offloads_with_fsdp(job) or _offloads_with_zero(job)),
+            "offload of parameters or optimizer states is modelled for FSDP's and ZeRO's only.",
             UNKNOWN,
             "offload",
         ),
@@ -478,8 +478,8 @@ def _offloads_with_zero(job: TrainingJob) -> bool:
     return job.parallelism.zero_stage > 0
 
 
-def _offloads_with_fsdp2(job: TrainingJob) -> bool:
-    """FSDP2's CPUOffloadPolicy moves parameters, gradients and the optimizer's states together."""
+def _offloads_with_fsdp(job: TrainingJob) -> bool:
+    """FSDP1's CPUOffload and FSDP2's CPUOffloadPolicy move parameters, gradients and the optimizer's states together."""
     layout = job.parallelism
-    sharded = layout.sharding in ("fsdp2", "hsdp") and layout.num_replicas > 1
+    sharded = layout.sharding in ("fsdp1", "fsdp2", "hsdp") and layout.num_replicas > 1
     return sharded and job.offload == Offload(parameters=True, optimizer=True)

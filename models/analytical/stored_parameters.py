@@ -117,6 +117,8 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
     ranks = expert_ranks(job) if tensor.role == "expert" else 1
     if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
         size = used = FP32
+    if module in ("embedding", "head") and tensor.role != "norm" and conventions(job).get("ends_in_float32"):
+        size = used = FP32
     shape = tensor_parallel(job).shape(tensor)
     return [StoredTensor(tensor.name, module, shape, size, used, trains=False, expert_ranks=ranks)]
 

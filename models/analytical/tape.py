@@ -186,6 +186,10 @@ class Tape:
         """Autograd keeps `tensor` until the backward of the operation that was appended last has run."""
         self._keep(tensor.storage, len(self._operations) - 1)
 
+    def keep_with_graph(self, tensor: Tensor) -> None:
+        """A node of the graph has `tensor` as an attribute, which nothing releases before the graph goes."""
+        tensor.storage.of_graph = True
+
     def begin_loss(self) -> None:
         """The operations from here on are the loss."""
         self._loss_from = len(self._operations)
@@ -235,7 +239,7 @@ class Tape:
                 continue
             if kept and storage.born >= last_saver:
                 dies, in_backward = len(backward), True  # a recomputation stops there and never asks for it
-            if beside is not None and storage is beside.storage:
+            if storage.of_graph or (beside is not None and storage is beside.storage):
                 dies, in_backward = len(backward), True
             if in_backward and dies == saver and storage.last_saver is not None:
                 released[storage.last_saver] = released.get(storage.last_saver, 0) + storage.num_bytes

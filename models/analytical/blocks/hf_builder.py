@@ -153,7 +153,8 @@ class BlockBuilder:
         return result
 
     def _quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
-        """bitsandbytes MatMul4Bit / GPTQ: keeps no input; the whole matrix is dequantised in forward and backward."""
+        """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and backward; no input is kept but by
+        old bitsandbytes."""
         context, tape = self.context, self.tape
         rows, compute = self.rows, context.compute_bytes
         wide = x.num_bytes
@@ -168,6 +169,8 @@ class BlockBuilder:
             backward_temporary_bytes=matrix,
             kind="matmul",
         )
+        if context.quantized_linears_keep_input:
+            tape.keep_with_graph(x)
         if wide > rows * in_features * compute:
             result = ops.cast(tape, result, rows * out_features * (wide // (rows * in_features)), f"{name}.to_input_dtype")
         return result

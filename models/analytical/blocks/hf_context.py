@@ -50,6 +50,8 @@ class HFContext:
     float16: bool = False
     """Whether matrix products are in float16, which CUDA's softmax widens by itself (torch `native/SoftMax.cpp`
     half_to_float)."""
+    end_weight_bytes: int
+    """Bytes of one element of the token table and the lm_head: wider than `weight_bytes` where a trainer casts them."""
     norm_weight_bytes: int
     """Bytes of one element of the norms' weights: wider than `weight_bytes` where a trainer casts norms to fp32."""
     attention: str
@@ -102,6 +104,8 @@ class HFContext:
     """Of the others, what the head makes (`preference_heads.py`)."""
     fused_loss_temporary_bytes: int = 0
     """Bytes per element of the lm_head that each chunk of the fused loss makes in passing."""
+    quantized_linears_keep_input: bool = False
+    """Whether bitsandbytes keeps the input of a frozen 4-bit matrix, for a gradient that nobody takes (before 0.43.2)."""
     linears_keep_input: bool = False
     """Also under a frozen weight: DeepSpeed's stage 3 has a Linear of its own (0.19 `runtime/zero/linear.py`)."""
     splits_backward: bool = False
@@ -149,7 +153,7 @@ class HFContext:
     @property
     def input_bytes(self) -> int:
         """Bytes of one layer's input."""
-        size = self.weight_bytes if self.first_layer else self.stream_bytes
+        size = self.end_weight_bytes if self.first_layer else self.stream_bytes
         return self.stream_rows * self.architecture.hidden_size * size
 
     @property

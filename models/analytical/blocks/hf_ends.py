@@ -34,10 +34,10 @@ def embedding(context: HFContext) -> Template:
     architecture, tape = context.architecture, Tape(saves_on_cpu=context.saves_on_cpu)
     build = BlockBuilder(tape, context)
     rows, width = context.rows, architecture.hidden_size
-    size = context.weight_bytes
+    size = context.end_weight_bytes
     trains, group = context.trainable, context.group
-    weight = architecture.vocab_size * width * context.weight_bytes  # of the gradient: whole on every tensor-parallel rank
-    part = group.part(architecture.vocab_size) * width * context.weight_bytes
+    weight = architecture.vocab_size * width * context.end_weight_bytes  # of its gradient: whole on every rank
+    part = group.part(architecture.vocab_size) * width * context.end_weight_bytes
     tied = trains and architecture.tie_word_embeddings
     summed_last: list[tuple[Tensor, int | None]] = []
     if tied_in_graph(context):  # backward ends with lm_head's own product, which adds the gradient from here
@@ -88,7 +88,7 @@ def embedding(context: HFContext) -> Template:
                     "embed_positions.weight.grad",
                     (architecture.max_position_embeddings + architecture.position_embedding_offset)
                     * width
-                    * context.weight_bytes,
+                    * context.end_weight_bytes,
                 )
             ]
             if trains
@@ -130,7 +130,7 @@ def embedding_variables(context: HFContext) -> tuple[bool, list[int]]:
     """What the model's forward still holds by name while its layers run: whether that is the first layer's input itself,
     and the bytes of each."""
     architecture = context.architecture
-    tokens = context.stream_rows * architecture.hidden_size * context.weight_bytes
+    tokens = context.stream_rows * architecture.hidden_size * context.end_weight_bytes
     if architecture.position_embedding == "learned" and architecture.kind == "decoder":
         once = tokens if traits(architecture).positions_per_sequence else tokens // context.batch
         return False, [tokens, once]
@@ -184,7 +184,7 @@ def head(context: HFContext) -> Template:
         return tape.finish()
     inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
     trains = context.trainable and not tied_in_graph(context)
-    logits = build.linear(inputs, width, vocabulary, "lm_head", architecture.lm_head_bias, trains, context.weight_bytes)
+    logits = build.linear(inputs, width, vocabulary, "lm_head", architecture.lm_head_bias, trains, context.end_weight_bytes)
     logits.storage.category = Category.LOGITS
     if group.ranks > 1 and not group.loss:
         vocabulary = architecture.vocab_size

@@ -71,6 +71,7 @@ def layout_of(
         )
     if parallelism.sharding == "fsdp1":
         reentrant = job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant
+        around_units = reentrant and bool(chosen.get("checkpoints_around_units"))
         return FSDP1(
             tensors,
             # peft's fsdp_auto_wrap_policy
@@ -78,12 +79,16 @@ def layout_of(
             shards=ranks,
             reduce_bytes=reduced_bytes(job),
             waits=waits,
-            prefetches=chosen["fsdp1_backward_prefetch"],
+            # a unit's first forward has no graph where a reentrant checkpoint is around it, so that no hook says that its
+            # backward will need it, and none fetches it (torch 2.13 `_runtime_utils.py` _register_pre_backward_hooks,
+            # _get_handle_to_prefetch: `_needs_pre_backward_unshard`)
+            prefetches="" if around_units else chosen["fsdp1_backward_prefetch"],
             original=bool(chosen["fsdp1_use_orig_params"]),
-            keeps_inputs=reentrant and bool(chosen.get("checkpoints_around_units")),
+            keeps_inputs=around_units,
             broadcasts=bool(chosen["fsdp1_sync_module_states"]),
             stays_after_forward=stays_after_forward,
             limits=bool(chosen["fsdp1_limit_all_gathers"]),
+            offloads=job.offload.parameters,
         )
     # the Trainer looks for unused parameters unless it checkpoints (transformers trainer.py `_build_accelerator_args`)
     finds_unused = bool(chosen.get("trainer")) and job.activation_checkpointing.mode == "none"
