@@ -109,13 +109,17 @@ def _of_the_ledger(job: TrainingJob, device: Device, rank: int | None) -> Baseli
     """Remembered, because an answer and what it says of other GPU types rest on the same one."""
     from peakcast.models.analytical.building import building
 
-    return _baseline(job, device, rank, _analytical_ledger(), building(job, rank))
+    return _baseline(job, device, rank, _analytical_ledger(), lambda chosen: building(job, chosen))
 
 
 def _baseline(
-    job: TrainingJob, device: Device, rank: int | None, ledger: Ledger, before: Sequence[Timeline] = ()
+    job: TrainingJob,
+    device: Device,
+    rank: int | None,
+    ledger: Ledger,
+    before: Callable[[int], Sequence[Timeline]] = lambda chosen: (),
 ) -> Baseline:
-    """`before`: what the run does before its first step."""
+    """`before`: what the run does on a rank before its first step."""
     if job.finetuning.method != "full" and job.framework != "megatron":
         require_adapters(job)
     candidates = ranks_that_differ(job) if rank is None else (rank,)
@@ -125,7 +129,7 @@ def _baseline(
     first = ledger(job, device=device, rank=chosen, step="first")
     context, communicators = context_bytes(device), communicator_bytes(job)
     steps = _drawn_steps(job, device, chosen, ledger) if lengths_change(job) else [first, steady]
-    run = _replay([*before, *steps], job, device, context + communicators)
+    run = _replay([*before(chosen), *steps], job, device, context + communicators)
     higher = max((steady, first), key=lambda step: step.peak().num_bytes)
     peak = higher.peak()
     return Baseline(

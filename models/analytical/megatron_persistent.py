@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -87,6 +87,11 @@ class Buffer:
     elements: int
     pieces: list[tuple[Parameter, int]]
 
+    @property
+    def whole(self) -> list[tuple[Parameter, int]]:
+        """Every parameter with all its elements."""
+        return [(p, p.numel) for p in self.parameters]
+
 
 @lru_cache(maxsize=64)
 def buffers(share: RankShare) -> list[Buffer]:
@@ -110,11 +115,15 @@ def hold_parameters(step: Step, share: RankShare) -> None:
         if buffer.rules.sharded:
             step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * weight, 0, module="model")
         else:
-            step.hold_all([(p.name, p.module, p.numel * weight) for p in buffer.parameters], Category.PARAMETERS)
+            step.hold_all(tensors_of(buffer.whole, "", weight), Category.PARAMETERS)
         step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, 0, module="model")
         if weight != FP32:
-            main = [(f"{p.name}.main", p.module, owned * FP32) for p, owned in buffer.pieces]
-            step.hold_all(main, Category.MAIN_PARAMETERS)
+            step.hold_all(tensors_of(buffer.pieces, ".main", FP32), Category.MAIN_PARAMETERS)
+
+
+def tensors_of(pieces: Iterable[tuple[Parameter, int]], suffix: str, width: int) -> list[tuple[str, str, int]]:
+    """(name, module, bytes) of the tensors of `width` bytes an element for the first elements of each parameter."""
+    return [(f"{p.name}{suffix}", p.module, part * width) for p, numel in pieces for part in p.parts(numel)]
 
 
 def widens_gradients(share: RankShare) -> bool:
@@ -125,8 +134,8 @@ def widens_gradients(share: RankShare) -> bool:
 
 def hold_previous_gradients(step: Step, share: RankShare) -> None:
     """Those of the step before, until `zero_grad`, with which a step begins once the buffers are zero."""
-    wide = ((f"{p.name}.main_grad", p.module, owned * FP32) for b in buffers(share) for p, owned in b.pieces)
-    step.hold_all(wide, Category.GRADIENTS, 0, 1)
+    for buffer in buffers(share):
+        step.hold_all(tensors_of(buffer.pieces, ".main_grad", FP32), Category.GRADIENTS, 0, 1)
 
 
 def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
@@ -141,13 +150,12 @@ def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
     for buffer in buffers(share):
         for p, owned in buffer.pieces:
             groups[len(p.shape) > 1] += owned * width
-        for p, owned in buffer.pieces if widened else ():
-            for name in names:
-                step.hold(f"{p.name}.{name}", Category.OPTIMIZER_STATES, owned * width, born, module=p.module)
-            step.hold(f"{p.name}.main_grad", Category.GRADIENTS, owned * FP32, now, FOREVER, p.module)
-        if not widened:
-            states = [(f"{p.name}.{name}", p.module, owned * width) for p, owned in buffer.pieces for name in names]
-            step.hold_all(states, Category.OPTIMIZER_STATES, born)
+        for p, owned in buffer.pieces:
+            for part in p.parts(owned):
+                for name in names:
+                    step.hold(f"{p.name}.{name}", Category.OPTIMIZER_STATES, part * width, born, module=p.module)
+                if widened:
+                    step.hold(f"{p.name}.main_grad", Category.GRADIENTS, part * FP32, now, FOREVER, p.module)
     if share.convention.get("adam_library") == "torch" and groups:
         # AdamW's foreach path: the square roots of a group's second moments; vectors and biases are a group of their own,
         # without weight decay (`get_standard_config_overrides`)
