@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from peakcast.conventions import release, unmodelled_versions
+from peakcast.conventions import unmodelled_versions
 from peakcast.errors import CalibrationError
 from peakcast.lengths import lengths_change
 from peakcast.models.grouping import feed_forward_of, layout_of
 from peakcast.models.strict import number, read, texts
 from peakcast.spec import TrainingJob
+from peakcast.versions import release, resolved
 
 if TYPE_CHECKING:
     from peakcast.models.samples import Sample
@@ -68,7 +69,7 @@ class Domain:
         for sample in samples:
             for name, value in traits(sample.row.job).items():
                 seen.setdefault(name, set()).add(value)
-            for package, version in sample.row.job.versions.items():
+            for package, version in resolved(sample.row.job.versions).items():
                 versions.setdefault(package, set()).add(_minor(str(version)))
         spans = {name: [sample.features[name] for sample in samples] for name in RANGED if samples}
         return cls(
@@ -98,7 +99,7 @@ class Domain:
                         1,
                     )
                 )
-        for package, version in job.versions.items():
+        for package, version in resolved(job.versions).items():
             seen = self.versions.get(package)
             if seen and _minor(str(version)) not in seen:
                 reasons.append(

@@ -13,7 +13,6 @@ from typing import Any
 
 from peakcast.collectors.published.source_files import read_jsonl
 from peakcast.dialects.megatron import from_megatron
-from peakcast.fields import FrozenMapping
 from peakcast.records import Measurement
 
 ASSUMPTIONS = (
@@ -29,9 +28,9 @@ def read_simumax_b200(path: Path) -> list[Measurement]:
 
 def _measurement(record: Mapping[str, Any]) -> Measurement:
     run, measured, note = record["megatron"], record["measured"], record["note"]
-    translation = from_megatron(run["arguments"], run["num_gpus"], run["env"])
+    translation = from_megatron(run["arguments"], run["num_gpus"], run["env"], run["versions"])
     return Measurement(
-        job=translation.job.replace(versions=FrozenMapping(run["versions"])),
+        job=translation.job,
         gpu=record["gpu"],
         provenance="published",
         source=record["source"],

@@ -27,6 +27,7 @@ from peakcast.spec import (
     Parallelism,
     TrainingJob,
 )
+from peakcast.versions import check_versions
 
 OPTIMIZERS: dict[str, OptimizerName] = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon", "lion": "lion"}
 BACKENDS: dict[str, Literal["eager", "sdpa", "flash_attention_2"]] = {
@@ -34,9 +35,15 @@ BACKENDS: dict[str, Literal["eager", "sdpa", "flash_attention_2"]] = {
 }  # fmt: skip
 
 
-def from_megatron(arguments: Mapping[str, Any], num_gpus: int = 1, env: Mapping[str, Any] | None = None) -> Translation:
+def from_megatron(
+    arguments: Mapping[str, Any],
+    num_gpus: int = 1,
+    env: Mapping[str, Any] | None = None,
+    versions: Mapping[str, Any] | None = None,
+) -> Translation:
     """The job of a Megatron-LM command line: `arguments` by flag name (dashes or underscores, with or without the leading
-    ones; values may be texts), on `num_gpus` GPUs in all, with the environment variables `env`.
+    ones; values may be texts), on `num_gpus` GPUs in all, with the environment variables `env` and the package `versions`
+    (`megatron_core: "0.14"`, or `ngc_pytorch: "26.04"`), whose defaults hold.
 
     Raises: SpecError naming the flag, its value, the rule and the way out.
     """
@@ -51,6 +58,7 @@ def from_megatron(arguments: Mapping[str, Any], num_gpus: int = 1, env: Mapping[
     job = TrainingJob(
         architecture=architecture,
         framework="megatron",
+        versions=FrozenMapping(check_versions(versions or {})),
         micro_batch_size=micro_batch_size,
         sequence_length=_sequence_length(settings, parallelism),
         decoder_sequence_length=settings.integer("decoder_seq_length") if architecture.num_decoder_layers else None,

@@ -10,8 +10,9 @@ from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.models.analytical.pipeline import pipeline_rank, stage_chunks
 from peakcast.models.analytical.scope import out_of_scope
-from peakcast.models.baseline import Baseline, baseline, context_bytes, usable_bytes
+from peakcast.models.baseline import Baseline, baseline, usable_bytes
 from peakcast.models.calibration import calibration_for
+from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.domain import Outside
 from peakcast.models.features import features
 from peakcast.models.predict import combine, judge, reasons_outside
@@ -28,7 +29,7 @@ def gpu_verdicts(job: TrainingJob, device: Device, rank: int | None, severity: i
     base, scope = baseline(job, device, rank), out_of_scope(job)
     verdicts = []
     for other in sorted(map(catalog.gpu, catalog.gpu_names()), key=lambda gpu: gpu.cuda_memory_bytes):
-        moved = _moved(base, other)
+        moved = _moved(base, job, other)
         calibration, _ = calibration_for(other)
         row = features(job, other, moved)
         reasons = reasons_outside(job, other, row, calibration, scope=scope)
@@ -41,10 +42,10 @@ def gpu_verdicts(job: TrainingJob, device: Device, rank: int | None, severity: i
     return tuple(verdicts)
 
 
-def _moved(base: Baseline, device: Device) -> Baseline:
-    context = context_bytes(device)
-    outside = context + base.communicator_bytes
-    return replace(base, context_bytes=context, peak_device_bytes=base.peak_reserved_bytes + outside)
+def _moved(base: Baseline, job: TrainingJob, device: Device) -> Baseline:
+    context, communicators = context_bytes(device, job.versions), communicator_bytes(job, device)
+    device_bytes = base.peak_reserved_bytes + context + communicators
+    return replace(base, context_bytes=context, communicator_bytes=communicators, peak_device_bytes=device_bytes)
 
 
 # -- ranks --------------------------------------------------------------------------------------------------------------

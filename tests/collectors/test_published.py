@@ -9,6 +9,7 @@ import pytest
 
 from peakcast.collectors.published.__main__ import READERS, import_published, main
 from peakcast.collectors.published.fms_a100 import read_fms_a100
+from peakcast.collectors.published.fms_history import read_fms_history
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
 from peakcast.errors import RecordError
 from peakcast.store import datasets_folder, load
@@ -27,16 +28,22 @@ def fms():
     return read_fms_a100(SOURCES / "fms_a100.csv")
 
 
-def test_no_row_is_dropped(megatron, fms):
+@pytest.fixture(scope="module")
+def history():
+    return read_fms_history(SOURCES / "fms_history.jsonl")
+
+
+def test_no_row_is_dropped(megatron, fms, history):
+    every = [*megatron, *fms, *history]
     assert Counter(row.gpu for row in megatron) == {"A100-80GB": 249, "H100-80GB": 99, "GB200": 98}
     assert Counter(row.gpu for row in fms) == {"A100-80GB": 124}
-    assert len({row.key for row in [*megatron, *fms]}) == 446 + 124
-    assert len({row.case for row in [*megatron, *fms]}) == 446 + 124
-    assert {row.provenance for row in [*megatron, *fms]} == {"published"}
+    assert Counter(row.gpu for row in history) == {"A100-80GB": 526}
+    assert len({row.key for row in every}) == len({row.case for row in every}) == 446 + 124 + 526
+    assert {row.provenance for row in every} == {"published"}
 
 
-def test_no_flag_of_the_source_is_unknown(megatron, fms):
-    for row in [*megatron, *fms]:
+def test_no_flag_of_the_source_is_unknown(megatron, fms, history):
+    for row in [*megatron, *fms, *history]:
         assert not any("not known here" in sentence for sentence in row.assumptions), row.case
 
 
@@ -96,6 +103,32 @@ def test_running_out_of_memory_is_an_outcome_with_a_lower_bound(fms):
     assert all(row.peak_allocated_bytes is None and row.peak_device_bytes > 70 * 2**30 for row in full)
 
 
+def test_a_row_of_the_history_has_the_releases_of_its_day(history):
+    (row,) = (r for r in history if r.case.startswith("FMSH-001/"))
+    assert (row.job.versions["transformers"], row.job.versions["flash_attn"]) == ("4.45.2", "2.6.3")
+    assert (row.observed, row.source_version[:7]) == ("2024-11-14", "9239802")
+    assert (row.peak_allocated_bytes, row.peak_device_bytes) == (11_267_745_280, 14_630_780_928)
+    assert row.job.sequence_length == 2048
+    assert row.counts
+
+
+def test_releases_that_the_history_does_not_record_are_said_to_be_taken(history):
+    unrecorded = [row for row in history if "transformers" not in row.environment]
+    assert Counter(row.observed for row in unrecorded) == {"2024-06-02": 35, "2024-06-07": 58, "2024-11-04": 22}
+    assert all(any("not recorded" in fact for fact in row.assumptions) for row in unrecorded)
+    assert {row.job.versions["transformers"] for row in unrecorded} == {"4.39.3", "4.45.2"}
+
+
+def test_a_history_row_of_device_memory_alone_says_so_or_never_ran(history):
+    alone = [row for row in history if row.peak_allocated_bytes is None]
+    assert len(alone) == 114
+    assert all(any("nvidia-smi's number only" in fact for fact in row.assumptions) for row in alone)
+    failed = [row for row in history if row.outcome == "failed"]
+    shards = {row.case: int(re.search(r"ep(\d)", row.case)[1]) for row in failed}
+    assert len(failed) == 4
+    assert all(shards[row.case] > row.job.parallelism.data_parallel_size for row in failed)
+
+
 def test_doubtful_rows_are_marked_not_dropped(megatron):
     resumed = [row for row in megatron if row.environment["second_run"]]
     assert len(resumed) == 53
@@ -140,7 +173,7 @@ def test_the_tables_in_the_repository_are_what_the_sources_give(tmp_path):
     assert sorted(load(tmp_path), key=key) == sorted(rows, key=key)
 
 
-def test_the_dataset_card_counts_what_is_there(megatron, fms):
+def test_the_dataset_card_counts_what_is_there(megatron, fms, history):
     card = (datasets_folder() / "README.md").read_text(encoding="utf-8")
     for name, holds in {
         "rows": lambda row: True,
@@ -148,11 +181,14 @@ def test_the_dataset_card_counts_what_is_there(megatron, fms):
         "out of scope": lambda row: bool(row.out_of_scope),
         "spoiled": lambda row: bool(row.spoiled),
         "ran out of memory": lambda row: row.outcome == "out_of_memory",
+        "never ran": lambda row: row.outcome == "failed",
+        "– out of scope: ScatterMoE": lambda row: "ScatterMoE" in row.out_of_scope,
+        "– out of scope: shape of the network not known": lambda row: "no file at hand" in row.out_of_scope,
         "– out of scope: FP8": lambda row: "FP8" in row.out_of_scope,
         "– spoiled: number of GPUs not recorded": lambda row: "num_gpus" in " ".join(row.spoiled)
         or "number of GPUs" in " ".join(row.spoiled),
     }.items():
-        line = f"| {name} | {sum(map(holds, megatron))} | {sum(map(holds, fms))} |"
+        line = f"| {name} | {sum(map(holds, megatron))} | {sum(map(holds, fms))} | {sum(map(holds, history))} |"
         assert line in card
 
 
