@@ -78,6 +78,15 @@ def buffer_rules(share: RankShare, *, expert: bool = False) -> BufferRules:
     )
 
 
+def _place_among_replicas(share: RankShare, *, expert: bool) -> int:
+    """The rank's number among those that hold the same parameters, or the same routed experts (megatron-core 0.16.1
+    `parallel_state.py`: orders tp-cp-ep-dp-pp and, for experts, tp-ep-dp-pp)."""
+    experts = share.context.experts
+    if expert and experts is not None:
+        return share.shard // experts.group_size
+    return share.shard // share.job.parallelism.tensor_parallel_size
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A contiguous buffer: its parameters, how it is laid out, its elements, and what this rank's optimizer owns of it."""
@@ -103,7 +112,8 @@ def buffers(share: RankShare) -> list[Buffer]:
             members = [p for p in parameters if p.expert == expert]
             if members:
                 rules = buffer_rules(share, expert=expert)
-                found.append(Buffer(members, rules, buffer_elements(members, rules), shard_pieces(members, rules)))
+                pieces = shard_pieces(members, rules, _place_among_replicas(share, expert=expert))
+                found.append(Buffer(members, rules, buffer_elements(members, rules), pieces))
     return found
 
 
