@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from peakcast import catalog
+from peakcast.bounded import is_file
 from peakcast.catalog import Device
 from peakcast.dialects.opening import is_text, opened
 from peakcast.dialects.pasted import documents
@@ -86,7 +87,7 @@ def is_configuration(name: str | Path) -> bool:
     """Whether `name` is the path of a file, or a configuration's text, and not the name of an architecture."""
     if isinstance(name, Path) or is_text(name):
         return True
-    return Path(name).suffix.lower() in ENDINGS or Path(name).is_file()
+    return Path(name).suffix.lower() in ENDINGS or is_file(name)
 
 
 def rank_number(rank: Rank, job: TrainingJob) -> int | None:

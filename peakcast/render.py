@@ -61,9 +61,9 @@ def batch_of(path: Path, processes: int | None) -> tuple[Iterable[bytes], int]:
     """The lines of the file at `path`, and how many processes answer them: one for standard input (`-`), whose lines are
     answered as they come, and for a short file. Raises: SpecError."""
     if str(path) == "-":
-        return sys.stdin.buffer, processes or 1
+        return lines_of(sys.stdin.buffer, MAX_LINE_CHARACTERS), processes or 1
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = file_bytes(path, MAX_FILE_BYTES).split(b"\n")
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}; check the path.", parameter="batch") from error
     return lines, processes or (1 if len(lines) < LONG_BATCH else available_cores())
