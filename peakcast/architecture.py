@@ -191,7 +191,8 @@ class Architecture(HashedOnce):
     the parameters are complete."""
 
     def __post_init__(self) -> None:
-        shapes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
+        heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        shapes = ("hidden_size", *heads, "intermediate_size", "vocab_size")
         require_positive(self, *shapes, "num_hidden_layers", "sliding_window")
         require_at_most(MOST_LAYERS, self, "num_hidden_layers", "num_decoder_layers", "num_nextn_predict_layers")
         require_at_most(MOST_ELEMENTS, self, *shapes, "max_position_embeddings", "type_vocab_size")

@@ -97,7 +97,7 @@ def _piped(descriptor: int, most_bytes: int) -> bytes:
 
 
 def lines_of(stream: IO[bytes], most_bytes: int) -> Iterator[bytes]:
-    """The lines of `stream` as they come; of one longer than `most_bytes`, so many and one more, and the rest is dropped."""
+    """The lines of `stream` as they come; of one longer than `most_bytes`, one more than that, and the rest is dropped."""
     while line := stream.readline(most_bytes + 1):
         end = line
         while len(end) > most_bytes and not end.endswith(b"\n"):
@@ -160,7 +160,7 @@ def toml_value(text: str) -> Any:
 
 
 def yaml_value(text: str) -> Any:
-    """The plain value of a YAML text, of its safe subset: nothing is run. Raises: ValueError saying what is wrong with it."""
+    """The plain value of a YAML text, of its safe subset: nothing is run. Raises: ValueError saying what is wrong."""
     import yaml
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
