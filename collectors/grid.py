@@ -75,9 +75,11 @@ def _too_many(cells: int) -> CollectorError:
 
 def _cells(grid: Mapping[str, Any], outer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The cells of a grid as flat mappings; `outer` is the base of the grid that it is a part of."""
-    for key in grid:
+    for key, value in grid.items():
         if key not in KEYS:
             raise CollectorError(f"grid.{key} is not a known key{near_misses(key, KEYS)} Known: {', '.join(KEYS)}.")
+        if key in ("include", "exclude", "parts") and value is not None and not isinstance(value, list):
+            raise CollectorError(f"grid.{key}={value!r} must be a list.", parameter=key, value=value)
     base = {**outer, **_flat(grid.get("base") or {}, "base")}
     axes = grid.get("axes") or {}
     if not isinstance(axes, Mapping) or not all(isinstance(values, list) for values in axes.values()):
@@ -129,6 +131,8 @@ def _job(cell: Mapping[str, Any]) -> TrainingJob:
         place = nested
         for part in outer:
             place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise CollectorError(f"{key} in the grid goes inside {part}, which is given as a value.", parameter=key)
         place[last] = value
     return job_from_mapping(nested)
 

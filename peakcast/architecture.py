@@ -210,6 +210,13 @@ class Architecture(HashedOnce):
             "relative_attention_num_buckets",
         )
         self._check_layer_types()
+        if self.fused_gate_up and not self.gated_mlp:
+            raise SpecError(
+                f"fused_gate_up joins the gate and up matrices of a gated feed-forward, and gated_mlp is false of {self.name!r}; "
+                "set one of them.",
+                parameter="fused_gate_up",
+                value=self.fused_gate_up,
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise SpecError(
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "

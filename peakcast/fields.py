@@ -15,6 +15,8 @@ from peakcast.errors import SpecError, near_misses
 
 T = TypeVar("T")
 _LARGEST = sys.float_info.max
+MOST = 2**40
+"""No whole number of a job is larger, nor smaller than its negative: products of some of them still fit into 64 bits."""
 
 
 @functools.cache
@@ -177,6 +179,8 @@ def _scalar(hint: Any, value: Any, where: str) -> Any:
     if hint is int:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or int_like(value) is None:
             raise _refuse(where, value, "a whole number")
+        if not -MOST <= value <= MOST:
+            raise _refuse(where, value, f"at most {MOST:,} and at least as much below 0")
         return int(value)
     if hint is float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGEST <= value <= _LARGEST:
