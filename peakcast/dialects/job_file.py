@@ -8,6 +8,7 @@ from typing import Any
 
 from peakcast import catalog
 from peakcast.architecture import Architecture
+from peakcast.bounded import exists, is_file, is_folder
 from peakcast.conventions import check_framework_options
 from peakcast.dialects import hub, text
 from peakcast.dialects.hf_config import architecture_from_hf_config
@@ -80,15 +81,15 @@ def resolve_architecture(value: object) -> Architecture:
 def _architecture_named(name: str) -> Architecture:
     """The network in the file or folder `name`, else of that catalog name, else of that hub id."""
     path = Path(name)
-    if path.is_dir() and (path / "config.json").is_file():
+    if is_folder(path) and is_file(path / "config.json"):
         path = path / "config.json"
-    if path.suffix == ".json" or path.is_file():
+    if path.suffix == ".json" or is_file(path):
         called = path.absolute().parent.name if path.stem == "config" else ""
         return architecture_from_hf_config(read_mapping(path), name=called or path.stem)
     try:
         return catalog.architecture(name)
     except CatalogError:
-        if not hub.is_hub_id(name) or path.exists():
+        if not hub.is_hub_id(name) or exists(path):
             raise
     try:
         return architecture_from_hf_config(hub.config_of(name), name=name)
