@@ -21,6 +21,7 @@ from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category
+from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
 INT64 = 8
@@ -34,6 +35,9 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
     buffers += [("attention.bias", layer, longest**2) for layer in layers if family.causal_mask_buffers]
     tables = longest * rotated_width(job.architecture) * FP32 * family.position_tables
     buffers += [("attention.embed_positions", layer, tables) for layer in layers if tables]
+    if conventions(job).get("rotary_tables_of_layers") and job.architecture.position_embedding == "rope":
+        size = int(longest * rotated_width(job.architecture) * DTYPE_BYTES[job.precision.parameters])
+        buffers += [(f"rotary_emb.{name}", layer, size) for layer in layers for name in ("cos_cached", "sin_cached")]
     timeline.hold_all(buffers, Category.PARAMETERS, 0)
 
 

@@ -82,7 +82,7 @@ def huggingface_ledger(
     if job.task == "inference":
         from peakcast.models.analytical.inference import inference_ledger
 
-        weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
+        weights = tuple((t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors)
         return inference_ledger(job, context, weights, device)
     layout.first_step = step == "first"
     hand_updates(job, layout, step)
