@@ -166,6 +166,7 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
         attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
         finetuning=job.finetuning,
+        unpacks_in_place=bool(convention.get("gptq_kernel")),
         adapter_bytes=int(DTYPE_BYTES[adapter]),
         adapter_input_bytes=_adapter_input_bytes(job),
         logits_upcast=str(convention.get("logits_upcast", "loss")),

@@ -19,7 +19,9 @@ from peakcast.models.analytical.blocks.hf_layer import decoder_layer
 from peakcast.models.analytical.blocks.hf_traits import kinds_of_masks, rotates, traits, window_of
 from peakcast.models.analytical.blocks.kv_cache import CACHES, CacheTurn, cache_turn, layer_cache_bytes
 from peakcast.models.analytical.hf_model import attention_weights_bytes, hold_buffers, rotary_tables
+from peakcast.models.analytical.quantization import scratch_bytes
 from peakcast.models.analytical.step import FOREVER, Step
+from peakcast.models.analytical.stored_parameters import quantised_shapes
 from peakcast.models.analytical.template import Template
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.spec import TrainingJob
@@ -56,6 +58,8 @@ def inference_ledger(
     timeline = Step()
     timeline.hold_all(weights, Category.PARAMETERS)
     hold_buffers(timeline, job)
+    unpacked = scratch_bytes(str(conventions(job).get("gptq_kernel", "")), quantised_shapes(job))
+    timeline.hold("exllama.scratch", Category.WORKSPACES, unpacked, 0)
     timeline.hold_all(training_workspaces(device, job.versions)[:1], Category.WORKSPACES)  # no autograd thread
     prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
     token = job.micro_batch_size * INT64

@@ -273,8 +273,7 @@ def _mixture_reason(job: TrainingJob) -> str:
             "lomo under autocast with checkpointing: backward is up to 0.4 % above its trace.",
         ),
         (
-            (checkpointing.mode != "none" or job.offload.activations)
-            and architecture.model_type in ("codegen", "gptj"),
+            (checkpointing.mode != "none" or job.offload.activations) and architecture.model_type in ("codegen", "gptj"),
             f"model_type={architecture.model_type!r} with checkpointing or offloaded activations: position tables and "
             "rotated parts that its attention names are not counted where no graph keeps them.",
         ),

@@ -139,6 +139,23 @@ def test_adapters_and_quantised_bases_generate_too():
     assert ledger(qlora).peak().num_bytes < lora
 
 
+def test_a_quantised_network_generates_without_adapters():
+    """GPTQ of 4 bits by optimum: codes, scales and zeros of groups of 128, an index and a bias; exllama's buffer of the
+    largest matrix, in which every use unpacks its own."""
+    quantised = Finetuning(quantization="gptq")
+    shapes = [(HEADS * DIM, H), (KV_HEADS * DIM, H), (KV_HEADS * DIM, H), (H, HEADS * DIM), (F, H), (F, H), (H, F)]
+    packed = sum(out * inner // 2 + out * inner // 128 * 5 // 2 + inner * 4 + out * 2 for out, inner in shapes)
+    whole = 2 * V * H * 2 + LAYERS * 2 * H * 2 + H * 2
+    exllama = ledger(job(finetuning=quantised, framework_options=FrozenMapping({"gptq_kernel": "exllama"})))
+    parameters = exllama.composition(0)[Category.PARAMETERS]
+    assert parameters == pytest.approx(whole + LAYERS * packed, abs=512 * LAYERS * 5 * len(shapes))
+    sizes = dict(zip(exllama.names, exllama.num_bytes, strict=True))
+    assert sizes["exllama.scratch"] == F * H * 2
+    with_room = ledger(job(finetuning=quantised, framework_options=FrozenMapping({"gptq_kernel": "exllamav2"})))
+    assert dict(zip(with_room.names, with_room.num_bytes, strict=True))["exllama.scratch"] == F * H * 2 + F * 2048 * 8 * 4
+    assert out_of_scope(job(finetuning=quantised)) == ""
+
+
 @pytest.mark.parametrize(
     ("network", "batch", "attention", "allocated", "reserved"),
     [
