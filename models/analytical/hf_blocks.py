@@ -172,6 +172,7 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
         repeats_key_value=bool(convention.get("flash_attention_repeats_key_value")),
         finetuning=job.finetuning,
+        unpacks_in_place=bool(convention.get("gptq_kernel")),
         adapter_bytes=int(DTYPE_BYTES[adapter]),
         adapter_input_bytes=_adapter_input_bytes(job),
         logits_upcast=str(convention.get("logits_upcast", "loss")),

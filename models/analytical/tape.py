@@ -215,9 +215,7 @@ class Tape:
 
     # -- finishing ----------------------------------------------------------------------------------------------------
 
-    def finish(
-        self, output: Tensor | None = None, *, cached_matmuls: int = 0, beside: Tensor | None = None
-    ) -> Template:
+    def finish(self, output: Tensor | None = None, *, cached_matmuls: int = 0, beside: Tensor | None = None) -> Template:
         """The block's entries. `output` is handed to the next block and its gradient comes from there. `cached_matmuls`:
         selective checkpointing keeps the results of attention and of one in so many matrix products (0: nothing); with one
         in several, torchtitan's policy, those of reduce-scatters too. `beside`: what a reentrant checkpoint's function

@@ -56,6 +56,8 @@ class HFContext:
     """Bytes of one element of the norms' weights: wider than `weight_bytes` where a trainer casts norms to fp32."""
     attention: str
     finetuning: Finetuning
+    unpacks_in_place: bool = False
+    """Whether quantised matrices are unpacked in a buffer that stands all along (exllama), not in one of each call's."""
     adapter_bytes: int
     adapter_input_bytes: int
     """Bytes of one element of what peft hands to an adapter, whose weight it has asked for the dtype: wider than the
