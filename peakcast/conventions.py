@@ -36,7 +36,7 @@ def _stanzas() -> dict[str, list[dict[str, Any]]]:
 
 def conventions(job: TrainingJob) -> Mapping[str, Any]:
     """Every convention that holds for `job`, by name."""
-    return _resolve(job.framework, job.architecture.model_type, job.versions, job.framework_options)
+    return conventions_of(job.framework, job.architecture.model_type, job.versions, job.framework_options)
 
 
 def adapter_dtype(job: TrainingJob) -> str:
@@ -59,11 +59,14 @@ def mixes_precision(job: TrainingJob) -> bool:
     layout, precision = job.parallelism, job.precision
     sharded = layout.sharding in ("fsdp1", "fsdp2", "hsdp") and layout.num_replicas > 1
     accelerate = job.framework == "huggingface" and bool(conventions(job).get("autocast"))
-    return sharded and precision.compute != "float8" and (precision.compute != precision.parameters or accelerate)
+    return sharded and (precision.wide_compute != precision.parameters or accelerate)
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolve(framework: str, model_type: str, versions: FrozenMapping, options: FrozenMapping) -> Mapping[str, Any]:
+def conventions_of(
+    framework: str, model_type: str, versions: FrozenMapping, options: FrozenMapping
+) -> Mapping[str, Any]:
+    """Every convention that holds for a job of these."""
     values: dict[str, Any] = {}
     facts = {**versions, "model_type": model_type}
     for stanza in _stanzas().get(framework, []):

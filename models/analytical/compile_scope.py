@@ -27,6 +27,8 @@ def compile_reason(job: TrainingJob) -> str:
     """Why the ledger does not cover the compiled `job`, as one sentence; "" when it does, or nothing is compiled."""
     if not job.compile:
         return ""
+    if conventions(job).get("compiled_regions") == "loss":
+        return _loss_reason(job)
     from peakcast.models.analytical.blocks.compiled_layer import FAMILIES
 
     architecture, convention, checkpointing = job.architecture, conventions(job), job.activation_checkpointing
@@ -61,6 +63,10 @@ def compile_reason(job: TrainingJob) -> str:
             gathered_dtype(job) != ("float32" if cast else "bfloat16"),
             "of other weights than bfloat16, or float32 under autocast,",
         ),
+        (
+            job.precision.compute == "float8",
+            "of products in float8, whose conversions fuse, is counted as that of products in bfloat16 and",
+        ),
         (job.precision.compute != "bfloat16", "of products in other than bfloat16"),
         (
             autocast and not (accelerate or (whole and cast)),
@@ -93,6 +99,12 @@ def compile_reason(job: TrainingJob) -> str:
         (slides_anywhere(architecture, job.sequence_length), "beyond the sliding window"),
     )
     return next((f"compile=true {how} is not modelled{TRACE}" for asked, how in checks if asked), "")
+
+
+def _loss_reason(job: TrainingJob) -> str:
+    """... where the loss alone is compiled, whose two kernels are known over whole logits."""
+    split = job.parallelism.tensor_parallel_size > 1 or job.loss.kind != "cross_entropy"
+    return f"compile=true of a loss over logits in parts is not modelled{TRACE}" if split else ""
 
 
 def _in_shards(job: TrainingJob) -> bool:
