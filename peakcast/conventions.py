@@ -8,23 +8,31 @@ default; stanzas with `when` (packages and version ranges, or a `model_type`) ov
 from __future__ import annotations
 
 import functools
-import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
 from peakcast.errors import SpecError, near_misses
 from peakcast.fields import FrozenMapping
+from peakcast.findings import Finding
 from peakcast.spec import TrainingJob
+from peakcast.versions import ASSUMED_TORCH as ASSUMED_TORCH
+from peakcast.versions import CONTAINER, STACKS, compare, not_compared, resolved
+from peakcast.versions import release as release
+from peakcast.versions import torch_release as torch_release
 
 DRIVEN_BY = {"deepspeed": "huggingface"}
 """Whose conventions hold beside a framework's own: transformers' Trainer drives DeepSpeed's engine."""
-NEWEST = (2**31,)
-"""Of a version without numbers ("main"): newer than every release."""
 
-ASSUMED_TORCH = "2.11"
-"""The release of torch where a job does not say it."""
+ONLY_USED_BY: Mapping[str, Callable[[TrainingJob], bool]] = {
+    "liger_kernel": lambda job: job.loss.fused_linear_cross_entropy,
+    "trl": lambda job: job.loss.kind != "cross_entropy",
+    "bitsandbytes": lambda job: job.finetuning.quantization is not None or "8bit" in job.optimizer.name,
+    "peft": lambda job: job.finetuning.method != "full",
+    "flash_attn": lambda job: job.attention == "flash_attention_2",
+}
+"""Packages whose versions are of no account to jobs that do not use them."""
 
 
 @functools.cache
@@ -68,7 +76,7 @@ def conventions_of(
 ) -> Mapping[str, Any]:
     """Every convention that holds for a job of these."""
     values: dict[str, Any] = {}
-    facts = {**versions, "model_type": model_type}
+    facts = {**resolved(versions), "model_type": model_type}
     for stanza in _stanzas().get(framework, []):
         if _holds(stanza.get("when", {}), facts):
             values.update(stanza["conventions"])
@@ -76,21 +84,49 @@ def conventions_of(
     return values
 
 
-def unmodelled_versions(job: TrainingJob) -> list[str]:
-    """Sentences for each entry of `job.versions` that no stanza of its framework knows."""
-    stanzas = _stanzas().get(job.framework, [])
-    known = {package for stanza in stanzas for package in stanza.get("when", {})}
-    known |= {package for stanza in stanzas for package in stanza.get("packages", [])}
-    return [
-        f"versions.{package}={version!r} has no conventions of its own here; those of {job.framework} are assumed."
+def packages_of(framework: str) -> frozenset[str]:
+    """The packages whose versions the stanzas of `framework` understand."""
+    stanzas = _stanzas().get(framework, [])
+    asked_for = {package for stanza in stanzas for package in stanza.get("when", {})} - {"model_type"}
+    return frozenset(asked_for | {package for stanza in stanzas for package in stanza.get("packages", [])})
+
+
+def assumed_versions(job: TrainingJob) -> str:
+    """The sentence on the versions that are not given and would change what is assumed of `job`; "" where all are."""
+    given = {name: version for name, version in resolved(job.versions).items() if release(version)}
+    facts = {**given, "model_type": job.architecture.model_type}
+    unused = {package for package, uses in ONLY_USED_BY.items() if not uses(job)}
+    newest = sorted(
+        {
+            package
+            for stanza in _stanzas().get(job.framework, [])
+            for package in stanza.get("when", {})
+            if package not in {"torch", *facts, *STACKS, *unused}
+            and _holds({other: ranges for other, ranges in stanza["when"].items() if other != package}, facts)
+        }
+    )
+    torch = [] if "torch" in given else [f"torch {ASSUMED_TORCH}"]
+    assumed = torch + ([f"the newest {' and '.join(newest)}"] if newest else [])
+    if not assumed:
+        return ""
+    ways = f"--versions {(['torch'] * len(torch) + newest)[0]}=..., --container with the tag of NVIDIA's image, or --here"
+    return f"versions not given are taken as {' and '.join(assumed)}; if yours differ, say so ({ways})."
+
+
+def unmodelled_versions(job: TrainingJob) -> list[Finding]:
+    """A finding for each entry of `job.versions` that no stanza of its framework knows, or that is no release."""
+    known = {CONTAINER, *packages_of(job.framework)}
+    strange = not_compared({name: version for name, version in job.versions.items() if name in known})
+    return [Finding("version_not_modelled", "versions", "either", sentence) for sentence in strange] + [
+        Finding(
+            "version_not_modelled",
+            f"versions.{package}",
+            "either",
+            f"versions.{package}={version!r} has no conventions of its own here; those of {job.framework} are assumed.",
+        )
         for package, version in job.versions.items()
         if package not in known
     ]
-
-
-def torch_release(versions: Mapping[str, Any]) -> tuple[int, ...]:
-    """The release of torch among a job's `versions`."""
-    return release(str(versions.get("torch", ASSUMED_TORCH)))
 
 
 def check_framework_options(job: TrainingJob) -> None:
@@ -107,25 +143,8 @@ def check_framework_options(job: TrainingJob) -> None:
 
 
 def _holds(when: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
-    """Whether every `package = ">=a,<b"` of `when` holds ("==a|b": either name); a package whose version is not given does
-    not."""
+    """Whether every `package = ">=a,<b"` of `when` holds (see `compare`); one whose version is not given does not."""
     return all(
-        package in facts and all(_compare(str(facts[package]), clause) for clause in ranges.split(","))
+        package in facts and all(compare(facts[package], clause) for clause in ranges.split(","))
         for package, ranges in when.items()
     )
-
-
-def _compare(version: str, clause: str) -> bool:
-    match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\w.|]+)\s*", clause)
-    if match is None:
-        raise ValueError(f"malformed version clause {clause!r} in frameworks.toml")
-    operator, wanted = match.groups()
-    if operator == "==" and not wanted[0].isdigit():
-        return version in wanted.split("|")
-    a, b = release(version) or NEWEST, release(wanted)
-    return {">=": a >= b, "<=": a <= b, "==": a == b, "<": a < b, ">": a > b}[operator]
-
-
-def release(version: str) -> tuple[int, ...]:
-    """The numeric release of a version text: `'2.11.0+cu130'` gives (2, 11, 0)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])

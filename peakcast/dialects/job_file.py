@@ -17,6 +17,7 @@ from peakcast.errors import CatalogError, SpecError, near_misses
 from peakcast.fields import FrozenMapping, build
 from peakcast.parallelism import layers_beside_ends
 from peakcast.spec import TrainingJob
+from peakcast.versions import check_versions
 
 
 def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
@@ -34,6 +35,8 @@ def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
             parameter="architecture",
         )
     values["architecture"] = resolve_architecture(values["architecture"])
+    if "versions" in values:
+        values["versions"] = check_versions(values["versions"])
     job = build(TrainingJob, _with_stage_layers(values))
     check_framework_options(job)
     return job

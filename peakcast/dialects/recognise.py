@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peakcast.allocator import Allocator
+from peakcast.dialects.asked_versions import NO_VERSIONS, AskedVersions, with_versions
 from peakcast.dialects.foreign import foreign
 from peakcast.dialects.pasted import Document, Pasted, flat, mapping_of_file, mapping_of_text
 from peakcast.dialects.translation import Notes, Translation
@@ -110,15 +111,17 @@ HUGGING_FACE_PARTS = ("hf_config", "peft", "deepspeed", "accelerate", "training"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What comes with a configuration: other files (by path, or as texts), the number of GPUs, another model, and its
-    dialect, if forced."""
+    """What comes with a configuration: other files (by path, or as texts), the number of GPUs, another model, its dialect,
+    if forced, and the versions of packages."""
 
     files: tuple[str | Path | Document, ...] = ()
     num_gpus: int | None = None
     model: str | None = None
     dialect: str | None = None
+    versions: AskedVersions = NO_VERSIONS
 
     def __bool__(self) -> bool:
+        """Whether anything comes with it that only a configuration can have: any job may have versions."""
         return bool(self.files or self.num_gpus is not None or self.model is not None or self.dialect is not None)
 
 
@@ -153,6 +156,7 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
         companions={**companions(beside.files), **pasted.companions},
         num_gpus=pasted.num_gpus if beside.num_gpus is None else beside.num_gpus,
         model=beside.model or pasted.model,
+        versions=beside.versions,
     )
     if beside.dialect is None and (sentence := foreign(_keys(pasted.values), pasted.values, pasted.program)):
         raise SpecError(f"{pasted.where} {sentence}", parameter="job")
@@ -177,7 +181,7 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
     allocator = "".join(pasted.env.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if "expandable_segments:true" in allocator.lower().replace(" ", ""):
         job = job.replace(allocator=Allocator(expandable_segments=True))
-    return notes.finish(job)
+    return with_versions(notes.finish(job), beside.versions)
 
 
 def _reader(name: str) -> Callable[[Pasted], Translation]:
@@ -236,7 +240,9 @@ def _some(values: Mapping[str, Any]) -> str:
     return ", ".join(keys[:8]) + (", ..." if len(keys) > 8 else "") if keys else "none"
 
 
-def from_arguments(words: Sequence[str], env: Mapping[str, str], num_gpus: int | None = None) -> Translation:
+def from_arguments(
+    words: Sequence[str], env: Mapping[str, str], num_gpus: int | None = None, versions: AskedVersions = NO_VERSIONS
+) -> Translation:
     """The job of Megatron-LM's own command line: what stands after `pretrain_gpt.py`. Raises: SpecError."""
     from peakcast.dialects.launch import flags_to_mapping
     from peakcast.dialects.megatron_launch import from_megatron_flags
@@ -247,7 +253,8 @@ def from_arguments(words: Sequence[str], env: Mapping[str, str], num_gpus: int |
     if num_gpus is None and env.get("WORLD_SIZE", "").isdecimal():
         num_gpus = int(env["WORLD_SIZE"])
     known = {name: value for name, value in env.items() if name in _megatron_variables()}
-    return from_megatron_flags(Pasted(values=values, where="the command line", folder=Path(), num_gpus=num_gpus, env=known))
+    pasted = Pasted(values=values, where="the command line", folder=Path(), num_gpus=num_gpus, env=known, versions=versions)
+    return with_versions(from_megatron_flags(pasted), versions)
 
 
 def _megatron_variables() -> frozenset[str]:

@@ -92,7 +92,7 @@ def from_torchtitan(pasted: Pasted) -> Translation:
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
-        versions=FrozenMapping({"torchtitan": _release(pasted, notes)}),
+        versions=FrozenMapping(pasted.versions.of("torch", {"torchtitan": _release(pasted, notes)})),
         micro_batch_size=micro,
         sequence_length=settings.size("training.seq_len", 2048, assume=True),
         gradient_accumulation_steps=steps,

@@ -90,7 +90,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
-        versions=FrozenMapping({"torchtune": "main"}),
+        versions=FrozenMapping(pasted.versions.of("torch", {"torchtune": "main"})),
         micro_batch_size=settings.size("batch_size", 1, assume=True),
         sequence_length=_sequence_length(settings),
         gradient_accumulation_steps=settings.size("gradient_accumulation_steps", 1, assume=True),

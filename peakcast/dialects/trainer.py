@@ -138,7 +138,8 @@ def from_parts(pasted: Pasted, role: str) -> Translation:
         training.setdefault("packing_strategy", "bfd")  # since trl 0.18
     if launcher.mesh:
         training.setdefault("parallelism_config", launcher.mesh)
-    translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus)
+    versions = pasted.versions.of("huggingface")
+    translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus, versions=versions)
     job = notes.include(translation)
     job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
     return notes.finish(job)

@@ -46,15 +46,6 @@ def test_no_row_is_dropped_and_no_number_is_changed(rows, name):
         assert row.source_version == line["commit"]
 
 
-@pytest.mark.parametrize("name", READ)
-def test_the_dataset_card_counts_what_is_there(rows, name):
-    card = (datasets_folder() / "README.md").read_text(encoding="utf-8")
-    own = rows[name]
-    section = card.split(f"({len(own)} rows; ")[1].split("### ")[0]
-    outside = sum(bool(row.out_of_scope) for row in own)
-    assert f"| {len(own)} | {sum(row.counts for row in own)} | {outside} |" in section
-
-
 def test_a_commit_is_never_compared_as_a_release(rows):
     for row in rows["torchtitan_log"]:
         release = row.job.versions["torchtitan"]
