@@ -49,7 +49,7 @@ FACTS = {"model_type", "quantization", "fused_linear_cross_entropy"}
 
 def conventions(job: TrainingJob) -> Mapping[str, Any]:
     """Every convention that holds for `job`, by name."""
-    return _resolve(job.framework, job.versions, _facts(job), job.framework_options)
+    return conventions_of(job.framework, job.versions, _facts(job), job.framework_options)
 
 
 def _facts(job: TrainingJob) -> FrozenMapping:
@@ -90,13 +90,14 @@ def mixes_precision(job: TrainingJob) -> bool:
     layout, precision = job.parallelism, job.precision
     sharded = layout.sharding in ("fsdp1", "fsdp2", "hsdp") and layout.num_replicas > 1
     accelerate = job.framework == "huggingface" and bool(conventions(job).get("autocast"))
-    return sharded and precision.compute != "float8" and (precision.compute != precision.parameters or accelerate)
+    return sharded and (precision.wide_compute != precision.parameters or accelerate)
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolve(
+def conventions_of(
     framework: str, versions: FrozenMapping, facts: FrozenMapping, options: FrozenMapping
 ) -> Mapping[str, Any]:
+    """Every convention that holds for a job of these; `facts` are named as `FACTS`."""
     values: dict[str, Any] = {}
     for stanza in _stanzas().get(framework, []):
         if _holds(stanza.get("when", {}), {**values, **resolved(versions), **facts, **options}):

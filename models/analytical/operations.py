@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from peakcast.timeline import Category
 
-KEPT_KINDS = ("attention", "reduce_scatter", "topk", "all_to_all")
-"""Operations that selective checkpointing never repeats: the first by every policy, the others by torchtitan's."""
+KINDS = ("attention", "reduce_scatter", "topk", "all_to_all")
+"""Operations beside matrix products ("matmul") whose results selective checkpointing may keep: which of them it does is a
+convention, `selective_checkpointing_keeps`."""
 
 
 class Storage:

@@ -22,6 +22,7 @@ from peakcast.findings import (
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.adapter_scope import adapter_reason
 from peakcast.models.analytical.compile_scope import compile_reason
+from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.analytical.preference_scope import preference_reason
 from peakcast.models.analytical.zero_scope import zero_reason
@@ -221,9 +222,10 @@ def _under_fsdp2(job: TrainingJob) -> bool:
 
 
 def _plain_float8(job: TrainingJob) -> bool:
-    """Whether float8 is torchao's over bf16 weights. GPT-2's Conv1D is no nn.Linear and stays as it is."""
+    """Whether float8 is torchao's over weights that blocks see in bf16, as which FSDP's mixed precision gathers wider ones.
+    GPT-2's Conv1D is no nn.Linear and stays as it is."""
     plain = job.task == "train" and job.finetuning.method == "full" and job.framework in ("huggingface", "torch")
-    wide = job.precision.parameters == "bfloat16" and not job.framework_options.get("autocast")
+    wide = gathered_dtype(job) == "bfloat16" and not job.framework_options.get("autocast")
     return plain and wide and job.architecture.model_type not in ("gpt2", "gpt_bigcode")
 
 

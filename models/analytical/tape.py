@@ -22,7 +22,6 @@ import numpy as np
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row
 from peakcast.models.analytical.operations import (
-    KEPT_KINDS,
     NO_SIDE_STREAM,
     SIDE_STREAM,
     Operation,
@@ -103,7 +102,7 @@ class Tape:
         `reads`: tensors it reads. `saves`: those of them that autograd keeps; `saves_output`: its own result too;
         `extra_saved_bytes`: further tensors made and kept (softmax statistics, dropout masks). `gradients`: which inputs
         get a gradient, default each read that needs one, of its own size. `view_of`: the output shares that storage.
-        Temporaries live during the operation only. `kind` ("matmul" or one of `KEPT_KINDS`): what selective checkpointing
+        Temporaries live during the operation only. `kind` ("matmul" or one of `KINDS`): what selective checkpointing
         goes by. `is_function`: a `torch.autograd.Function`, which keeps tensors when it has run. `side`: what it allocates
         on a second stream.
         """
@@ -215,11 +214,18 @@ class Tape:
 
     # -- finishing ----------------------------------------------------------------------------------------------------
 
-    def finish(self, output: Tensor | None = None, *, cached_matmuls: int = 0, beside: Tensor | None = None) -> Template:
+    def finish(
+        self,
+        output: Tensor | None = None,
+        *,
+        cached_matmuls: int = 0,
+        cached_kinds: frozenset[str] = frozenset({"attention"}),
+        beside: Tensor | None = None,
+    ) -> Template:
         """The block's entries. `output` is handed to the next block and its gradient comes from there. `cached_matmuls`:
-        selective checkpointing keeps the results of attention and of one in so many matrix products (0: nothing); with one
-        in several, torchtitan's policy, those of reduce-scatters too. `beside`: what a reentrant checkpoint's function
-        returns beside it, as `Template.beside_bytes` says."""
+        selective checkpointing keeps the results of one in so many matrix products (0: nothing at all) and of operations of
+        `cached_kinds`. `beside`: what a reentrant checkpoint's function returns beside it, as `Template.beside_bytes`
+        says."""
         num_forward = len(self._operations)
         backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
         ends = {index: instant + 1 for instant, index in enumerate(backward)}
@@ -229,7 +235,7 @@ class Tape:
         turns = weight_turns(trained) if self._splits_backward else {}
         if output is not None:
             output.storage.last_read = num_forward - 1
-        cached = self._cached(cached_matmuls) if cached_matmuls else set()
+        cached = self._cached(cached_matmuls, cached_kinds) if cached_matmuls else set()
         savers = [index for index, operation in enumerate(self._operations) if any(operation.saved_bytes)]
         last_saver = max(savers, default=0)
         for index, operation in enumerate(self._operations):
@@ -296,9 +302,8 @@ class Tape:
         rounded = [replace(one, num_bytes=round_up(one.num_bytes, MIN_BLOCK_BYTES)) for one in waiting]
         return Later(tuple(weights), tuple(rounded))
 
-    def _cached(self, cached_matmuls: int) -> set[int]:
+    def _cached(self, cached_matmuls: int, kept: frozenset[str]) -> set[int]:
         matmuls, cached = 0, set()
-        kept = KEPT_KINDS if cached_matmuls > 1 else KEPT_KINDS[:1]
         for storage in self._storages:
             if storage.kind == "matmul":
                 matmuls += 1

@@ -88,7 +88,9 @@ class HFContext:
     reentrant: bool = False
     """Of a checkpointed layer: whether its recomputation is a graph of its own, which keeps what it saves."""
     cached_matmuls: int = 0
-    """Selective checkpointing keeps attention and one in so many matrix products of a checkpointed layer; 0: nothing."""
+    """Selective checkpointing keeps one in so many matrix products of a checkpointed layer; 0: nothing."""
+    cached_kinds: frozenset[str] = frozenset({"attention"})
+    """... and the results of these operations (`operations.KINDS`)."""
     expert_ranks: int = 1
     """Ranks that have other experts."""
     experts: str = "grouped_mm"
