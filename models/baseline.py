@@ -19,11 +19,11 @@ from peakcast.lengths import steps as steps_of_lengths
 from peakcast.models.allocator import Replay, replay_run
 from peakcast.models.analytical.adapter_scope import require_adapters
 from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
+from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.host import host_bytes
 from peakcast.ranks import ranks_that_differ
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline
-from peakcast.units import KIB, MIB
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -31,15 +31,6 @@ if TYPE_CHECKING:
 Ledger = Callable[..., Timeline]
 """`ledger(job, device=..., rank=..., step="first" | "steady") -> Timeline`."""
 
-BASE_CONTEXT_BYTES = 213 * MIB
-"""CUDA context and the kernels loaded with it, without the local-memory arena. An estimate.
-Source: RTX 6000 Ada, torch 2.10+cu130, bare context 426 MiB (unslothai/unsloth-zoo #1053), less its arena of 213 MiB."""
-LOCAL_MEMORY_BYTES_PER_THREAD = 1 * KIB
-"""Default stack of a thread; the driver reserves it for every thread that the GPU can hold at once.
-Source: NVIDIA developer forums 289339 and 39558; A100 216 MiB = 108 × 2048 KiB as reported."""
-COMMUNICATOR_BYTES = (544 * 10**6, 688 * 10**6)
-"""Device memory of one NCCL communicator, of 2 ranks and of more. An estimate: it depends on the machine's links.
-Source: 4 × A100, NVIDIA/nccl #964."""
 NUM_LARGEST = 8
 
 _HELD = np.zeros(len(Category), dtype=bool)
@@ -123,7 +114,7 @@ def _baseline(
     worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)
     chosen, steady = candidates[worst], steadies[worst]
     first = ledger(job, device=device, rank=chosen, step="first")
-    context, communicators = context_bytes(device), communicator_bytes(job)
+    context, communicators = context_bytes(device, job.versions), communicator_bytes(job, device)
     steps = _drawn_steps(job, device, chosen, ledger) if lengths_change(job) else [first, steady]
     run = _replay([*before, *steps], job, device, context + communicators)
     higher = max((steady, first), key=lambda step: step.peak().num_bytes)
@@ -186,25 +177,6 @@ def _analytical_ledger() -> Ledger:
 def usable_bytes(job: TrainingJob, device: Device) -> int:
     """Memory of `device` that is there for `job`: what others do not hold."""
     return device.cuda_memory_bytes - int(job.other_memory_fraction * device.cuda_memory_bytes)
-
-
-def context_bytes(device: Device) -> int:
-    """Estimate of the CUDA context: its base and the local-memory arena of `device`."""
-    arena = device.num_sms * device.max_threads_per_sm * LOCAL_MEMORY_BYTES_PER_THREAD
-    return BASE_CONTEXT_BYTES + arena
-
-
-def communicator_bytes(job: TrainingJob) -> int:
-    """Estimate of NCCL's device memory: one communicator per axis of the layout with more than one rank."""
-    layout = job.parallelism
-    axes = (
-        layout.data_parallel_size,
-        layout.tensor_parallel_size,
-        layout.pipeline_parallel_size,
-        layout.context_parallel_size,
-        layout.expert_parallel_size,
-    )
-    return sum(COMMUNICATOR_BYTES[size > 2] for size in axes if size > 1)
 
 
 def _between_steps(steady: Timeline) -> int:

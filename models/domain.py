@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from peakcast.conventions import release, unmodelled_versions
+from peakcast.conventions import unmodelled_versions
 from peakcast.errors import CalibrationError
 from peakcast.findings import KINDS, Finding
 from peakcast.lengths import lengths_change
 from peakcast.models.grouping import feed_forward_of, layout_of
 from peakcast.models.strict import number, read, texts
 from peakcast.spec import TrainingJob
+from peakcast.versions import release, resolved
 
 if TYPE_CHECKING:
     from peakcast.models.samples import Sample
@@ -75,7 +76,7 @@ class Domain:
         for sample in samples:
             for name, value in traits(sample.row.job).items():
                 seen.setdefault(name, set()).add(value)
-            for package, version in sample.row.job.versions.items():
+            for package, version in resolved(sample.row.job.versions).items():
                 versions.setdefault(package, set()).add(_minor(str(version)))
         spans = {name: [sample.features[name] for sample in samples] for name in RANGED if samples}
         return cls(
@@ -109,7 +110,7 @@ class Domain:
                     "the bars are widened."
                 )
                 reasons.append(Finding("size_not_measured", size, "either", sentence))
-        for package, version in job.versions.items():
+        for package, version in resolved(job.versions).items():
             seen = self.versions.get(package)
             if seen and _minor(str(version)) not in seen:
                 sentence = f"{package} {version} was not measured (seen: {', '.join(seen)}); the bars are widened."

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from peakcast.conventions import ASSUMED_TORCH, conventions
+from peakcast.conventions import conventions
 from peakcast.findings import Finding, ordered
 from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.models.analytical.adapter_scope import targets_taken
-from peakcast.models.baseline import Baseline, Ledger, baseline, communicator_bytes, context_bytes, usable_bytes
+from peakcast.models.baseline import Baseline, Ledger, baseline, usable_bytes
 from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
+from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, difficulty, severity
 from peakcast.models.features import features, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
@@ -22,6 +23,7 @@ from peakcast.prediction import QUANTITIES, Interval, Prediction
 from peakcast.ranks import worst_rank
 from peakcast.spec import TrainingJob
 from peakcast.units import format_gib
+from peakcast.versions import ASSUMED_TORCH, remarks, resolved
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -168,7 +170,7 @@ def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> 
     reasons = reasons_outside(job, device, sizes(job, allocated_bytes), calibration, _scope(job))
     learned = calibration.quantities.get("peak_device_bytes")
     _, upper, _ = bar("peak_device_bytes", learned, bar_groups(job, allocated_bytes), reasons)
-    least = allocated_bytes + context_bytes(device) + communicator_bytes(job)
+    least = allocated_bytes + context_bytes(device, job.versions) + communicator_bytes(job, device)
     bound = least * math.exp((learned.residual.least if learned else 0.0) + upper)
     return bound < usable_bytes(job, device) and not leaves_out(reasons, "more")
 
@@ -233,15 +235,15 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
     sentences = []
     if rank is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, base.rank))
-    if "torch" not in job.versions:
+    sentences += remarks(job.versions)
+    if "torch" not in resolved(job.versions):
         sentences.append(
             f"torch {ASSUMED_TORCH} is taken, as versions.torch is not given; releases differ in cuBLAS workspaces and in "
             "which cached block they take."
         )
     if base.communicator_bytes:
         sentences.append(
-            f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate from 4 × A100; it depends on the "
-            "machine's links."
+            f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate; it depends on the machine's links."
         )
     if job.other_memory_fraction:
         sentences.append(

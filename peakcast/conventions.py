@@ -8,7 +8,6 @@ default; stanzas with `when` (packages and version ranges, or a `model_type`) ov
 from __future__ import annotations
 
 import functools
-import re
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -18,15 +17,13 @@ from peakcast.errors import SpecError, near_misses
 from peakcast.fields import FrozenMapping
 from peakcast.findings import Finding
 from peakcast.spec import TrainingJob
+from peakcast.versions import ASSUMED_TORCH as ASSUMED_TORCH
+from peakcast.versions import CONTAINER, compare, not_compared, resolved
+from peakcast.versions import release as release
+from peakcast.versions import torch_release as torch_release
 
 DRIVEN_BY = {"deepspeed": "huggingface"}
 """Whose conventions hold beside a framework's own: transformers' Trainer drives DeepSpeed's engine."""
-NEWEST = (2**31,)
-"""Of a version without numbers ("main"): newer than every release."""
-
-ASSUMED_TORCH = "2.11"
-"""The release of torch where a job does not say it."""
-
 
 @functools.cache
 def _stanzas() -> dict[str, list[dict[str, Any]]]:
@@ -66,7 +63,7 @@ def mixes_precision(job: TrainingJob) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _resolve(framework: str, model_type: str, versions: FrozenMapping, options: FrozenMapping) -> Mapping[str, Any]:
     values: dict[str, Any] = {}
-    facts = {**versions, "model_type": model_type}
+    facts = {**resolved(versions), "model_type": model_type}
     for stanza in _stanzas().get(framework, []):
         if _holds(stanza.get("when", {}), facts):
             values.update(stanza["conventions"])
@@ -75,11 +72,11 @@ def _resolve(framework: str, model_type: str, versions: FrozenMapping, options: 
 
 
 def unmodelled_versions(job: TrainingJob) -> list[Finding]:
-    """A finding for each entry of `job.versions` that no stanza of its framework knows."""
+    """A finding for each entry of `job.versions` that no stanza of its framework knows, or that is no release."""
     stanzas = _stanzas().get(job.framework, [])
-    known = {package for stanza in stanzas for package in stanza.get("when", {})}
+    known = {CONTAINER} | {package for stanza in stanzas for package in stanza.get("when", {})}
     known |= {package for stanza in stanzas for package in stanza.get("packages", [])}
-    return [
+    return not_compared({name: version for name, version in job.versions.items() if name in known}) + [
         Finding(
             "version_not_modelled",
             f"versions.{package}",
@@ -89,11 +86,6 @@ def unmodelled_versions(job: TrainingJob) -> list[Finding]:
         for package, version in job.versions.items()
         if package not in known
     ]
-
-
-def torch_release(versions: Mapping[str, Any]) -> tuple[int, ...]:
-    """The release of torch among a job's `versions`."""
-    return release(str(versions.get("torch", ASSUMED_TORCH)))
 
 
 def check_framework_options(job: TrainingJob) -> None:
@@ -110,25 +102,8 @@ def check_framework_options(job: TrainingJob) -> None:
 
 
 def _holds(when: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
-    """Whether every `package = ">=a,<b"` of `when` holds ("==a|b": either name); a package whose version is not given does
-    not."""
+    """Whether every `package = ">=a,<b"` of `when` holds (see `compare`); one whose version is not given does not."""
     return all(
-        package in facts and all(_compare(str(facts[package]), clause) for clause in ranges.split(","))
+        package in facts and all(compare(facts[package], clause) for clause in ranges.split(","))
         for package, ranges in when.items()
     )
-
-
-def _compare(version: str, clause: str) -> bool:
-    match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\w.|]+)\s*", clause)
-    if match is None:
-        raise ValueError(f"malformed version clause {clause!r} in frameworks.toml")
-    operator, wanted = match.groups()
-    if operator == "==" and not wanted[0].isdigit():
-        return version in wanted.split("|")
-    a, b = release(version) or NEWEST, release(wanted)
-    return {">=": a >= b, "<=": a <= b, "==": a == b, "<": a < b, ">": a > b}[operator]
-
-
-def release(version: str) -> tuple[int, ...]:
-    """The numeric release of a version text: `'2.11.0+cu130'` gives (2, 11, 0)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])

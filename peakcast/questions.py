@@ -20,8 +20,8 @@ from peakcast.spec import TrainingJob
 FORMS = ("job", "megatron", "huggingface")
 """The ways to write a job down: ours, Megatron-LM's command line, Hugging Face's objects."""
 _KEYS = {
-    "megatron": ("arguments", "num_gpus", "env"),
-    "huggingface": ("config", "training_arguments", "peft", "deepspeed", "fsdp", "num_gpus"),
+    "megatron": ("arguments", "num_gpus", "env", "versions"),
+    "huggingface": ("config", "training_arguments", "peft", "deepspeed", "fsdp", "num_gpus", "versions"),
 }
 
 Rank = Literal["worst", "last"] | int | str | None

@@ -82,6 +82,12 @@ class Measurement:
         return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:16]
 
     @property
+    def project(self) -> str:
+        """Who measured, without the file: rows of one project share a machine, versions and faults, and are held out
+        together where an accuracy on other people's runs is claimed."""
+        return self.source.split(" ")[0]
+
+    @property
     def counts(self) -> bool:
         """Whether the row may stand in an accuracy claim: real, finished, in scope, unspoiled."""
         return (

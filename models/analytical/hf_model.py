@@ -129,7 +129,8 @@ def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: in
 
 def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
     """Bytes of the model's attention masks, one per kind of layer: for eager in the embeddings' dtype, for sdpa bool and
-    shared by all sequences unless the batch asks for one each; and whether layers take them as an argument."""
+    shared by all sequences unless the batch asks for one each, for flash attention the batch's own; and whether layers take
+    them as an argument."""
     one = layers[0]
     scores = one.sequence**2
     family = traits(one.architecture)
@@ -147,6 +148,8 @@ def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
         return [flex_block_mask_bytes(one.batch, one.sequence)], True
     if one.attention == "sdpa" and one.mask_of_batch:
         return [one.batch * scores] * kinds, True
+    if one.attention == "flash_attention_2" and one.valid_rows:  # which tokens are no padding, as bool: [batch, sequence]
+        return [one.batch * one.sequence], True
     taken = list(dict.fromkeys(layer.masked for layer in layers))  # kinds in the order of their first layers
     if one.attention != "sdpa" or not (any(taken) or family.masks_for_both_kinds):
         return [], any(taken)

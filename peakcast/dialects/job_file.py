@@ -16,6 +16,7 @@ from peakcast.dialects.translation import Translation
 from peakcast.errors import CatalogError, SpecError, near_misses
 from peakcast.fields import build
 from peakcast.spec import TrainingJob
+from peakcast.versions import check_versions
 
 
 def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
@@ -33,6 +34,8 @@ def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
             parameter="architecture",
         )
     values["architecture"] = resolve_architecture(values["architecture"])
+    if "versions" in values:
+        values["versions"] = check_versions(values["versions"])
     job = build(TrainingJob, values)
     check_framework_options(job)
     return job

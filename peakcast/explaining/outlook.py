@@ -11,8 +11,9 @@ from peakcast.conventions import conventions
 from peakcast.findings import Finding, sentences
 from peakcast.models.analytical.pipeline import pipeline_rank, stage_chunks
 from peakcast.models.analytical.scope import scope_findings
-from peakcast.models.baseline import Baseline, baseline, context_bytes, usable_bytes
+from peakcast.models.baseline import Baseline, baseline, usable_bytes
 from peakcast.models.calibration import calibration_for
+from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.features import features
 from peakcast.models.predict import combine, reasons_outside
 from peakcast.models.verdict import judge
@@ -31,7 +32,7 @@ def gpu_verdicts(
     base, known = baseline(job, device, rank), (*findings, *scope_findings(job))
     verdicts = []
     for other in sorted(map(catalog.gpu, catalog.gpu_names()), key=lambda gpu: gpu.cuda_memory_bytes):
-        moved = _moved(base, other)
+        moved = _moved(base, job, other)
         calibration = calibration_for(other)
         row = features(job, other, moved)
         reasons = reasons_outside(job, other, row, calibration, known)
@@ -42,10 +43,10 @@ def gpu_verdicts(
     return tuple(verdicts)
 
 
-def _moved(base: Baseline, device: Device) -> Baseline:
-    context = context_bytes(device)
-    outside = context + base.communicator_bytes
-    return replace(base, context_bytes=context, peak_device_bytes=base.peak_reserved_bytes + outside)
+def _moved(base: Baseline, job: TrainingJob, device: Device) -> Baseline:
+    context, communicators = context_bytes(device, job.versions), communicator_bytes(job, device)
+    device_bytes = base.peak_reserved_bytes + context + communicators
+    return replace(base, context_bytes=context, communicator_bytes=communicators, peak_device_bytes=device_bytes)
 
 
 # -- ranks --------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from peakcast.dialects.job_file import job_from_mapping
 from peakcast.errors import SpecError
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.parallel_scope import parallel_reason
-from peakcast.models.baseline import context_bytes
+from peakcast.models.device_memory import context_bytes
 from peakcast.models.predict import could_surely_fit
 from peakcast.searching import costs
 from peakcast.searching.inverse import fewest_gpus, largest
@@ -121,7 +121,8 @@ def test_what_lets_a_candidate_be_passed_over_is_below_its_peak(architecture):
 def test_a_search_finds_what_predicting_every_candidate_does(name, num_gpus, batch, top, gpu):
     job = MEGATRON.replace(framework=name)
     device = catalog.gpu(gpu)
-    room = device.cuda_memory_bytes - context_bytes(device)  # more tensors than that are no plan, however wide the bars
+    # more tensors than that are no plan, however wide the bars
+    room = device.cuda_memory_bytes - context_bytes(device, job.versions)
     every = [(peak, c) for c in candidates(job, num_gpus, batch) if (peak := fullest_of_all(c, device)) <= room]
     ordered = sorted(every, key=lambda item: (*costs.price(item[1]), costs.sent_bytes(alike(item[1])), item[0]))
     plans = [planned(c, device, costs.sent_bytes(alike(c))) for _, c in ordered]
