@@ -139,8 +139,7 @@ def assumed_versions(job: TrainingJob) -> str:
 def unmodelled_versions(job: TrainingJob) -> list[Finding]:
     """A finding for each entry of `job.versions` that no stanza of its framework knows, or that is no release."""
     known = {CONTAINER, *packages_of(job.framework)}
-    strange = not_compared({name: version for name, version in job.versions.items() if name in known})
-    return [Finding("version_not_modelled", "versions", "either", sentence) for sentence in strange] + [
+    return not_compared({name: version for name, version in job.versions.items() if name in known}) + [
         Finding(
             "version_not_modelled",
             f"versions.{package}",
