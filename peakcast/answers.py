@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError
 from peakcast.questions import Question
+from peakcast.readings import with_others
 
 if TYPE_CHECKING:
     from peakcast.models.calibration import Calibration
@@ -39,7 +40,8 @@ def answer(asked: Question, calibration: Calibration | str | Path | None = None)
         assumptions=tuple(dict.fromkeys((*notes.assumptions, *prediction.assumptions))),
         warnings=tuple(dict.fromkeys((*notes.warnings, *notes.unsupported, *prediction.warnings))),
     )
-    return widened(prediction, severity_of(notes))
+    prediction = widened(prediction, severity_of(notes))
+    return with_others(prediction, notes.others, lambda job: predict_job(job, asked.device, asked.rank, calibration))
 
 
 def full_answer(

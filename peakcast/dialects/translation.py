@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from peakcast.errors import SpecError, near_misses
 from peakcast.fields import int_like
@@ -16,6 +16,16 @@ TRUE = frozenset(("true", "yes", "on", "1"))
 MOST = 2**40
 """Largest whole number a setting may have; more is a mistake, refused before anything is built from it."""
 FALSE = frozenset(("false", "no", "off", "0", ""))
+
+
+class Reading(NamedTuple):
+    """Another way to read a configuration, which gives another job."""
+
+    name: str
+    """Whose configuration it would be: "TRL's arguments"."""
+    job: TrainingJob
+    way_out: str
+    """How to say that it is meant, or that it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +42,13 @@ class Translation:
     """Keys that are known and do not matter to memory (or only refine something in `unsupported`)."""
     unknown: tuple[str, ...] = ()
     """Keys that nobody here knows; they may matter."""
+    others: tuple[Reading, ...] = ()
+    """Other jobs that the configuration may mean as well, where nothing in it tells; answers show what they would need."""
+
+    def changed(self, change: Callable[[TrainingJob], TrainingJob]) -> Translation:
+        """The same with `change` made to its job, and to the others that may be meant."""
+        others = tuple(reading._replace(job=change(reading.job)) for reading in self.others)
+        return replace(self, job=change(self.job), others=others)
 
 
 @dataclass(slots=True)
@@ -43,10 +60,11 @@ class Notes:
     unsupported: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    others: list[Reading] = field(default_factory=list)
 
     def include(self, translation: Translation) -> TrainingJob:
         """Take over what `translation` says beside its job, which comes back."""
-        for name in ("assumptions", "warnings", "unsupported", "ignored", "unknown"):
+        for name in ("assumptions", "warnings", "unsupported", "ignored", "unknown", "others"):
             getattr(self, name).extend(getattr(translation, name))
         self.warnings = [sentence for sentence in self.warnings if sentence != _not_known(translation.unknown)]
         return translation.job
@@ -61,6 +79,7 @@ class Notes:
             unsupported=_once(self.unsupported),
             ignored=tuple(sorted(set(self.ignored))),
             unknown=unknown,
+            others=tuple(self.others),
         )
 
 
