@@ -184,9 +184,7 @@ def job_from_flags(
         if "architecture" not in pasted.values or beside:
             model = changes.pop("architecture", None)
             read = translation_of(job, replace(beside, model=str(model)) if model is not None else beside)
-            return (
-                replace(read, job=job_from_mapping(_changed(job_to_mapping(read.job), changes, job))) if changes else read
-            )
+            return read.changed(lambda found: job_from_mapping(_changed(job_to_mapping(found), changes, job)))
         values = dict(pasted.values)
     values = _changed(values, changes, job)
     if "architecture" not in values:
