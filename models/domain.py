@@ -58,9 +58,11 @@ MOST_SEVERE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Domain:
-    """What a calibration has seen."""
+    """What the rows of a calibrated quantity have in common."""
 
     architectures: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    """GPU types that ran them."""
     traits: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Trait (`framework`, `layout`, `attention`, ...) → values seen."""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -81,6 +83,7 @@ class Domain:
         spans = {name: [sample.features[name] for sample in samples] for name in RANGED if samples}
         return cls(
             architectures=tuple(sorted({sample.architecture for sample in samples})),
+            gpus=tuple(sorted({sample.row.gpu for sample in samples})),
             traits={name: tuple(sorted(values)) for name, values in sorted(seen.items())},
             ranges={name: (min(values), max(values)) for name, values in spans.items()},
             versions={package: tuple(sorted(values)) for package, values in sorted(versions.items())},
@@ -111,16 +114,22 @@ class Domain:
                 )
                 reasons.append(Finding("size_not_measured", size, "either", sentence))
         for package, version in resolved(job.versions).items():
-            seen = self.versions.get(package)
-            if seen and release(version) and _minor(str(version)) not in seen:
-                sentence = f"{package} {version} was not measured (seen: {', '.join(seen)}); the bars are widened."
+            seen = self.versions.get(package, ())
+            releases = [release(other)[:2] for other in seen if release(other)]
+            if releases and release(version) and not min(releases) <= release(version)[:2] <= max(releases):
+                sentence = f"{package} {version} is none of the measured releases ({', '.join(seen)}); bars are widened."
                 reasons.append(Finding("version_not_measured", f"versions.{package}", "either", sentence))
         return [*reasons, *unmodelled_versions(job)]
+
+    def distance(self, job: TrainingJob, row: Mapping[str, float], gpu: str) -> int:
+        """How far outside `job` with the features `row` lies on the GPU type `gpu`: 0 (inside) to MOST_SEVERE."""
+        return min(severity(self.outside(job, row)) + (gpu not in self.gpus), MOST_SEVERE)
 
     def to_mapping(self) -> dict[str, Any]:
         """JSON-able form."""
         return {
             "architectures": list(self.architectures),
+            "gpus": list(self.gpus),
             "traits": {name: list(values) for name, values in self.traits.items()},
             "ranges": {name: list(span) for name, span in self.ranges.items()},
             "versions": {package: list(values) for package, values in self.versions.items()},
@@ -129,7 +138,7 @@ class Domain:
     @classmethod
     def from_mapping(cls, mapping: object) -> Domain:
         """The domain of `to_mapping`. Raises: CalibrationError."""
-        top = read(mapping, {"architectures", "traits", "ranges", "versions"}, "domain")
+        top = read(mapping, {"architectures", "gpus", "traits", "ranges", "versions"}, "domain")
         for key in ("traits", "ranges", "versions"):
             if not isinstance(top[key], Mapping):
                 raise CalibrationError(f"domain.{key} must be a mapping; fit the calibration again.", parameter=key)
@@ -140,6 +149,7 @@ class Domain:
             ranges[name] = (number(span[0], name), number(span[1], name))
         return cls(
             architectures=tuple(texts(top["architectures"], "architectures")),
+            gpus=tuple(texts(top["gpus"], "gpus")),
             traits={name: tuple(texts(values, name)) for name, values in top["traits"].items()},
             ranges=ranges,
             versions={package: tuple(texts(values, package)) for package, values in top["versions"].items()},
@@ -152,11 +162,6 @@ def severity(findings: Iterable[Finding]) -> int:
     severities = [finding.severity for finding in findings]
     uncovered = [size for size in severities if size >= OUT_OF_SCOPE_SEVERITY]
     return min(sum(size for size in severities if size < OUT_OF_SCOPE_SEVERITY) + max(uncovered, default=0), MOST_SEVERE)
-
-
-def difficulty(severity: float) -> float:
-    """How many times wider the bar of a job of this severity is than that of one inside. A judgement."""
-    return 1 + severity / 2
 
 
 def traits(job: TrainingJob) -> dict[str, str]:

@@ -107,6 +107,16 @@ def sizes(job: TrainingJob, allocated_bytes: int) -> dict[str, float]:
     }
 
 
+def kinds(job: TrainingJob) -> dict[str, float]:
+    """The features that say what kind of run a job is, whatever it needs: 0 or 1."""
+    layout = job.parallelism
+    return {
+        "sharded": float(layout.sharding in ("fsdp1", "fsdp2", "hsdp") or layout.zero_stage == 3),
+        "compile": float(job.compile),
+        "generates": float(job.task == "inference" and (job.inference.new_tokens or 0) > 1),
+    }
+
+
 def _axes(layout: Parallelism) -> dict[str, int]:
     return {
         "data": layout.data_parallel_size,
@@ -130,6 +140,7 @@ def features(job: TrainingJob, device: Device, base: Baseline, *, published: boo
     values: dict[str, float] = {
         "gib_over_start": GIB / max(base.start("peak_allocated_bytes"), 1),
         **sizes(job, base.peak_allocated_bytes),
+        **kinds(job),
         "log2_reserved_over_allocated": math.log2(max(base.peak_reserved_bytes, 1) / peak),
         "log2_device_over_reserved": math.log2(max(base.peak_device_bytes, 1) / max(base.peak_reserved_bytes, 1)),
         "allocator_slack": base.replayed_allocated_bytes / peak - 1,
@@ -140,7 +151,6 @@ def features(job: TrainingJob, device: Device, base: Baseline, *, published: boo
         "second_phase_ratio": phases[1] / max(phases[0], 1) if len(phases) > 1 else 0.0,
         "num_parallel_axes": sum(size > 1 for size in _axes(layout).values()),
         "sequence_parallel": layout.sequence_parallel,
-        "sharded": layout.sharding in ("fsdp1", "fsdp2", "hsdp") or layout.zero_stage == 3,
         "distributed_optimizer": layout.sharding in ("fsdp1", "fsdp2", "hsdp") or layout.zero_stage > 0,
         "accumulates": job.gradient_accumulation_steps > 1,
         **{f"attention_{name}": job.attention == name for name in _ATTENTIONS},
@@ -152,8 +162,6 @@ def features(job: TrainingJob, device: Device, base: Baseline, *, published: boo
         "optimizer_foreach": job.optimizer.implementation == "foreach",
         "optimizer_low_bit": job.optimizer.name in ("adamw_8bit", "adamw_4bit"),
         "fused_cross_entropy": job.loss.fused_linear_cross_entropy,
-        "compile": job.compile,
-        "generates": job.task == "inference" and (job.inference.new_tokens or 0) > 1,
         "float8": job.precision.compute == "float8",
         "float32_main_gradients": job.precision.gradients == "float32",
         "expandable_segments": job.allocator.expandable_segments,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from peakcast.errors import CalibrationError
 from peakcast.models.calibration import Calibration, QuantityCalibration
-from peakcast.models.domain import Domain, severity
+from peakcast.models.domain import Domain
 from peakcast.models.features import of_quantity
 from peakcast.models.intervals import MIN_ARCHITECTURES, Intervals
 from peakcast.models.regressors import Regressor, candidates
@@ -125,7 +125,13 @@ def fit_quantity(
         [sample.row.project for sample in rows],
     )
     held = [
-        _Held(rows[i], f"{name} {units[i]}", ratios[i] - guess, terms_of(own_features[i], quantity, severities[i]), weights[i])
+        _Held(
+            sample=rows[i],
+            unit=f"{name} {units[i]}",
+            missed=ratios[i] - guess,
+            terms=terms_of(own_features[i], quantity, severities[i]),
+            weight=weights[i],
+        )
         for name, units, split in zip(("architecture", "source"), _units(rows), residual.splits_, strict=False)
         for severities in [_severities(rows, split.folds.tolist())]
         for i, guess in enumerate(split.guesses.tolist())
@@ -191,11 +197,11 @@ def mean_by_architecture(
 
 
 def _severities(rows: Sequence[Sample], folds: Sequence[int]) -> list[int]:
-    """How far each row lay outside the rows that predicted it: those of the other folds."""
+    """How far each row lay outside the rows that predicted it, those of the other folds, as `bars.bar_of` counts it."""
     found = [0] * len(rows)
     for fold in set(folds):
         domain = Domain.of([row for row, its in zip(rows, folds, strict=True) if its != fold and not row.censored])
         for index, row in enumerate(rows):
             if folds[index] == fold:
-                found[index] = severity(domain.outside(row.row.job, row.features))
+                found[index] = domain.distance(row.row.job, row.features, row.row.gpu)
     return found

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from peakcast.models.calibration import Calibration, QuantityCalibration, distance
 from peakcast.models.fit import fit_quantity, fit_samples
-from peakcast.models.predict import combine, reasons_outside
+from peakcast.models.predict import combine
 from peakcast.models.regressors import Regressor
 from peakcast.models.samples import Sample
 from peakcast.prediction import Interval
@@ -53,8 +53,7 @@ def answers_of(samples: Sequence[Sample], train: Sequence[Sample], make_candidat
 
 def answer(sample: Sample, calibration: Calibration) -> Answers:
     """What `calibration` answers to the job of `sample`, whose baseline is known already."""
-    reasons = reasons_outside(sample.row.job, sample.device, sample.features, calibration)
-    return combine(sample.row.job, sample.baseline, sample.features, calibration, reasons).intervals
+    return combine(sample.row.job, sample.baseline, sample.features, calibration, sample.row.gpu)
 
 
 class _Memory:

@@ -1,9 +1,9 @@
 """Conformal error bars: how far measurements lay from predictions that had not seen them, as quantiles.
 
 A score is the residual log(measured / predicted) of a row whose architecture, or whose source, was not in the fit that
-predicted it, divided by the error to be expected of it (`spread.py`): normalised conformal prediction (Papadopoulos et al.
-2008). A bar is a quantile of the scores of rows like the job at hand, with a finite-sample correction: the new row counts as one more
-row of unknown, possibly infinite score. numpy only.
+predicted it, divided by the error to be expected of it (`spread.py`): normalised conformal prediction (Papadopoulos et
+al. 2008). A bar is a quantile of the scores of rows like the job at hand, with a finite-sample correction: the new row counts as
+one more row of unknown, possibly infinite score. numpy only.
 
 Rows of one architecture are not independent evidence. A row of an architecture with n rows weighs 1 / (1 + (n − 1)·ρ),
 ρ being the correlation of scores within an architecture (the design effect of cluster sampling, Kish 1965), so:
@@ -37,8 +37,6 @@ MIN_GROUP_ROWS = 20
 """Below this, in effective rows, a group's parent sets its bar: the one-sided 95 % quantile needs 19. With the usual
 correlation it is some 40 plain rows, the threshold that kept the worst group's coverage at 0.900 over 40 seeds of
 synthetic data (ecosystem study, 2026-11-21)."""
-KINDS = 3
-"""Levels of groups, counted from that of all, whose bars are their own however few their rows."""
 MIN_ARCHITECTURES = 3
 """With fewer no bar can be learned: nothing says how architectures differ."""
 
@@ -92,8 +90,7 @@ class Intervals:
     ) -> Intervals:
         """Learn the bars. Row i has the out-of-fit residual `residuals[i]`, belongs to `architectures[i]` and to every
         group of `groups[i]` (finest first, the last one common to all), counts `weights[i]` (1 / repeats), and was expected
-        to be off by `expected[i]` (1 for every row when not given). The two levels below the group of all are different kinds of
-        jobs, where the errors of one say little of the other: they borrow a bar only where they can learn none."""
+        to be off by `expected[i]` (1 for every row when not given)."""
         scores = np.asarray(residuals, dtype=np.float64)
         if expected is not None:
             scores = scores / np.asarray(expected, dtype=np.float64)
@@ -119,7 +116,7 @@ class Intervals:
             rows = np.array(members[name])
             bar = self._bar(scores[rows], units[rows], counts[rows])
             parent = bars.get(parents.get(name, ""))
-            few = bar is None or (bar.effective_rows < self.min_group_rows and depth[name] > KINDS)
+            few = bar is None or bar.effective_rows < self.min_group_rows
             if parent is not None and few:
                 bar = _at_least(bar or _count(scores[rows], units[rows]), parent, parents[name], scores[rows])
             if bar is not None:

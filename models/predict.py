@@ -5,49 +5,31 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from peakcast.conventions import assumed_versions, conventions
 from peakcast.findings import Finding, ordered
 from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.models.analytical.adapter_scope import targets_taken
+from peakcast.models.bars import bar_of
 from peakcast.models.baseline import Baseline, Ledger, baseline, usable_bytes
-from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
+from peakcast.models.calibration import Calibration, calibration_for
 from peakcast.models.device_memory import communicator_bytes, context_bytes
-from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, difficulty, severity
-from peakcast.models.features import features, of_quantity, sizes
+from peakcast.models.features import features, kinds, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
 from peakcast.models.verdict import judge, leaves_out
 from peakcast.prediction import QUANTITIES, Interval, Prediction
 from peakcast.ranks import worst_rank
 from peakcast.spec import TrainingJob
-from peakcast.units import format_gib
+from peakcast.units import GIB, format_gib
 from peakcast.versions import remarks
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
-DEFAULT_HALF_WIDTHS = {
-    "peak_allocated_bytes": 0.12,
-    "peak_reserved_bytes": 0.20,
-    "peak_device_bytes": 0.20,
-    "peak_host_bytes": 0.50,
-}
-"""Bars in log space where nothing was measured: a judgement, wide on purpose. The best published predictor of unseen
-configurations errs by 4 % in the median, which makes about 13 % of a 90 % bar; reserved adds the allocator's history."""
-WIDEST = math.log(2.0)
-"""Widening stops at a factor of two either way: beyond it a bar says nothing."""
 RANKS_OF_A_NODE = 8
 """GPUs of the usual machine (DGX, HGX); the host memory of a node is said for so many ranks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The intervals of one job and whether they rest on measurements like it."""
-
-    intervals: dict[str, Interval]
-    inside: bool
 
 
 def predict(
@@ -69,15 +51,16 @@ def predict(
         calibration = calibration_for(device)
     base = baseline(job, device, rank, ledger=ledger)
     row = features(job, device, base)
-    reasons = reasons_outside(job, device, row, calibration, (*findings, *_scope(job)))
-    verdict = combine(job, base, row, calibration, reasons)
+    known = (*findings, *_scope(job))
+    reasons = reasons_outside(job, device, row, calibration, known)
+    intervals = combine(job, base, row, calibration, device.name, known)
     usable = usable_bytes(job, device)
-    fits, why = judge(verdict.intervals, usable, reasons)
+    fits, why = judge(intervals, usable, reasons)
     noticed = (_beyond_positions(job), *reasons, why, _retries(base))
     return Prediction(
         gpu=device.name,
         rank=base.rank,
-        **verdict.intervals,
+        **intervals,
         capacity_bytes=usable,
         fits=fits,
         peak_phase=base.peak_phase,
@@ -86,7 +69,7 @@ def predict(
         first_step_peak_bytes=base.first_step_peak_bytes,
         largest=base.largest,
         composition=base.composition,
-        inside_calibrated_domain=verdict.inside,
+        inside_calibrated_domain=intervals["peak_allocated_bytes"].rests_on == "measurements",
         calibration=calibration.gpu,
         assumptions=tuple(_assumptions(job, base, rank)),
         findings=ordered(finding for finding in noticed if finding),
@@ -101,8 +84,10 @@ def reasons_outside(
     known: Iterable[Finding] = (),
 ) -> list[Finding]:
     """Why `job` on `device` lies outside what is modelled (`known`: what the ledger does not cover, what reading the
-    question found) and outside what the calibration has seen."""
-    reasons = [*known, *calibration.domain.outside(job, row)]
+    question found) and outside the rows of allocated memory, of which there are most: what the other quantities rest on is
+    said beside them (`Interval.rests_on`)."""
+    learned = calibration.quantities.get("peak_allocated_bytes")
+    reasons = [*known, *(learned.domain.outside(job, row) if learned else ())]
     if calibration.gpu == "none":
         sentence = "no measurements stand behind the bars; run `peakcast collect` and `peakcast fit` to have some."
         reasons.append(Finding("not_calibrated", "gpu", "either", sentence))
@@ -117,62 +102,50 @@ def combine(
     base: Baseline,
     row: Mapping[str, float],
     calibration: Calibration,
-    reasons: Sequence[Finding] = (),
-) -> Verdict:
-    """Baseline + residual and the bars around it, for each quantity.
+    gpu: str,
+    known: Sequence[Finding] = (),
+) -> dict[str, Interval]:
+    """Baseline + residual and the bars around it, for each quantity of a job on the GPU type `gpu`. `known`: what the
+    ledger does not cover, and what reading the question found.
 
     A point is never below what must exist: the held bytes, and each quantity contains the one before it (device contains
-    reserved contains allocated). Bars widen with the severity of `reasons`.
+    reserved contains allocated).
     """
     intervals: dict[str, Interval] = {}
     groups = bar_groups(job, base.peak_allocated_bytes)
-    inside = severity(reasons) == 0
     least = base.held_bytes
     for quantity in QUANTITIES:
-        size: int = getattr(base, quantity)
         learned = calibration.quantities.get(quantity)
-        correction = 0.0
-        if learned:
-            correction = float(learned.residual.predict([of_quantity(row, base, quantity)], [residual_group(job)])[0])
-        half_width, upper, measured = bar(quantity, learned, groups, reasons)
-        inside = inside and (measured or (quantity == "peak_host_bytes" and size == 0))
+        own = of_quantity(row, base, quantity)
+        correction = float(learned.residual.predict([own], [residual_group(job)])[0]) if learned else 0.0
+        bar = bar_of(quantity, learned, job, own, groups, gpu, known)
         exact = base.start(quantity) * math.exp(correction)
         if quantity != "peak_host_bytes":
             exact = max(exact, least)
             least = round(exact)
         intervals[quantity] = Interval(
-            baseline=size,
+            baseline=getattr(base, quantity),
             point=round(exact),
-            lower=math.floor(exact * math.exp(-half_width)),
-            upper=math.ceil(exact * math.exp(half_width)),
-            upper_95=math.ceil(exact * math.exp(upper)),
+            lower=math.floor(exact * math.exp(-bar.half_width)),
+            upper=math.ceil(exact * math.exp(bar.half_width)),
+            upper_95=math.ceil(exact * math.exp(bar.upper)),
+            rests_on=bar.rests_on,
         )
-    return Verdict(intervals=nested(intervals), inside=inside)
-
-
-def bar(
-    quantity: str, learned: QuantityCalibration | None, groups: Sequence[str], reasons: Sequence[Finding]
-) -> tuple[float, float, bool]:
-    """Half-width and one-sided bound of a quantity for a job of `groups` that lies outside by `reasons`, and whether
-    measurements say so."""
-    total = severity(reasons)
-    never_tried = any(reason.severity >= OUT_OF_SCOPE_SEVERITY for reason in reasons)
-    found = learned.intervals.outside(groups, total) if learned else None
-    half_width, upper = found or (difficulty(total) * DEFAULT_HALF_WIDTHS[quantity],) * 2
-    num_tried = learned.intervals.num_tried(total) if learned and not never_tried else 0
-    return *at_least(half_width, upper, total, quantity, num_tried=num_tried), found is not None
+    return nested(intervals)
 
 
 def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> bool:
     """Whether `predict` may say that `job` fits when its tensors need `allocated_bytes`, without a replay: so many are
-    reserved at least, and the rest of an answer (context, communicators, bar) does not depend on what is reserved."""
+    reserved at least, and the rest of an answer (context, communicators) does not depend on what is reserved. The bound is
+    that of a job that caches nothing, which is the narrowest."""
     calibration = calibration_for(device)
-    reasons = reasons_outside(job, device, sizes(job, allocated_bytes), calibration, _scope(job))
-    learned = calibration.quantities.get("peak_device_bytes")
-    _, upper, _ = bar("peak_device_bytes", learned, bar_groups(job, allocated_bytes), reasons)
     least = allocated_bytes + context_bytes(device, job.versions) + communicator_bytes(job, device)
-    bound = least * math.exp((learned.residual.least if learned else 0.0) + upper)
-    return bound < usable_bytes(job, device) and not leaves_out(reasons, "more")
+    row = {**sizes(job, allocated_bytes), **kinds(job), "gib_over_start": GIB / least, "log2_reserved_over_allocated": 0.0}
+    learned = calibration.quantities.get("peak_device_bytes")
+    known = _scope(job)
+    bar = bar_of("peak_device_bytes", learned, job, row, bar_groups(job, allocated_bytes), device.name, known)
+    bound = least * math.exp((learned.residual.least if learned else 0.0) + bar.upper)
+    return bound < usable_bytes(job, device) and not leaves_out(known, "more")
 
 
 def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
@@ -191,16 +164,6 @@ def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
             upper_95=max(min(bar.upper_95, limit.upper_95), bar.point),
         )
     return result
-
-
-def at_least(half_width: float, upper: float, severity: int, quantity: str, *, num_tried: int = 0) -> tuple[float, float]:
-    """A bar for a job of `severity` is at least that many sixths of the default one, which is taken for the evidence of one
-    architecture beside the `num_tried` that were predicted from as far outside; and at most WIDEST. A judgement: measured
-    bars say nothing about what was not measured."""
-    if severity == 0:
-        return half_width, upper
-    least = severity / 6 * DEFAULT_HALF_WIDTHS[quantity] / (1 + num_tried)
-    return min(max(half_width, least), WIDEST), min(max(upper, least), WIDEST)
 
 
 def _beyond_positions(job: TrainingJob) -> Finding | None:

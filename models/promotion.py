@@ -88,7 +88,7 @@ def _errors_of(old: Calibration, quantity: str, samples: Sequence[Sample], wante
         for sample in samples
         if not sample.censored
         and sample.measured(quantity) is not None
-        and sample.architecture in wanted - set(old.domain.architectures)
+        and sample.architecture in wanted - set(old.quantities[quantity].domain.architectures)
     ]
     errors = [abs(math.log((s.measured(quantity) or 1) / max(answer(s, old)[quantity].point, 1))) for s in unseen]
     return mean_by_architecture([sample.architecture for sample in unseen], errors, repeat_weights(unseen))

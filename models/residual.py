@@ -2,9 +2,9 @@
 the baseline, for allocated memory with the simulated allocator's slack (`Baseline.start`).
 
 Candidates of growing freedom (nothing, a median per group, ridge, a Gaussian process, boosted trees) compete by predicting
-architectures they were not fitted on, and sources (who measured) where there are several. The simplest that is within one standard error of the best wins, and is shrunk
-towards the baseline only as far as unseen architectures ask for by more than that error: a share that a few of them like a
-little better is chance, and takes away from everybody.
+architectures they were not fitted on, and sources (who measured) where there are several. The simplest that is within one
+standard error of the best wins, and is shrunk towards the baseline only as far as what was held out asks for by more than
+that error: a share that a few of them like a little better is chance, and takes away from everybody.
 
 A run that went out of memory is a bound: its peak would have been at least this. It teaches nothing where the fit lies
 above it, and counts as a row at the bound where the fit lies below (`fit_bounded`).
@@ -53,8 +53,8 @@ class Residual:
     (each architecture its own fold where there are fewer).
 
     Learned: `regressor_`, `shrinkage_` (0 to 1), `low_` and `high_` (the range of log ratios seen; predictions stay in it),
-    `scores_` (candidate → mean absolute error on what was held out), `splits_` (one `HeldOut` for each way of holding rows
-    out: by architecture, then by source where there are several).
+    `scores_` (candidate → mean absolute error on what was held out), `splits_` (one `HeldOut` for each way of holding
+    rows out: by architecture, then by source where there are several).
     """
 
     def __init__(self, *, make_candidates: Callable[[], list[Regressor]] = candidates, num_folds: int = NUM_FOLDS) -> None:

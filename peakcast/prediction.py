@@ -19,6 +19,9 @@ QUANTITIES = tuple(SEEN_BY)
 """The four quantities of every answer, and of every measurement that has them."""
 
 Fits = Literal["yes", "no", "uncertain"]
+RestsOn = Literal["measurements", "relatives", "judgement"]
+"""What a bar is made of: errors on rows like the job, on rows of another GPU type or of neighbouring kinds of jobs, or a
+judgement, because no row says anything of such a job (`models.spread.PRIORS`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +34,11 @@ class Interval:
     lower: int
     upper: int
     upper_95: int
+    rests_on: RestsOn = "judgement"
 
-    def to_mapping(self) -> dict[str, int]:
-        """The five numbers by name."""
-        return {name: getattr(self, name) for name in ("baseline", "point", "lower", "upper", "upper_95")}
+    def to_mapping(self) -> dict[str, Any]:
+        """The five numbers, and what they rest on, by name."""
+        return {name: getattr(self, name) for name in ("baseline", "point", "lower", "upper", "upper_95", "rests_on")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,9 +36,9 @@ def gpu_verdicts(
         calibration = calibration_for(other)
         row = features(job, other, moved)
         reasons = reasons_outside(job, other, row, calibration, known)
-        verdict = combine(job, moved, row, calibration, reasons)
+        intervals = combine(job, moved, row, calibration, other.name, known)
         usable = usable_bytes(job, other)
-        fits, _ = judge(verdict.intervals, usable, reasons)
+        fits, _ = judge(intervals, usable, reasons)
         verdicts.append(GpuVerdict(gpu=other.name, capacity_bytes=usable, fits=fits))
     return tuple(verdicts)
 

@@ -1,0 +1,58 @@
+"""The error bar of one quantity of one job: how far off to expect its prediction to be, and what says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from peakcast.findings import Finding
+from peakcast.models.domain import MOST_SEVERE, OUT_OF_SCOPE_SEVERITY, severity
+from peakcast.models.spread import JUDGED_FACTOR, Spread, terms_of
+from peakcast.prediction import RestsOn
+
+if TYPE_CHECKING:
+    from peakcast.models.calibration import QuantityCalibration
+    from peakcast.spec import TrainingJob
+
+WIDEST = math.log(2.0)
+"""Bars end at a factor of two either way: beyond it a bar says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogBar:
+    """A bar in log space: the measurement is expected within point·exp(±`half_width`), and below point·exp(`upper`)."""
+
+    half_width: float
+    upper: float
+    rests_on: RestsOn
+
+
+def bar_of(
+    quantity: str,
+    learned: QuantityCalibration | None,
+    job: TrainingJob,
+    row: Mapping[str, float],
+    groups: Sequence[str],
+    gpu: str,
+    findings: Iterable[Finding] = (),
+) -> LogBar:
+    """The bar of `quantity` for `job` on the GPU type `gpu`, by what was `learned` of the quantity (None: nothing).
+
+    `row` are the job's features as the quantity takes them (`features.of_quantity`), `groups` its `grouping.bar_groups`,
+    `findings` what the ledger and the reading of the question leave open. How far the job lies outside the rows is asked of
+    the quantity's own rows: device memory may have none of a framework that allocated memory has many of.
+    """
+    open_questions = tuple(findings)
+    unmodelled = any(finding.severity >= OUT_OF_SCOPE_SEVERITY for finding in open_questions)
+    far = severity(finding for finding in open_questions if finding.severity < OUT_OF_SCOPE_SEVERITY)
+    if learned is None:
+        expected = Spread(quantity).predict(terms_of(row, quantity, MOST_SEVERE, unmodelled=unmodelled))
+        return LogBar(*(min(JUDGED_FACTOR * expected, WIDEST),) * 2, "judgement")
+    far = min(far + learned.domain.distance(job, row, gpu), MOST_SEVERE)
+    expected = learned.spread.predict(terms_of(row, quantity, far, unmodelled=unmodelled))
+    found = learned.intervals.bar(groups)
+    half_width, upper = (found[1].half_width, found[1].upper) if found else (JUDGED_FACTOR,) * 2
+    rests_on: RestsOn = "judgement" if unmodelled or found is None else "relatives" if far else "measurements"
+    return LogBar(min(half_width * expected, WIDEST), min(upper * expected, WIDEST), rests_on)
