@@ -26,7 +26,10 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
     core = attention_core(job, device)
     sequence = job.sequence_length // layout.context_parallel_size
     activation = {"gelu": "gelu", "gelu_new": "gelu", "relu2": "squared_relu"}.get(architecture.hidden_act, "other")
+    legacy = bool(convention.get("use_legacy_models"))
     fusion = convention.get("bias_swiglu_fusion" if architecture.gated_mlp else "bias_gelu_fusion", True)
+    if legacy and architecture.gated_mlp:  # `ParallelMLP` knows bias_gelu_impl alone
+        fusion = False
     rotary = architecture.position_embedding == "rope" and architecture.mla is None
     exchange = str(convention.get("cp_comm_type", "p2p")).split()[0]
     groups = str(convention.get("hierarchical_context_parallel_sizes", "")).split() or ["1"]
@@ -59,15 +62,17 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         hidden_dropout=architecture.hidden_dropout,
         transformer_engine=engine,
         attention=core,
+        expands_groups=legacy and architecture.num_key_value_heads != architecture.num_attention_heads,
         fused_softmax=_fused_softmax(engine, convention, sequence, job),
         wide_softmax=engine or job.precision.parameters == "float32" or _softmax_in_fp32(convention),
         bias_activation_fusion=bool(fusion)
         and (architecture.gated_mlp or (activation == "gelu" and architecture.mlp_bias)),
-        glu_adds_offset=bool(convention.get("glu_adds_offset", True)),
+        glu_adds_offset=bool(convention.get("glu_adds_offset", True)) and not legacy,
         bias_dropout_fusion=bool(convention.get("bias_dropout_fusion", True)),
         gradient_accumulation_fusion=bool(convention.get("gradient_accumulation_fusion", True)),
         cached_placeholders=bool(convention.get("cached_weight_gradient_placeholders", True)),
         cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)),
+        cross_entropy_copies_logits=bool(convention.get("cross_entropy_copies_logits")),
         fused_cross_entropy=bool(convention.get("cross_entropy_loss_fusion")),
         cross_entropy_in_place=convention.get("cross_entropy_fusion_impl") == "te",
         recompute_attention=job.activation_checkpointing.mode == "selective"
@@ -179,7 +184,7 @@ def attention_core(job: TrainingJob, device: Device | None) -> AttentionCore:
     """Which attention runs. `auto` is Transformer Engine's choice, by the GPU and by whether it must be deterministic."""
     convention = conventions(job)
     if convention.get("transformer_impl", "transformer_engine") == "local":
-        return "local"
+        return "flash" if convention.get("use_legacy_models") and convention.get("use_flash_attn") else "local"
     backend = str(convention.get("attention_backend", "auto"))
     if backend != "auto":
         choices: Mapping[str, AttentionCore] = {

@@ -21,7 +21,7 @@ SWITCHES = _words("""
     moe_router_pre_softmax moe_shared_expert_overlap moe_use_legacy_grouped_gemm overlap_grad_reduce
     overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush overlap_param_gather
     overlap_param_gather_with_optimizer_step qk_layernorm rotary_interleaved te_rng_tracker tp_comm_overlap
-    use_flash_attn use_fused_weighted_squared_relu use_precision_aware_optimizer use_tp_pp_dp_mapping
+    use_flash_attn use_fused_weighted_squared_relu use_legacy_models use_precision_aware_optimizer use_tp_pp_dp_mapping
     use_transformer_engine_op_fuser
 """)
 """Switches that become a framework option of the same name, off by default."""
@@ -141,7 +141,6 @@ UNSUPPORTED: dict[str, str] = {
     "retro_add_retriever": "a RETRO model",
     "export_te_mcore_model": "a ModelOpt model (quantization, pruning, distillation)",
     "export_kd_teacher_load": "distillation from a teacher",
-    "use_legacy_models": "legacy (pre-core) models",
     "use_megatron_fsdp": "Megatron-FSDP",
     "use_torch_fsdp2": "PyTorch FSDP2 inside Megatron",
     "window_size": "sliding-window attention",
@@ -177,7 +176,7 @@ IGNORED = _words("""
     reuse_grad_buf_for_mxfp8_param_ag rope_scaling_factor rotary_base rotary_scaling_factor router_beta router_gbs
     router_inter_dim router_std save save_interval seed slice soft_mask split straggler_minmax_count tau_decay
     tau_init tensorboard_dir test_mode tiktoken_pattern timing_log_level tokenizer_model train_iters train_samples
-    use_checkpoint_args use_checkpoint_opt_param_scheduler use_dist_ckpt use_mcore_models use_packed_sequence
+    use_checkpoint_args use_checkpoint_opt_param_scheduler use_dist_ckpt use_packed_sequence
     use_persistent_ckpt_worker verify_integrity vocab_file wandb_exp_name wandb_project wandb_save_dir weight_decay
     weight_decay_incr_style
 """)

@@ -154,6 +154,8 @@ class MegatronContext:
     hidden_dropout: float
     transformer_engine: bool
     attention: AttentionCore
+    expands_groups: bool
+    """Whether keys and values are repeated for every query head before a flash kernel reads them."""
     fused_softmax: bool
     wide_softmax: bool
     """Whether an unfused softmax is computed in fp32."""
@@ -166,6 +168,8 @@ class MegatronContext:
     """Whether Transformer Engine caches the placeholders that fused weight gradients hand to autograd."""
     cached_output_placeholder: bool
     """The same for megatron-core's own projections, of which the output layer always is one."""
+    cross_entropy_copies_logits: bool
+    """Whether the loss has two fp32 copies of the logits at once in forward."""
     fused_cross_entropy: bool
     cross_entropy_in_place: bool
     """Whether Transformer Engine's kernel computes the loss, and its gradient in the logits themselves."""

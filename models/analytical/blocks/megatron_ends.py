@@ -89,6 +89,8 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
     in_place = context.element_bytes == FP32  # .float() of fp32 logits is the logits themselves
     # compiled kernels cannot work in place: the exponentials are a second fp32 copy, and so is their gradient
     second_copy = wide if context.fused_cross_entropy else 0
+    # before megatron-core 0.8 the maximum is subtracted into a new tensor, beside the caller's copy
+    passing = wide if context.cross_entropy_copies_logits and not in_place else 0
     # `calculate_gradients` gives bfloat16 whatever was asked (megatron-core 0.16.1 `fused_cross_entropy.py`)
     rounded = wide // 2 if in_place and context.fused_cross_entropy else 0
     return tape.operation(
@@ -99,7 +101,7 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
         extra_saved_bytes=[context.rows * BOOL, context.rows * INT64] + ([] if in_place else [wide]),
         gradients=[(logits, logits.num_bytes)],
         gradients_in_place=in_place,  # the kept softmax, which is the logits, becomes the gradient
-        forward_temporary_bytes=second_copy,
+        forward_temporary_bytes=max(second_copy, passing),
         backward_temporary_bytes=second_copy + rounded,
         category=Category.LOGITS,
     )
