@@ -80,6 +80,7 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         checkpointed=False,
         kernel_temporaries=device is not None,
         fp8_recipe=str(convention.get("fp8_recipe", "delayed")) if job.precision.compute == "float8" else "",
+        recompute_norms=recomputes(job, "layernorm"),
         recompute_feed_forward=recomputes(job, "mlp"),
         experts=expert_context(job) if architecture.moe is not None else None,
         latent=latent_context(job) if architecture.mla is not None else None,
@@ -171,6 +172,7 @@ def latent_context(job: TrainingJob) -> LatentContext:
         v_dim=mla.v_head_dim,
         qk_norm=bool(convention.get("qk_layernorm")),
         rotary_fused=bool(convention.get("apply_rope_fusion", True)),
+        recompute_up_projection=recomputes(job, "mla_up_proj"),
     )
 
 

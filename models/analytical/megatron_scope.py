@@ -9,7 +9,7 @@ from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.megatron_context import Exchange
 from peakcast.spec import TrainingJob
 
-RECOMPUTABLE_MODULES = frozenset({"core_attn", "mlp", "moe", "moe_act", "shared_experts"})
+RECOMPUTABLE_MODULES = frozenset({"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"})
 EXCHANGES = frozenset(get_args(Exchange))
 
 

@@ -14,7 +14,7 @@ KEPT_KINDS = ("attention", "reduce_scatter", "topk", "all_to_all")
 class Storage:
     """Bytes of one allocation and how long they live on this tape."""
 
-    __slots__ = ("born", "category", "kind", "last_read", "last_saver", "name", "num_bytes", "stream")
+    __slots__ = ("born", "category", "kind", "last_read", "last_saver", "made_again", "name", "num_bytes", "stream")
 
     def __init__(self, name: str, num_bytes: int, category: Category, born: int, kind: str = "") -> None:
         self.name = name
@@ -25,6 +25,7 @@ class Storage:
         self.last_read = born
         self.last_saver: int | None = None  # the earliest operation that keeps it: the last to run in backward
         self.stream = 0
+        self.made_again: int | None = None  # the operation in whose backward it is made again, having been let go after it
 
 
 class Tensor:

@@ -103,6 +103,8 @@ class LatentContext:
     v_dim: int
     qk_norm: bool
     rotary_fused: bool
+    recompute_up_projection: bool = False
+    """`recompute-modules mla_up_proj`: query, key and value are made again from what was projected down."""
 
     @property
     def qk_dim(self) -> int:
@@ -183,6 +185,8 @@ class MegatronContext:
     """How Transformer Engine's projections scale their FP8 operands; "" where they multiply in the parameters' dtype."""
     without_graph: bool = False
     """Whether a checkpoint runs the layer for its result alone: in FP8 nothing is quantised for a backward then."""
+    recompute_norms: bool = False
+    """`recompute-modules layernorm`: the results of norms that are modules of their own are made again in backward."""
     recompute_feed_forward: bool = False
     """`recompute-modules mlp`: the dense feed-forward runs again in backward."""
     experts: ExpertContext | None = None
