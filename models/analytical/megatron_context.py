@@ -75,6 +75,7 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         cross_entropy_copies_logits=bool(convention.get("cross_entropy_copies_logits")),
         fused_cross_entropy=bool(convention.get("cross_entropy_loss_fusion")),
         cross_entropy_in_place=convention.get("cross_entropy_fusion_impl") == "te",
+        cross_entropy_wide_gradient=bool(convention.get("te_cross_entropy_wide_gradient")),
         recompute_attention=job.activation_checkpointing.mode == "selective"
         and (not job.activation_checkpointing.modules or "core_attn" in job.activation_checkpointing.modules),
         checkpointed=False,

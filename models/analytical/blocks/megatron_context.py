@@ -175,6 +175,8 @@ class MegatronContext:
     fused_cross_entropy: bool
     cross_entropy_in_place: bool
     """Whether Transformer Engine's kernel computes the loss, and its gradient in the logits themselves."""
+    cross_entropy_wide_gradient: bool
+    """Whether that kernel keeps the gradient as an fp32 tensor of its own instead."""
     recompute_attention: bool
     """`recompute-granularity: selective` with the attention core."""
     checkpointed: bool

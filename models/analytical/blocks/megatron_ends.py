@@ -73,19 +73,21 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
 
     It converts the logits to fp32 inside its autograd function and turns that copy into the softmax in place; it is
     kept for backward, which turns it into the gradient in place. Transformer Engine's kernel puts the gradient where the
-    logits are, in forward (2.8 `pytorch/triton/cross_entropy.py`).
+    logits are, in forward (2.8 `pytorch/triton/cross_entropy.py`), or, from 2.18 on, into an fp32 tensor that it keeps.
     """
+    wide = context.rows * context.vocabulary * FP32
     if context.fused_cross_entropy and context.cross_entropy_in_place:
+        apart = context.cross_entropy_wide_gradient
         return tape.operation(
             "vocab_parallel_cross_entropy",
             [logits],
             context.rows * FP32,
-            saves=[logits],
-            gradients_in_place=True,
+            saves=[] if apart else [logits],
+            extra_saved_bytes=[wide] if apart else [],
+            gradients_in_place=not apart,
             forward_temporary_bytes=3 * context.rows * FP32 * (1 + context.tensor_parallel_size),
             category=Category.LOGITS,
         )
-    wide = context.rows * context.vocabulary * FP32
     in_place = context.element_bytes == FP32  # .float() of fp32 logits is the logits themselves
     # compiled kernels cannot work in place: the exponentials are a second fp32 copy, and so is their gradient
     second_copy = wide if context.fused_cross_entropy else 0
