@@ -95,6 +95,8 @@ def baseline(job: TrainingJob, device: Device, rank: int | None = None, *, ledge
 
     `ledger` is `peakcast.models.analytical.ledger.ledger` unless another source of timelines is given.
     """
+    if job.finetuning.method != "full" and job.framework != "megatron":
+        require_adapters(job)
     return _of_the_ledger(job, device, rank) if ledger is None else _baseline(job, device, rank, ledger)
 
 
@@ -114,8 +116,6 @@ def _baseline(
     before: Callable[[int], Sequence[Timeline]] = lambda chosen: (),
 ) -> Baseline:
     """`before`: what the run does on a rank before its first step."""
-    if job.finetuning.method != "full" and job.framework != "megatron":
-        require_adapters(job)
     candidates = ranks_that_differ(job) if rank is None else (rank,)
     steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
     worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)

@@ -7,14 +7,26 @@ from dataclasses import dataclass
 
 from peakcast.timeline import Category
 
-KEPT_KINDS = ("attention", "reduce_scatter", "topk", "all_to_all")
-"""Operations that selective checkpointing never repeats: the first by every policy, the others by torchtitan's."""
+KINDS = ("attention", "reduce_scatter", "topk", "all_to_all")
+"""Operations beside matrix products ("matmul") whose results selective checkpointing may keep: which of them it does is a
+convention, `selective_checkpointing_keeps`."""
 
 
 class Storage:
     """Bytes of one allocation and how long they live on this tape."""
 
-    __slots__ = ("born", "category", "kind", "last_read", "last_saver", "made_again", "name", "num_bytes", "stream")
+    __slots__ = (
+        "born",
+        "category",
+        "kind",
+        "last_read",
+        "last_saver",
+        "made_again",
+        "name",
+        "num_bytes",
+        "of_graph",
+        "stream",
+    )
 
     def __init__(self, name: str, num_bytes: int, category: Category, born: int, kind: str = "") -> None:
         self.name = name
@@ -24,6 +36,7 @@ class Storage:
         self.born = born
         self.last_read = born
         self.last_saver: int | None = None  # the earliest operation that keeps it: the last to run in backward
+        self.of_graph = False  # an attribute of a node, not among what autograd keeps for it: there as long as the graph
         self.stream = 0
         self.made_again: int | None = None  # the operation in whose backward it is made again, having been let go after it
 

@@ -22,7 +22,6 @@ import numpy as np
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row
 from peakcast.models.analytical.operations import (
-    KEPT_KINDS,
     NO_SIDE_STREAM,
     SIDE_STREAM,
     Operation,
@@ -103,7 +102,7 @@ class Tape:
         `reads`: tensors it reads. `saves`: those of them that autograd keeps; `saves_output`: its own result too;
         `extra_saved_bytes`: further tensors made and kept (softmax statistics, dropout masks). `gradients`: which inputs
         get a gradient, default each read that needs one, of its own size. `view_of`: the output shares that storage.
-        Temporaries live during the operation only. `kind` ("matmul" or one of `KEPT_KINDS`): what selective checkpointing
+        Temporaries live during the operation only. `kind` ("matmul" or one of `KINDS`): what selective checkpointing
         goes by. `is_function`: a `torch.autograd.Function`, which keeps tensors when it has run. `side`: what it allocates
         on a second stream.
         """
@@ -155,6 +154,36 @@ class Tape:
         )
         return output
 
+    def function(
+        self,
+        name: str,
+        made: Sequence[Tensor],
+        reads: Sequence[Tensor],
+        *,
+        saves: Sequence[Tensor],
+        weight_gradients: Sequence[WeightGradient] = (),
+        backward_temporary_bytes: int = 0,
+        gradients_in_place: bool = False,
+    ) -> list[Tensor]:
+        """A `torch.autograd.Function` whose forward is the operations appended before, which are in no graph: its results,
+        `made` by them, of `reads`. Its backward runs when the gradients of all of them are there."""
+        index = len(self._operations)
+        for tensor in (*made, *reads):
+            tensor.storage.last_read = max(tensor.storage.last_read, index)
+        for tensor in saves:
+            self._keep(tensor.storage, index)
+        outputs = [Tensor(tensor.storage, tensor.num_bytes, requires_grad=True) for tensor in made]
+        gradients: list[tuple[Tensor, int | None]] = [(x, x.num_bytes) for x in reads if x.requires_grad]
+        saved_bytes = [tensor.num_bytes for tensor in saves]
+        self._operations.append(
+            Operation(
+                *(name, outputs, gradients, weight_gradients, (), _temporaries(backward_temporary_bytes, ())),
+                *(gradients_in_place, saved_bytes),
+                keeps_results=True,
+            )
+        )
+        return outputs
+
     def split(self, tensor: Tensor, sizes: Sequence[int], name: str = "split") -> list[Tensor]:
         """Views of `tensor` of the given bytes; their gradients are concatenated into a new one in backward."""
         index = len(self._operations)
@@ -184,6 +213,10 @@ class Tape:
         for storage in self._storages[begin:end]:
             storage.made_again = len(self._operations) - 1
 
+    def keep_with_graph(self, tensor: Tensor) -> None:
+        """A node of the graph has `tensor` as an attribute, which nothing releases before the graph goes."""
+        tensor.storage.of_graph = True
+
     def begin_loss(self) -> None:
         """The operations from here on are the loss."""
         self._loss_from = len(self._operations)
@@ -195,12 +228,17 @@ class Tape:
     # -- finishing ----------------------------------------------------------------------------------------------------
 
     def finish(
-        self, output: Tensor | None = None, *, cached_matmuls: int = 0, beside: Tensor | None = None
+        self,
+        output: Tensor | None = None,
+        *,
+        cached_matmuls: int = 0,
+        cached_kinds: frozenset[str] = frozenset({"attention"}),
+        beside: Tensor | None = None,
     ) -> Template:
         """The block's entries. `output` is handed to the next block and its gradient comes from there. `cached_matmuls`:
-        selective checkpointing keeps the results of attention and of one in so many matrix products (0: nothing); with one
-        in several, torchtitan's policy, those of reduce-scatters too. `beside`: what a reentrant checkpoint's function
-        returns beside it, as `Template.beside_bytes` says."""
+        selective checkpointing keeps the results of one in so many matrix products (0: nothing at all) and of operations of
+        `cached_kinds`. `beside`: what a reentrant checkpoint's function returns beside it, as `Template.beside_bytes`
+        says."""
         num_forward = len(self._operations)
         backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
         ends = {index: instant + 1 for instant, index in enumerate(backward)}
@@ -210,7 +248,7 @@ class Tape:
         turns = weight_turns(trained) if self._splits_backward else {}
         if output is not None:
             output.storage.last_read = num_forward - 1
-        cached = self._cached(cached_matmuls) if cached_matmuls else set()
+        cached = self._cached(cached_matmuls, cached_kinds) if cached_matmuls else set()
         savers = [index for index, operation in enumerate(self._operations) if any(operation.saved_bytes)]
         last_saver = max(savers, default=0)
         for index, operation in enumerate(self._operations):
@@ -238,7 +276,7 @@ class Tape:
                 continue
             if kept and storage.born >= last_saver:
                 dies, in_backward = len(backward), True  # a recomputation stops there and never asks for it
-            if beside is not None and storage is beside.storage:
+            if storage.of_graph or (beside is not None and storage is beside.storage):
                 dies, in_backward = len(backward), True
             if in_backward and dies == saver and storage.last_saver is not None:
                 released[storage.last_saver] = released.get(storage.last_saver, 0) + storage.num_bytes
@@ -288,9 +326,8 @@ class Tape:
         life = (born, True, dies, True, False, dies, False)
         rows.append((storage.name, storage.category, storage.num_bytes, *life, storage.stream))
 
-    def _cached(self, cached_matmuls: int) -> set[int]:
+    def _cached(self, cached_matmuls: int, kept: frozenset[str]) -> set[int]:
         matmuls, cached = 0, set()
-        kept = KEPT_KINDS if cached_matmuls > 1 else KEPT_KINDS[:1]
         for storage in self._storages:
             if storage.kind == "matmul":
                 matmuls += 1

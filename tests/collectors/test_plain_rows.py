@@ -78,20 +78,17 @@ def test_stage_two_of_fsdp_keeps_weights_gathered():
 
 
 def test_reserved_memory_that_loading_left_is_kept_aside(rows):
-    old = [row for row in rows["optimum_benchmark"] if "no empty_cache before the call" in row.assumptions[0]]
+    old = [row for row in rows["optimum_benchmark"] if row.source_version.startswith("6a25a6db")]
     assert any(set(row.environment.get("unread", {})) == {"peak_reserved_bytes", "peak_device_bytes"} for row in old)
     for row in old:
         assert row.peak_reserved_bytes is row.peak_device_bytes is None
         assert row.peak_allocated_bytes > 10**9
+        assert bool(row.out_of_scope) == (row.job.inference.new_tokens == 1)
 
 
 @pytest.mark.parametrize("name", READ)
-def test_the_dataset_card_counts_what_is_there(rows, name):
-    own = rows[name]
-    card = (datasets_folder() / "README.md").read_text(encoding="utf-8")
-    counts = len(own), sum(row.counts for row in own), sum(bool(row.out_of_scope) for row in own)
-    assert f"| {' | '.join(map(str, counts))} |" in card
-    assert all(row.out_of_scope.endswith(".") for row in own if row.out_of_scope)
+def test_a_reason_is_a_sentence(rows, name):
+    assert all(row.out_of_scope.endswith(".") for row in rows[name] if row.out_of_scope)
 
 
 def test_a_damaged_source_is_refused_by_line(tmp_path):

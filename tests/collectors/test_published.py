@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from peakcast.collectors.published.__main__ import READERS, import_published, main
+from peakcast.collectors.published.counts import counts_page
 from peakcast.collectors.published.fms_a100 import read_fms_a100
 from peakcast.collectors.published.fms_history import read_fms_history
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
@@ -166,30 +167,21 @@ def test_out_of_scope_families_say_why(megatron):
 
 def test_the_tables_in_the_repository_are_what_the_sources_give(tmp_path):
     rows = import_published(SOURCES, tmp_path)
-    for source in READERS:
-        name = f"{Path(source).stem}.csv"
+    for name in ("README.md", *(f"{Path(source).stem}.csv" for source in READERS)):
         assert (tmp_path / name).read_bytes() == (PUBLISHED / name).read_bytes(), f"{name}: run the import again"
     key = lambda row: row.key  # noqa: E731
     assert sorted(load(tmp_path), key=key) == sorted(rows, key=key)
 
 
-def test_the_dataset_card_counts_what_is_there(megatron, fms, history):
-    card = (datasets_folder() / "README.md").read_text(encoding="utf-8")
-    for name, holds in {
-        "rows": lambda row: True,
-        "**count**": lambda row: row.counts,
-        "out of scope": lambda row: bool(row.out_of_scope),
-        "spoiled": lambda row: bool(row.spoiled),
-        "ran out of memory": lambda row: row.outcome == "out_of_memory",
-        "never ran": lambda row: row.outcome == "failed",
-        "– out of scope: ScatterMoE": lambda row: "ScatterMoE" in row.out_of_scope,
-        "– out of scope: shape of the network not known": lambda row: "no file at hand" in row.out_of_scope,
-        "– out of scope: FP8": lambda row: "FP8" in row.out_of_scope,
-        "– spoiled: number of GPUs not recorded": lambda row: "num_gpus" in " ".join(row.spoiled)
-        or "number of GPUs" in " ".join(row.spoiled),
-    }.items():
-        line = f"| {name} | {sum(map(holds, megatron))} | {sum(map(holds, fms))} | {sum(map(holds, history))} |"
-        assert line in card
+def test_the_page_of_counts_counts_what_is_there(megatron, fms):
+    page = counts_page({"megatron_ci": megatron, "fms_a100": fms})
+    for name, rows in {"megatron_ci": megatron, "fms_a100": fms}.items():
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} | A100-80GB"))
+        numbers = [int(cell) for cell in line.split("|")[3:-1]]
+        assert numbers[:2] == [len(rows), sum(row.counts for row in rows)]
+        assert numbers[4] == sum(row.outcome == "out_of_memory" for row in rows)
+    resumed = sum(bool(row.environment["second_run"]) for row in megatron)
+    assert f"| megatron_ci | spoiled: a run resumed from a checkpoint | {resumed} |" in page
 
 
 def test_the_card_names_a_file_for_every_configuration():

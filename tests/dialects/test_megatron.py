@@ -272,7 +272,8 @@ def test_unknown_flags_are_reported_and_harmless_ones_listed():
     translation = from_megatron({**GPT, "lr": 1e-4, "--brand-new-flag": 3}, 8, {"STRANGE": "1"})
     assert translation.unknown == ("STRANGE", "brand-new-flag")
     assert translation.ignored == ("lr",)
-    assert "STRANGE and brand-new-flag are not known here; they are left out, and may matter." in translation.warnings
+    for key in translation.unknown:
+        assert f"{key} is not known here; it is left out, and may matter." in translation.warnings
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_pytorchs_own_layouts_are_those_that_the_ledger_covers():
         assert {1, 2, 4} <= {getattr(layout, size) for layout in every}
     assert {layout.sharding for layout in every} == {"none", "fsdp2", "hsdp"}
     assert any(layout.pipeline_parallel_size > 1 < layout.data_parallel_size for layout in every)
-    assert all(parallel_reason(candidate) == "" for candidate in found)
+    assert all(parallel_reason(candidate) is None for candidate in found)
     falcon = job_from_mapping({"architecture": "falcon-7b", "framework": "torch", "sequence_length": 2048})
     assert {layout.data_parallel_size for layout in layouts(falcon, 16)} == {16}  # others are not modelled for it
 
