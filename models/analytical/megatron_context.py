@@ -9,11 +9,19 @@ from typing import Any
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.errors import SpecError
-from peakcast.models.analytical.blocks.megatron_context import AttentionCore, ExpertContext, LatentContext, MegatronContext
+from peakcast.models.analytical.blocks.megatron_context import (
+    AttentionCore,
+    ExpertContext,
+    LatentContext,
+    MambaContext,
+    MegatronContext,
+)
 from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES, round_up
 
 ROUTINGS = ("balanced", "worst_case")
+PARTS = frozenset({"mamba", "attention", "mlp", "moe"})
+"""What a layer of a hybrid may be."""
 FUSED_SOFTMAX_LONGEST = {True: 16384, False: 4096}
 """Longest keys of the fused softmax, by "is Transformer Engine": its `softmax.py`, megatron-core `fused_softmax.py`."""
 
@@ -85,13 +93,14 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         recompute_feed_forward=recomputes(job, "mlp"),
         experts=expert_context(job) if architecture.moe is not None else None,
         latent=latent_context(job) if architecture.mla is not None else None,
-        padding=architecture.kind != "decoder",
+        padding=architecture.kind not in ("decoder", "hybrid"),
         masked_tokens=architecture.kind == "encoder",
         output_bias=architecture.kind == "encoder"
         or (architecture.kind == "encoder_decoder" and architecture.tie_word_embeddings),
         # a T5's are Transformer Engine's or none (megatron-core 0.16.1 `t5_spec.py`, TENorm)
         final_norms=architecture.kind != "encoder_decoder" or convention.get("adam_library") != "torch",
         token_types=architecture.type_vocab_size,
+        mamba=mamba_context(job) if architecture.ssm is not None else None,
     )
 
 
@@ -175,6 +184,28 @@ def latent_context(job: TrainingJob) -> LatentContext:
         rotary_fused=bool(convention.get("apply_rope_fusion", True)),
         recompute_up_projection=recomputes(job, "mla_up_proj"),
     )
+
+
+def mamba_context(job: TrainingJob) -> MambaContext:
+    """The Mamba-2 mixer of `job` on one rank."""
+    ssm, tensor = job.architecture.ssm, job.parallelism.tensor_parallel_size
+    assert ssm is not None
+    return MambaContext(
+        inner=ssm.inner_size // tensor,
+        heads=ssm.num_heads // tensor,
+        groups=ssm.num_groups // tensor,
+        state=ssm.state_size,
+        kernel=ssm.conv_kernel,
+    )
+
+
+def part_context(context: MegatronContext, part: str) -> MegatronContext:
+    """The context of a hybrid's layer that is `part`, one of `PARTS`; of any other the whole layer's."""
+    if part == "moe":
+        return replace(context, part="mlp")
+    if part not in PARTS:
+        return context
+    return replace(context, part=part, experts=None)  # type: ignore[arg-type]
 
 
 def recomputes(job: TrainingJob, module: str) -> bool:

@@ -292,7 +292,6 @@ def _note_unsupported(settings: Settings) -> None:
             settings.notes.unsupported.append(
                 f"{what[0].upper()}{what[1:]} ({settings.spell(key)}{shown}) is not modelled."
             )
-    if "hybrid" in settings.text("spec").lower() or "mamba" in settings.text("spec").lower():
-        settings.notes.unsupported.append(f"A hybrid (Mamba) model (spec={settings.text('spec')}) is not modelled.")
-    elif settings.given("spec"):
+    spec = settings.text("spec").lower()
+    if settings.given("spec") and not ("mamba" in spec or "hybrid" in spec):
         settings.notes.unsupported.append(f"A custom layer specification (spec={settings.text('spec')}) is not modelled.")

@@ -130,10 +130,7 @@ UNSUPPORTED: dict[str, str] = {
     "fp4_format": "FP4 training",
     "fp8_param_gather": "FP8 parameters",
     "heterogeneous_layers_config_path": "layers of unequal shape",
-    "hybrid_layer_pattern": "a hybrid (Mamba) model",
-    "hybrid_override_pattern": "a hybrid (Mamba) model",
     "img_h": "a multimodal model",
-    "is_hybrid_model": "a hybrid (Mamba) model",
     "moe_latent_size": "latent mixture-of-experts layers",
     "mtp_use_repeated_layer": "one repeated multi-token-prediction layer",
     "optimizer_cpu_offload": "the optimizer's hybrid CPU offloading",
@@ -161,7 +158,7 @@ IGNORED = _words("""
     dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness distributed_backend distributed_timeout_minutes emb_int_list
     enable_experimental enable_router eod_mask_loss eval_global_batch_size eval_interval eval_iters
     exit_duration_in_mins exit_interval finetune fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin
-    hard_sample_th high_priority_stream_groups hysteresis img_w init_method_std initial_loss_scale
+    hard_sample_th high_priority_stream_groups hysteresis img_w init_method_std initial_loss_scale is_hybrid_model
     langrl_inference_server_type legacy_tokenizer linear_scaler_end linear_scaler_start load log_interval
     log_memory_to_tensorboard log_params_norm log_throughput logging_level loss_alpha loss_scale loss_scale_window lr
     lr_decay_iters lr_decay_samples lr_decay_style lr_mult_router lr_warmup_fraction lr_warmup_init lr_warmup_iters

@@ -113,6 +113,29 @@ class LatentContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MambaContext:
+    """One rank's share of a Mamba-2 mixer; all but `state` and `kernel` is divided by the tensor-parallel size."""
+
+    inner: int
+    """Width of the stream that is scanned."""
+    heads: int
+    groups: int
+    state: int
+    kernel: int
+    """Tokens that the convolution reads."""
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: the stream, B and C."""
+        return self.inner + 2 * self.groups * self.state
+
+    @property
+    def input(self) -> int:
+        """Width of the projection before it: gate, stream, B, C and time steps."""
+        return self.inner + self.convolved + self.heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronContext:
     """One rank's share of a layer. Widths and head counts are already divided by the tensor-parallel size.
 
@@ -195,6 +218,10 @@ class MegatronContext:
     """The routed feed-forward that takes the dense one's place, None for a dense layer."""
     latent: LatentContext | None = None
     """Multi-latent attention, which takes the place of the fused query, key and value projection."""
+    part: Literal["", "mamba", "attention", "mlp"] = ""
+    """Of a hybrid, the one part that a layer is; "" for a whole layer. Routed experts are an "mlp" with `experts`."""
+    mamba: MambaContext | None = None
+    """The mixer of a hybrid's state-space layers."""
     source_sequence: int = 0
     """Tokens per sample that a decoder layer's cross-attention reads from the encoder, 0 for a layer without it."""
     key_sequence: int = 0

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from peakcast.models.analytical.blocks.megatron_attention import attention, core_attention
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.blocks.megatron_mamba import mamba_layer
 from peakcast.models.analytical.blocks.megatron_mla import latent_attention
 from peakcast.models.analytical.blocks.megatron_moe import routed_feed_forward
 from peakcast.models.analytical.blocks.megatron_primitives import (
@@ -37,7 +38,21 @@ def decoder_layer(context: MegatronContext) -> Template:
 
 
 def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
-    """The operations of one decoder layer on `tape`."""
+    """The operations of one decoder layer on `tape`, or of the one part that a hybrid's layer is."""
+    if context.part == "mamba" and context.mamba is not None:
+        output = mamba_layer(tape, hidden, context, context.mamba)
+        tape.hold(hidden)
+        return output
+    middle = hidden if context.part == "mlp" else _attended(tape, hidden, context)
+    output = middle
+    if context.part != "attention":
+        output = bias_dropout_add(tape, feed_forward(tape, middle, context), middle, context, "mlp_bda")
+    tape.hold(hidden)
+    return output
+
+
+def _attended(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
+    """Attention with its residual, and that to an encoder where there is one."""
     if context.latent is not None:
         attended, named, norms = latent_attention(tape, hidden, context, context.latent)
         projected = _projected(tape, attended, context)
@@ -62,9 +77,7 @@ def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Te
         tape.hold(normalized)  # a variable of `_forward_attention`
     if context.source_sequence:
         middle = _cross_attention(tape, middle, context)
-    output = bias_dropout_add(tape, feed_forward(tape, middle, context), middle, context, "mlp_bda")
-    tape.hold(hidden)
-    return output
+    return middle
 
 
 def _projected(tape: Tape, attended: Tensor, context: MegatronContext) -> Tensor:
