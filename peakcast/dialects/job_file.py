@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from peakcast import catalog
 from peakcast.architecture import Architecture
-from peakcast.conventions import check_framework_options
+from peakcast.conventions import check_framework_options, conventions
 from peakcast.dialects import hub, text
 from peakcast.dialects.hf_config import architecture_from_hf_config
 from peakcast.dialects.pasted import Pasted
@@ -33,9 +34,18 @@ def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
             parameter="architecture",
         )
     values["architecture"] = resolve_architecture(values["architecture"])
-    job = build(TrainingJob, values)
+    job = _checkpointing_as_released(build(TrainingJob, values), values)
     check_framework_options(job)
     return job
+
+
+def _checkpointing_as_released(job: TrainingJob, values: Mapping[str, Any]) -> TrainingJob:
+    """`job` with checkpoints that are reentrant, or not, as its release makes them where nothing is said of that."""
+    said = values.get("activation_checkpointing")
+    if job.activation_checkpointing.mode == "none" or (isinstance(said, Mapping) and "use_reentrant" in said):
+        return job
+    reentrant = bool(conventions(job).get("reentrant_checkpoints", False))
+    return job.replace(activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=reentrant))
 
 
 def from_job(pasted: Pasted) -> Translation:
