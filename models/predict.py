@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from peakcast.conventions import ASSUMED_TORCH, conventions
 from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.models.analytical.adapter_scope import targets_taken
+from peakcast.models.analytical.kernel_scope import kernels_taken
 from peakcast.models.baseline import Baseline, Ledger, baseline, communicator_bytes, context_bytes, usable_bytes
 from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
 from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, Outside, difficulty, severity
@@ -285,7 +286,7 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
             f"the experts stay in {job.precision.parameters}: bitsandbytes quantizes nn.Linear, and transformers 5 has "
             "them as plain parameters; framework_options.quantized_experts=true counts them quantized."
         )
-    sentences.append(targets_taken(job))
+    sentences += [targets_taken(job), kernels_taken(job)]
     if lengths_change(job):
         sentences.append(
             f"tensors are those of steps whose sequences are all as long as sequence_length={job.sequence_length}; what is "
