@@ -56,12 +56,12 @@ def test_the_defaults_of_transformers_4():
     ("training", "compute", "autocast"),
     [
         ({"bf16": True, "torch_dtype": "float32"}, "bfloat16", True),
-        ({"bf16": True, "dtype": "bfloat16"}, "bfloat16", None),
+        ({"bf16": True, "dtype": "bfloat16"}, "bfloat16", True),
         ({"fp16": True, "torch_dtype": "torch.float32"}, "float16", True),
         ({"torch_dtype": "float32"}, "float32", None),
     ],
 )
-def test_bf16_is_autocast_over_fp32_weights_only(training, compute, autocast):
+def test_bf16_is_autocast_over_whatever_weights(training, compute, autocast):
     job = translate(**training).job
     assert job.precision.compute == compute
     assert job.framework_options.get("autocast") == autocast
