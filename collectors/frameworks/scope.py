@@ -80,9 +80,7 @@ SINGLE_GPU: dict[str, Rule] = {
         "it with framework huggingface or torch, without tensor and pipeline parallelism",
     ),
     "framework_options.compiled_regions": (
-        lambda j: (
-            j.compile and not is_compiled_whole(j) and j.parallelism.world_size > 1 and not compiles_shards(j)
-        ),
+        lambda j: j.compile and not is_compiled_whole(j) and j.parallelism.world_size > 1 and not compiles_shards(j),
         lambda j: conventions(j)["compiled_regions"],
         "layers on one GPU, or with sharding: fsdp2 or hsdp; network on several GPUs otherwise",
     ),
@@ -182,8 +180,7 @@ PIPELINE: dict[str, Rule] = {
     ),
     "parallelism.pipeline_schedule": (
         lambda j: (
-            _has_ddp(j.parallelism)
-            and j.parallelism.pipeline_schedule in ("zero_bubble", "zero_bubble_v", "dualpipe_v")
+            _has_ddp(j.parallelism) and j.parallelism.pipeline_schedule in ("zero_bubble", "zero_bubble_v", "dualpipe_v")
         ),
         lambda j: j.parallelism.pipeline_schedule,
         "another schedule under DDP, or FSDP2: weights' gradients come from torch.autograd.grad, which no hook of DDP sees",

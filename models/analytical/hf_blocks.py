@@ -36,6 +36,7 @@ COMPILED: dict[tuple[str, str], frozenset[str]] = {
     ("network", "torch"): frozenset({"layers", "ends", "loss", "mask"}),
     ("layers", "huggingface"): frozenset({"layers", "ends"}),
     ("layers", "torch"): frozenset({"layers", "loss"}),
+    ("loss", "torch"): frozenset({"loss"}),
 }
 """(regions, stack) -> what is compiled: layers; embedding and final norm; the loss; the making of the mask
 (`collectors/frameworks/compiled.py`)."""
@@ -147,6 +148,8 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
     inside themselves."""
     convention, stack = conventions(job), DRIVEN_BY.get(job.framework, job.framework)
     compiled = COMPILED[convention["compiled_regions"], stack] if job.compile else frozenset()
+    if not convention.get("compiles_loss", True):
+        compiled -= {"loss"}
     weight = int(DTYPE_BYTES[gathered_dtype(job)])
     autocast = bool(convention.get("autocast"))
     gathered = mixes_precision(job) and not adapters_are_whole(job)
@@ -164,14 +167,15 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         valid_rows=job.num_tokens if job.batch.form == "masked" else 0,
         num_sequences=job.micro_batch_size if joined else 0,
         weight_bytes=weight,
-        compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
+        compute_bytes=int(DTYPE_BYTES[job.precision.wide_compute]) if autocast else weight,
         autocast=autocast,
-        float16=(job.precision.compute if autocast else gathered_dtype(job)) == "float16",
+        float16=(job.precision.wide_compute if autocast else gathered_dtype(job)) == "float16",
         end_weight_bytes=FP32 if convention.get("ends_in_float32") else weight,
         norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
         attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
         repeats_key_value=bool(convention.get("flash_attention_repeats_key_value")),
         finetuning=job.finetuning,
+        unpacks_in_place=bool(convention.get("gptq_kernel")),
         adapter_bytes=int(DTYPE_BYTES[adapter]),
         adapter_input_bytes=_adapter_input_bytes(job),
         logits_upcast=str(convention.get("logits_upcast", "loss")),
@@ -191,7 +195,8 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         kernel_temporaries=kernel_temporaries,
         in_stages=job.parallelism.pipeline_parallel_size > 1,
         neftune=bool(convention.get("neftune")),
-        float8=job.precision.compute == "float8",
+        cached_kinds=frozenset(convention["selective_checkpointing_keeps"]),
+        float8=job.precision.compute == "float8" and not job.compile,
     )
 
 

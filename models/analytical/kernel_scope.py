@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from peakcast.conventions import conventions, fuses_loss
+from peakcast.findings import FAILS, LESS, MORE, Check, Finding, first
 from peakcast.spec import TrainingJob
 
 LIGER_FAMILIES = (
@@ -18,8 +19,8 @@ UNSLOTH_FAMILIES = ("cohere", "gemma", "gemma2", "granite", "llama", "mistral", 
 LAYER_KERNELS = ("norm_kernel", "rotary_kernel", "gated_activation_kernel")
 
 
-def fused_kernels_reason(job: TrainingJob) -> str:
-    """What of the fused kernels of `job` the ledger does not count, as one sentence; "" when it counts them all."""
+def fused_kernels_reason(job: TrainingJob) -> Finding | None:
+    """What of the fused kernels of `job` the ledger does not count, as a finding; None when it counts them all."""
     family, chosen = job.architecture.model_type, conventions(job)
     liger, loss = bool(chosen.get("liger_kernels")), str(chosen.get("loss_kernel", "eager"))
     ligers_loss = loss == "fused_linear" and not chosen.get("loss_chunks")
@@ -27,34 +28,51 @@ def fused_kernels_reason(job: TrainingJob) -> str:
     shared = layout.tensor_parallel_size > 1 or layout.pipeline_parallel_size > 1 or layout.context_parallel_size > 1
     sharded = layout.num_replicas > 1 and layout.sharding != "fsdp1"
     fuses_lora = chosen.get("lora_kernel", "eager") != "eager" and job.finetuning.method != "full"
-    checks = [
+    checks: list[Check] = [
         (
             (liger or ligers_loss) and family not in LIGER_FAMILIES,
             f"Liger has no kernels for model_type={family!r}, which runs without them.",
+            MORE,
+            "framework_options.liger_kernels",
         ),
         (
             ligers_loss and family == "granite",
             "Liger has no fused loss for Granite and raises an error; set loss.fused_linear_cross_entropy=false.",
+            FAILS,
+            "loss.fused_linear_cross_entropy",
         ),
-        (liger and job.architecture.moe is not None, "Liger's kernels for experts are not modelled."),
+        (
+            liger and job.architecture.moe is not None,
+            "Liger's kernels for experts are not modelled.",
+            LESS,
+            "framework_options.liger_kernels",
+        ),
         (
             bool(chosen.get("fused_kernels")) and family not in FMS_FAMILIES,
             f"fms-acceleration has no kernels for model_type={family!r}, which runs without them.",
+            MORE,
+            "framework_options.fused_kernels",
         ),
         (
             "unsloth" in job.versions and family not in UNSLOTH_FAMILIES,
             f"Unsloth compiles model_type={family!r} as transformers has it, which is not modelled.",
+            LESS,
+            "versions.unsloth",
         ),
         (
             loss in ("in_place", "chunked") and (shared or job.compile or job.loss.kind != "cross_entropy"),
             f"loss_kernel={loss!r} is modelled for cross entropy on whole logits, without torch.compile.",
+            MORE,
+            "framework_options.loss_kernel",
         ),
         (
             fuses_lora and (shared or sharded or job.parallelism.zero_stage > 0 or job.compile),
             "fused LoRA is modelled on one GPU and with FSDP1, without torch.compile.",
+            MORE,
+            "framework_options.lora_kernel",
         ),
     ]
-    return next((sentence for fails, sentence in checks if fails), "")
+    return first(checks, "framework_options")
 
 
 def kernels_taken(job: TrainingJob) -> str:

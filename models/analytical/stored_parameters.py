@@ -60,7 +60,7 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     waits = group.table and job.parallelism.num_replicas > 1 and not group.table_reduced
     # a table that the lm_head shares gets its gradient from there too, split: the sum is
     alone = group.table and job.parallelism.num_replicas == 1 and not job.architecture.tie_word_embeddings
-    if job.finetuning.method == "full":
+    if job.finetuning.method == "full" and not (job.task == "inference" and job.finetuning.quantization):
         return tuple(
             StoredTensor(
                 tensor.name,
@@ -80,7 +80,7 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     rank, width = job.finetuning.rank or 0, int(DTYPE_BYTES[adapter_dtype(job)])
     whole = adapters_are_whole(job)
     mixed = used if mixes_precision(job) and not whole else width
-    for module, tensor in everything:
+    for module, tensor in everything if job.finetuning.method != "full" else ():
         name = tensor.name.removesuffix(".weight")
         if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):
             out_features, in_features = group.shape(tensor)
@@ -107,8 +107,12 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
     """What stands in memory for a weight that does not train: quantised when it is a Linear inside a layer."""
     if len(tensor.shape) >= 2 and tensor.role in quantised_roles(job):
         *stacked, out_features, in_features = tensor.shape  # experts may be stacked along a first dimension
+        chosen = conventions(job)
         parts = quantized_linear_bytes(
-            (out_features, in_features), job.finetuning, int(conventions(job).get("gptq_group_size", 128))
+            (out_features, in_features),
+            job.finetuning,
+            int(chosen.get("gptq_group_size", 128)),
+            gptq_biased=bool(chosen.get("gptq_kernel")),
         )
         return [
             StoredTensor(f"{tensor.name}.{name}", module, (num_bytes,), 1, 1, trains=False, sharded=name in PARAMETERS)
@@ -134,6 +138,12 @@ def quantised_roles(job: TrainingJob) -> tuple[str, ...]:
         return ()
     routed = method == "gptq" or bool(conventions(job).get("quantized_experts"))
     return (*QUANTISED_ROLES, *(ROUTED_ROLES if routed else ()))
+
+
+def quantised_shapes(job: TrainingJob) -> list[tuple[int, ...]]:
+    """[out_features, in_features] of every matrix that is quantised, experts apart."""
+    roles = quantised_roles(job)
+    return [tensor.shape[-2:] for _, tensor in _all_parameters(job) if len(tensor.shape) > 1 and tensor.role in roles]
 
 
 def _adapted(name: str, job: TrainingJob) -> bool:

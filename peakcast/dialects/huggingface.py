@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import check_framework_options, conventions, release
+from peakcast.conventions import check_framework_options, conventions
 from peakcast.dialects import huggingface_keys as keys
 from peakcast.dialects.huggingface_batch import batch_of, sequence_length
 from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
@@ -31,6 +31,7 @@ from peakcast.spec import (
     Precision,
     TrainingJob,
 )
+from peakcast.versions import check_versions, release, resolved
 
 ATTENTIONS: dict[str, Literal["eager", "sdpa", "flash_attention_2", "flex"]] = {
     "eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash_attention_2", "flash_attention_3": "flash_attention_2",
@@ -46,7 +47,7 @@ def from_huggingface(
     fsdp: Mapping[str, Any] | str | None = None,
     num_gpus: int = 1,
     *,
-    versions: Mapping[str, str] | None = None,
+    versions: Mapping[str, Any] | None = None,
     spell: Callable[[str], str] = str,
 ) -> Translation:
     """The job of a Trainer (or SFTTrainer) run on `num_gpus` GPUs.
@@ -66,7 +67,8 @@ def from_huggingface(
     model = dict(config) if isinstance(config, Mapping) else {}
     architecture = resolve_architecture(config)
     training = _settings("training_arguments", training_arguments, notes, spell)
-    modern = release((versions or {}).get("transformers", "5"))[:1] >= (5,)
+    versions = check_versions(versions or {})
+    modern = (release(resolved(versions).get("transformers", "")) or (5,)) >= (5,)
     adapter = _settings("peft", peft, notes, spell) if peft is not None else None
     strategy = training.raw("deepspeed") if deepspeed is None else deepspeed
     engine = _settings("deepspeed", strategy, notes) if isinstance(strategy, Mapping) else None
@@ -96,10 +98,10 @@ def from_huggingface(
     job = TrainingJob(
         architecture=architecture,
         framework=framework,
-        versions=FrozenMapping(versions or {}),
+        versions=FrozenMapping(versions),
         micro_batch_size=_batch(training, engine, "per_device_train_batch_size", "train_micro_batch_size_per_gpu", 8),
         sequence_length=sequence_length(training, notes),
-        batch=batch_of(training, attention, versions or {}, notes),
+        batch=batch_of(training, attention, versions, notes),
         gradient_accumulation_steps=_batch(
             training, engine, "gradient_accumulation_steps", "gradient_accumulation_steps", 1
         ),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from peakcast.collectors.published.__main__ import READERS, import_published, main
+from peakcast.collectors.published.counts import counts_page
 from peakcast.collectors.published.fms_a100 import read_fms_a100
 from peakcast.collectors.published.fms_history import read_fms_history
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
@@ -54,7 +55,8 @@ def test_a_megatron_row_by_hand(megatron):
     assert (job.parallelism.tensor_parallel_size, job.parallelism.pipeline_parallel_size) == (2, 2)
     assert (job.parallelism.data_parallel_size, row.rank) == (2, 7)
     assert job.gradient_accumulation_steps == 32 // (4 * 2)
-    assert job.framework_options["container"] == "dev"
+    assert job.versions == {"megatron_core": "0.18.0", "ngc_pytorch": "26.04"}
+    assert row.observed == "2026-05-07"
     assert job.framework_options["deterministic_mode"]
     assert not job.framework_options["gradient_accumulation_fusion"]
     assert job.framework_options["cublas_workspace_config"] == ":4096:8"
@@ -135,8 +137,21 @@ def test_doubtful_rows_are_marked_not_dropped(megatron):
     (copy,) = (r for r in megatron if r.case.startswith("hybrid_mr_mcore_te_tp2_pp1") and r.gpu == "A100-80GB")
     assert "all values are those of a GPT case" in copy.spoiled
     assert "hybrid (Mamba)" in copy.out_of_scope
-    stale = [row for row in megatron if any("older golden value" in reason for reason in row.spoiled)]
-    assert all(row.gpu == "A100-80GB" and row.environment["container"] == "lts" for row in stale)
+
+
+def test_release_cases_give_the_peak_of_their_first_ten_steps(megatron):
+    (row,) = (r for r in megatron if r.case == "mixtral_8x22b_tp2pp8ep8vpp1_release/dgx_h100/dev/first_run")
+    assert (row.first_step_peak_allocated_bytes, row.peak_allocated_bytes) == (23_002_945_536, 28_431_276_032)
+    assert any("first ten steps" in fact for fact in row.assumptions)
+    assert row.job.parallelism.world_size == 128  # what allocated-after-step implies
+    assert row.counts
+
+
+def test_a_job_whose_gpus_are_not_recorded_has_the_fewest_that_its_layout_needs(megatron):
+    rows = [r for r in megatron if "the number of GPUs is not recorded" in r.spoiled]
+    assert len(rows) == 11
+    (row,) = (r for r in rows if r.case.startswith("deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release/"))
+    assert row.job.parallelism.world_size == 2 * 8  # two stages, each with experts over 8 GPUs
 
 
 def test_out_of_scope_families_say_why(megatron):
@@ -152,29 +167,21 @@ def test_out_of_scope_families_say_why(megatron):
 
 def test_the_tables_in_the_repository_are_what_the_sources_give(tmp_path):
     rows = import_published(SOURCES, tmp_path)
-    for source in READERS:
-        name = f"{Path(source).stem}.csv"
+    for name in ("README.md", *(f"{Path(source).stem}.csv" for source in READERS)):
         assert (tmp_path / name).read_bytes() == (PUBLISHED / name).read_bytes(), f"{name}: run the import again"
     key = lambda row: row.key  # noqa: E731
     assert sorted(load(tmp_path), key=key) == sorted(rows, key=key)
 
 
-def test_the_dataset_card_counts_what_is_there(megatron, fms, history):
-    card = (datasets_folder() / "README.md").read_text(encoding="utf-8")
-    for name, holds in {
-        "rows": lambda row: True,
-        "**count**": lambda row: row.counts,
-        "out of scope": lambda row: bool(row.out_of_scope),
-        "spoiled": lambda row: bool(row.spoiled),
-        "ran out of memory": lambda row: row.outcome == "out_of_memory",
-        "never ran": lambda row: row.outcome == "failed",
-        "– out of scope: ScatterMoE": lambda row: "ScatterMoE" in row.out_of_scope,
-        "– out of scope: shape of the network not known": lambda row: "no file at hand" in row.out_of_scope,
-        "– out of scope: FP8": lambda row: "FP8" in row.out_of_scope,
-        "– spoiled: older golden value": lambda row: "older golden" in " ".join(row.spoiled),
-    }.items():
-        line = f"| {name} | {sum(map(holds, megatron))} | {sum(map(holds, fms))} | {sum(map(holds, history))} |"
-        assert line in card
+def test_the_page_of_counts_counts_what_is_there(megatron, fms):
+    page = counts_page({"megatron_ci": megatron, "fms_a100": fms})
+    for name, rows in {"megatron_ci": megatron, "fms_a100": fms}.items():
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} | A100-80GB"))
+        numbers = [int(cell) for cell in line.split("|")[3:-1]]
+        assert numbers[:2] == [len(rows), sum(row.counts for row in rows)]
+        assert numbers[4] == sum(row.outcome == "out_of_memory" for row in rows)
+    resumed = sum(bool(row.environment["second_run"]) for row in megatron)
+    assert f"| megatron_ci | spoiled: a run resumed from a checkpoint | {resumed} |" in page
 
 
 def test_the_card_names_a_file_for_every_configuration():

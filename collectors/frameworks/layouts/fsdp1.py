@@ -64,9 +64,7 @@ def _checkpoint_around_units(wrapped: Any, layers: set[type], job: TrainingJob) 
         layer: Any = getattr(unit, "module", None)
         if isinstance(unit, FullyShardedDataParallel) and type(layer) in layers and layer.gradient_checkpointing:
             layer.gradient_checkpointing = False
-            unit.forward = functools.partial(
-                _checkpointed, unit.forward, job.activation_checkpointing.use_reentrant
-            )
+            unit.forward = functools.partial(_checkpointed, unit.forward, job.activation_checkpointing.use_reentrant)
 
 
 def _checkpointed(forward: Any, use_reentrant: bool, *arguments: Any, **keywords: Any) -> Any:

@@ -128,9 +128,7 @@ class BlockBuilder:
         )
         return leave_rows(tape, result, group, name) if split == "rows" else result
 
-    def _adapter(
-        self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str, split: Split
-    ) -> Tensor:
+    def _adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str, split: Split) -> Tensor:
         """Of a matrix that is split by columns lora_B is split so, of one that is split by rows lora_A (peft 0.21
         `lora/model.py` add_lora_tp_hooks_dtensor)."""
         context, tape, tuning = self.context, self.tape, self.context.finetuning
@@ -160,7 +158,7 @@ class BlockBuilder:
         wide = x.num_bytes
         if wide > rows * in_features * compute:
             x = ops.cast(tape, x, rows * in_features * compute, f"{name}.to_compute_dtype")
-        matrix = in_features * out_features * compute
+        matrix = 0 if context.unpacks_in_place else in_features * out_features * compute
         result = tape.operation(
             name,
             [x],
@@ -193,9 +191,7 @@ class BlockBuilder:
         plain = name == "lm_head" or name.endswith(ADAPTERS)
         calls_linear = plain or not multiplies_itself(context.architecture)
         if self._computes_in_float8(in_features, out_features, name) and trainable:
-            return float8_linear(
-                tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias
-            )
+            return float8_linear(tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias)
         compute = context.compute_bytes if context.autocast else weight_bytes
         if weight_bytes <= compute:
             result = ops.linear(

@@ -56,6 +56,8 @@ class HFContext:
     """Bytes of one element of the norms' weights: wider than `weight_bytes` where a trainer casts norms to fp32."""
     attention: str
     finetuning: Finetuning
+    unpacks_in_place: bool = False
+    """Whether quantised matrices are unpacked in a buffer that stands all along (exllama), not in one of each call's."""
     adapter_bytes: int
     adapter_input_bytes: int
     """Bytes of one element of what peft hands to an adapter, whose weight it has asked for the dtype: wider than the
@@ -86,7 +88,9 @@ class HFContext:
     reentrant: bool = False
     """Of a checkpointed layer: whether its recomputation is a graph of its own, which keeps what it saves."""
     cached_matmuls: int = 0
-    """Selective checkpointing keeps attention and one in so many matrix products of a checkpointed layer; 0: nothing."""
+    """Selective checkpointing keeps one in so many matrix products of a checkpointed layer; 0: nothing."""
+    cached_kinds: frozenset[str] = frozenset({"attention"})
+    """... and the results of these operations (`operations.KINDS`)."""
     expert_ranks: int = 1
     """Ranks that have other experts."""
     experts: str = "grouped_mm"

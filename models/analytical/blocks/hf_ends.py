@@ -335,7 +335,8 @@ def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:
 @lru_cache(maxsize=256)
 def next_token_head(context: HFContext, kept: str) -> Template:
     """Generation's head: the final norm over all positions, the logits of the last one, and their fp32 copy that the next
-    token is chosen from. `kept`: "last", or "all" positions widened (before transformers 4.45 kept only the last)."""
+    token is chosen from. `kept`: "last", or "all" positions widened, of which those of the last are a view (before
+    transformers 4.45 kept only the last)."""
     architecture, tape = context.architecture, Tape()
     rows, width, vocabulary = context.rows, architecture.hidden_size, architecture.vocab_size
     hidden = tape.input(rows * width * context.stream_bytes)
@@ -350,7 +351,9 @@ def next_token_head(context: HFContext, kept: str) -> Template:
             logits = _logits_op(tape, logits, logits.num_bytes, name)
     if kept == "all":
         logits = _logits_op(tape, logits, build.rows * vocabulary * FP32, "logits.to_float32")
-    chosen = _logits_op(tape, logits, context.batch * vocabulary * FP32, "next_token_logits")
+        chosen = tape.operation("next_token_logits", [logits], 0, view_of=logits)
+    else:
+        chosen = _logits_op(tape, logits, context.batch * vocabulary * FP32, "next_token_logits")
     tape.operation("argmax", [chosen], context.batch * INT64)
     for tensor in (logits, final):
         tape.hold(tensor)

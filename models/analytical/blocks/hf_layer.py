@@ -42,7 +42,7 @@ def decoder_layer(context: HFContext) -> Template:
         tape.hold(variable)
     handed_on = context.checkpointed and context.reentrant and traits(architecture).returns_attention_weights
     beside = build.attention_weights if handed_on else None
-    return tape.finish(output, cached_matmuls=context.cached_matmuls, beside=beside)
+    return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds, beside=beside)
 
 
 def _sublayer(

@@ -56,6 +56,9 @@ def layout_of(
             tied=job.architecture.tie_word_embeddings,
             norm_apart=not finds_final_norm(job),
         )
+        if chosen.get("fsdp2_last_layer_stays"):
+            for unit in [unit for unit in units if unit.name.startswith("layers.")][-1:]:
+                unit.stays_after_forward = True
         if gathers_head_itself(job):
             units = [unit for unit in units if unit.name != "tail"]
         return FSDP2(
@@ -188,7 +191,7 @@ def expert_ranks(job: TrainingJob) -> int:
 
 def gathered_dtype(job: TrainingJob) -> str:
     """The dtype in which blocks use the weights: FSDP's mixed precision gathers them in the compute dtype."""
-    return job.precision.compute if mixes_precision(job) else job.precision.parameters
+    return job.precision.wide_compute if mixes_precision(job) else job.precision.parameters
 
 
 def adapters_are_units(job: TrainingJob) -> bool:
@@ -211,4 +214,4 @@ def reduced_bytes(job: TrainingJob) -> int | None:
     if not mixes_precision(job):
         return None
     dtype = str(conventions(job)["fsdp_reduce_dtype"])
-    return int(DTYPE_BYTES[job.precision.compute if dtype == "compute" else dtype])
+    return int(DTYPE_BYTES[job.precision.wide_compute if dtype == "compute" else dtype])
