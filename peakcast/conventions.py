@@ -65,7 +65,7 @@ def _facts(job: TrainingJob) -> FrozenMapping:
 
 def fuses_loss(job: TrainingJob) -> bool:
     """Whether lm_head and loss are one kernel, which never has all logits."""
-    return bool(conventions(job).get("loss_kernel", "") == "fused_linear")
+    return conventions(job).get("loss_kernel") in ("fused_linear", "chunked")
 
 
 def adapter_dtype(job: TrainingJob) -> str:

@@ -206,7 +206,7 @@ def _kernels(convention: Mapping[str, Any]) -> Kernels:
         rotary=convention.get("rotary_kernel") == "fused",
         gated_activation=convention.get("gated_activation_kernel") == "fused",
         loss=str(convention.get("loss_kernel", "eager")),
-        lora=convention.get("lora_kernel") == "fused",
+        lora=str(convention.get("lora_kernel", "eager")),
     )
 
 

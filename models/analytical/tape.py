@@ -178,7 +178,8 @@ class Tape:
         self._operations.append(
             Operation(
                 *(name, outputs, gradients, weight_gradients, (), _temporaries(backward_temporary_bytes, ())),
-                *(gradients_in_place, saved_bytes),
+                gradients_in_place=gradients_in_place,
+                saved_bytes=saved_bytes,
                 keeps_results=True,
             )
         )

@@ -15,6 +15,7 @@ from peakcast.dialects.huggingface_batch import batch_of, sequence_length
 from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
 from peakcast.dialects.huggingface_quantization import quantization_of
+from peakcast.dialects.huggingface_unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
 from peakcast.dialects.job_file import resolve_architecture
 from peakcast.dialects.mesh import of_training
 from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher
@@ -59,6 +60,10 @@ def from_huggingface(
     """
     num_gpus = gpu_count(num_gpus)
     notes = Notes()
+    unsloths = is_unsloths(versions, training_arguments, peft)
+    if unsloths and isinstance(training_arguments or {}, Mapping) and isinstance(peft or {}, Mapping):
+        training_arguments, peft = in_words_of_the_trainer(training_arguments, peft)
+        versions = {"unsloth": NEWEST_UNSLOTH, **(versions or {})}
     model = dict(config) if isinstance(config, Mapping) else {}
     architecture = resolve_architecture(config)
     training = _settings("training_arguments", training_arguments, notes, spell)
@@ -110,6 +115,8 @@ def from_huggingface(
         parallelism=parallelism,
         offload=offload,
     )
+    if unsloths and not offloads(training, job.num_tokens, architecture.hidden_size):
+        job = job.replace(offload=replace(job.offload, activations=False))
     known = conventions(job)
     for name in [name for name in options if name not in known]:
         notes.assumptions.append(f"{name}={options.pop(name)!r} is left to the default of framework={framework!r}.")

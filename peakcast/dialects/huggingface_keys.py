@@ -94,13 +94,14 @@ IGNORED_TRAINING = _words("""
     save_on_each_node save_only_model save_safetensors save_steps save_strategy save_total_limit seed shuffle_dataset
     skip_memory_metrics tf32 torch_compile_backend torch_compile_mode trackio_bucket_id trackio_space_id
     trackio_static_space_id train_sampling_strategy truncation_mode trust_remote_code use_cache use_cpu
+    fast_inference float8_kv_cache full_finetuning gpu_memory_utilization max_lora_rank token
     use_legacy_prediction_loop warmup_ratio warmup_steps weight_decay
 """)
 IGNORED_PEFT = _words("""
     alpha_pattern arrow_config auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
     exclude_modules fan_in_fan_out inference_mode init_lora_weights kasa_config layers_pattern loftq_config
     lora_ga_config megatron_config megatron_core monteclora_config peft_version qalora_group_size revision
-    runtime_config task_type use_rslora velora_config
+    random_state runtime_config task_type temporary_location use_rslora velora_config
 """)
 UNSUPPORTED_PEFT: dict[str, str] = {
     "layer_replication": "replicated layers",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from peakcast import catalog
 from peakcast.architecture import Architecture
 from peakcast.bounded import exists, is_file, is_folder
-from peakcast.conventions import check_framework_options, conventions_of
+from peakcast.conventions import check_framework_options, conventions, conventions_of
 from peakcast.dialects import hub, text
 from peakcast.dialects.hf_config import architecture_from_hf_config
 from peakcast.dialects.pasted import Pasted
@@ -38,9 +39,18 @@ def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
     values["architecture"] = resolve_architecture(values["architecture"])
     if "versions" in values:
         values["versions"] = check_versions(values["versions"])
-    job = build(TrainingJob, _with_stage_layers(values))
+    job = _checkpointing_as_released(build(TrainingJob, _with_stage_layers(values)), values)
     check_framework_options(job)
     return job
+
+
+def _checkpointing_as_released(job: TrainingJob, values: Mapping[str, Any]) -> TrainingJob:
+    """`job` with checkpoints that are reentrant, or not, as its release makes them where nothing is said of that."""
+    said = values.get("activation_checkpointing")
+    if job.activation_checkpointing.mode == "none" or (isinstance(said, Mapping) and "use_reentrant" in said):
+        return job
+    reentrant = bool(conventions(job).get("reentrant_checkpoints", False))
+    return job.replace(activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=reentrant))
 
 
 def _with_stage_layers(values: dict[str, Any]) -> dict[str, Any]:

@@ -56,12 +56,12 @@ def test_the_defaults_of_transformers_4():
     ("training", "compute", "autocast"),
     [
         ({"bf16": True, "torch_dtype": "float32"}, "bfloat16", True),
-        ({"bf16": True, "dtype": "bfloat16"}, "bfloat16", None),
+        ({"bf16": True, "dtype": "bfloat16"}, "bfloat16", True),
         ({"fp16": True, "torch_dtype": "torch.float32"}, "float16", True),
         ({"torch_dtype": "float32"}, "float32", None),
     ],
 )
-def test_bf16_is_autocast_over_fp32_weights_only(training, compute, autocast):
+def test_bf16_is_autocast_over_whatever_weights(training, compute, autocast):
     job = translate(**training).job
     assert job.precision.compute == compute
     assert job.framework_options.get("autocast") == autocast
@@ -367,3 +367,34 @@ def test_two_ways_to_shard_at_once_are_refused():
 def test_a_teacher_beside_the_student_is_refused():
     with pytest.raises(SpecError, match="teacher_model_name_or_path='Qwen/Qwen3-8B' is a teacher"):
         from_huggingface("gpt2", {"teacher_model_name_or_path": "Qwen/Qwen3-8B"})
+
+
+NOTEBOOK = {
+    "r": 16, "lora_alpha": 16, "lora_dropout": 0, "bias": "none", "use_gradient_checkpointing": "unsloth",
+    "random_state": 3407, "use_rslora": False, "loftq_config": None,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}  # fmt: skip
+
+
+def test_unsloths_notebook_arguments_are_its_kernels_and_checkpoints_on_the_host():
+    given = {"load_in_4bit": True, "max_seq_length": 2048, "packing": True, "per_device_train_batch_size": 4, "bf16": True}
+    answer = translate(peft=NOTEBOOK, **given)
+    job = answer.job
+    assert (job.finetuning.quantization, "unsloth" in job.versions) == ("nf4", True)
+    assert (job.activation_checkpointing.mode, job.activation_checkpointing.use_reentrant) == ("full", True)
+    assert job.offload.activations
+    assert not any("not known here" in sentence for sentence in answer.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("peft", "training", "mode", "offloaded"),
+    [
+        (NOTEBOOK, {"max_seq_length": 128, "packing": True, "per_device_train_batch_size": 1}, "full", False),
+        ({**NOTEBOOK, "use_gradient_checkpointing": True}, {}, "full", False),
+        ({**NOTEBOOK, "use_gradient_checkpointing": False}, {}, "none", False),
+        (None, {"gradient_checkpointing": "unsloth"}, "full", True),
+    ],
+)
+def test_unsloths_checkpoints_stay_where_they_are_small_or_not_asked_for(peft, training, mode, offloaded):
+    job = translate(peft=peft, versions={"unsloth": "2025.11.4"}, **training).job
+    assert (job.activation_checkpointing.mode, job.offload.activations) == (mode, offloaded)

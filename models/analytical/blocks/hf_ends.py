@@ -11,7 +11,7 @@ from functools import lru_cache
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_context import HFContext
-from peakcast.models.analytical.blocks.hf_fused_loss import fused_linear_cross_entropy, loss_in_chunks
+from peakcast.models.analytical.blocks.hf_fused_loss import fused_loss
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.preference_heads import score, token_log_probabilities
 from peakcast.models.analytical.blocks.tensor_parallel import (
@@ -179,7 +179,7 @@ def head(context: HFContext) -> Template:
         tape.hold(final)
         return tape.finish()
     if context.fused_loss:
-        (loss_in_chunks if context.loss_chunks else fused_linear_cross_entropy)(build, final)
+        fused_loss(build, final)
         tape.hold(final)
         return tape.finish()
     inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
@@ -246,6 +246,9 @@ def head(context: HFContext) -> Template:
     # variables of the model's and the loss's forward; an encoder's head has one name for its states and the logits
     for tensor in (*kept, *build.variables, *([] if context.in_stages or architecture.kind == "encoder" else [final])):
         tape.hold(tensor)
+    if context.kernels.loss == "in_place" and upcast != "model" and context.autocast and narrow.num_bytes < wide:
+        # accelerate's convert_outputs_to_fp32: less than what another loss has had in passing
+        tape.operation("outputs.to_float32", [narrow], wide, gradients=[], category=Category.LOGITS)
     return tape.finish()
 
 
