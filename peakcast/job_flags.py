@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from peakcast.bounded import exists, yaml_value
 from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.recognise import NOTHING, Beside, companions
 from peakcast.errors import SpecError
@@ -120,7 +121,7 @@ class AskedJob:
         """The second job that `against` names: this job with FIELD=VALUE changed, or a file or catalog name; None for none.
 
         Raises: SpecError."""
-        if against is None or "=" not in against or Path(against).exists():
+        if against is None or "=" not in against or exists(against):
             return against
         return job_from_flags(self.job, self.flags, [*self.settings, against], self.beside)
 
@@ -183,9 +184,7 @@ def job_from_flags(
         if "architecture" not in pasted.values or beside:
             model = changes.pop("architecture", None)
             read = translation_of(job, replace(beside, model=str(model)) if model is not None else beside)
-            return (
-                replace(read, job=job_from_mapping(_changed(job_to_mapping(read.job), changes, job))) if changes else read
-            )
+            return read.changed(lambda found: job_from_mapping(_changed(job_to_mapping(found), changes, job)))
         values = dict(pasted.values)
     values = _changed(values, changes, job)
     if "architecture" not in values:
@@ -225,12 +224,10 @@ def _changed(values: dict[str, Any], changes: Mapping[str, object], job: str | N
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    import yaml
-
     path, equals, value = text.partition("=")
     if not equals or not all(path.split(".")):
         raise SpecError(f"--set {text!r} must be FIELD=VALUE, such as precision.parameters=float32.", parameter="set")
     try:
-        return path, yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        return path, yaml_value(value)
+    except ValueError as error:
         raise SpecError(f"--set {text!r} has no valid value: {' '.join(str(error).split())}.", parameter="set") from error

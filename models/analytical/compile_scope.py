@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peakcast.conventions import adapter_dtype, conventions
+from peakcast.conventions import adapter_dtype, conventions, fuses_loss
 from peakcast.findings import Check, Finding, first, found
 from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers, slides_anywhere
 from peakcast.models.analytical.layouts import gathered_dtype
@@ -91,7 +91,7 @@ def compile_reason(job: TrainingJob) -> Finding | None:
             "with selective checkpointing around layers that are compiled in place",
         ),
         (job.batch != Batch() or job.offload != Offload(), "with padding, packing or offloading"),
-        (job.loss.fused_linear_cross_entropy or bool(convention.get("liger_kernels")), "with Liger's kernels"),
+        (fuses_loss(job) or bool(convention.get("liger_kernels")), "with Liger's kernels"),
         (bool(convention.get("neftune")), "with neftune"),
         (
             whole and checkpointing.mode != "none" and kinds_of_layers(architecture) > 1,

@@ -60,11 +60,13 @@ def with_versions(translation: Translation, asked: AskedVersions) -> Translation
     """`translation` with the versions that are asked for, and a sentence on those that were found here."""
     if not asked:
         return translation
-    job = translation.job
-    versions = asked.of(job.framework, job.versions)
+    versions = asked.of(translation.job.framework, translation.job.versions)
+    translation = translation.changed(
+        lambda job: job.replace(versions=FrozenMapping(asked.of(job.framework, job.versions)))
+    )
     remarks = translation.assumptions
     if asked.here:
         found = [f"{name} {version}" for name, version in versions.items() if name not in asked.given]
         said = f"Versions are those installed here: {', '.join(found) or 'none that matter'}."
         remarks = (*remarks, *([said] if said not in remarks else []))
-    return replace(translation, job=job.replace(versions=FrozenMapping(versions)), assumptions=remarks)
+    return replace(translation, assumptions=remarks)

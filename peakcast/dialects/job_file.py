@@ -8,6 +8,7 @@ from typing import Any
 
 from peakcast import catalog
 from peakcast.architecture import Architecture
+from peakcast.bounded import exists, is_file, is_folder
 from peakcast.conventions import check_framework_options, conventions_of
 from peakcast.dialects import hub, text
 from peakcast.dialects.hf_config import architecture_from_hf_config
@@ -56,7 +57,8 @@ def _with_stage_layers(values: dict[str, Any]) -> dict[str, Any]:
         for key in ("versions", "framework_options")
     )
     network = values["architecture"]
-    if conventions_of("torch", network.model_type, versions, options)["pipeline_split"] != "ends":
+    facts = FrozenMapping({"model_type": network.model_type})
+    if conventions_of("torch", versions, facts, options)["pipeline_split"] != "ends":
         return values
     layers = layers_beside_ends(network.num_hidden_layers, sizes[0] * sizes[1])
     return {**values, "parallelism": {**layout, "pipeline_layers": layers}}
@@ -101,15 +103,15 @@ def resolve_architecture(value: object) -> Architecture:
 def _architecture_named(name: str) -> Architecture:
     """The network in the file or folder `name`, else of that catalog name, else of that hub id."""
     path = Path(name)
-    if path.is_dir() and (path / "config.json").is_file():
+    if is_folder(path) and is_file(path / "config.json"):
         path = path / "config.json"
-    if path.suffix == ".json" or path.is_file():
+    if path.suffix == ".json" or is_file(path):
         called = path.absolute().parent.name if path.stem == "config" else ""
         return architecture_from_hf_config(read_mapping(path), name=called or path.stem)
     try:
         return catalog.architecture(name)
     except CatalogError:
-        if not hub.is_hub_id(name) or path.exists():
+        if not hub.is_hub_id(name) or exists(path):
             raise
     try:
         return architecture_from_hf_config(hub.config_of(name), name=name)
