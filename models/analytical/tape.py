@@ -177,7 +177,8 @@ class Tape:
         saved_bytes = [tensor.num_bytes for tensor in saves]
         self._operations.append(
             Operation(
-                *(name, outputs, gradients, weight_gradients, 0, backward_temporary_bytes, gradients_in_place, saved_bytes),
+                *(name, outputs, gradients, weight_gradients, (), _temporaries(backward_temporary_bytes, ())),
+                *(gradients_in_place, saved_bytes),
                 keeps_results=True,
             )
         )
