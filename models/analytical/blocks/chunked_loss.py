@@ -3,7 +3,7 @@ or is made of that is there chunk by chunk.
 
 Source: torchtune 0.6.1 modules/loss/ce_chunked_output_loss.py CEWithChunkedOutputLoss (`num_output_chunks`, 8), which
 has a product of the lm_head for each chunk (modules/transformer.py chunked_output); training/_compile.py compile_loss
-compiles each chunk's cross entropy.
+compiles each chunk's cross entropy. litgpt 0.5.13 utils.py chunked_cross_entropy: chunks of 128 tokens, not widened.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def chunked_cross_entropy(tape: Tape, logits: Tensor, context: HFContext) -> Non
     """Backward comes to all chunks' losses before any of the lm_head: a chunk's gradient takes the place of what it kept.
     Eager, all log-softmax are kept in fp32 and a chunk's two gradients pass; compiled, the logits are kept as they are."""
     chunks, narrow = context.logits_chunks, logits.num_bytes
-    wide = narrow // context.compute_bytes * FP32
+    widens = context.autocast or context.logits_upcast != "none"
+    wide = narrow // context.compute_bytes * FP32 if widens else narrow
     tape.begin_loss()
     parts = tape.operation(
         "logits.chunks", [logits], narrow, view_of=logits, gradients=[(logits, narrow)], category=Category.LOGITS
@@ -32,7 +33,7 @@ def chunked_cross_entropy(tape: Tape, logits: Tensor, context: HFContext) -> Non
         saves=[parts] if compiled else [],
         extra_saved_bytes=[context.rows * FP32] * 2 if compiled else [wide],
         gradients=[(parts, 0)],  # in what is let go
-        forward_temporary_bytes=0 if compiled else wide // chunks,  # a chunk widened
+        forward_temporary_bytes=wide // chunks if widens and not compiled else 0,  # a chunk widened
         backward_temporary_bytes=narrow // chunks if compiled else 2 * wide // chunks,
         category=Category.LOGITS,
     )

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from peakcast import catalog
+from peakcast.allocator import Allocator
 from peakcast.conventions import conventions
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.ledger import ledger
+from peakcast.models.analytical.scope import out_of_scope
 from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.spec import ActivationCheckpointing, Parallelism, Precision, TrainingJob
 
@@ -172,3 +174,13 @@ def test_torchtune_checkpoints_around_layers_that_are_compiled_before():
     inside = job("llama-3.1-8b", torchtitan="0.1.0", compile=True, activation_checkpointing=full)
     assert alive_at_head(around, "checkpoint") == 32 * 2 * TOKENS * 4096
     assert "checkpoint" not in ledger(inside).names
+
+
+def test_runs_of_mid_2024_are_told_that_they_reserved_more():
+    def finding(torch: str, *, expandable: bool = False) -> str:
+        versions = FrozenMapping({"torchtitan": "0.0.2", "torch": torch})
+        found = out_of_scope(job(versions=versions, allocator=Allocator(expandable_segments=expandable)))
+        return str(found)
+
+    assert "reserved 8 to 10 GiB more" in finding("2.4")
+    assert "reserved 8 to 10 GiB more" not in finding("2.7") + finding("2.4", expandable=True)
