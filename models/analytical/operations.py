@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from peakcast.timeline import Category
 
-KINDS = ("attention", "reduce_scatter", "topk", "all_to_all")
+KINDS = ("attention", "flex", "reduce_scatter", "topk", "all_to_all")
 """Operations beside matrix products ("matmul") whose results selective checkpointing may keep: which of them it does is a
 convention, `selective_checkpointing_keeps`."""
 

@@ -13,6 +13,7 @@ from peakcast.bounded import exists, is_file, is_folder
 from peakcast.conventions import check_framework_options, conventions, conventions_of
 from peakcast.dialects import hub, text
 from peakcast.dialects.hf_config import architecture_from_hf_config
+from peakcast.dialects.litgpt_targets import PROJECTIONS, litgpt_targets
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.translation import Translation
 from peakcast.errors import CatalogError, SpecError, near_misses
@@ -40,6 +41,9 @@ def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
     if "versions" in values:
         values["versions"] = check_versions(values["versions"])
     job = _checkpointing_as_released(build(TrainingJob, _with_stage_layers(values)), values)
+    if set(job.finetuning.targets) & set(PROJECTIONS):
+        named = litgpt_targets(job.finetuning.targets, job.architecture)
+        job = job.replace(finetuning=replace(job.finetuning, targets=named))
     check_framework_options(job)
     return job
 

@@ -104,6 +104,10 @@ class HFContext:
     """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without."""
     loss_chunks: int = 0
     """Chunks in which torchtitan's or Unsloth's fused loss goes in place of Liger's; 0 without."""
+    logits_chunks: int = 1
+    """Chunks of the logits that a chunked loss takes one after the other."""
+    logits_chunks_apart: bool = False
+    """Whether each of these is a product of its own."""
     loss: LossKind = "cross_entropy"
     """Of the others, what the head makes (`preference_heads.py`)."""
     fused_loss_temporary_bytes: int = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.blocks.chunked_loss import chunked_cross_entropy
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_fused_loss import fused_loss
@@ -184,7 +185,9 @@ def head(context: HFContext) -> Template:
         return tape.finish()
     inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
     trains = context.trainable and not tied_in_graph(context)
-    logits = build.linear(inputs, width, vocabulary, "lm_head", architecture.lm_head_bias, trains, context.end_weight_bytes)
+    size, chunked = context.end_weight_bytes, context.kernels.loss == "chunked" and not group.loss
+    apart, bias = chunked and context.logits_chunks_apart, architecture.lm_head_bias
+    logits = build.linear(inputs, width, vocabulary, "lm_head", bias, trains, size, sums_weight_gradients=apart)
     logits.storage.category = Category.LOGITS
     if group.ranks > 1 and not group.loss:
         vocabulary = architecture.vocab_size
@@ -196,6 +199,10 @@ def head(context: HFContext) -> Template:
     if architecture.final_logit_softcapping is not None:
         logits = ops.scale(tape, logits, "softcap.divide")
         logits = ops.scale(tape, ops.unary_of_result(tape, logits, "softcap.tanh"), "softcap.multiply")
+    if chunked:
+        chunked_cross_entropy(tape, logits, context)
+        tape.hold(final)
+        return tape.finish()
     if "loss" in context.compiled:
         return _compiled_loss(tape, logits, context)
     narrow, labels = logits, list[Tensor]()
