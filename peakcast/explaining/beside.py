@@ -1,7 +1,8 @@
 """A recorded timeline beside a predicted one: which tensors are as predicted, which are missing, which nobody predicted.
 
 A recording knows no names of tensors. What it knows exactly is sizes and moments, so tensors are told apart by size: as
-many as both have of one size (rounded to 512 bytes) at the compared moments are as predicted.
+many as both have of one size (rounded to 512 bytes) at the compared moments are as predicted. Compared is the recording's
+fullest moment of a phase with that moment of the prediction, in the same phase, that has most in common with it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class SizeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The fullest moment of a phase in the recording beside that of the prediction, in bytes.
+    """The fullest moment of a phase in the recording beside the nearest one of the prediction, in bytes.
 
     `as_predicted_bytes + unpredicted_bytes + hidden_bytes + slack_bytes` is what was recorded;
     `as_predicted_bytes + missing_bytes` what was predicted.
@@ -48,7 +49,10 @@ class Moment:
     recorded_instant: int
     """Allocations made until then."""
     recorded_bytes: int
+    predicted_peak_bytes: int
+    """The prediction's largest sum in that phase, 0 where it lacks the phase."""
     predicted_bytes: int
+    """At the moment that is compared."""
     as_predicted_bytes: int
     missing_bytes: int
     """Predicted and not recorded."""
@@ -93,11 +97,11 @@ def beside(recorded: Timeline, predicted: Timeline, allocated_bytes: list[int], 
 
 
 def _moment(recorded: Timeline, predicted: Timeline, phase: Phase, at: int, allocated: int) -> Moment:
-    """The recording at instant `at` beside the prediction where it is fullest in that phase (or at all)."""
-    same = predicted.peak(phase)
-    there = same.instant if same.num_bytes else predicted.peak().instant
-    ours, theirs = np.flatnonzero(recorded.alive_at(at)), np.flatnonzero(predicted.alive_at(there))
-    have, want = Counter(recorded.num_bytes[ours].tolist()), Counter(_rounded(predicted)[theirs].tolist())
+    """The recording at instant `at` beside the nearest moment of the prediction in that phase (or in the step)."""
+    ours = np.flatnonzero(recorded.alive_at(at))
+    have = Counter(recorded.num_bytes[ours].tolist())
+    theirs = np.flatnonzero(predicted.alive_at(_nearest(predicted, phase, have)))
+    want = Counter(_rounded(predicted)[theirs].tolist())
     of_kernels = recorded.categories[ours] == Category.WORKSPACES
     hidden = Counter(recorded.num_bytes[ours[of_kernels]].tolist())
     matched = {size: min(have[size], want[size]) for size in have}
@@ -119,6 +123,7 @@ def _moment(recorded: Timeline, predicted: Timeline, phase: Phase, at: int, allo
         phase=phase.name.lower(),
         recorded_instant=at,
         recorded_bytes=allocated,
+        predicted_peak_bytes=predicted.peak(phase).num_bytes,
         predicted_bytes=sum(size * count for size, count in want.items()),
         as_predicted_bytes=sum(size * count for size, count in matched.items()),
         missing_bytes=sum(size * (count - matched.get(size, 0)) for size, count in want.items()),
@@ -127,6 +132,24 @@ def _moment(recorded: Timeline, predicted: Timeline, phase: Phase, at: int, allo
         slack_bytes=allocated - int(recorded.num_bytes[ours].sum()),
         sizes=tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes), -row.size_bytes * row.recorded))),
     )
+
+
+def _nearest(predicted: Timeline, phase: Phase, have: Counter[int]) -> int:
+    """The instant of `phase` at which the prediction differs from these sizes by the fewest bytes."""
+    end, sizes = len(predicted.phases), _rounded(predicted)
+    lives = np.flatnonzero(np.clip(predicted.born, 0, end) < np.clip(predicted.dies, 0, end)).tolist()
+    moves = [(max(int(predicted.born[entry]), 0), 1, int(sizes[entry])) for entry in lives]
+    moves += [(int(predicted.dies[entry]), -1, int(sizes[entry])) for entry in lives if predicted.dies[entry] < end]
+    change = np.zeros(end, dtype=np.int64)
+    more = dict(have)  # how many of each size were recorded beyond those predicted
+    for instant, step, size in sorted(moves):
+        before = more.get(size, 0)
+        more[size] = before - step
+        change[instant] += (abs(before - step) - abs(before)) * size
+    difference = np.cumsum(change)
+    inside = predicted.phases == phase
+    difference[~inside if inside.any() else np.zeros(end, dtype=bool)] = np.iinfo(np.int64).max
+    return int(np.argmin(difference))
 
 
 def shares(found: Beside, instants: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

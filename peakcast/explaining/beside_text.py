@@ -15,7 +15,7 @@ from peakcast.units import GIB, MIB, format_gib
 
 NUM_ROWS = 10
 NAMES_WIDTH = 70
-COLUMNS = ("recorded", "predicted", "agreed", "missing", "unpredicted", "no tensor", "unsplit")
+COLUMNS = ("recorded", "predicted", "nearest", "agreed", "missing", "surplus", "no tensor", "unsplit")
 
 
 def replayed_text(found: Replayed) -> str:
@@ -45,23 +45,24 @@ def beside_text(found: Beside) -> str:
     lines = [f"Beside {found.predicted_by}, each phase at its fullest, GiB:", f"  {'':<16}" + _headings()]
     lines += [f"  {_phase(moment):<16}" + _numbers(moment) for moment in found.phases]
     note = (
-        "agreed: as many tensors of the size as predicted; missing: predicted, not recorded; unpredicted: tensors that "
-        "nobody predicted; no tensor: taken by kernels and libraries; unsplit: rests of blocks."
+        "nearest: the predicted moment that has most in common, and is compared; agreed: tensors as predicted, by size; "
+        "missing: predicted, not recorded; surplus: tensors that nobody predicted; no tensor: taken by kernels and "
+        "libraries; unsplit: rests of blocks."
     )
     lines += textwrap.wrap(note, WIDTH - 4, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join([*lines, "", *_sizes(found.peak)])
 
 
 def _headings() -> str:
-    return "".join(f"{name:>12}" for name in COLUMNS)
+    return "".join(f"{name:>10}" for name in COLUMNS)
 
 
 def _numbers(m: Moment) -> str:
     sizes = (
-        m.recorded_bytes, m.predicted_bytes, m.as_predicted_bytes, m.missing_bytes, m.unpredicted_bytes, m.hidden_bytes,
-        m.slack_bytes,
+        m.recorded_bytes, m.predicted_peak_bytes, m.predicted_bytes, m.as_predicted_bytes, m.missing_bytes,
+        m.unpredicted_bytes, m.hidden_bytes, m.slack_bytes,
     )  # fmt: skip
-    return "".join(f"{size / GIB:>12.3f}" for size in sizes)
+    return "".join(f"{size / GIB:>10.3f}" for size in sizes)
 
 
 def _phase(moment: Moment) -> str:
