@@ -66,14 +66,18 @@ def reduction_of(source: torch.Tensor, dims: Any, device: Device, accumulator_by
 
 
 def _index_put(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
-    """With `accumulate`, indices are sorted first."""
+    """With `accumulate`, indices are sorted first: four copies of them (torch 2.11 `Indexing.cu`, `index_put_with_sort_kernel`;
+    a fifth is gone by then), and what the sort takes."""
     target, indices, _, *rest = arguments
     if not (rest and rest[0]):
         return []
     picked = [index for index in indices if index is not None]
     count = max((index.numel() for index in picked), default=0)
     rows = prod(size for size, index in zip(target.shape, indices, strict=False) if index is not None)
-    return [Taken("index_put.sort", kernel_workspaces.sort_bytes(count, rows))] if count else []
+    if not count:
+        return []
+    copies = [Taken("index_put.indices", count * picked[0].element_size())] * 4
+    return [*copies, Taken("index_put.sort", kernel_workspaces.sort_bytes(count, rows))]
 
 
 def _product(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
