@@ -66,8 +66,8 @@ def reduction_of(source: torch.Tensor, dims: Any, device: Device, accumulator_by
 
 
 def _index_put(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
-    """With `accumulate`, indices are sorted first: four copies of them (torch 2.11 `Indexing.cu`, `index_put_with_sort_kernel`;
-    a fifth is gone by then), and what the sort takes."""
+    """With `accumulate`, indices are sorted first: four copies of them (torch 2.11 `Indexing.cu`,
+    `index_put_with_sort_kernel`; a fifth is gone by then), and what the sort takes."""
     target, indices, _, *rest = arguments
     if not (rest and rest[0]):
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from peakcast.models.analytical.operations import Operation, Tensor
+from peakcast.models.analytical.operations import Operation, Tensor, WeightGradient
 from peakcast.models.analytical.template import HANDED_IN, Waiting
 from peakcast.timeline import Category
 
@@ -12,6 +12,12 @@ Row = tuple[str, int, int, int, bool, int, bool, bool, int, bool]
 """Name, category, bytes, born, whether in backward, dies, whether in backward, whether a parameter's gradient, dies
 without a graph, whether selective checkpointing keeps it."""
 TEMPORARY, GRADIENT = int(Category.TEMPORARIES), int(Category.GRADIENTS)
+
+
+def workspace_rows(weight: WeightGradient, instant: int) -> list[Row]:
+    """What the kernel that sums a parameter's gradient takes for itself, at backward instant `instant`."""
+    name, kind = f"{weight.name}.workspace", int(Category.WORKSPACES)
+    return [(name, kind, size, instant, True, instant + 1, True, False, instant + 1, False) for size in weight.workspaces]
 
 
 class _Gradient:
@@ -106,6 +112,7 @@ class Backward:
                 if weight.num_bytes > 0:
                     row = (weight.name, GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False)
                     self.rows.append(row)
+                    self.rows += workspace_rows(weight, instant)
             if operation.backward_temporary_bytes:
                 self._live(f"{operation.name}.temporary", operation.backward_temporary_bytes, instant, after)
         if self._saves_on_cpu:

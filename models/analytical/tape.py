@@ -19,8 +19,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from peakcast.kernel_workspaces import reduction
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
-from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row
+from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row, workspace_rows
 from peakcast.models.analytical.operations import KEPT_KINDS, Operation, Storage, Tensor, WeightGradient
 from peakcast.models.analytical.split_backward import waits_until, weight_turns
 from peakcast.models.analytical.template import HANDED_IN, Elsewhere, Later, Template, Waiting
@@ -38,7 +39,10 @@ class Tape:
     `splits_backward`: inputs' gradients first, weights' later (`split_backward.py`); a hook keeps what comes to each.
     """
 
-    def __init__(self, *, saves_on_cpu: bool = False, splits_backward: bool = False) -> None:
+    def __init__(
+        self, *, saves_on_cpu: bool = False, splits_backward: bool = False, gpu: tuple[int, int] | None = None
+    ) -> None:
+        self._gpu = gpu
         self._saves_on_cpu = saves_on_cpu
         self._splits_backward = splits_backward
         self._savers: dict[int, list[int]] = {}
@@ -47,6 +51,14 @@ class Tape:
         self._input: Tensor | None = None
         self._elsewhere: dict[str, Tensor] = {}
         self._loss_from: int | None = None
+
+    def summed(self, name: str, columns: int, rows: int, num_bytes: int) -> WeightGradient:
+        """The gradient of a vector of `columns`, which torch sums over `rows`; where the tape is for a GPU
+        (multiprocessors, threads of each), with what the kernel takes for itself."""
+        workspaces: tuple[int, ...] = ()
+        if self._gpu is not None and (taken := reduction(columns, rows, *self._gpu, reduced_is_contiguous=False)):
+            workspaces = taken.buffer_bytes, taken.semaphore_bytes
+        return WeightGradient(name, num_bytes, workspaces)
 
     # -- building -----------------------------------------------------------------------------------------------------
 
@@ -244,6 +256,7 @@ class Tape:
                 (weight.name, GRADIENT, weight.num_bytes, 0, True, 1, True, True, 1, False)
                 for weight in operation.weight_gradients
             ]
+            rows += [row for weight in operation.weight_gradients for row in workspace_rows(weight, 0)]
             if size := operation.backward_temporary_bytes:
                 rows.append((f"{operation.name}.temporary", TEMPORARY, size, 0, True, 1, True, False, 1, False))
             made = self._template(rows, [index], {})

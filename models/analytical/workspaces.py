@@ -22,3 +22,8 @@ def training_workspaces(
         return []
     size = cublas_workspace_bytes(device, versions, config)
     return [("cublas_workspace", "forward thread", size), ("cublas_workspace", "autograd thread", size)]
+
+
+def kernels_of(device: Device | None) -> tuple[int, int] | None:
+    """What of a device decides what kernels take: multiprocessors and threads of each. None without a device."""
+    return None if device is None else (device.num_sms, device.max_threads_per_sm)
