@@ -73,18 +73,14 @@ def _phase(moment: Moment) -> str:
 def _sizes(moment: Moment) -> Iterator[str]:
     more = [row for row in moment.sizes if row.recorded > row.predicted]
     fewer = [row for row in moment.sizes if row.recorded < row.predicted]
-    agreed = sorted((row for row in moment.sizes if row.predicted), key=lambda row: -min(_both(row)) * row.size_bytes)
+    equal = [row for row in moment.sizes if row.recorded == row.predicted]
     yield (
         f"At the recorded peak of {format_gib(moment.recorded_bytes)} ({_phase(moment)}, after {moment.recorded_instant:,} "
         "allocations):"
     )
     yield from _rows("recorded and not predicted", more)
     yield from _rows("predicted and not recorded", fewer)
-    yield from _rows("as predicted", [row for row in agreed if min(_both(row))])
-
-
-def _both(row: SizeRow) -> tuple[int, int]:
-    return row.recorded, row.predicted
+    yield from _rows("as predicted, as many of each size", equal)
 
 
 def _rows(title: str, rows: Sequence[SizeRow]) -> Iterator[str]:
