@@ -54,10 +54,12 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
-    """A parameter's gradient as an operation's backward makes it."""
+    """A parameter's gradient as an operation's backward makes it. `workspaces`: bytes of each block of memory that the
+    kernel which sums it takes for itself."""
 
     name: str
     num_bytes: int
+    workspaces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,8 +123,8 @@ class HFContext:
     """Whether everything that autograd keeps goes to the host."""
     narrows_final_norm: bool = False
     """FSDP2 gives the last norm's result in the dtype that it gathers, where the norm is of a group of its own."""
-    kernel_temporaries: bool = False
-    """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""
+    gpu: tuple[int, int] | None = None
+    """Multiprocessors and threads of each, of the GPU whose kernels' own allocations count; None: no trace sees them."""
     float8: bool = False
     """Whether Linears compute in float8; `float8_skips` names those that do not."""
     float8_skips: frozenset[str] = frozenset({"lm_head"})

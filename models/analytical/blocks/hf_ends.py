@@ -32,7 +32,7 @@ INT64 = 8
 @lru_cache(maxsize=256)
 def embedding(context: HFContext) -> Template:
     """Token (and learned position) embedding: ids in, [micro_batch_size, sequence_length, hidden_size] out."""
-    architecture, tape = context.architecture, Tape(saves_on_cpu=context.saves_on_cpu)
+    architecture, tape = context.architecture, Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
     build = BlockBuilder(tape, context)
     rows, width = context.rows, architecture.hidden_size
     size = context.end_weight_bytes
@@ -54,7 +54,7 @@ def embedding(context: HFContext) -> Template:
     later = tied or (trains and group.table_reduced)
     taken = [WeightGradient("embed_tokens.weight.grad", weight)] if trains and not later else []
     passing = weight if later and not summed_last else 0
-    if trains and context.kernel_temporaries:
+    if trains and context.gpu:
         passing += embedding_backward_bytes(rows, width, architecture.vocab_size)
     if "ends" in context.compiled and trains and size != FP32:
         # compiled, the rows' gradients are added up in fp32 (torch `_decomp` embedding_dense_backward), then converted
@@ -152,7 +152,7 @@ def head(context: HFContext) -> Template:
     """Final norm, lm_head and the loss over all positions; where the logits are converted decides their copies
     (where-memory-goes F2; transformers `loss/loss_utils.py`)."""
     architecture = context.architecture
-    tape = Tape(saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
     build = BlockBuilder(tape, context)
     group, rows, width = context.group, context.rows, architecture.hidden_size
     vocabulary = group.part(architecture.vocab_size)
