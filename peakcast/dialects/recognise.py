@@ -37,6 +37,14 @@ DIALECTS: dict[str, Dialect] = {
         ("base_model micro_batch_size|sequence_len|adapter|datasets|sample_packing",),
         "axolotl:from_axolotl",
     ),
+    "open_instruct": Dialect(
+        "an open-instruct configuration",
+        (
+            "model_name_or_path dataset_mixer|dataset_mixer_list|use_slow_tokenizer|with_tracking|reduce_loss",
+            "model_name_or_path use_qlora",
+        ),
+        "open_instruct:from_open_instruct",
+    ),
     "llamafactory_megatron": Dialect(
         "a LLaMA-Factory configuration for Megatron",
         (
