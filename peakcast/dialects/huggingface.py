@@ -15,7 +15,7 @@ from peakcast.dialects.huggingface_batch import batch_of, sequence_length
 from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
 from peakcast.dialects.huggingface_quantization import quantization_of
-from peakcast.dialects.job_file import resolve_architecture
+from peakcast.dialects.job_file import note_network, resolve_architecture
 from peakcast.dialects.mesh import of_training
 from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher
 from peakcast.errors import SpecError
@@ -61,6 +61,7 @@ def from_huggingface(
     notes = Notes()
     model = dict(config) if isinstance(config, Mapping) else {}
     architecture = resolve_architecture(config)
+    note_network(config, notes)
     training = _settings("training_arguments", training_arguments, notes, spell)
     versions = check_versions(versions or {})
     modern = (release(resolved(versions).get("transformers", "")) or (5,)) >= (5,)

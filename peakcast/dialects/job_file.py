@@ -10,9 +10,9 @@ from peakcast import catalog
 from peakcast.architecture import Architecture
 from peakcast.conventions import check_framework_options
 from peakcast.dialects import hub, text
-from peakcast.dialects.hf_config import architecture_from_hf_config
+from peakcast.dialects.hf_config import architecture_from_hf_config, is_relative, left_out_of
 from peakcast.dialects.pasted import Pasted
-from peakcast.dialects.translation import Translation
+from peakcast.dialects.translation import Notes, Translation
 from peakcast.errors import CatalogError, SpecError, near_misses
 from peakcast.fields import build
 from peakcast.spec import TrainingJob
@@ -44,7 +44,8 @@ def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
 def from_job(pasted: Pasted) -> Translation:
     """The job of a job file, as other configurations are read. Raises: SpecError."""
     changed = {} if pasted.model is None else {"architecture": pasted.model}
-    job = job_from_mapping({**pasted.values, **changed})
+    read = read_job({**pasted.values, **changed})
+    job = read.job
     if pasted.num_gpus is not None and pasted.num_gpus != job.parallelism.world_size:
         raise SpecError(
             f"num_gpus={pasted.num_gpus} is not the {job.parallelism.world_size} ranks of {pasted.where}, which says its "
@@ -52,7 +53,7 @@ def from_job(pasted: Pasted) -> Translation:
             parameter="num_gpus",
             value=pasted.num_gpus,
         )
-    return Translation(job=job)
+    return read
 
 
 def load_job(path: Path) -> TrainingJob:
@@ -77,14 +78,46 @@ def resolve_architecture(value: object) -> Architecture:
     )
 
 
-def _architecture_named(name: str) -> Architecture:
-    """The network in the file or folder `name`, else of that catalog name, else of that hub id."""
+def note_network(value: object, notes: Notes) -> None:
+    """Note what of the `config.json` that `value` is, or names, no `Architecture` has. Raises: SpecError."""
+    path = _file_named(value) if isinstance(value, str) else None
+    config = read_mapping(path) if path is not None else value
+    if not isinstance(config, Mapping) or "norm_placement" in config:
+        return
+    relative, left = is_relative(config), left_out_of(config)
+    if relative:
+        notes.warnings.append(
+            f"model_type={config['model_type']!r} is no family that is known here; by its keys it is read as one like "
+            "Llama's."
+        )
+        notes.unknown += left.keys
+    elif left.keys:
+        notes.assumptions.append(f"keys of the network's configuration that are not read: {', '.join(left.keys)}.")
+    notes.unsupported += [f"{key} of the network's configuration is not modelled." for key in left.deviating]
+
+
+def read_job(mapping: Mapping[str, Any]) -> Translation:
+    """The job of `job_from_mapping`, with what of its network's configuration is left out. Raises: SpecError."""
+    notes = Notes()
+    job = job_from_mapping(mapping)
+    note_network(mapping["architecture"], notes)
+    return notes.finish(job)
+
+
+def _file_named(name: str) -> Path | None:
+    """The config.json that `name` is the path of, or of its folder."""
     path = Path(name)
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"
-    if path.suffix == ".json" or path.is_file():
-        called = path.absolute().parent.name if path.stem == "config" else ""
-        return architecture_from_hf_config(read_mapping(path), name=called or path.stem)
+    return path if path.suffix == ".json" or path.is_file() else None
+
+
+def _architecture_named(name: str) -> Architecture:
+    """The network in the file or folder `name`, else of that catalog name, else of that hub id."""
+    path = Path(name)
+    if (file := _file_named(name)) is not None:
+        called = file.absolute().parent.name if file.stem == "config" else ""
+        return architecture_from_hf_config(read_mapping(file), name=called or file.stem)
     try:
         return catalog.architecture(name)
     except CatalogError:
