@@ -83,6 +83,8 @@ def from_huggingface(
     loaded = half if engine is not None and half is not None else weights
     finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options), half, shards, notes)
     precision = _precision(weights, half, engine, shards, finetuning, notes, options)
+    if training.given("ddp_bucket_cap_mb"):
+        options["ddp_bucket_cap_mib"] = training.integer("ddp_bucket_cap_mb")
     if training.number("neftune_noise_alpha", None) is not None:
         options["neftune"] = True
     framework: Framework = "deepspeed" if engine is not None else "huggingface"
@@ -325,6 +327,9 @@ def _account_for_the_rest(
 ) -> None:
     if training.switch("auto_find_batch_size"):
         notes.warnings.append("auto_find_batch_size lowers the batch when memory runs out; the one given is taken.")
+    for key, (usual, what) in keys.UNLESS.items():
+        if training.given(key) and training.text(key).lower() not in usual:
+            notes.unsupported.append(f"{what} ({training.spell(key)}={training.text(key)}) is not modelled.")
     if training.given("torch_empty_cache_steps"):
         notes.assumptions.append("torch_empty_cache_steps lowers reserved memory between steps only; it is left out.")
     if not isinstance(training.raw("parallelism_config", {}), Mapping):

@@ -29,6 +29,8 @@ def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, note
     """FSDP's settings from `fsdp`, or from TrainingArguments' fsdp and fsdp_config; None without FSDP."""
     words = [word.lower() for word in training.words("fsdp") if word.lower() != "false"]
     inside = training.raw("fsdp_config")
+    if isinstance(inside, str):
+        raise training.refuse("fsdp_config", "is a path; give the mapping in that file as `fsdp_config`")
     merged: dict[str, Any] = dict(inside) if isinstance(inside, Mapping) else {}
     if isinstance(fsdp, str):
         words += fsdp.lower().split()

@@ -109,6 +109,11 @@ DIALECTS: dict[str, Dialect] = {
         "trainer:from_deepspeed",
         ("train_batch_size",),
     ),
+    "fsdp": Dialect(
+        "an FSDP configuration of transformers' Trainer",
+        ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap", "fsdp_version", "fsdp_sharding_strategy"),
+        "trainer:from_fsdp",
+    ),
     "peft": Dialect("a PEFT adapter_config.json", ("peft_type",), "trainer:from_peft"),
     "deepspeed_script": Dialect(
         "arguments of a script around DeepSpeed's engine",

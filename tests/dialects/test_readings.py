@@ -13,6 +13,7 @@ from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.recognise import DIALECTS, PROGRAMS, Beside, recognised, translated
 from peakcast.dialects.translation import Translation
 from peakcast.dialects.whose_trainer import whose_trainer
+from peakcast.errors import SpecError
 from peakcast.questions import translation_of
 
 PLAIN = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 8, "block_size": None}
@@ -106,6 +107,21 @@ def test_whose_trainer_names_what_tells() -> None:
     assert whose_trainer("", ["packing", "dataset_name"]).rests_on == "TRL's by packing"
     assert not whose_trainer("", ["dataset_name"]).sure
     assert whose_trainer("", ["bf16"]).sure
+
+
+FSDP = "--model_name_or_path gpt2 --output_dir o --per_device_train_batch_size 1 --fsdp full_shard --fsdp_config fsdp.json"
+
+
+def test_the_file_that_fsdp_config_names_is_read_or_asked_for() -> None:
+    script = f"torchrun --nproc_per_node 2 run_clm.py {FSDP}\n"
+    with pytest.raises(SpecError, match=r"fsdp_config='fsdp\.json'.* is another file, and it is not here"):
+        translation_of(script)
+    inside = '{"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}'
+    assert translation_of(f"{script}--- fsdp.json\n{inside}\n").job.parallelism.sharding == "fsdp2"
+    with pytest.raises(SpecError, match="is an FSDP configuration of transformers' Trainer"):
+        translation_of(inside)
+    with pytest.raises(SpecError, match=r"fsdp_config='fsdp.json' is a path"):
+        translation_of({"huggingface": {"config": "gpt2", "training_arguments": {"fsdp_config": "fsdp.json"}}})
 
 
 # -- dialects -----------------------------------------------------------------------------------------------------------
