@@ -52,6 +52,7 @@ __all__ = [
     "web",
 ]
 
+
 def predict(
     job: object,
     gpu: str | Device,
@@ -172,15 +173,14 @@ def search(
     from dataclasses import replace
 
     from peakcast import catalog
-    from peakcast.answers import severity_of
     from peakcast.searching.door import ask
 
     device = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
     read = translation_of(job)
-    options = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
-    options["severity"] = severity_of(read)
+    options: dict[str, Any] = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
+    options["findings"] = read.findings
     found = ask(read.job, device, find, num_gpus, global_batch_size, options)
-    return replace(found, warnings=(*read.warnings, *read.unsupported))
+    return replace(found, findings=read.findings)
 
 
 def web(host: str = "127.0.0.1", port: int = 7860, *, progress: Progress | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from peakcast.bounded import exists, yaml_value
 from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.recognise import NOTHING, Beside, companions
 from peakcast.errors import SpecError
@@ -120,7 +121,7 @@ class AskedJob:
         """The second job that `against` names: this job with FIELD=VALUE changed, or a file or catalog name; None for none.
 
         Raises: SpecError."""
-        if against is None or "=" not in against or Path(against).exists():
+        if against is None or "=" not in against or exists(against):
             return against
         return job_from_flags(self.job, self.flags, [*self.settings, against], self.beside)
 
@@ -223,12 +224,10 @@ def _changed(values: dict[str, Any], changes: Mapping[str, object], job: str | N
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    import yaml
-
     path, equals, value = text.partition("=")
     if not equals or not all(path.split(".")):
         raise SpecError(f"--set {text!r} must be FIELD=VALUE, such as precision.parameters=float32.", parameter="set")
     try:
-        return path, yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        return path, yaml_value(value)
+    except ValueError as error:
         raise SpecError(f"--set {text!r} has no valid value: {' '.join(str(error).split())}.", parameter="set") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from peakcast import catalog
+from peakcast.bounded import is_file
 from peakcast.catalog import Device
 from peakcast.dialects.asked_versions import with_versions
 from peakcast.dialects.opening import is_text, opened
@@ -91,7 +92,7 @@ def is_configuration(name: str | Path) -> bool:
     """Whether `name` is the path of a file, or a configuration's text, and not the name of an architecture."""
     if isinstance(name, Path) or is_text(name):
         return True
-    return Path(name).suffix.lower() in ENDINGS or Path(name).is_file()
+    return Path(name).suffix.lower() in ENDINGS or is_file(name)
 
 
 def rank_number(rank: Rank, job: TrainingJob) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from peakcast.dialects.translation import Reading
+from peakcast.findings import Direction, Finding
 from peakcast.prediction import Prediction
 from peakcast.spec import TrainingJob
 from peakcast.units import format_gib
@@ -16,19 +17,20 @@ VERDICT = {"yes": "that fits", "no": "that does not fit", "uncertain": "whether 
 def with_others(
     prediction: Prediction, others: tuple[Reading, ...], predict: Callable[[TrainingJob], Prediction]
 ) -> Prediction:
-    """`prediction` with a sentence on each of `others` that needs another amount; where one fits and another does not,
+    """`prediction` with a finding for each of `others` that needs another amount; where one fits and another does not,
     whether it fits is uncertain."""
-    warnings, fits = list(prediction.warnings), prediction.fits
+    findings, fits = list(prediction.findings), prediction.fits
     point = prediction.peak_allocated_bytes.point
     for reading in others:
         other = predict(reading.job)
         if other.peak_allocated_bytes.point == point:
             continue
-        warnings.insert(
-            0,
+        sentence = (
             f"this may be {reading.name} as well, and nothing in it tells: then "
             f"{format_gib(other.peak_allocated_bytes.point)} would be allocated and not {format_gib(point)}, and "
-            f"{VERDICT[other.fits]}. {reading.way_out}",
+            f"{VERDICT[other.fits]}. {reading.way_out}"
         )
+        direction: Direction = "more" if other.peak_allocated_bytes.point > point else "less"
+        findings.insert(0, Finding("setting_reinterpreted", "", direction, sentence))
         fits = fits if other.fits == fits else "uncertain"
-    return replace(prediction, warnings=tuple(warnings), fits=fits)
+    return replace(prediction, findings=tuple(findings), fits=fits)

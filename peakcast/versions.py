@@ -16,6 +16,7 @@ from importlib import resources
 from typing import Any
 
 from peakcast.errors import SpecError, near_misses
+from peakcast.findings import Finding
 
 ASSUMED_TORCH = "2.11"
 """The release of torch where a job does not say it."""
@@ -123,22 +124,22 @@ def remarks(versions: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def not_compared(versions: Mapping[str, Any]) -> list[str]:
-    """Sentences on each version that is no release, and on a container that the table does not have."""
-    found = []
+def not_compared(versions: Mapping[str, Any]) -> list[Finding]:
+    """A finding for each version that is no release, and for a container that the table does not have."""
+    said = {}
     for name, version in versions.items():
         if name == CONTAINER:
             if tag_of(version) not in containers():
-                found.append(
+                said[name] = (
                     f"versions.{name}={version!r} is none of the {len(containers())} images whose contents are known here "
                     f"({min(containers())} to {max(containers())}); give versions.torch and versions.transformer_engine."
                 )
         elif not release(version):
-            found.append(
+            said[name] = (
                 f"versions.{name}={version!r} is no release (a commit, perhaps) and is compared with none: where "
                 f"releases of {name} differ, its version counts as not given. Give the release that it is nearest to."
             )
-    return found
+    return [Finding("version_not_modelled", f"versions.{name}", "either", sentence) for name, sentence in said.items()]
 
 
 def check_versions(versions: object, where: str = "versions") -> dict[str, Any]:

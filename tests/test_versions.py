@@ -120,7 +120,10 @@ def test_a_commit_of_a_stack_has_the_stacks_conventions_but_none_of_a_release() 
 
 def test_a_commit_is_said_and_torch_falls_back_to_what_is_assumed() -> None:
     job = job_from_mapping({"architecture": TINY, "versions": {"torch": "9dec370"}})
-    assert [sentence for sentence in unmodelled_versions(job) if "9dec370" in sentence and "is no release" in sentence]
+    (finding,) = unmodelled_versions(job)
+    assert finding.parameter == "versions.torch"
+    assert "9dec370" in finding.sentence
+    assert "is no release" in finding.sentence
     assert torch_release(job.versions) == torch_release({})
     assert not_compared({"torch": "main", "transformers": "4.48.1"}) == []
 
@@ -179,10 +182,10 @@ def test_a_container_changes_the_workspaces_of_cublas_with_its_torch() -> None:
 
 def test_a_container_that_the_table_has_not_is_a_sentence_and_a_word_is_refused() -> None:
     job = job_from_mapping({"architecture": TINY, "versions": {"ngc_pytorch": "19.01"}})
-    (sentence,) = unmodelled_versions(job)
-    assert "19.01" in sentence
-    assert "whose contents are known" in sentence
-    assert "torch" in sentence
+    (finding,) = unmodelled_versions(job)
+    assert "19.01" in finding.sentence
+    assert "whose contents are known" in finding.sentence
+    assert "torch" in finding.sentence
     with pytest.raises(SpecError, match=r"versions\.ngc_pytorch='banana' must be the tag"):
         job_from_mapping({"architecture": TINY, "versions": {"ngc_pytorch": "banana"}})
 

@@ -26,6 +26,9 @@ def predict(
     processes: Annotated[
         int | None, typer.Option(min=1, help="Processes that share a batch; default: all cores for a long file.")
     ] = None,
+    timeout_seconds: Annotated[
+        float | None, typer.Option(help="Longest that one question of a batch may take; default: 60.")
+    ] = None,
     all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Add a line for every distinct rank.")] = False,
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
     print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
@@ -40,7 +43,9 @@ def predict(
     if batch is not None:
         if asked.given:
             raise SpecError("--batch asks the questions of its file; give no JOB and no job flags beside it.")
-        for answer in api.predict_batch(*render.batch_of(batch, processes)):
+        from peakcast.batch import LINE_SECONDS, batch_of
+
+        for answer in api.predict_batch(*batch_of(batch, processes), timeout_seconds=timeout_seconds or LINE_SECONDS):
             print(render.json_line(answer), flush=str(batch) == "-")
         return
     _answer(asked.read(), gpu, rank, calibration, print_job=print_job, json=json, all_ranks=all_ranks)

@@ -79,7 +79,8 @@ def launcher_of(values: Mapping[str, Any], pasted: Pasted, notes: Notes) -> Laun
     dynamo = settings.raw("dynamo_config") or {}
     backend = str(dynamo.get("dynamo_backend", "NO") if isinstance(dynamo, Mapping) else dynamo)
     if backend.upper() not in ("NO", "FALSE", ""):
-        notes.unsupported.append(f"accelerate's own compilation (dynamo_backend={backend}) is not modelled.")
+        sentence = f"accelerate's own compilation (dynamo_backend={backend}) is not modelled."
+        notes.unsupported.append(sentence, "dynamo_config.dynamo_backend")
     settings.raw("deepspeed_config")
     for key in settings.left():
         (notes.ignored if key in _IGNORED else notes.unknown).append(key)

@@ -79,11 +79,11 @@ FOREIGN: tuple[Foreign, ...] = (
 
 
 _PROGRAM = re.compile(
-    r"^\s*(?:python[\d.]*\s+-m\s+)?((?:openrlhf|verl|swift|nemo_run|nemo_automodel|automodel|composer|MaxText)[.\w]*"
-    r"|(?:megatron|nemo) \w+)",
+    r"^[ \t]*(?:python[\d.]*[ \t]+-m[ \t]+)?"
+    r"((?:openrlhf|verl|swift|nemo_run|nemo_automodel|automodel|composer|MaxText)[.\w]*|(?:megatron|nemo) \w+)",
     re.MULTILINE,
 )
-_IMPORT = re.compile(r"^\s*(?:from|import)\s+([A-Za-z_][\w.]*)", re.MULTILINE)
+_IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+([A-Za-z_][\w.]*)", re.MULTILINE)
 
 
 def foreign_program(text: str) -> str:

@@ -190,7 +190,9 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
         settings.notes.unsupported.append("quantization_type=fp4 is not modelled; nf4 is taken, of the same size.")
     method = settings.text("quantization_method", "bnb").lower()
     if bits is not None and method not in ("bnb", "bitsandbytes"):
-        settings.notes.unsupported.append(f"quantization_method={method} is not modelled; bitsandbytes is taken.")
+        settings.notes.unsupported.append(
+            f"quantization_method={method} is not modelled; bitsandbytes is taken.", "quantization_method"
+        )
     if bits == 4:
         training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
         if not settings.given("double_quantization"):

@@ -65,7 +65,7 @@ def from_llamafactory_megatron(pasted: Pasted) -> Translation:
     note_unsupported(settings, UNSUPPORTED)
     for key, what in COUNTED.items():
         if settings.number(key, 0):
-            notes.unsupported.append(f"{what} ({key}) is not modelled.")
+            notes.unsupported.append(f"{what} ({key}) is not modelled.", key)
     job = TrainingJob(
         architecture=architecture,
         framework="megatron",

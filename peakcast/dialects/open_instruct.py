@@ -87,7 +87,8 @@ def _training(settings: Settings, *, quantised: bool, adapters: bool) -> dict[st
     if checkpoints and not training["gradient_checkpointing"]:
         notes.warnings.append(
             "gradient_checkpointing has no effect with use_lora and without use_qlora (open_instruct/finetune.py): nothing "
-            "is checkpointed."
+            "is checkpointed.",
+            "gradient_checkpointing",
         )
     eight = settings.switch("use_8bit_optimizer")
     fused = settings.switch("fused_optimizer", True)
@@ -98,19 +99,22 @@ def _training(settings: Settings, *, quantised: bool, adapters: bool) -> dict[st
         training["optim"] = "paged_adamw_8bit" if eight else "paged_adamw_32bit"
         notes.unsupported.append(
             "peft's prepare_model_for_kbit_training widens the embedding and the head to float32, which is not modelled: 2 "
-            "bytes more for each of their parameters."
+            "bytes more for each of their parameters.",
+            "use_qlora",
+            "more",
         )
     elif eight:
-        notes.warnings.append("use_8bit_optimizer has no effect without use_qlora (open_instruct/finetune.py).")
+        notes.warnings.append("use_8bit_optimizer has no effect without use_qlora (open_instruct/finetune.py).", "use_8bit_optimizer")
     mean = settings.one_of("reduce_loss", "mean", ("mean", "sum")) == "mean"
     if settings.switch("use_liger_kernel"):
         training["liger_kernels"] = True
         training["fused_linear_cross_entropy"] = mean
     elif not mean:
-        notes.unsupported.append("The loss of reduce_loss=sum, on shifted copies of the logits, is not modelled.")
+        sentence = "The loss of reduce_loss=sum, on shifted copies of the logits, is not modelled."
+        notes.unsupported.append(sentence, "reduce_loss", "more")
     if settings.switch("load_balancing_loss"):
-        notes.unsupported.append("The load balancing loss is not modelled.")
+        notes.unsupported.append("The load balancing loss is not modelled.", "load_balancing_loss", "more")
     settings.number("load_balancing_weight", 0.5)
     if settings.raw("additional_model_arguments"):
-        notes.unsupported.append("additional_model_arguments are not read.")
+        notes.unsupported.append("additional_model_arguments are not read.", "additional_model_arguments")
     return training

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peakcast.allocator import Allocator
+from peakcast.bounded import is_folder
 from peakcast.dialects.asked_versions import NO_VERSIONS, AskedVersions, with_versions
 from peakcast.dialects.foreign import foreign
 from peakcast.dialects.pasted import Document, Pasted, flat, mapping_of_file, mapping_of_text
@@ -316,7 +317,7 @@ def _read(file: str | Path | Document) -> Companion:
         where = file.name or "the text after ---"
         return Companion(where, file.name, mapping_of_text(file.text, where, Path(file.name).suffix))
     path = Path(file)
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if is_folder(path) else path
     return Companion(str(path), path.name, mapping_of_file(path))
 
 
