@@ -104,7 +104,8 @@ def _training(settings: Settings, *, quantised: bool, adapters: bool) -> dict[st
             "more",
         )
     elif eight:
-        notes.warnings.append("use_8bit_optimizer has no effect without use_qlora (open_instruct/finetune.py).", "use_8bit_optimizer")
+        sentence = "use_8bit_optimizer has no effect without use_qlora (open_instruct/finetune.py)."
+        notes.warnings.append(sentence, "use_8bit_optimizer")
     mean = settings.one_of("reduce_loss", "mean", ("mean", "sum")) == "mean"
     if settings.switch("use_liger_kernel"):
         training["liger_kernels"] = True
