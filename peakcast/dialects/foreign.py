@@ -46,9 +46,7 @@ FOREIGN: tuple[Foreign, ...] = (
         ("global_train_batch_size device_train_microbatch_size|max_seq_len",),
         ("composer",),
     ),
-    Foreign(
-        "a verl configuration", JOB, ("actor_rollout_ref", "model.partial_pretrain", "data.train_files"), ("verl.",)
-    ),
+    Foreign("a verl configuration", JOB, ("actor_rollout_ref", "model.partial_pretrain", "data.train_files"), ("verl.",)),
     Foreign("an OpenRLHF command", JOB, ("pretrain micro_train_batch_size",), ("openrlhf",)),
     Foreign("an ms-swift command for Megatron", FLAGS, (), ("megatron sft", "megatron pt", "megatron rlhf")),
     Foreign("an ms-swift command", JOB, ("train_type model", "tuner_type model"), ("swift",)),

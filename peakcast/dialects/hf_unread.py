@@ -52,10 +52,7 @@ class Seen(dict[str, Any]):
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(
-            {
-                key: Seen(value) if isinstance(value, Mapping) and not _apart(key) else value
-                for key, value in values.items()
-            }
+            {key: Seen(value) if isinstance(value, Mapping) and not _apart(key) else value for key, value in values.items()}
         )
         self.asked: set[str] = set()
 

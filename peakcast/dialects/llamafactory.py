@@ -187,7 +187,9 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
     bits = settings.integer("quantization_bit")
     double = settings.switch("double_quantization", True)
     if settings.text("quantization_type", "nf4") != "nf4":
-        settings.notes.unsupported.append("quantization_type=fp4 is not modelled; nf4 is taken, of the same size.")
+        settings.notes.unsupported.append(
+            "quantization_type=fp4 is not modelled; nf4 is taken, of the same size.", "quantization_type"
+        )
     method = settings.text("quantization_method", "bnb").lower()
     if bits is not None and method not in ("bnb", "bitsandbytes"):
         settings.notes.unsupported.append(
@@ -202,7 +204,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
     elif bits == 8:
         training["quantization_config"] = {"load_in_8bit": True}
     elif bits is not None:
-        settings.notes.unsupported.append(f"quantization_bit={bits} is not modelled; 4 and 8 are.")
+        settings.notes.unsupported.append(f"quantization_bit={bits} is not modelled; 4 and 8 are.", "quantization_bit")
     return adapter
 
 
@@ -227,7 +229,7 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     for key, name in OPTIMIZERS.items():
         if settings.switch(key):
             training["optim"] = name
-            settings.notes.unsupported.append(f"{key} is not modelled; {name} is taken in its place.")
+            settings.notes.unsupported.append(f"{key} is not modelled; {name} is taken in its place.", key)
 
 
 def _rest(settings: Settings) -> None:

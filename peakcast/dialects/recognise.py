@@ -76,9 +76,7 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "litgpt": Dialect(
         "a LitGPT configuration",
-        (
-            "checkpoint_dir|model_name|model_config.n_layer|model.n_layer train.micro_batch_size|train.global_batch_size",
-        ),
+        ("checkpoint_dir|model_name|model_config.n_layer|model.n_layer train.micro_batch_size|train.global_batch_size",),
         "litgpt:from_litgpt",
         ("checkpoint_dir lora_r|precision",),
     ),
@@ -252,7 +250,9 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
     used = [pasted.companions[name] for name in pasted.used]
     for given in map(_read, beside.files if name not in HUGGING_FACE_PARTS else ()):
         if given.values not in used:
-            notes.warnings.append(f"{given.where} is given beside {pasted.where}, which does not use it; it is left out.")
+            notes.warnings.append(
+                f"{given.where} is given beside {pasted.where}, which does not use it; it is left out.", given.where
+            )
     allocator = "".join(pasted.env.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     read = notes.finish(job)
     if "expandable_segments:true" in allocator.lower().replace(" ", ""):
