@@ -242,29 +242,43 @@ def served_model() -> Any:
             def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
                 import pandas  # type: ignore[import-untyped,unused-ignore]
 
-                return pandas.DataFrame(answers(model_input.to_dict("records"), self.calibration))
+                return pandas.DataFrame(answers(model_input, self.calibration))
 
+    _without_stack_traces()
     return PeakMemory()
 
 
-def answers(rows: Sequence[Mapping[str, Any]], calibration: Calibration) -> list[dict[str, Any]]:
-    """`serving.answer_row` of each row. A row that is no job is MLflow's kind of error, which its server turns into HTTP
-    400 with the reason."""
-    from peakcast.models.serving import answer_row
+def answers(table: Any, calibration: Calibration) -> list[dict[str, Any]]:
+    """`serving.answer_rows` of the rows of a table. What is no table of jobs is MLflow's kind of error, which its server
+    turns into HTTP 400 with the reason; a fault of ours into 500."""
+    from peakcast.models.serving import answer_rows, rows_of
 
-    found = []
-    for number, row in enumerate(rows, start=1):
-        try:
-            found.append(answer_row(row, calibration))
-        except (PeakcastError, NotImplementedError) as error:
-            exceptions = _mlflow().exceptions
-            raise exceptions.MlflowException.invalid_parameter_value(f"row {number}: {error}") from error
-    return found
+    exceptions = _mlflow().exceptions
+    try:
+        return answer_rows(rows_of(table), calibration)
+    except PeakcastError as error:
+        raise exceptions.MlflowException.invalid_parameter_value(error.message) from error
+    except Exception as error:
+        raise exceptions.MlflowException(f"this is a bug in peakcast: {type(error).__name__}: {error}") from error
+
+
+def _without_stack_traces() -> None:
+    """Have this process's server answer with reasons alone: MLflow adds where in its code a fault was found to the answer
+    (3.17 `exceptions.py` serialize_as_json)."""
+    exception: Any = _mlflow().exceptions.MlflowException
+    serialize = exception.serialize_as_json
+
+    def told(self: Any) -> str:
+        self.json_kwargs.pop("stack_trace", None)
+        text: str = serialize(self)
+        return text
+
+    exception.serialize_as_json = told
 
 
 def _save_model(scratch: Path, calibration: Calibration) -> Path:
     """The model as MLflow keeps it, in a new folder under `scratch`."""
-    from peakcast.models.serving import JOB, PARTS, job_columns
+    from peakcast.models.serving import PARTS
 
     mlflow = _mlflow()
     types = mlflow.types
@@ -273,10 +287,10 @@ def _save_model(scratch: Path, calibration: Calibration) -> Path:
     calibration.save(data)
     names = [f"{quantity}.{part}" for quantity in QUANTITIES for part in PARTS]
     outputs = [types.ColSpec("string", "fits"), *(types.ColSpec("long", name) for name in names)]
-    inputs = [types.ColSpec(types.schema.AnyType(), name, required=False) for name in (JOB, *job_columns())]
-    signature = mlflow.models.ModelSignature(inputs=types.Schema(inputs), outputs=types.Schema(outputs))
+    # no schema of inputs: MLflow would drop columns that it lacks, and a misspelt one would be answered by its default
+    signature = mlflow.models.ModelSignature(outputs=types.Schema(outputs))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it asks for an input example and type hints, which the signature makes needless
+        warnings.simplefilter("ignore")  # it asks for an input example and type hints; `serving.rows_of` checks what comes
         mlflow.pyfunc.save_model(
             path=str(folder),
             python_model=str(code),
