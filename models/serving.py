@@ -62,11 +62,11 @@ def rows_of(table: Any) -> list[dict[str, Any]]:
             raise SpecError(f"the column {name} stands {times} times in the table; keep one.", parameter=name)
     if not 0 < len(frame) <= MAX_ROWS:
         raise SpecError(f"the table has {len(frame):,} rows; give from 1 to {MAX_ROWS:,}.", parameter=JOB)
-    rows: list[dict[str, Any]] = frame.astype(object).to_dict("records")
+    rows: Any = frame.astype(object).to_dict("records")
     for name in names:
         if all(_not_a_number(row[name]) for row in rows):
             raise SpecError(f"{name} is empty or NaN in every row; leave the column out, or give values.", parameter=name)
-    return rows
+    return list(rows)
 
 
 _SUCH_AS = "; columns are the fields of a job file, such as architecture, sequence_length and micro_batch_size."

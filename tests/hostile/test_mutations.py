@@ -137,8 +137,8 @@ def a_job(draw: random.Random) -> None:
 
 
 OPTIONS = (
-    "autocast", "fsdp1_backward_prefetch", "fsdp2_units", "outputs_dropped", "compiles_loss", "liger_kernels",
-    "fused_kernels", "loop", "experts_implementation", "overlap_comm", "allgather_bucket_size", "reduce_bucket_size", "cp_comm_type", "x",
+    "autocast", "fsdp1_backward_prefetch", "fsdp2_units", "outputs_dropped", "compiles_loss", "liger_kernels", "loop", "x",
+    "fused_kernels", "experts_implementation", "overlap_comm", "allgather_bucket_size", "reduce_bucket_size",
 )  # fmt: skip
 PACKAGES = ("torch", "transformers", "deepspeed", "megatron", "ngc_pytorch", "torchtitan", "litgpt", "torchtune", "x")
 
