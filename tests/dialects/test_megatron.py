@@ -203,7 +203,8 @@ def test_method_block_with_no_layers_recomputes_nothing():
 def test_a_hybrids_layers_and_its_mixer():
     """Inner width 2 x hidden-size, heads of 64, eight groups of a state of 128 each; stages end at the bars."""
     translation = from_megatron(
-        {**GPT, "num-layers": None, "hybrid-layer-pattern": "M-M*|M-ME", "num-experts": 4, "pipeline-model-parallel-size": 2},
+        {**GPT, "num-layers": None, "hybrid-layer-pattern": "M-M*|M-ME", "num-experts": 4,
+         "pipeline-model-parallel-size": 2},
         8,
     )
     network = translation.job.architecture
