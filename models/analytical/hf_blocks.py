@@ -144,9 +144,9 @@ def _compiled(context: HFContext, recomputes: bool) -> Template:
     return compiled_layer(context, recomputes)
 
 
-def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> HFContext:
-    """What every block of `job` depends on, on global `rank`. `kernel_temporaries`: also what kernels allocate
-    inside themselves."""
+def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) -> HFContext:
+    """What every block of `job` depends on, on global `rank`. `gpu` (multiprocessors, threads of each): also what its
+    kernels allocate inside themselves."""
     convention, stack = conventions(job), DRIVEN_BY.get(job.framework, job.framework)
     compiled = COMPILED[convention["compiled_regions"], stack] if job.compile else frozenset()
     if not convention.get("compiles_loss", True):
@@ -195,7 +195,7 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         linears_keep_input=job.parallelism.zero_stage == 3,
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
         narrows_final_norm=_narrows_final_norm(job),
-        kernel_temporaries=kernel_temporaries,
+        gpu=gpu,
         in_stages=job.parallelism.pipeline_parallel_size > 1,
         neftune=bool(convention.get("neftune")),
         cached_kinds=frozenset(convention["selective_checkpointing_keeps"]),
@@ -209,7 +209,7 @@ def _kernels(convention: Mapping[str, Any]) -> Kernels:
         rotary=convention.get("rotary_kernel") == "fused",
         gated_activation=convention.get("gated_activation_kernel") == "fused",
         loss=str(convention.get("loss_kernel", "eager")),
-        lora=convention.get("lora_kernel") == "fused",
+        lora=str(convention.get("lora_kernel", "eager")),
     )
 
 

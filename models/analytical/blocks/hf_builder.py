@@ -232,7 +232,7 @@ class BlockBuilder:
             [narrow, weight],
             rows * out_features * compute,
             saves=([narrow] if trainable else []) + ([weight] if narrow.requires_grad else []),
-            weight_gradients=[WeightGradient(f"{name}.bias.grad", out_features * weight_bytes)]
+            weight_gradients=[tape.summed(f"{name}.bias.grad", out_features, rows, out_features * weight_bytes)]
             if bias and trainable
             else [],
             kind="matmul",

@@ -35,7 +35,7 @@ def linear(
     `sums_weight_gradients`: the product is made in parts, each with a gradient of the whole weight, which are added up."""
     gradients = [WeightGradient(f"{name}.weight.grad", in_features * out_features * element_bytes)] * num_matrices
     if bias:
-        gradients.append(WeightGradient(f"{name}.bias.grad", out_features * element_bytes))
+        gradients.append(tape.summed(f"{name}.bias.grad", out_features, rows, out_features * element_bytes))
     summed = in_features if incoming_stays else max(in_features - out_features, 0)
     second = in_features * out_features * element_bytes if sums_weight_gradients and trainable else 0
     return tape.operation(
@@ -173,7 +173,7 @@ def _times_weight(
         [x],
         size,
         saves=[x] if trainable else [],
-        weight_gradients=[WeightGradient(f"{name}.weight.grad", width * weight_bytes)] if trainable else [],
+        weight_gradients=[tape.summed(f"{name}.weight.grad", width, rows, width * weight_bytes)] if trainable else [],
         backward_temporary_bytes=size if trainable else 0,  # grad · x in full before it is summed over the rows
         saved_parameter_bytes=width * weight_bytes,
     )
