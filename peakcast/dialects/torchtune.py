@@ -137,7 +137,7 @@ def _options(settings: Settings, *, sharded: bool) -> dict[str, Any]:
     """What differs from torchtune's conventions: which units FSDP2 has, and when they are resharded."""
     options: dict[str, Any] = {}
     if settings.text("loss._component_").endswith(f".{CHUNKED_LOSS}"):
-        options |= {"loss_kernel": "chunked", "logits_chunks": settings.integer("loss.num_output_chunks", 8) or 8}
+        options |= {"loss_kernel": "chunked_logits", "logits_chunks": settings.integer("loss.num_output_chunks", 8) or 8}
     layers = settings.words("custom_sharded_layers")
     if sharded and ({"tok_embeddings", "output"} <= set(layers) or settings.switch("memory_efficient_fsdp_wrap")):
         options["fsdp2_units"] = "ends"

@@ -185,7 +185,7 @@ def head(context: HFContext) -> Template:
         return tape.finish()
     inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
     trains = context.trainable and not tied_in_graph(context)
-    size, chunked = context.end_weight_bytes, context.kernels.loss == "chunked" and not group.loss
+    size, chunked = context.end_weight_bytes, context.kernels.loss == "chunked_logits" and not group.loss
     apart, bias = chunked and context.logits_chunks_apart, architecture.lm_head_bias
     logits = build.linear(inputs, width, vocabulary, "lm_head", bias, trains, size, sums_weight_gradients=apart)
     logits.storage.category = Category.LOGITS
