@@ -58,6 +58,7 @@ class Blocks:
         self.compiled = _compiled_alone(job, self.contexts)
         # accelerate's FSDP2 compiles layers in place: their hooks break the graph, inside the checkpoint
         around = job.framework == "huggingface" and job.parallelism.world_size > 1
+        around = around or bool(conventions(job).get("checkpoints_around_compiled"))
         self.checkpointed = [
             again and (around or not compiled) for again, compiled in zip(recomputed, self.compiled, strict=True)
         ]
@@ -185,6 +186,8 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
         compiled=compiled,
         reduced_bytes=reduced_bytes(job) or 0 if convention.get("loss_chunks") else 0,
         latent_cache=bool(convention.get("latent_cache", True)),
+        logits_chunks_apart=bool(convention.get("logits_chunks_apart")),
+        logits_chunks=max(1, int(convention.get("logits_chunks", 1))),
         loss_chunks=int(convention.get("loss_chunks", 0)),
         loss="cross_entropy" if makes_whole_logits(job) else job.loss.kind,
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
@@ -206,7 +209,7 @@ def _kernels(convention: Mapping[str, Any]) -> Kernels:
         rotary=convention.get("rotary_kernel") == "fused",
         gated_activation=convention.get("gated_activation_kernel") == "fused",
         loss=str(convention.get("loss_kernel", "eager")),
-        lora=convention.get("lora_kernel") == "fused",
+        lora=str(convention.get("lora_kernel", "eager")),
     )
 
 

@@ -174,7 +174,8 @@ def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         saves=[q, k, v],
         extra_saved_bytes=[statistics],
         backward_temporary_bytes=statistics,
-    )  # of no kind: what is compiled by itself is no operator to selective checkpointing
+        kind="flex",  # compiled by itself, it is an operator to those policies alone that name it
+    )
     # what comes back for it is laid out as it is: a copy where that is not token by token (torch runtime_wrappers.py
     # coerce_tangent_and_suggest_memory_format)
     output = tape.operation(

@@ -114,7 +114,7 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
             product = _swiglu(tape, ops.copy(tape, gate, "mlp.gate"), ops.copy(tape, up, "mlp.up"))
         else:
             product = ops.multiply(tape, activation(build, gate), up, "mlp.product")
-    elif architecture.gated_mlp and is_fused(build, each := [f"mlp.{n}" for n in (names.gate, names.up, names.down)]):
+    elif architecture.gated_mlp and is_fused(build, each := [f"mlp.{n}" for n in (names.gate, names.up, names.down)], bias):
         gate_name, up_name, down_name = each
         return fused_feed_forward(build, x, width, inner, (gate_name, up_name, down_name))
     elif architecture.gated_mlp and build.context.kernels.gated_activation:
