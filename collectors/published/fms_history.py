@@ -28,7 +28,7 @@ UNRECORDED_VERSIONS = {
 """Of three commits no releases are recorded (June and November 2024): those of the next commit that has them are taken, but
 for accelerate in June, which does not widen what FSDP trains as 0.31 does: allocated peaks fit narrow adapters."""
 HOST_WEIGHTS = "810323822cf38f1f1a1ecae5363555cd75636714"
-"""The commit whose plug-in leaves whole adapted layers out of FSDP: they stay on the host and are copied to the GPU for each
+"""The commit whose plug-in leaves whole adapted layers out of FSDP: they stay on the host, copied to the GPU for each
 product (framework_plugin_fast_quantized_peft.py: ignored_modules = modules; gptq/fast_lora.py: qweight.cuda())."""
 
 NEVER_RAN_BYTES = GIB
