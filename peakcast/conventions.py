@@ -124,7 +124,7 @@ def assumed_versions(job: TrainingJob) -> str:
             package
             for stanza in _stanzas().get(job.framework, [])
             for package in stanza.get("when", {})
-            if package not in {"torch", *facts, *STACKS, *unused}
+            if package not in {"torch", CONTAINER, *facts, *STACKS, *unused}
             and _holds({other: ranges for other, ranges in stanza["when"].items() if other != package}, facts)
         }
     )

@@ -16,11 +16,12 @@ from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_opti
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
 from peakcast.dialects.huggingface_quantization import quantization_of
 from peakcast.dialects.huggingface_unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
-from peakcast.dialects.job_file import resolve_architecture
+from peakcast.dialects.job_file import note_network, resolve_architecture
 from peakcast.dialects.mesh import of_training
 from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
+from peakcast.findings import Direction
 from peakcast.spec import (
     ActivationCheckpointing,
     Dtype,
@@ -66,6 +67,7 @@ def from_huggingface(
         versions = {"unsloth": NEWEST_UNSLOTH, **(versions or {})}
     model = dict(config) if isinstance(config, Mapping) else {}
     architecture = resolve_architecture(config)
+    note_network(config, notes)
     training = _settings("training_arguments", training_arguments, notes, spell)
     versions = check_versions(versions or {})
     modern = (release(resolved(versions).get("transformers", "")) or (5,)) >= (5,)
@@ -88,6 +90,8 @@ def from_huggingface(
     widens = release((versions or {}).get("peft", "0.12")) >= (0, 12)
     finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options, widens), half, shards, notes)
     precision = _precision(weights, half, engine, shards, finetuning, notes, options)
+    if training.given("ddp_bucket_cap_mb"):
+        options["ddp_bucket_cap_mib"] = training.integer("ddp_bucket_cap_mb")
     if training.number("neftune_noise_alpha", None) is not None:
         options["neftune"] = True
     framework: Framework = "deepspeed" if engine is not None else "huggingface"
@@ -155,23 +159,30 @@ def _finetuning(
     elif quantization.get("load_in_4bit"):
         kind = "nf4"
     elif quantization:
-        notes.unsupported.append(f"Quantization {quantization.get('quant_method', dict(quantization))!r} is not modelled.")
+        notes.unsupported.append(
+            f"Quantization {quantization.get('quant_method', dict(quantization))!r} is not modelled.", "quantization_config"
+        )
     if adapter is None:
         if kind:
-            notes.warnings.append("quantized weights cannot train without peft; they are taken as unquantized.")
+            notes.warnings.append(
+                "quantized weights cannot train without peft; they are taken as unquantized.", "quantization_config", "less"
+            )
         return Finetuning()
     method = adapter.text("peft_type", "LORA").rpartition(".")[2].upper()
     if method != "LORA":
-        notes.unsupported.append(f"peft_type={method} is not modelled; LoRA is taken in its place.")
+        notes.unsupported.append(f"peft_type={method} is not modelled; LoRA is taken in its place.", "peft_type")
     if adapter.text("bias", "none") != "none":
-        notes.unsupported.append(f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.")
+        notes.unsupported.append(
+            f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.", "bias", "more"
+        )
     for key, what in keys.UNSUPPORTED_PEFT.items():
         if adapter.raw(key) not in (None, False, [], {}, ()):
-            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.")
+            direction: Direction = "less" if key in ("exclude_modules", "layers_to_transform") else "more"
+            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key, direction)
     targets = adapter.words("target_modules")
     if any(character in target for target in targets for character in "*|.$^\\"):
         pattern = adapter.text("target_modules")
-        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.")
+        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.", "target_modules")
         targets = ()
     if not targets:
         notes.assumptions.append("target_modules is not given; peft's usual targets of the family are taken.")
@@ -226,7 +237,7 @@ def _half(training: Settings, engine: Settings | None, shards: Settings | None, 
     if bf16 and fp16:
         raise training.refuse("fp16", "cannot be given together with bf16; keep one", True)
     if mixed == "fp8":
-        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.")
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
     return "bfloat16" if bf16 else "float16" if fp16 else None
 
 
@@ -286,7 +297,9 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
         notes.assumptions.append(f"optim is not given; the default of transformers {version}, {default}, is taken.")
     name = training.one_of("optim", default, {**keys.OPTIMIZERS, **keys.OTHER_OPTIMIZERS})
     if name in keys.OTHER_OPTIMIZERS:
-        notes.unsupported.append(f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.")
+        notes.unsupported.append(
+            f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.", "optim"
+        )
     choice = keys.OPTIMIZERS.get(name) or keys.OTHER_OPTIMIZERS[name]
     if choice.library:
         options[f"{choice.name}_library"] = choice.library
@@ -307,10 +320,15 @@ def _attention(
         default = "flash_attention_2"
     value = training.text("attn_implementation", default)
     if value not in ATTENTIONS:
-        notes.unsupported.append(f"attn_implementation={value!r} is not modelled; flash_attention_2 is taken in its place.")
+        notes.unsupported.append(
+            f"attn_implementation={value!r} is not modelled; flash_attention_2 is taken in its place.",
+            "attn_implementation",
+        )
         return "flash_attention_2"
     if value == "flash_attention_3":
-        notes.unsupported.append("FlashAttention 3's workspaces are not modelled; those of FlashAttention 2 are taken.")
+        notes.unsupported.append(
+            "FlashAttention 3's workspaces are not modelled; those of FlashAttention 2 are taken.", "attn_implementation"
+        )
     return ATTENTIONS[value]
 
 
@@ -343,7 +361,16 @@ def _account_for_the_rest(
     notes: Notes, training: Settings, adapter: Settings | None, engine: Settings | None, shards: Settings | None
 ) -> None:
     if training.switch("auto_find_batch_size"):
-        notes.warnings.append("auto_find_batch_size lowers the batch when memory runs out; the one given is taken.")
+        notes.warnings.append(
+            "auto_find_batch_size lowers the batch when memory runs out; the one given is taken.",
+            "auto_find_batch_size",
+            "less",
+        )
+    for key, (usual, what) in keys.UNLESS.items():
+        if training.given(key) and training.text(key).lower() not in usual:
+            name = training.spell(key)
+            direction: Direction = "more" if key == "label_smoothing_factor" else "either"
+            notes.unsupported.append(f"{what} ({name}={training.text(key)}) is not modelled.", name, direction)
     if training.given("torch_empty_cache_steps"):
         notes.assumptions.append("torch_empty_cache_steps lowers reserved memory between steps only; it is left out.")
     if not isinstance(training.raw("parallelism_config", {}), Mapping):
@@ -352,7 +379,7 @@ def _account_for_the_rest(
         engine.given("bf16"), engine.given("fp16")
         for key, what in keys.UNSUPPORTED_DEEPSPEED.items():
             if engine.raw(key) not in (None, False, {}, 1):
-                notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.")
+                notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key)
     for settings, ignored in (
         (training, keys.IGNORED_TRAINING),
         (adapter, keys.IGNORED_PEFT),

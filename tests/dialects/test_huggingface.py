@@ -263,6 +263,39 @@ def test_unknown_keys_are_reported_and_harmless_ones_listed():
         assert f"{key} is not known here; it is left out, and may matter." in translation.warnings
 
 
+@pytest.mark.parametrize(
+    ("key", "usual", "other"),
+    [
+        ("label_smoothing_factor", 0.0, 0.1),
+        ("torch_compile_mode", "default", "reduce-overhead"),
+        ("torch_compile_backend", "inductor", "cudagraphs"),
+        ("half_precision_backend", "auto", "apex"),
+    ],
+)
+def test_what_changes_the_step_is_no_key_without_weight(key, usual, other):
+    assert translate(**{key: usual}).unsupported == ()
+    (sentence,) = translate(**{key: other}).unsupported
+    assert key in sentence
+    assert sentence.endswith("is not modelled.")
+
+
+def test_the_buckets_of_ddp_are_read():
+    assert translate(ddp_bucket_cap_mb=100, num_gpus=2).job.framework_options["ddp_bucket_cap_mib"] == 100
+
+
+def test_modules_left_without_adapters_are_said():
+    found = translate(peft={"r": 8, "exclude_modules": ["lm_head"]})
+    assert any("exclude_modules" in sentence for sentence in found.unsupported)
+
+
+def test_what_offloading_is_asked_beyond_its_place_is_said():
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True, "ratio": 0.9, "odd": 1}}
+    found = translate(bf16=True, deepspeed={"zero_optimization": zero, "bf16": {"enabled": True}}, num_gpus=2)
+    assert any("SuperOffload" in sentence for sentence in found.unsupported)
+    assert any("ratio=0.9" in sentence for sentence in found.unsupported)
+    assert found.unknown == ("zero_optimization.offload_optimizer.odd",)
+
+
 def test_every_key_of_the_installed_training_arguments_is_known():
     transformers = pytest.importorskip("transformers")
     fields = transformers.TrainingArguments.__dataclass_fields__
@@ -276,7 +309,7 @@ def test_every_key_of_the_installed_training_arguments_is_known():
 _WITH_MEANING = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "deepspeed", "fsdp",
     "fsdp_config", "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile", "use_liger_kernel",
-    "auto_find_batch_size", "parallelism_config",
+    "auto_find_batch_size", "parallelism_config", "ddp_bucket_cap_mb",
 }  # fmt: skip
 
 

@@ -104,6 +104,10 @@ class HFContext:
     """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without."""
     loss_chunks: int = 0
     """Chunks in which torchtitan's or Unsloth's fused loss goes in place of Liger's; 0 without."""
+    logits_chunks: int = 1
+    """Chunks of the logits that a chunked loss takes one after the other."""
+    logits_chunks_apart: bool = False
+    """Whether each of these is a product of its own."""
     loss: LossKind = "cross_entropy"
     """Of the others, what the head makes (`preference_heads.py`)."""
     fused_loss_temporary_bytes: int = 0
@@ -119,8 +123,8 @@ class HFContext:
     """Whether everything that autograd keeps goes to the host."""
     narrows_final_norm: bool = False
     """FSDP2 gives the last norm's result in the dtype that it gathers, where the norm is of a group of its own."""
-    kernel_temporaries: bool = False
-    """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""
+    gpu: tuple[int, int] | None = None
+    """Multiprocessors and threads of each, of the GPU whose kernels' own allocations count; None: no trace sees them."""
     float8: bool = False
     """Whether Linears compute in float8; `float8_skips` names those that do not."""
     float8_skips: frozenset[str] = frozenset({"lm_head"})

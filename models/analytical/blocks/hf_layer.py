@@ -29,7 +29,7 @@ from peakcast.models.analytical.template import Template
 def decoder_layer(context: HFContext) -> Template:
     """One dense decoder layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     architecture = context.architecture
-    tape = Tape(saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
     build = BlockBuilder(tape, context)
     hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
     if architecture.parallel_block:
