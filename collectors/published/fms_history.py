@@ -27,11 +27,11 @@ UNRECORDED_VERSIONS = {
 }
 """Of three commits no releases are recorded (June and November 2024): those of the next commit that has them are taken, but
 for accelerate in June. An inference from the peaks themselves: they fit adapters that nobody has widened, which accelerate
-0.32.1 does; which release began with that was not read. These 93 rows therefore are no independent test of the adapters' dtype."""
+0.32.1 does; which release began with that was not read. These 93 rows are no independent test of the adapters' dtype."""
 HOST_WEIGHTS = "810323822cf38f1f1a1ecae5363555cd75636714"
-"""The commit whose plug-in is taken to leave whole adapted layers out of FSDP, on the host.
-An inference: the plug-in was read at neighbouring commits (0c76157 framework_plugin_fast_quantized_peft.py:
-ignored_modules = modules; 06a1af9 gptq/fast_lora.py: qweight.cuda()), not at this one; its six rows are 0.2 to 7.6 % low."""
+"""The commit whose plug-in is taken to leave adapted layers out of FSDP, on the host. An inference: the plug-in was read
+at neighbouring commits (0c76157 framework_plugin_fast_quantized_peft.py: ignored_modules = modules; 06a1af9
+gptq/fast_lora.py: qweight.cuda()), not at this one; its six rows are 0.2 to 7.6 % below the ledger."""
 
 NEVER_RAN_BYTES = GIB
 """A job whose GPUs held less never loaded its network (four rows of 3 and 210 MiB: more expert shards than GPUs)."""
