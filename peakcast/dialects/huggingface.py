@@ -11,6 +11,7 @@ from typing import Any, Literal
 from peakcast.architecture import Architecture
 from peakcast.conventions import check_framework_options, conventions, release
 from peakcast.dialects import huggingface_keys as keys
+from peakcast.dialects.huggingface_adapters import adapter_of
 from peakcast.dialects.huggingface_batch import batch_of, sequence_length
 from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
@@ -144,32 +145,7 @@ def _finetuning(
         if kind:
             notes.warnings.append("quantized weights cannot train without peft; they are taken as unquantized.")
         return Finetuning()
-    method = adapter.text("peft_type", "LORA").rpartition(".")[2].upper()
-    if method != "LORA":
-        notes.unsupported.append(f"peft_type={method} is not modelled; LoRA is taken in its place.")
-    if adapter.text("bias", "none") != "none":
-        notes.unsupported.append(f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.")
-    for key, what in keys.UNSUPPORTED_PEFT.items():
-        if adapter.raw(key) not in (None, False, [], {}, ()):
-            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.")
-    targets = adapter.words("target_modules")
-    if any(character in target for target in targets for character in "*|.$^\\"):
-        pattern = adapter.text("target_modules")
-        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.")
-        targets = ()
-    if not targets:
-        notes.assumptions.append("target_modules is not given; peft's usual targets of the family are taken.")
-    alpha = adapter.number("lora_alpha", 8)
-    return Finetuning(
-        method="qlora" if kind else "lora",
-        rank=adapter.size("r", 8, assume=True),
-        alpha=None if alpha is None else float(alpha),
-        targets=targets,
-        dropout=float(adapter.number("lora_dropout", 0.0) or 0.0),
-        adapter_dtype=None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization),
-        quantization=kind,
-        double_quantization=kind == "nf4" and bool(quantization.get("bnb_4bit_use_double_quant", False)),
-    )
+    return adapter_of(adapter, kind, _base_dtype(kind, weights, quantization), quantization, notes)
 
 
 def _base_dtype(kind: str | None, weights: Dtype, quantization: Mapping[str, Any]) -> Dtype:
