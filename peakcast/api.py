@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peakcast.answers import answer, full_answer
 from peakcast.batch import predict_batch
 from peakcast.calibrating import Checked, Fitted, check, evaluate, fit, report, reproduce
+from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.recognise import Beside, from_arguments
 from peakcast.errors import SpecError
 from peakcast.measuring import collect, import_published, verify
@@ -51,6 +52,7 @@ __all__ = [
     "web",
 ]
 
+
 def predict(
     job: object,
     gpu: str | Device,
@@ -78,15 +80,23 @@ def read(
     num_gpus: int | None = None,
     model: str | None = None,
     dialect: str | None = None,
+    *,
+    versions: Mapping[str, Any] | str | None = None,
+    container: str | None = None,
+    here: bool = False,
 ) -> Translation:
     """The job that a configuration of another project describes, with what reading it took for granted; `predict` takes it.
 
     `job`: all that `predict` takes, the path of a configuration or launch script, its text, or its mapping; what it is, its
     keys tell (or `dialect`, a name of `dialects.recognise.DIALECTS`). `companions`: other files that belong to it;
-    `num_gpus`: of the whole run; `model`: the network instead of the one named.
+    `num_gpus`: of the whole run; `model`: the network instead of the one named. `versions`: of packages, as a mapping or as
+    a text such as "torch=2.9,transformers=4.45.2"; `container`: the tag of NVIDIA's PyTorch image ("26.04"), whose versions
+    hold; `here`: those that are installed here.
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
-    return translation_of(job, Beside(files=tuple(companions), num_gpus=num_gpus, model=model, dialect=dialect))
+    asked = asked_versions(versions, container, here)
+    beside = Beside(files=tuple(companions), num_gpus=num_gpus, model=model, dialect=dialect, versions=asked)
+    return translation_of(job, beside)
 
 
 def megatron(
@@ -96,12 +106,18 @@ def megatron(
     rank: Rank = None,
     calibration: Calibration | str | Path | None = None,
     env: Mapping[str, str] | None = None,
+    *,
+    versions: Mapping[str, Any] | str | None = None,
+    container: str | None = None,
+    here: bool = False,
 ) -> Answer:
-    """`predict` for a Megatron-LM command line: `arguments` are what stands after `pretrain_gpt.py`, `env` its environment.
+    """`predict` for a Megatron-LM command line: `arguments` are what stands after `pretrain_gpt.py`, `env` its environment;
+    `versions`, `container` and `here` as in `read`.
 
     Raises: SpecError, CatalogError or CalibrationError naming the flag, its value, the rule and the way out.
     """
-    return predict(from_arguments(arguments, env or {}, num_gpus), gpu, rank, calibration)
+    asked = asked_versions(versions, container, here)
+    return predict(from_arguments(arguments, env or {}, num_gpus, asked), gpu, rank, calibration)
 
 
 def explain(
@@ -157,15 +173,14 @@ def search(
     from dataclasses import replace
 
     from peakcast import catalog
-    from peakcast.answers import severity_of
     from peakcast.searching.door import ask
 
     device = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
     read = translation_of(job)
-    options = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
-    options["severity"] = severity_of(read)
+    options: dict[str, Any] = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
+    options["findings"] = read.findings
     found = ask(read.job, device, find, num_gpus, global_batch_size, options)
-    return replace(found, warnings=(*read.warnings, *read.unsupported))
+    return replace(found, findings=read.findings)
 
 
 def web(host: str = "127.0.0.1", port: int = 7860, *, progress: Progress | None = None) -> None:

@@ -12,8 +12,6 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peakcast.cores import available_cores
-from peakcast.errors import SpecError
 from peakcast.prediction import QUANTITIES, SEEN_BY, Answer, Interval, Prediction
 from peakcast.units import GIB, format_gib
 
@@ -32,8 +30,6 @@ WIDENED, UNSEEN = "; the bars are widened.", "no measured run has "
 """How the sentences of `models/domain.py` end and begin."""
 NOT_COVERED = "not known, since the ledger does not cover this job in full"
 WIDTH = 100
-LONG_BATCH = 64
-"""Questions from which on starting more processes pays."""
 NUM_LARGEST = 5
 
 
@@ -55,18 +51,6 @@ def plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return str(value)
-
-
-def batch_of(path: Path, processes: int | None) -> tuple[Iterable[bytes], int]:
-    """The lines of the file at `path`, and how many processes answer them: one for standard input (`-`), whose lines are
-    answered as they come, and for a short file. Raises: SpecError."""
-    if str(path) == "-":
-        return sys.stdin.buffer, processes or 1
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise SpecError(f"{path} cannot be read: {error.strerror}; check the path.", parameter="batch") from error
-    return lines, processes or (1 if len(lines) < LONG_BATCH else available_cores())
 
 
 # -- a prediction -----------------------------------------------------------------------------------------------------
@@ -102,9 +86,7 @@ def _quantities(p: Prediction) -> str:
         bar: Interval = getattr(p, quantity)
         name = quantity.removeprefix("peak_").removesuffix("_bytes")
         span = f"{bar.lower / GIB:.2f} – {bar.upper / GIB:.2f}"
-        lines.append(
-            f"{name:<12}{bar.point / GIB:>9.2f} {span:>19} {bar.upper_95 / GIB:>12.2f}   {SEEN_BY[quantity]}"
-        )
+        lines.append(f"{name:<12}{bar.point / GIB:>9.2f} {span:>19} {bar.upper_95 / GIB:>12.2f}   {SEEN_BY[quantity]}")
     return "\n".join(lines)
 
 
@@ -159,8 +141,7 @@ def _outlook(p: Answer) -> str:
 
         lines.append(steps_text(p.first_to_try))
     else:
-        partly = any("as far as the ledger goes" in sentence for sentence in p.warnings)
-        why = NOT_COVERED if partly else "nothing that peakcast can compute lowers this peak by itself"
+        why = NOT_COVERED if not p.is_covered else "nothing that peakcast can compute lowers this peak by itself"
         lines.append(_wrapped(f"First to try: {why}."))
     if p.fits != "yes":
         lines.append("Over more GPUs: `peakcast search` with --num-gpus lists the layouts that fit.")

@@ -10,6 +10,7 @@ from functools import lru_cache
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.errors import SpecError, near_misses
+from peakcast.findings import MORE, Check, Finding, first, found
 from peakcast.models.analytical.adapter_methods import ON_NETWORK
 from peakcast.models.analytical.adapter_targets import default_adapter_targets, has_default_targets
 from peakcast.models.analytical.adapter_tensors import ADAPTED_ROLES
@@ -40,13 +41,13 @@ UNCONFIRMED = {
 """Methods whose parameters, gradients and optimizer states are exact, and why more is not claimed."""
 
 
-def _method_reason(job: TrainingJob) -> str:
+def _method_reason(job: TrainingJob) -> Finding | None:
     """What of a method other than LoRA's is not counted, or not confirmed."""
     method, layout = job.finetuning.method, job.parallelism
     if method in ("full", "lora", "qlora"):
-        return ""
+        return None
     kept = "parameters, gradients and optimizer states are exact"
-    checks = [
+    checks: list[Check] = [
         (layout.world_size > 1 or layout.zero_stage > 0, "is modelled on one GPU only."),
         (bool(job.finetuning.quantization), "over quantised weights is not modelled; qlora is."),
         (job.architecture.kind != "decoder", "is modelled for decoders only."),
@@ -55,30 +56,35 @@ def _method_reason(job: TrainingJob) -> str:
         (
             method == conventions(job).get("unconfirmed_adapters"),
             "is another of the peft release that versions name: published runs of it took up to 28 % more.",
+            MORE,
+            "versions.peft",
         ),
-        (method in UNCONFIRMED, f"is not all counted: {kept}; {UNCONFIRMED.get(method)}."),
+        (method in UNCONFIRMED, f"is not all counted: {kept}; {UNCONFIRMED.get(method)}.", MORE),
     ]
-    return next((f"finetuning.method={method!r} {sentence}" for fails, sentence in checks if fails), "")
+    return first(checks, "finetuning.method", start=f"finetuning.method={method!r} ")
 
 
-def adapter_reason(job: TrainingJob) -> str:
-    """Which adapters that `finetuning.targets` asks for the ledger does not count, as one sentence; "" for none."""
+def adapter_reason(job: TrainingJob) -> Finding | None:
+    """Which adapters that `finetuning` asks for the ledger does not count, as a finding; None for none."""
     if reason := _method_reason(job):
         return reason
     targets = set(job.finetuning.targets)
     if job.finetuning.method == "full" or job.task != "train":
-        return ""
+        return None
     if ends := sorted(targets.intersection(ENDS)):
-        return f"finetuning.targets names {', '.join(ends)}: adapters on the token table or the head are not counted."
+        sentence = f"finetuning.targets names {', '.join(ends)}: adapters on the token table or the head are not counted."
+        return found(sentence, "finetuning.targets", effect=MORE)
     shared = _projections(job.architecture, ("shared_expert",))
     if targets.intersection((*shared, "all-linear") if shared else ()):
-        return f"adapters on the shared experts of {job.architecture.name!r} ({', '.join(shared)}) are not counted."
+        sentence = f"adapters on the shared experts of {job.architecture.name!r} ({', '.join(shared)}) are not counted."
+        return found(sentence, "finetuning.targets", effect=MORE)
     chosen = conventions(job)
     adapted = chosen.get("experts_implementation") == "loop" or chosen.get("quantized_experts")
     adapted = adapted or job.architecture.model_type in STACKED_EXPERTS_ADAPTED
     if job.architecture.moe is not None and adapted and targets.intersection((*EXPERTS, "gate", "all-linear")):
-        return f"adapters on the experts of {job.architecture.name!r} are not counted."
-    return ""
+        sentence = f"adapters on the experts of {job.architecture.name!r} are not counted."
+        return found(sentence, "finetuning.targets", effect=MORE)
+    return None
 
 
 def targets_taken(job: TrainingJob) -> str:

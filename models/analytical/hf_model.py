@@ -35,9 +35,10 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
     buffers += [("attention.bias", layer, longest**2) for layer in layers if family.causal_mask_buffers]
     tables = longest * rotated_width(job.architecture) * FP32 * family.position_tables
     buffers += [("attention.embed_positions", layer, tables) for layer in layers if tables]
-    if conventions(job).get("rotary_tables_of_layers") and job.architecture.position_embedding == "rope":
-        size = int(longest * rotated_width(job.architecture) * DTYPE_BYTES[job.precision.parameters])
-        buffers += [(f"rotary_emb.{name}", layer, size) for layer in layers for name in ("cos_cached", "sin_cached")]
+    if conventions(job).get("rotary_tables_in_layers") and job.architecture.position_embedding == "rope":
+        size = longest * rotated_width(job.architecture) * int(DTYPE_BYTES[job.precision.parameters])
+        names = ("rotary_emb.cos_cached", "rotary_emb.sin_cached")
+        buffers += [(name, layer, size) for layer in layers for name in names]
     timeline.hold_all(buffers, Category.PARAMETERS, 0)
 
 
@@ -133,7 +134,8 @@ def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: in
 
 def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
     """Bytes of the model's attention masks, one per kind of layer: for eager in the embeddings' dtype, for sdpa bool and
-    shared by all sequences unless the batch asks for one each; and whether layers take them as an argument."""
+    shared by all sequences unless the batch asks for one each, for flash attention the batch's own; and whether layers take
+    them as an argument."""
     one = layers[0]
     scores = one.sequence**2
     family = traits(one.architecture)
@@ -151,6 +153,8 @@ def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
         return [flex_block_mask_bytes(one.batch, one.sequence)], True
     if one.attention == "sdpa" and one.mask_of_batch:
         return [one.batch * scores] * kinds, True
+    if one.attention == "flash_attention_2" and one.valid_rows:  # which tokens are no padding, as bool: [batch, sequence]
+        return [one.batch * one.sequence], True
     taken = list(dict.fromkeys(layer.masked for layer in layers))  # kinds in the order of their first layers
     if one.attention != "sdpa" or not (any(taken) or family.masks_for_both_kinds):
         return [], any(taken)

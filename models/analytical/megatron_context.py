@@ -119,6 +119,7 @@ def expert_context(job: TrainingJob) -> ExpertContext:
         expert_tensor_parallel_size=expert_tensor,
         dispatcher=str(convention.get("moe_token_dispatcher_type", "allgather")),  # type: ignore[arg-type]
         grouped=bool(convention.get("moe_grouped_gemm")),
+        joined_weights=bool(convention.get("moe_grouped_gemm")) and bool(convention.get("moe_use_legacy_grouped_gemm")),
         placeholders_anew=bool(convention.get("moe_grouped_gemm"))
         and not bool(convention.get("cached_grouped_placeholders", True)),
         permute_fusion=bool(convention.get("moe_permute_fusion")),

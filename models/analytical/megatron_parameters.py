@@ -27,10 +27,17 @@ class Parameter:
     """The distributed optimizer gives an embedding that two stages share a bucket of its own."""
     expert: bool = False
     """Whether it is replicated over the expert data-parallel group only, and lies in that group's buffers."""
+    tensors: int = 1
+    """How many tensors of one size it is: one for each local expert, unless a grouped product reads them as one."""
 
     @property
     def numel(self) -> int:
         return _product(self.shape)
+
+    def parts(self, numel: int) -> list[int]:
+        """The elements of each of its tensors, of which the first `numel` are wanted: whole tensors and what is left."""
+        one = self.numel // self.tensors
+        return [one] * (numel // one) + ([numel % one] if numel % one else [])
 
 
 _product = cache(math.prod)
@@ -98,7 +105,9 @@ def _routed(context: MegatronContext, experts: ExpertContext) -> Iterator[Parame
     yield from _norm(context, "pre_mlp_layernorm", context.hidden)
     yield Parameter("mlp.router.weight", "", (experts.num_experts, context.hidden))
     for p in _feed_forward(context, "mlp.experts", experts.ffn):  # all local experts' matrices as one
-        yield replace(p, shape=(experts.local_experts, *p.shape), expert=experts.expert_parallel_size > 1)
+        tensors = 1 if experts.joined_weights else experts.local_experts
+        shape, replicated = (experts.local_experts, *p.shape), experts.expert_parallel_size > 1
+        yield replace(p, shape=shape, expert=replicated, tensors=tensors)
     if experts.shared_ffn:
         yield from _feed_forward(context, "mlp.shared_experts", experts.shared_ffn)
         if experts.shared_gate:
@@ -150,7 +159,7 @@ def chunk_parameters(
             parameters.append(Parameter("tokentype_embeddings.weight", "embedding", types))
     for layer in chunk.layers:
         module = f"layers.{layer}"
-        parameters += [Parameter(p.name, module, p.shape, expert=p.expert) for p in layer_parameters(contexts(layer))]
+        parameters += [replace(p, module=module) for p in layer_parameters(contexts(layer))]
     if context.final_norms and chunk.layers and contexts(chunk.layers[-1]).source_sequence:
         parameters += [Parameter(p.name, "encoder", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
     if chunk.is_last:

@@ -14,7 +14,7 @@ from peakcast.models.analytical.adapter_methods import METHODS, matrix_of
 from peakcast.models.analytical.adapter_tensors import ADAPTED_ROLES, NETWORK, network_tensors
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
-from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
+from peakcast.models.analytical.layouts import adapters_are_whole, expert_ranks, gathered_dtype
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.parameter_tensor import ParameterTensor
 from peakcast.models.analytical.parameters import (
@@ -80,7 +80,8 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
         )
     stored = [part for module, tensor in everything for part in _frozen(tensor, module, job, size, used)]
     tuning, width = job.finetuning, int(DTYPE_BYTES[adapter_dtype(job)])
-    mixed = used if mixes_precision(job) else width
+    whole = adapters_are_whole(job)
+    mixed = used if mixes_precision(job) and not whole else width
     for made in network_tensors(job.architecture, tuning):
         own = made.element_bytes or width
         stored.append(StoredTensor(made.name, NETWORK, made.shape, own, own, trains=made.trains))
@@ -90,12 +91,8 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
             sums = group.sequence and tensor.tensor_parallel_dim == 1 and job.parallelism.num_replicas == 1
             for made in METHODS[tuning.method].on_matrix(matrix_of(tuning, name, group.shape(tensor), _layer(module))):
                 own, gathered = (made.element_bytes, made.element_bytes) if made.element_bytes else (width, mixed)
-                added = sums and made.name == "lora_B"
-                stored.append(
-                    StoredTensor(
-                        f"{name}.{made.name}", module, made.shape, own, gathered, trains=made.trains, sums_gradient=added
-                    )
-                )
+                part = StoredTensor(f"{name}.{made.name}", module, made.shape, own, gathered, trains=made.trains)
+                stored.append(replace(part, sharded=not whole, sums_gradient=sums and made.name == "lora_B"))
         elif name == "score":  # of a classifier peft trains a copy of the head itself (`modules_to_save`)
             stored.append(StoredTensor(f"{name}.copy", module, tensor.shape, size, used, trains=True))
     return tuple(stored)
@@ -126,6 +123,8 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
         ] * math.prod(stacked)
     ranks = expert_ranks(job) if tensor.role == "expert" else 1
     if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
+        size = used = FP32
+    if module in ("embedding", "head") and tensor.role != "norm" and conventions(job).get("ends_in_float32"):
         size = used = FP32
     shape = tensor_parallel(job).shape(tensor)
     return [StoredTensor(tensor.name, module, shape, size, used, trains=False, expert_ranks=ranks)]

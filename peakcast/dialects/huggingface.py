@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import check_framework_options, conventions, release
+from peakcast.conventions import check_framework_options, conventions
 from peakcast.dialects import huggingface_keys as keys
 from peakcast.dialects.huggingface_adapters import adapter_of
 from peakcast.dialects.huggingface_batch import batch_of, sequence_length
@@ -31,6 +31,7 @@ from peakcast.spec import (
     Precision,
     TrainingJob,
 )
+from peakcast.versions import check_versions, release, resolved
 
 ATTENTIONS: dict[str, Literal["eager", "sdpa", "flash_attention_2", "flex"]] = {
     "eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash_attention_2", "flash_attention_3": "flash_attention_2",
@@ -46,7 +47,7 @@ def from_huggingface(
     fsdp: Mapping[str, Any] | str | None = None,
     num_gpus: int = 1,
     *,
-    versions: Mapping[str, str] | None = None,
+    versions: Mapping[str, Any] | None = None,
     spell: Callable[[str], str] = str,
 ) -> Translation:
     """The job of a Trainer (or SFTTrainer) run on `num_gpus` GPUs.
@@ -62,7 +63,8 @@ def from_huggingface(
     model = dict(config) if isinstance(config, Mapping) else {}
     architecture = resolve_architecture(config)
     training = _settings("training_arguments", training_arguments, notes, spell)
-    modern = release((versions or {}).get("transformers", "5"))[:1] >= (5,)
+    versions = check_versions(versions or {})
+    modern = (release(resolved(versions).get("transformers", "")) or (5,)) >= (5,)
     adapter = _settings("peft", peft, notes, spell) if peft is not None else None
     strategy = training.raw("deepspeed") if deepspeed is None else deepspeed
     engine = _settings("deepspeed", strategy, notes) if isinstance(strategy, Mapping) else None
@@ -79,7 +81,8 @@ def from_huggingface(
     weights = _weights_dtype(model, training, notes)
     half = _half(training, engine, shards, notes)
     loaded = half if engine is not None and half is not None else weights
-    finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options), half, shards, notes)
+    widens = release((versions or {}).get("peft", "0.12")) >= (0, 12)
+    finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options, widens), half, shards, notes)
     precision = _precision(weights, half, engine, shards, finetuning, notes, options)
     if training.number("neftune_noise_alpha", None) is not None:
         options["neftune"] = True
@@ -91,10 +94,10 @@ def from_huggingface(
     job = TrainingJob(
         architecture=architecture,
         framework=framework,
-        versions=FrozenMapping(versions or {}),
+        versions=FrozenMapping(versions),
         micro_batch_size=_batch(training, engine, "per_device_train_batch_size", "train_micro_batch_size_per_gpu", 8),
         sequence_length=sequence_length(training, notes),
-        batch=batch_of(training, attention, versions or {}, notes),
+        batch=batch_of(training, attention, versions, notes),
         gradient_accumulation_steps=_batch(
             training, engine, "gradient_accumulation_steps", "gradient_accumulation_steps", 1
         ),
@@ -129,8 +132,14 @@ def _settings(name: str, mapping: object, notes: Notes, spell: Callable[[str], s
 
 
 def _finetuning(
-    adapter: Settings | None, weights: Dtype, quantization: Mapping[str, Any], notes: Notes, options: dict[str, Any]
+    adapter: Settings | None,
+    weights: Dtype,
+    quantization: Mapping[str, Any],
+    notes: Notes,
+    options: dict[str, Any],
+    widens: bool,
 ) -> Finetuning:
+    """`widens`: whether peft makes adapters in float32 unless told otherwise, as it has since 0.12."""
     kind: Literal["nf4", "gptq", "int8"] | None = None
     if quantization.get("load_in_8bit"):
         kind = "int8"
@@ -145,7 +154,18 @@ def _finetuning(
         if kind:
             notes.warnings.append("quantized weights cannot train without peft; they are taken as unquantized.")
         return Finetuning()
-    return adapter_of(adapter, kind, _base_dtype(kind, weights, quantization), quantization, notes)
+    dtype = _adapter_dtype(adapter, kind, weights, quantization, widens)
+    return adapter_of(adapter, kind, dtype, quantization, notes)
+
+
+def _adapter_dtype(
+    adapter: Settings, kind: str | None, weights: Dtype, quantization: Mapping[str, Any], widens: bool
+) -> Dtype | None:
+    """The dtype of adapters; None for float32 by peft's default. Before peft 0.12 they took the dtype of the weight that
+    they are on, if that has floating point (peft 0.11.1 `tuners/lora/layer.py` update_layer)."""
+    if not widens:
+        return weights if kind is None else None
+    return None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization)
 
 
 def _base_dtype(kind: str | None, weights: Dtype, quantization: Mapping[str, Any]) -> Dtype:
@@ -200,11 +220,7 @@ def _precision(
     trained: Dtype = weights
     if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype in (None, "float32"):
         trained = "float32"  # peft's autocast_adapter_dtype
-    if half is not None and (weights == "float32" or trained == "float32"):
-        options["autocast"] = True
-    elif half is not None:
-        asked = "bf16" if half == "bfloat16" else "fp16"
-        notes.assumptions.append(f"{asked}=True changes nothing: the weights are {weights} already.")
+    options["autocast"] = half is not None  # beside narrow weights too: norms and losses are on its fp32 list
     compute = half if options.get("autocast") and half else weights
     return Precision(parameters=weights, compute=compute, gradients=trained, optimizer_states=trained)
 

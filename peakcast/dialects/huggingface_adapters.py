@@ -35,12 +35,14 @@ MICA = "mica"
 def adapter_of(
     adapter: Settings,
     kind: Literal["nf4", "gptq", "int8"] | None,
-    base_dtype: Dtype,
+    dtype: Dtype | None,
     quantization: Mapping[str, Any],
     notes: Notes,
 ) -> Finetuning:
-    """The adapters that `adapter` asks for over weights quantised as `kind`. `base_dtype`: what they have where peft leaves
-    them in the layer's dtype. Raises: SpecError naming the key, its value and the rule."""
+    """The adapters that `adapter` asks for over weights quantised as `kind`, of `dtype`, None for peft's default.
+
+    Raises: SpecError naming the key, its value and the rule.
+    """
     named = adapter.text("peft_type", "LORA").rpartition(".")[2]
     method = _method(named.lower(), adapter, notes)
     if adapter.text("bias", "none") != "none":
@@ -55,7 +57,7 @@ def adapter_of(
         alpha=None if alpha is None or method not in RANKED else float(alpha),
         targets=_targets(method, adapter, notes),
         dropout=float(adapter.number("lora_dropout", 0.0) or 0.0),
-        adapter_dtype=None if adapter.switch("autocast_adapter_dtype", True) else base_dtype,
+        adapter_dtype=dtype,
         quantization=kind,
         double_quantization=kind == "nf4" and bool(quantization.get("bnb_4bit_use_double_quant", False)),
         settings=_settings(method, adapter),

@@ -27,6 +27,7 @@ from peakcast.spec import (
     Parallelism,
     TrainingJob,
 )
+from peakcast.versions import check_versions
 
 OPTIMIZERS: dict[str, OptimizerName] = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon", "lion": "lion"}
 BACKENDS: dict[str, Literal["eager", "sdpa", "flash_attention_2"]] = {
@@ -34,9 +35,15 @@ BACKENDS: dict[str, Literal["eager", "sdpa", "flash_attention_2"]] = {
 }  # fmt: skip
 
 
-def from_megatron(arguments: Mapping[str, Any], num_gpus: int = 1, env: Mapping[str, Any] | None = None) -> Translation:
+def from_megatron(
+    arguments: Mapping[str, Any],
+    num_gpus: int = 1,
+    env: Mapping[str, Any] | None = None,
+    versions: Mapping[str, Any] | None = None,
+) -> Translation:
     """The job of a Megatron-LM command line: `arguments` by flag name (dashes or underscores, with or without the leading
-    ones; values may be texts), on `num_gpus` GPUs in all, with the environment variables `env`.
+    ones; values may be texts), on `num_gpus` GPUs in all, with the environment variables `env` and the package `versions`
+    (`megatron_core: "0.14"`, or `ngc_pytorch: "26.04"`), whose defaults hold.
 
     Raises: SpecError naming the flag, its value, the rule and the way out.
     """
@@ -51,6 +58,7 @@ def from_megatron(arguments: Mapping[str, Any], num_gpus: int = 1, env: Mapping[
     job = TrainingJob(
         architecture=architecture,
         framework="megatron",
+        versions=FrozenMapping(check_versions(versions or {})),
         micro_batch_size=micro_batch_size,
         sequence_length=_sequence_length(settings, parallelism),
         decoder_sequence_length=settings.integer("decoder_seq_length") if architecture.num_decoder_layers else None,
@@ -161,6 +169,11 @@ def _sequence_length(settings: Settings, layout: Parallelism) -> int:
 def _accumulation(settings: Settings, micro_batch_size: int, data_parallel: int) -> int:
     share = micro_batch_size * data_parallel
     total = settings.integer("global_batch_size")
+    ramp = settings.words("rampup_batch_size")
+    if ramp:
+        settings.notes.assumptions.append(
+            f"rampup-batch-size={' '.join(ramp)}: the steps after the ramp are taken, which have the most micro-batches."
+        )
     schedule = settings.text("step_batch_size_schedule")
     if total is None and schedule:
         first = schedule.split()[0].rpartition(":")[2]
@@ -197,16 +210,34 @@ def _recomputation(settings: Settings) -> ActivationCheckpointing:
         "selective" if settings.switch("recompute_activations") else "none"
     )
     modules = settings.words("recompute_modules")
-    method = settings.one_of("recompute_method", "uniform", ("uniform", "block"))
-    num_layers = settings.integer("recompute_num_layers")
+    method = settings.one_of("recompute_method", "", ("", "uniform", "block"))
+    num_layers = settings.integer("recompute_num_layers", least=0)
     if granularity == "none":
         return ActivationCheckpointing()
     if granularity == "selective":
         return ActivationCheckpointing(mode="selective", modules=tuple(m for m in modules if modules != ("core_attn",)))
     if granularity != "full":
         raise settings.refuse("recompute_granularity", "must be full or selective")
+    return _full_recomputation(settings, method, num_layers)
+
+
+def _full_recomputation(settings: Settings, method: str, num_layers: int | None) -> ActivationCheckpointing:
+    """Source: megatron-core 0.16.1 `transformer/transformer_config.py` refuses full recomputation without a method or a
+    number of layers; `transformer_block.py` `_checkpointed_forward`: method block recomputes the first `num_layers`."""
+    if not method:
+        raise settings.refuse("recompute_method", "must be uniform or block with recompute-granularity=full")
+    if num_layers is None:
+        raise settings.refuse(
+            "recompute_num_layers",
+            f"must be given with recompute-method={method}, as Megatron-LM requires; 1 with uniform recomputes every layer",
+        )
+    if num_layers == 0 and method == "uniform":
+        raise settings.refuse("recompute_num_layers", "must be at least 1 with recompute-method=uniform")
+    if num_layers == 0:
+        settings.notes.assumptions.append("recompute-num-layers=0 with recompute-method=block recomputes nothing.")
+        return ActivationCheckpointing()
     return ActivationCheckpointing(
-        mode="full", use_reentrant=True, method="block" if method == "block" else "uniform", num_layers=num_layers or 1
+        mode="full", use_reentrant=True, method="block" if method == "block" else "uniform", num_layers=num_layers
     )
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from peakcast.architecture import Architecture, MixtureOfExperts, MultiLatentAttention, Normalization, PositionEmbedding
+from peakcast.architecture import (
+    MOST_LAYERS,
+    Architecture,
+    MixtureOfExperts,
+    MultiLatentAttention,
+    Normalization,
+    PositionEmbedding,
+)
 from peakcast.dialects import megatron_flags as flags
 from peakcast.dialects.megatron_layout import binary_pattern
 from peakcast.dialects.translation import Settings
@@ -15,7 +22,6 @@ POSITIONS: dict[str, PositionEmbedding] = {
     "learned_absolute": "learned", "rope": "rope", "mrope": "rope", "yarn": "rope", "relative": "relative", "none": "none",
 }  # fmt: skip
 FAMILIES = {"encoder": "bert", "encoder_decoder": "t5"}
-MOST_LAYERS = 2**14
 NORMALIZATIONS: dict[str, Normalization] = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 

@@ -19,6 +19,15 @@ def test_the_ledger_equals_the_trace(ledger_equals_trace, form):
     ledger_equals_trace(job, rel=1e-3)
 
 
+def test_a_mask_by_position_that_was_offloaded_comes_back_for_every_layer(ledger_equals_trace):
+    """GPT-2's layers take the batch's mask as a tensor, which a checkpoint saves, and offloading then moves, like any."""
+    network = {"name": "g", "model_type": "gpt2", "n_layer": 3, "n_embd": 128, "n_head": 4, "vocab_size": 1000}
+    cell = {"architecture": network, "sequence_length": 512, "micro_batch_size": 4, "attention": "flash_attention_2"}
+    again = {"activation_checkpointing": {"mode": "full", "use_reentrant": True}, "offload.activations": True}
+    (job,) = expand({"include": [cell | FORMS["padded"] | again]})
+    ledger_equals_trace(job, rel=1e-3)
+
+
 @pytest.mark.parametrize("width", [64, 20])
 def test_what_is_kept_is_what_the_package_keeps(width):
     """Of 10 tokens of 4 heads and 2 key heads, by hand; a width of 20 is padded to 24."""

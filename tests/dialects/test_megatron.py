@@ -193,6 +193,20 @@ def test_the_rest_of_the_layout():
     ).parallelism.sequence_parallel  # Megatron turns it off without tensor ranks
 
 
+def test_method_block_with_no_layers_recomputes_nothing():
+    block = {"recompute-granularity": "full", "recompute-method": "block"}
+    assert job(**block, **{"recompute-num-layers": 0}) == job()
+    recompute = job(**block, **{"recompute-num-layers": 2}).activation_checkpointing
+    assert (recompute.mode, recompute.method, recompute.num_layers) == ("full", "block", 2)
+
+
+def test_a_batch_that_ramps_up_is_taken_at_its_full_size():
+    translation = from_megatron({**GPT, "global-batch-size": 64, "rampup-batch-size": "16 16 5859375"}, 8)
+    assert translation.job == job(**{"global-batch-size": 64})
+    assert any("steps after the ramp" in sentence for sentence in translation.assumptions)
+    assert not translation.unsupported
+
+
 @pytest.mark.parametrize(
     ("arguments", "attention", "options"),
     [
@@ -258,7 +272,8 @@ def test_unknown_flags_are_reported_and_harmless_ones_listed():
     translation = from_megatron({**GPT, "lr": 1e-4, "--brand-new-flag": 3}, 8, {"STRANGE": "1"})
     assert translation.unknown == ("STRANGE", "brand-new-flag")
     assert translation.ignored == ("lr",)
-    assert "STRANGE and brand-new-flag are not known here; they are left out, and may matter." in translation.warnings
+    for key in translation.unknown:
+        assert f"{key} is not known here; it is left out, and may matter." in translation.warnings
 
 
 @pytest.mark.parametrize(
@@ -304,6 +319,10 @@ def test_unknown_flags_are_reported_and_harmless_ones_listed():
         (8, {"--bf16": False}, "--bf16", "is given twice"),
         (8, {"num-layers": 10**9}, "num-layers", "must be at most"),
         (8, {"recompute-granularity": "most"}, "recompute-granularity", "must be full or selective"),
+        (8, {"recompute-granularity": "full"}, "recompute-method", "must be uniform or block"),
+        (8, {"recompute-granularity": "full", "recompute-method": "block"}, "recompute-num-layers", "must be given"),
+        (8, {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 0},
+         "recompute-num-layers", "must be at least 1"),
     ],
 )
 def test_an_impossible_value_is_refused_in_the_flags_own_name(num_gpus, arguments, parameter, message):

@@ -177,7 +177,8 @@ class BlockBuilder:
         )
 
     def _quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
-        """bitsandbytes MatMul4Bit / GPTQ: keeps no input; the whole matrix is dequantised in forward and backward."""
+        """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and backward; no input is kept but by
+        old bitsandbytes."""
         context, tape = self.context, self.tape
         rows, compute = self.rows, context.compute_bytes
         wide = x.num_bytes
@@ -192,6 +193,8 @@ class BlockBuilder:
             backward_temporary_bytes=matrix,
             kind="matmul",
         )
+        if context.quantized_linears_keep_input:
+            tape.keep_with_graph(x)
         if wide > rows * in_features * compute:
             result = ops.cast(tape, result, rows * out_features * (wide // (rows * in_features)), f"{name}.to_input_dtype")
         return result
@@ -273,7 +276,7 @@ class BlockBuilder:
         return context.float8 and fits and name not in context.float8_skips
 
     def norm(self, x: Tensor, width: int, name: str, rows: int | None = None, *, fused: bool = True) -> Tensor:
-        """The architecture's norm over the last `width` elements; `fused`: by Liger's kernel, where the job has it."""
+        """The architecture's norm over the last `width` elements; `fused`: by a fused kernel, where the job has one."""
         output = self._norm(x, width, name, self.rows if rows is None else rows, fused=fused)
         self.tape.hold(x)  # the module's argument, until it returns
         return output
@@ -282,7 +285,7 @@ class BlockBuilder:
         context, kind = self.context, self.context.architecture.normalization
         family = traits(context.architecture)
         narrow = x.num_bytes
-        if kind == "rmsnorm" and context.liger and fused:
+        if kind == "rmsnorm" and context.kernels.norm and fused:
             return ops.fused_rms_norm(
                 self.tape,
                 x,

@@ -27,6 +27,8 @@ class ExpertContext:
     dispatcher: Literal["allgather", "alltoall", "flex"]
     grouped: bool
     """One grouped product over all local experts instead of a loop over them."""
+    joined_weights: bool
+    """Whether that product's matrices of all local experts are one parameter (`--moe-use-legacy-grouped-gemm`)."""
     placeholders_anew: bool
     """Whether that product's fused weight gradients hand new placeholders to autograd, one for each expert."""
     permute_fusion: bool
