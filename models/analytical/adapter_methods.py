@@ -66,7 +66,7 @@ class AdapterMethod(NamedTuple):
     on_matrix: Callable[[Matrix], list[Made]] = lambda matrix: []
     keeps: Callable[[Matrix, int], Kept] = lambda matrix, rows: Kept()
     """Of a projection on `rows` tokens."""
-    on_network: OnNetwork = lambda architecture, settings, matrices: []
+    on_network: OnNetwork | None = None
     """Tensors that stand once, given the settings and the adapted projections in the order of the network."""
     virtual_tokens: bool = False
     """Whether its tokens are put in front of every sequence."""

@@ -30,10 +30,11 @@ def adapted_matrices(architecture: Architecture, tuning: Finetuning) -> Iterator
 @lru_cache(maxsize=64)
 def network_tensors(architecture: Architecture, tuning: Finetuning) -> tuple[Made, ...]:
     """What the method has once, and not on each projection; names are numbered where one occurs again."""
-    if tuning.method == "full":
+    on_network = None if tuning.method == "full" else METHODS[tuning.method].on_network
+    if on_network is None:
         return ()
     settings, matrices = settings_of(tuning.method, tuning.settings), list(adapted_matrices(architecture, tuning))
-    made = METHODS[tuning.method].on_network(architecture, settings, matrices)
+    made = on_network(architecture, settings, matrices)
     return tuple(one._replace(name=f"{one.name}.{index}") for index, one in enumerate(made))
 
 

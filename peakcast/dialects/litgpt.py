@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from peakcast.architecture import Architecture
 from peakcast.dialects.litgpt_network import litgpt_network
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.translation import Notes, Settings, Translation
@@ -47,7 +48,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
     pretrains = not settings.given("checkpoint_dir")
     architecture = litgpt_network(settings, pasted)
     num_gpus = _num_gpus(settings, pasted)
-    finetuning = _finetuning(settings)
+    finetuning = _finetuning(settings, architecture)
     micro = settings.size("train.micro_batch_size", 1 if finetuning.method != "full" else 4, assume=True)
     steps = _accumulation(settings, micro, num_gpus)
     length = settings.integer("train.max_seq_length")
@@ -111,9 +112,11 @@ def _accumulation(settings: Settings, micro: int, num_gpus: int) -> int:
     return per_rank // micro
 
 
-def _finetuning(settings: Settings) -> Finetuning:
+def _finetuning(settings: Settings, architecture: Architecture) -> Finetuning:
     rank = settings.integer("lora_r")
-    targets = [name for key, names in TARGETS.items() if settings.switch(key, key in ON_BY_DEFAULT) for name in names]
+    asked = [key for key in TARGETS if settings.switch(key, key in ON_BY_DEFAULT)]
+    # of a network whose queries, keys and values are one matrix LitGPT's own names say which parts
+    targets = asked if architecture.fused_qkv else [name for key in asked for name in TARGETS[key]]
     alpha, dropout = settings.number("lora_alpha", 16), settings.number("lora_dropout", 0.05)
     quantize = settings.text("quantize")
     if rank is None:
