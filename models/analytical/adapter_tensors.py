@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from peakcast.adapter_settings import settings_of
 from peakcast.architecture import Architecture
-from peakcast.models.analytical.adapter_methods import METHODS, Made, Matrix, matrix_of
+from peakcast.models.analytical.adapter_methods import METHODS, ON_NETWORK, Made, Matrix, matrix_of
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.parameters import layer_parameters
 from peakcast.spec import Finetuning
@@ -34,7 +34,7 @@ def network_tensors(architecture: Architecture, tuning: Finetuning) -> tuple[Mad
     if on_network is None:
         return ()
     settings, matrices = settings_of(tuning.method, tuning.settings), list(adapted_matrices(architecture, tuning))
-    made = on_network(architecture, settings, matrices)
+    made = on_network(architecture, settings, matrices) if matrices or tuning.method in ON_NETWORK else []
     return tuple(one._replace(name=f"{one.name}.{index}") for index, one in enumerate(made))
 
 
