@@ -22,7 +22,7 @@ MOST_SHARDS = 8
 
 
 def ranks_by_shard(job: TrainingJob, rank: int) -> tuple[int, ...]:
-    """Ranks of the stage of `rank`, the first of it, that are alike but for the parameters whose states they own. Megatron's
+    """Ranks of the stage of `rank`, the first of it, alike but for the parameters whose states they own. Megatron's
     distributed optimizer cuts buffers anywhere, so that ranks with equal sums of bytes have tensors of other sizes, and
     reserve up to 5 % more or less. All of a stage up to `MOST_SHARDS`, else so many at equal distances."""
     layout = job.parallelism

@@ -30,11 +30,9 @@ NUM_GPUS_FROM: dict[str | None, str] = {
 }
 """What each origin of the number of GPUs leaves to be assumed, as a sentence."""
 
-FAMILY_REASONS = {
-    "hybrid": "A hybrid (Mamba) model is not modelled.",
-    "nemotron": "A hybrid (Mamba) model is not modelled.",
-    "multimodal-llava": "A multimodal model is not modelled.",
-}
+FAMILY_REASONS = {"multimodal-llava": "A multimodal model is not modelled."}
+
+COPIED_FROM_H100 = "all values are those of the H100 row, whose workspace of 32 MiB an A100 does not have"
 
 CONTRADICTIONS: dict[tuple[str, str, str], str] = {
     (
@@ -47,7 +45,8 @@ CONTRADICTIONS: dict[tuple[str, str, str], str] = {
     "of the GB200 row's of the same arguments",
     ("hybrid_mr_mcore_te_tp1_pp1_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): "all values are those of a GPT case",
     ("hybrid_mr_mcore_te_tp2_pp1_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): "all values are those of a GPT case",
-    ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "H100-80GB", "dev"): "all values are those of the A100 row",
+    ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "A100-80GB", "dev"): COPIED_FROM_H100,
+    ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): COPIED_FROM_H100,
 }
 """Rows whose values cannot be their own configuration's, by case, GPU type and environment."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
-from peakcast.models.analytical.blocks.megatron_context import ExpertContext, LatentContext, MegatronContext
+from peakcast.models.analytical.blocks.megatron_context import ExpertContext, LatentContext, MambaContext, MegatronContext
 from peakcast.models.analytical.pipeline import Chunk
 
 
@@ -45,7 +45,13 @@ _product = cache(math.prod)
 
 @lru_cache(maxsize=512)
 def layer_parameters(context: MegatronContext) -> tuple[Parameter, ...]:
-    """Parameters of one decoder layer."""
+    """Parameters of one decoder layer, or of the one part that a hybrid's layer is."""
+    if context.part == "mamba" and context.mamba is not None:
+        return tuple(_mamba(context, context.mamba))
+    if context.part == "mlp":
+        return tuple(_dense(context) if context.experts is None else _routed(context, context.experts))
+    if context.part == "attention":
+        return tuple(_attention(context))
     attention = _attention(context) if context.latent is None else _latent_attention(context, context.latent)
     cross = _cross_attention(context) if context.source_sequence else ()
     return (*attention, *cross, *(_dense(context) if context.experts is None else _routed(context, context.experts)))
@@ -63,6 +69,18 @@ def _attention(context: MegatronContext) -> Iterator[Parameter]:
     if context.qk_norm:
         yield from _norm(context, "self_attention.q_layernorm", context.head_dim)
         yield from _norm(context, "self_attention.k_layernorm", context.head_dim)
+
+
+def _mamba(context: MegatronContext, mamba: MambaContext) -> Iterator[Parameter]:
+    """Source: megatron-core 0.18 `ssm/mamba_mixer.py`; A_log and D become as narrow as the model."""
+    yield Parameter("mixer.conv1d.weight", "", (mamba.convolved, 1, mamba.kernel))
+    yield Parameter("mixer.conv1d.bias", "", (mamba.convolved,))
+    for name in ("dt_bias", "A_log", "D"):
+        yield Parameter(f"mixer.{name}", "", (mamba.heads,))
+    yield from _norm(context, "mixer.linear_in_proj.layer_norm", context.hidden)
+    yield Parameter("mixer.linear_in_proj.weight", "", (mamba.input, context.hidden))
+    yield Parameter("mixer.norm.weight", "", (mamba.inner,))
+    yield Parameter("mixer.linear_out_proj.weight", "", (context.hidden, mamba.inner))
 
 
 def _cross_attention(context: MegatronContext) -> Iterator[Parameter]:

@@ -268,7 +268,8 @@ def memory_buffer_bytes(share: RankShare) -> int:
     projections under sequence parallelism, and the local attention's scores."""
     context = share.context
     gathers = context.sequence_parallel and (not context.transformer_engine or share.has_head)
-    scores = 0 if context.transformer_engine else context.score_elements * context.element_bytes
+    own = context.attention == "local"  # which writes its scores there
+    scores = context.score_elements * context.element_bytes if own else 0
     experts = context.experts
     dispatched = 0
     if experts is not None and experts.dispatcher == "allgather" and experts.group_size > 1 and share.has_experts:

@@ -11,7 +11,7 @@ from peakcast.allocator import Allocator
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
-from peakcast.models.analytical.megatron_context import layer_context, target_context
+from peakcast.models.analytical.megatron_context import layer_context, part_context, target_context
 from peakcast.models.analytical.pipeline import Chunk, pipeline_rank, place_in_stage, stage_chunks
 from peakcast.spec import ActivationCheckpointing, TrainingJob
 
@@ -35,6 +35,8 @@ class RankShare:
     target: MegatronContext | None
     """As `context`, of an encoder-decoder's decoder."""
     convention: Mapping[str, Any]
+    parts: Mapping[str, MegatronContext]
+    """As `context`, of each kind of a hybrid's layers."""
 
     @property
     def has_head(self) -> bool:
@@ -43,6 +45,8 @@ class RankShare:
     def layer_context(self, layer: int) -> MegatronContext:
         """The context of layer `layer`: the leading layers of a mixture of experts may be dense; an encoder's layers come
         before its decoder's."""
+        if self.parts:
+            return self.parts[self.job.architecture.layer_types[layer]]
         if self.target is not None and layer >= self.job.architecture.num_hidden_layers:
             return self.target
         return self.context if self.job.architecture.is_moe_layer(layer) else self.dense
@@ -85,7 +89,8 @@ def _stage_share(job: TrainingJob, device: Device | None, stage: int, place: int
     context = layer_context(job, device, place)
     dense = context if context.experts is None else replace(context, experts=None)
     target = target_context(job, context) if job.architecture.num_decoder_layers else None
-    return RankShare(job, device, stage, place, shard, chunks, context, dense, target, convention)
+    parts = {part: part_context(context, part) for part in dict.fromkeys(job.architecture.layer_types)}
+    return RankShare(job, device, stage, place, shard, chunks, context, dense, target, convention, parts)
 
 
 def weights_share(share: RankShare) -> RankShare:

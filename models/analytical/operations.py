@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from peakcast.timeline import Category
 
-KINDS = ("attention", "reduce_scatter", "topk", "all_to_all")
+KINDS = ("attention", "flex", "reduce_scatter", "topk", "all_to_all")
 """Operations beside matrix products ("matmul") whose results selective checkpointing may keep: which of them it does is a
 convention, `selective_checkpointing_keeps`."""
 
@@ -15,7 +15,18 @@ convention, `selective_checkpointing_keeps`."""
 class Storage:
     """Bytes of one allocation and how long they live on this tape."""
 
-    __slots__ = ("born", "category", "kind", "last_read", "last_saver", "name", "num_bytes", "of_graph", "stream")
+    __slots__ = (
+        "born",
+        "category",
+        "kind",
+        "last_read",
+        "last_saver",
+        "made_again",
+        "name",
+        "num_bytes",
+        "of_graph",
+        "stream",
+    )
 
     def __init__(self, name: str, num_bytes: int, category: Category, born: int, kind: str = "") -> None:
         self.name = name
@@ -27,6 +38,7 @@ class Storage:
         self.last_saver: int | None = None  # the earliest operation that keeps it: the last to run in backward
         self.of_graph = False  # an attribute of a node, not among what autograd keeps for it: there as long as the graph
         self.stream = 0
+        self.made_again: int | None = None  # the operation in whose backward it is made again, having been let go after it
 
 
 class Tensor:
@@ -42,10 +54,12 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
-    """A parameter's gradient as an operation's backward makes it."""
+    """A parameter's gradient as an operation's backward makes it. `workspaces`: bytes of each block of memory that the
+    kernel which sums it takes for itself."""
 
     name: str
     num_bytes: int
+    workspaces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from peakcast.kernel_workspaces import reduction
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
-from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row
+from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row, workspace_rows
 from peakcast.models.analytical.operations import (
     NO_SIDE_STREAM,
     SIDE_STREAM,
@@ -46,7 +47,10 @@ class Tape:
     `splits_backward`: inputs' gradients first, weights' later (`split_backward.py`); a hook keeps what comes to each.
     """
 
-    def __init__(self, *, saves_on_cpu: bool = False, splits_backward: bool = False) -> None:
+    def __init__(
+        self, *, saves_on_cpu: bool = False, splits_backward: bool = False, gpu: tuple[int, int] | None = None
+    ) -> None:
+        self._gpu = gpu
         self._saves_on_cpu = saves_on_cpu
         self._splits_backward = splits_backward
         self._savers: dict[int, list[int]] = {}
@@ -55,6 +59,14 @@ class Tape:
         self._input: Tensor | None = None
         self._elsewhere: dict[str, Tensor] = {}
         self._loss_from: int | None = None
+
+    def summed(self, name: str, columns: int, rows: int, num_bytes: int) -> WeightGradient:
+        """The gradient of a vector of `columns`, which torch sums over `rows`; where the tape is for a GPU
+        (multiprocessors, threads of each), with what the kernel takes for itself."""
+        workspaces: tuple[int, ...] = ()
+        if self._gpu is not None and (taken := reduction(columns, rows, *self._gpu, reduced_is_contiguous=False)):
+            workspaces = taken.buffer_bytes, taken.semaphore_bytes
+        return WeightGradient(name, num_bytes, workspaces)
 
     # -- building -----------------------------------------------------------------------------------------------------
 
@@ -177,7 +189,9 @@ class Tape:
         saved_bytes = [tensor.num_bytes for tensor in saves]
         self._operations.append(
             Operation(
-                *(name, outputs, gradients, weight_gradients, 0, backward_temporary_bytes, gradients_in_place, saved_bytes),
+                *(name, outputs, gradients, weight_gradients, (), _temporaries(backward_temporary_bytes, ())),
+                gradients_in_place=gradients_in_place,
+                saved_bytes=saved_bytes,
                 keeps_results=True,
             )
         )
@@ -199,6 +213,18 @@ class Tape:
     def keep(self, tensor: Tensor) -> None:
         """Autograd keeps `tensor` until the backward of the operation that was appended last has run."""
         self._keep(tensor.storage, len(self._operations) - 1)
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors made so far: marks a place on the tape for `make_again`."""
+        return len(self._storages)
+
+    def make_again(self, begin: int, end: int) -> None:
+        """The tensors made from `num_tensors` = `begin` to `end` are let go now, and made again when the operation appended
+        last runs backward (megatron-core's `CheckpointWithoutOutput`). What is gone again in that pass itself is
+        not counted."""
+        for storage in self._storages[begin:end]:
+            storage.made_again = len(self._operations) - 1
 
     def keep_with_graph(self, tensor: Tensor) -> None:
         """A node of the graph has `tensor` as an attribute, which nothing releases before the graph goes."""
@@ -248,6 +274,12 @@ class Tape:
             if storage.num_bytes <= 0:
                 continue
             saver = None if self._saves_on_cpu or storage.last_saver is None else ends.get(storage.last_saver)
+            if storage.made_again is not None:
+                storage.last_read = min(storage.last_read, storage.made_again)
+                if saver is not None:
+                    again = ends[storage.made_again] - 1
+                    self._made_again(rows, storage, again, saver)
+                    saver = None
             last, kept = storage.last_read + 1, id(storage) in cached
             dies, in_backward = (last, False) if saver is None else (saver, True)
             if self._splits_backward and in_backward:
@@ -295,12 +327,18 @@ class Tape:
                 (weight.name, GRADIENT, weight.num_bytes, 0, True, 1, True, True, 1, False, 0)
                 for weight in operation.weight_gradients
             ]
+            rows += [row for weight in operation.weight_gradients for row in workspace_rows(weight, 0)]
             for size, stream in operation.backward_temporaries:
                 rows.append((f"{operation.name}.temporary", TEMPORARY, size, 0, True, 1, True, False, 1, False, stream))
             made = self._template(rows, [index], {})
             weights.append(replace(made, num_forward=0, forward_labels=[], loss_from=0, saved_bytes=[]))
         rounded = [replace(one, num_bytes=round_up(one.num_bytes, MIN_BLOCK_BYTES)) for one in waiting]
         return Later(tuple(weights), tuple(rounded))
+
+    @staticmethod
+    def _made_again(rows: list[Row], storage: Storage, born: int, dies: int) -> None:
+        life = (born, True, dies, True, False, dies, False)
+        rows.append((storage.name, storage.category, storage.num_bytes, *life, storage.stream))
 
     def _cached(self, cached_matmuls: int, kept: frozenset[str]) -> set[int]:
         matmuls, cached = 0, set()

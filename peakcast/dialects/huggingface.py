@@ -16,11 +16,13 @@ from peakcast.dialects.huggingface_batch import batch_of, sequence_length
 from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
 from peakcast.dialects.huggingface_quantization import quantization_of
-from peakcast.dialects.job_file import resolve_architecture
+from peakcast.dialects.huggingface_unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
+from peakcast.dialects.job_file import note_network, resolve_architecture
 from peakcast.dialects.mesh import of_training
 from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
+from peakcast.findings import Direction
 from peakcast.spec import (
     ActivationCheckpointing,
     Dtype,
@@ -60,8 +62,13 @@ def from_huggingface(
     """
     num_gpus = gpu_count(num_gpus)
     notes = Notes()
+    unsloths = is_unsloths(versions, training_arguments, peft)
+    if unsloths and isinstance(training_arguments or {}, Mapping) and isinstance(peft or {}, Mapping):
+        training_arguments, peft = in_words_of_the_trainer(training_arguments, peft)
+        versions = {"unsloth": NEWEST_UNSLOTH, **(versions or {})}
     model = dict(config) if isinstance(config, Mapping) else {}
     architecture = resolve_architecture(config)
+    note_network(config, notes)
     training = _settings("training_arguments", training_arguments, notes, spell)
     versions = check_versions(versions or {})
     modern = (release(resolved(versions).get("transformers", "")) or (5,)) >= (5,)
@@ -84,6 +91,8 @@ def from_huggingface(
     widens = release((versions or {}).get("peft", "0.12")) >= (0, 12)
     finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options, widens), half, shards, notes)
     precision = _precision(weights, half, engine, shards, finetuning, notes, options)
+    if training.given("ddp_bucket_cap_mb"):
+        options["ddp_bucket_cap_mib"] = training.integer("ddp_bucket_cap_mb")
     if training.number("neftune_noise_alpha", None) is not None:
         options["neftune"] = True
     framework: Framework = "deepspeed" if engine is not None else "huggingface"
@@ -111,6 +120,8 @@ def from_huggingface(
         parallelism=parallelism,
         offload=offload,
     )
+    if unsloths and not offloads(training, job.num_tokens, architecture.hidden_size):
+        job = job.replace(offload=replace(job.offload, activations=False))
     known = conventions(job)
     for name in [name for name in options if name not in known]:
         notes.assumptions.append(f"{name}={options.pop(name)!r} is left to the default of framework={framework!r}.")
@@ -149,10 +160,14 @@ def _finetuning(
     elif quantization.get("load_in_4bit"):
         kind = "nf4"
     elif quantization:
-        notes.unsupported.append(f"Quantization {quantization.get('quant_method', dict(quantization))!r} is not modelled.")
+        notes.unsupported.append(
+            f"Quantization {quantization.get('quant_method', dict(quantization))!r} is not modelled.", "quantization_config"
+        )
     if adapter is None:
         if kind:
-            notes.warnings.append("quantized weights cannot train without peft; they are taken as unquantized.")
+            notes.warnings.append(
+                "quantized weights cannot train without peft; they are taken as unquantized.", "quantization_config", "less"
+            )
         return Finetuning()
     dtype = _adapter_dtype(adapter, kind, weights, quantization, widens)
     return adapter_of(adapter, kind, dtype, quantization, notes)
@@ -196,7 +211,7 @@ def _half(training: Settings, engine: Settings | None, shards: Settings | None, 
     if bf16 and fp16:
         raise training.refuse("fp16", "cannot be given together with bf16; keep one", True)
     if mixed == "fp8":
-        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.")
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
     return "bfloat16" if bf16 else "float16" if fp16 else None
 
 
@@ -256,7 +271,9 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
         notes.assumptions.append(f"optim is not given; the default of transformers {version}, {default}, is taken.")
     name = training.one_of("optim", default, {**keys.OPTIMIZERS, **keys.OTHER_OPTIMIZERS})
     if name in keys.OTHER_OPTIMIZERS:
-        notes.unsupported.append(f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.")
+        notes.unsupported.append(
+            f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.", "optim"
+        )
     choice = keys.OPTIMIZERS.get(name) or keys.OTHER_OPTIMIZERS[name]
     if choice.library:
         options[f"{choice.name}_library"] = choice.library
@@ -277,10 +294,15 @@ def _attention(
         default = "flash_attention_2"
     value = training.text("attn_implementation", default)
     if value not in ATTENTIONS:
-        notes.unsupported.append(f"attn_implementation={value!r} is not modelled; flash_attention_2 is taken in its place.")
+        notes.unsupported.append(
+            f"attn_implementation={value!r} is not modelled; flash_attention_2 is taken in its place.",
+            "attn_implementation",
+        )
         return "flash_attention_2"
     if value == "flash_attention_3":
-        notes.unsupported.append("FlashAttention 3's workspaces are not modelled; those of FlashAttention 2 are taken.")
+        notes.unsupported.append(
+            "FlashAttention 3's workspaces are not modelled; those of FlashAttention 2 are taken.", "attn_implementation"
+        )
     return ATTENTIONS[value]
 
 
@@ -313,7 +335,16 @@ def _account_for_the_rest(
     notes: Notes, training: Settings, adapter: Settings | None, engine: Settings | None, shards: Settings | None
 ) -> None:
     if training.switch("auto_find_batch_size"):
-        notes.warnings.append("auto_find_batch_size lowers the batch when memory runs out; the one given is taken.")
+        notes.warnings.append(
+            "auto_find_batch_size lowers the batch when memory runs out; the one given is taken.",
+            "auto_find_batch_size",
+            "less",
+        )
+    for key, (usual, what) in keys.UNLESS.items():
+        if training.given(key) and training.text(key).lower() not in usual:
+            name = training.spell(key)
+            direction: Direction = "more" if key == "label_smoothing_factor" else "either"
+            notes.unsupported.append(f"{what} ({name}={training.text(key)}) is not modelled.", name, direction)
     if training.given("torch_empty_cache_steps"):
         notes.assumptions.append("torch_empty_cache_steps lowers reserved memory between steps only; it is left out.")
     if not isinstance(training.raw("parallelism_config", {}), Mapping):
@@ -322,7 +353,7 @@ def _account_for_the_rest(
         engine.given("bf16"), engine.given("fp16")
         for key, what in keys.UNSUPPORTED_DEEPSPEED.items():
             if engine.raw(key) not in (None, False, {}, 1):
-                notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.")
+                notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key)
     for settings, ignored in (
         (training, keys.IGNORED_TRAINING),
         (adapter, keys.IGNORED_PEFT),

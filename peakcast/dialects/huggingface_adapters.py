@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from peakcast.adapter_settings import RANKED, SETTINGS, FinetuningMethod
 from peakcast.dialects.translation import Notes, Settings
 from peakcast.fields import FrozenMapping
+from peakcast.findings import Direction
 from peakcast.spec import Dtype, Finetuning
 
 UNSUPPORTED: Mapping[str, str] = {
@@ -24,8 +25,11 @@ UNSUPPORTED: Mapping[str, str] = {
     "use_bdlora": "block-diagonal LoRA",
     "use_qalora": "QALoRA",
     "alora_invocation_tokens": "activated LoRA",
+    "exclude_modules": "modules left without adapters",
 }
 """Keys of any method that ask for what no job can say."""
+FEWER = ("exclude_modules", "layers_to_transform")
+"""Those of them that leave adapters out."""
 RANK_KEYS = {"adalora": "init_r"}
 """What a method calls the rank that it begins with, where that is not `r`."""
 MICA = "mica"
@@ -46,10 +50,13 @@ def adapter_of(
     named = adapter.text("peft_type", "LORA").rpartition(".")[2]
     method = _method(named.lower(), adapter, notes)
     if adapter.text("bias", "none") != "none":
-        notes.unsupported.append(f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.")
+        notes.unsupported.append(
+            f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.", "bias", "more"
+        )
     for key, what in UNSUPPORTED.items():
         if adapter.raw(key) not in (None, False, [], {}, ()):
-            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.")
+            direction: Direction = "less" if key in FEWER else "more"
+            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key, direction)
     alpha = adapter.number("lora_alpha", adapter.number("alpha", 8))
     return Finetuning(
         method="qlora" if kind and method == "lora" else method,
@@ -67,14 +74,15 @@ def adapter_of(
 def _method(named: str, adapter: Settings, notes: Notes) -> FinetuningMethod:
     dora = adapter.switch("use_dora")
     if named == "lora" and adapter.raw("init_lora_weights") == MICA:
-        notes.unsupported.append("MiCA (init_lora_weights='mica') trains lora_A alone; LoRA is taken in its place.")
+        taken = "MiCA (init_lora_weights='mica') trains lora_A alone; LoRA is taken in its place."
+        notes.unsupported.append(taken, "init_lora_weights", "less")
     if named == "lora" and dora:
         return "dora"
     for method in get_args(FinetuningMethod):
         if named == method and method not in ("full", "qlora", "lora_fa"):
             chosen: FinetuningMethod = method
             return chosen
-    notes.unsupported.append(f"peft_type={named.upper()} is not modelled; LoRA is taken in its place.")
+    notes.unsupported.append(f"peft_type={named.upper()} is not modelled; LoRA is taken in its place.", "peft_type")
     return "lora"
 
 
@@ -100,7 +108,7 @@ def _targets(method: FinetuningMethod, adapter: Settings, notes: Notes) -> tuple
     targets = adapter.words("target_modules")
     if any(character in target for target in targets for character in "*|.$^\\"):
         pattern = adapter.text("target_modules")
-        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.")
+        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.", "target_modules")
         targets = ()
     if not targets and not method.endswith("tuning"):
         notes.assumptions.append("target_modules is not given; peft's usual targets of the family are taken.")

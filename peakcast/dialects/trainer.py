@@ -99,6 +99,15 @@ def from_accelerate(pasted: Pasted) -> Translation:
     return from_parts(pasted, "accelerate")
 
 
+def from_fsdp(pasted: Pasted) -> Translation:
+    """An FSDP configuration of the Trainer says what is trained in no way. Raises: SpecError with the way out."""
+    raise SpecError(
+        f"{pasted.where} is an FSDP configuration of transformers' Trainer, which does not say what is trained; give the "
+        f"training arguments that name it (fsdp_config), and this file {pasted.beside()}.",
+        parameter="fsdp_config",
+    )
+
+
 def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Translation:
     """The job of a Hugging Face run whose part `role` is `pasted`, with the other job that it may mean where nothing tells
     whose arguments they are (`whose`: that is known). Raises: SpecError saying which part is missing."""
@@ -137,6 +146,8 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
             if str(training.get(key, "auto")) == "auto":
                 training.pop(key, None)
     model = _model(pasted, parts, training)
+    if isinstance(training.get("fsdp_config"), str):
+        training["fsdp_config"] = pasted.file(training["fsdp_config"], "fsdp", "fsdp_config")
     launcher = launcher_of(parts["accelerate"], pasted, notes) if "accelerate" in parts else Launcher()
     deepspeed = _deepspeed(pasted, parts, training, launcher)
     adapter, quantization = _adapter(parts, training, notes, trl=whose.trl)
@@ -145,16 +156,18 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     method = _method(pasted.program, training)
     generation = _generation(training, notes) if method == "grpo" else None
     if Settings({"use_liger_loss": training.pop("use_liger_loss", False)}, notes, "trl").switch("use_liger_loss"):
-        notes.unsupported.append("Liger's preference loss (use_liger_loss) is not modelled.")
+        notes.unsupported.append("Liger's preference loss (use_liger_loss) is not modelled.", "use_liger_loss", "less")
     loss = training.pop("loss_type", None)
     if method == "kto" and loss == "apo_zero_unpaired":
         notes.assumptions.append("loss_type=apo_zero_unpaired has no forward for the KL term; KTO's is counted.")
     if loss == "chunked_nll":
-        notes.unsupported.append("trl's chunked loss (loss_type=chunked_nll) is not modelled; whole logits are taken.")
+        notes.unsupported.append(
+            "trl's chunked loss (loss_type=chunked_nll) is not modelled; whole logits are taken.", "loss_type", "less"
+        )
     elif loss is not None:
         notes.ignored.append("loss_type")
     if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
-        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.")
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
     if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
         training[launcher.mixed_precision] = True
     processes = Settings({"num_processes": training.pop("num_processes", None)}, notes, "trl").integer("num_processes")
@@ -235,7 +248,9 @@ def _adapter(
         nested = settings.switch("use_bnb_nested_quant")
         quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nested}
         if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
-            notes.unsupported.append("bnb_4bit_quant_type=fp4 is not modelled; nf4 is taken, of the same size.")
+            notes.unsupported.append(
+                "bnb_4bit_quant_type=fp4 is not modelled; nf4 is taken, of the same size.", "bnb_4bit_quant_type"
+            )
     elif settings.switch("load_in_8bit"):
         quantization = {"load_in_8bit": True}
     for key in ("use_peft", *_ADAPTER, *_QUANTIZATION):

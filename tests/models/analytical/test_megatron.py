@@ -12,6 +12,8 @@ import pytest
 
 from peakcast.catalog import gpu
 from peakcast.dialects.megatron import from_megatron
+from peakcast.fields import FrozenMapping
+from peakcast.models.analytical.blocks.megatron_head import head
 from peakcast.models.analytical.blocks.megatron_layer import decoder_layer
 from peakcast.models.analytical.megatron import megatron_ledger, megatron_out_of_scope
 from peakcast.models.analytical.megatron_context import attention_core, layer_context
@@ -235,6 +237,17 @@ def test_a_large_job_has_few_entries():
 def test_automatic_attention(name, deterministic, backend):
     job = make(attention_backend=None, env={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": deterministic})
     assert attention_core(job, gpu(name)) == backend
+
+
+def test_transformer_engines_loss_keeps_an_fp32_gradient_from_2_18_on():
+    """4 bytes a logit that are kept beside the narrow logits; before, the gradient takes the logits' place."""
+    fused = make(num_gpus=1, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+    kept = []
+    for release in ("2.17", "2.18"):
+        template = head(layer_context(fused.replace(versions=FrozenMapping({"transformer_engine": release})), None))
+        sizes = zip(template.names, template.num_bytes.tolist(), strict=True)
+        kept.append([size for name, size in sizes if name == "vocab_parallel_cross_entropy.saved"])
+    assert kept == [[], [B * S * 50304 * 4]]
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
