@@ -12,15 +12,10 @@ from peakcast.conventions import conventions
 from peakcast.errors import SpecError, near_misses
 from peakcast.findings import MORE, Check, Finding, first, found
 from peakcast.models.analytical.adapter_methods import ON_NETWORK
-from peakcast.models.analytical.adapter_targets import (
-    STACK_NAMES,
-    default_adapter_targets,
-    has_default_targets,
-    resolved_targets,
-)
+from peakcast.models.analytical.adapter_targets import default_adapter_targets, has_default_targets
 from peakcast.models.analytical.adapter_tensors import ADAPTED_ROLES
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
-from peakcast.models.analytical.parameters import layer_parameters, leaf_names
+from peakcast.models.analytical.parameters import layer_parameters
 from peakcast.spec import TrainingJob
 
 ENDS = ("embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out")
@@ -73,7 +68,7 @@ def adapter_reason(job: TrainingJob) -> Finding | None:
     """Which adapters that `finetuning` asks for the ledger does not count, as a finding; None for none."""
     if reason := _method_reason(job):
         return reason
-    targets = resolved_targets(job.finetuning.targets, job.architecture)
+    targets = set(job.finetuning.targets)
     if job.finetuning.method == "full" or job.task != "train":
         return None
     if ends := sorted(targets.intersection(ENDS)):
@@ -100,24 +95,13 @@ def targets_taken(job: TrainingJob) -> str:
     if not job.finetuning.targets:
         return "" if has_default_targets(job.architecture) else _taken_by_default(job.architecture)
     projections = _projections(job.architecture), _projections(job.architecture, ("shared_expert",))
-    known = {*projections[0], *projections[1], *ENDS, *EXPERTS, *STACK_NAMES, "all-linear"}
+    known = {*projections[0], *projections[1], *ENDS, *EXPERTS, "all-linear"}
     unknown = [repr(target) for target in job.finetuning.targets if target not in known]
     if not unknown:
-        return _taken_whole(job)
+        return ""
     return (
         f"finetuning.targets {', '.join(unknown)}: no projection of {job.architecture.name!r} has that name; it is passed "
         "over, as peft does."
-    )
-
-
-def _taken_whole(job: TrainingJob) -> str:
-    """That an adapter on a part of a fused projection is taken on all of it."""
-    fused = leaf_names(job.architecture).qkv if job.architecture.fused_qkv else ""
-    parts = [target for target in job.finetuning.targets if set(STACK_NAMES.get(target, ())) & set("qkv")]
-    if not fused or not parts or len(parts) == len("qkv"):
-        return ""
-    return (
-        f"adapters on {', '.join(parts)} are taken to be one on the whole of {fused}, which joins queries, keys and values."
     )
 
 

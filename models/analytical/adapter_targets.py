@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from peakcast.architecture import Architecture
 from peakcast.models.analytical.parameters import leaf_names
 
@@ -36,27 +34,6 @@ DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
 }
 """`model_type` -> the last parts of the names of its projections. Of any other family peft asks for `target_modules` and
 raises an error. Source: peft 0.21 `utils/constants.py` TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING."""
-
-
-STACK_NAMES: dict[str, tuple[str, ...]] = {
-    "lora_query": ("q",), "lora_key": ("k",), "lora_value": ("v",), "lora_projection": ("out",),
-    "lora_mlp": ("gate", "up", "down"), "lora_head": ("lm_head",), "output_proj": ("out",),
-}  # fmt: skip
-"""What stacks with networks of their own call what they adapt, by the fields of `LeafNames`. Source: litgpt 0.5
-finetune/lora.py, torchtune 0.6 modules/peft/_utils.py LORA_ATTN_MODULES."""
-
-
-@lru_cache(maxsize=512)
-def resolved_targets(targets: tuple[str, ...], architecture: Architecture) -> frozenset[str]:
-    """`targets` with the names that this family's projections have in place of those of another stack; a part of a fused
-    projection stands for all of it."""
-    leaves, found = leaf_names(architecture), set[str]()
-    joined = dict.fromkeys("qkv", "qkv") if architecture.fused_qkv else {}
-    joined |= dict.fromkeys(("gate", "up"), "gate_up") if architecture.fused_gate_up else {}
-    for target in targets:
-        found.update(getattr(leaves, joined.get(part, part), part) for part in STACK_NAMES.get(target, ()))
-        found.update(() if target in STACK_NAMES else (target,))
-    return frozenset(found)
 
 
 OTHER_DEFAULTS: dict[str, tuple[str, ...]] = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from peakcast.architecture import Architecture
 from peakcast.models.analytical.adapter_methods import METHODS, ON_NETWORK, matrix_of
-from peakcast.models.analytical.adapter_targets import default_adapter_targets, resolved_targets
+from peakcast.models.analytical.adapter_targets import default_adapter_targets
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.float8 import float8_linear
 from peakcast.models.analytical.blocks.hf_context import HFContext
@@ -346,6 +346,5 @@ def is_adapter_target(name: str, tuning: Finetuning, architecture: Architecture)
     if tuning.method in ON_NETWORK:
         return False
     if tuning.targets:
-        targets = resolved_targets(tuning.targets, architecture)
-        return leaf in targets or ("all-linear" in targets and name not in NOT_ADAPTED)
+        return leaf in tuning.targets or ("all-linear" in tuning.targets and name not in NOT_ADAPTED)
     return leaf in default_adapter_targets(architecture, tuning.method)
