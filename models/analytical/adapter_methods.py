@@ -12,49 +12,11 @@ from typing import Any, NamedTuple
 
 from peakcast.adapter_settings import settings_of
 from peakcast.architecture import Architecture
+from peakcast.models.analytical.adapter_parts import Kept, Made, Matrix
 from peakcast.spec import Finetuning
 
 FP32 = 4
 INT64 = 8
-
-
-class Made(NamedTuple):
-    """A tensor that a method makes."""
-
-    name: str
-    shape: tuple[int, ...]
-    trains: bool = True
-    element_bytes: int | None = None
-    """None: the adapters' own dtype."""
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-
-class Matrix(NamedTuple):
-    """A projection that is adapted, or of which the network's tensors are made."""
-
-    name: str
-    rows_out: int
-    columns_in: int
-    rank: int
-    settings: Mapping[str, Any]
-    layer: int = 0
-
-
-class Kept(NamedTuple):
-    """What autograd keeps of a projection's forward beside what it would anyway."""
-
-    wide: tuple[int, ...] = ()
-    """Elements of tensors in the adapters' dtype."""
-    narrow: tuple[int, ...] = ()
-    """... and of tensors in the dtype that the network computes in."""
-    inputs: bool = False
-    """The projection's own input too."""
-    result: bool = False
-    """... and its result before the adapter."""
 
 
 OnNetwork = Callable[[Architecture, Mapping[str, Any], list[Matrix]], list[Made]]

@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from peakcast.adapter_settings import settings_of
 from peakcast.architecture import Architecture
-from peakcast.models.analytical.adapter_methods import METHODS, ON_NETWORK, Made, Matrix, matrix_of
+from peakcast.models.analytical.adapter_methods import METHODS, ON_NETWORK, matrix_of
+from peakcast.models.analytical.adapter_parts import Made, Matrix
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.parameters import layer_parameters
 from peakcast.spec import Finetuning
