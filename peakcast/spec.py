@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from peakcast.adapter_settings import RANKED, FinetuningMethod, settings_of
 from peakcast.allocator import Allocator
 from peakcast.architecture import Architecture
 from peakcast.errors import SpecError
@@ -84,7 +85,8 @@ class Optimizer:
 class Finetuning:
     """Which parameters train. `adapter_dtype` null means the framework's default."""
 
-    method: Literal["full", "lora", "qlora"] = "full"
+    method: FinetuningMethod = "full"
+    """All weights, or one of peft's adapter methods; qlora is lora over quantised weights."""
     rank: int | None = None
     alpha: float | None = None
     targets: tuple[str, ...] = ()
@@ -93,11 +95,14 @@ class Finetuning:
     adapter_dtype: Dtype | None = None
     quantization: Literal["nf4", "gptq", "int8"] | None = None
     double_quantization: bool = False
+    settings: FrozenMapping = unsaid(FrozenMapping())  # noqa: RUF009  # a frozen value
+    """Sizes that the method has beside its rank, under peft's names (`decompose_factor`, `n_frequency`, ...)."""
 
     def __post_init__(self) -> None:
         require_positive(self, "rank", where="finetuning.")
         require_not_negative(self, "dropout", "alpha", where="finetuning.")
-        if self.method != "full" and self.rank is None:
+        settings_of(self.method, self.settings)
+        if self.rank is None and RANKED.get(self.method):
             raise SpecError(
                 f"finetuning.rank is missing and finetuning.method={self.method!r} needs it; give the adapter rank, "
                 "for example rank: 16.",

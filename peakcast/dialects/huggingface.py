@@ -11,6 +11,7 @@ from typing import Any, Literal
 from peakcast.architecture import Architecture
 from peakcast.conventions import check_framework_options, conventions
 from peakcast.dialects import huggingface_keys as keys
+from peakcast.dialects.huggingface_adapters import adapter_of
 from peakcast.dialects.huggingface_batch import batch_of, sequence_length
 from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
@@ -168,35 +169,8 @@ def _finetuning(
                 "quantized weights cannot train without peft; they are taken as unquantized.", "quantization_config", "less"
             )
         return Finetuning()
-    method = adapter.text("peft_type", "LORA").rpartition(".")[2].upper()
-    if method != "LORA":
-        notes.unsupported.append(f"peft_type={method} is not modelled; LoRA is taken in its place.", "peft_type")
-    if adapter.text("bias", "none") != "none":
-        notes.unsupported.append(
-            f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.", "bias", "more"
-        )
-    for key, what in keys.UNSUPPORTED_PEFT.items():
-        if adapter.raw(key) not in (None, False, [], {}, ()):
-            direction: Direction = "less" if key in ("exclude_modules", "layers_to_transform") else "more"
-            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key, direction)
-    targets = adapter.words("target_modules")
-    if any(character in target for target in targets for character in "*|.$^\\"):
-        pattern = adapter.text("target_modules")
-        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.", "target_modules")
-        targets = ()
-    if not targets:
-        notes.assumptions.append("target_modules is not given; peft's usual targets of the family are taken.")
-    alpha = adapter.number("lora_alpha", 8)
-    return Finetuning(
-        method="qlora" if kind else "lora",
-        rank=adapter.size("r", 8, assume=True),
-        alpha=None if alpha is None else float(alpha),
-        targets=targets,
-        dropout=float(adapter.number("lora_dropout", 0.0) or 0.0),
-        adapter_dtype=_adapter_dtype(adapter, kind, weights, quantization, widens),
-        quantization=kind,
-        double_quantization=kind == "nf4" and bool(quantization.get("bnb_4bit_use_double_quant", False)),
-    )
+    dtype = _adapter_dtype(adapter, kind, weights, quantization, widens)
+    return adapter_of(adapter, kind, dtype, quantization, notes)
 
 
 def _adapter_dtype(

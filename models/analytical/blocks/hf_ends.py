@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from peakcast.models.analytical.adapter_tensors import network_tensors
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.chunked_loss import chunked_cross_entropy
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
@@ -73,7 +74,10 @@ def embedding(context: HFContext) -> Template:
         hidden = leave_rows(tape, hidden, group, "embed_tokens")
     learned = architecture.position_embedding == "learned"
     scaled = traits(architecture).scaled_embedding
-    if context.input_requires_grad and not trains and not hands_on_itself(context):
+    if made := [one for one in network_tensors(architecture, context.finetuning) if one.trains]:
+        taught = [WeightGradient(f"{one.name}.grad", one.numel * context.adapter_bytes) for one in made]
+        hidden = tape.operation("adapters", [hidden], hidden.num_bytes, weight_gradients=taught)
+    elif context.input_requires_grad and not trains and not hands_on_itself(context):
         hidden.requires_grad = True  # enable_input_require_grads(): a leaf, which its own node keeps
         tape.keep(hidden)
     if context.neftune:  # transformers integrations/neftune.py: output + torch.zeros_like(output).uniform_(...)
