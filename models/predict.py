@@ -18,7 +18,7 @@ from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, difficulty, severity
 from peakcast.models.features import features, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
-from peakcast.models.verdict import judge, leaves_out
+from peakcast.models.verdict import judge, leaves_out, limits, ranks_of_a_node
 from peakcast.prediction import QUANTITIES, Interval, Prediction
 from peakcast.ranks import worst_rank
 from peakcast.spec import TrainingJob
@@ -38,8 +38,6 @@ DEFAULT_HALF_WIDTHS = {
 configurations errs by 4 % in the median, which makes about 13 % of a 90 % bar; reserved adds the allocator's history."""
 WIDEST = math.log(2.0)
 """Widening stops at a factor of two either way: beyond it a bar says nothing."""
-RANKS_OF_A_NODE = 8
-"""GPUs of the usual machine (DGX, HGX); the host memory of a node is said for so many ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +69,15 @@ def predict(
     row = features(job, device, base)
     reasons = reasons_outside(job, device, row, calibration, (*findings, *_scope(job)))
     verdict = combine(job, base, row, calibration, reasons)
-    usable = usable_bytes(job, device)
-    fits, why = judge(verdict.intervals, usable, reasons)
-    noticed = (_beyond_positions(job), *reasons, why, _retries(base))
+    judged = judge(verdict.intervals, limits(job, device), reasons)
+    noticed = (_beyond_positions(job), *reasons, judged.finding, _retries(base))
     return Prediction(
         gpu=device.name,
         rank=base.rank,
         **verdict.intervals,
-        capacity_bytes=usable,
-        fits=fits,
+        capacity_bytes=usable_bytes(job, device),
+        fits=judged.fits,
+        limit=judged.limit,
         peak_phase=base.peak_phase,
         phase_peaks_bytes=base.phase_peaks_bytes,
         steady_state_bytes=base.steady_state_bytes,
@@ -88,7 +86,7 @@ def predict(
         composition=base.composition,
         inside_calibrated_domain=verdict.inside,
         calibration=calibration.gpu,
-        assumptions=tuple(_assumptions(job, base, rank)),
+        assumptions=tuple(_assumptions(job, device, base, rank)),
         findings=ordered(finding for finding in noticed if finding),
     )
 
@@ -231,7 +229,7 @@ def _scope(job: TrainingJob) -> tuple[Finding, ...]:
     return scope_findings(job)
 
 
-def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str]:
+def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | None) -> list[str]:
     sentences = []
     if rank is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, base.rank))
@@ -278,7 +276,7 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
     if base.peak_host_bytes:
         sentences.append("host memory counts one pinned copy of what is offloaded, not the processes or loaders.")
         if job.parallelism.world_size > 1:
-            ranks = min(job.parallelism.world_size, RANKS_OF_A_NODE)
+            ranks = ranks_of_a_node(job, device)
             total = format_gib(ranks * base.peak_host_bytes)
             sentences.append(f"a node of {ranks} such ranks needs {total} of host memory for it.")
     else:

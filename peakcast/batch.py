@@ -25,15 +25,16 @@ CHUNK = 16
 """Of these, so many go to a process at once."""
 GARBAGE_THRESHOLD = 100_000
 """Allocations before a worker looks for cycles among its objects. Answers make none; Python looks every 700."""
-KEYS = ("id", "gpu", "rank", *FORMS)
+KEYS = ("id", "gpu", "rank", "host_memory_gib", "gpus_per_node", *FORMS)
 
 
 def predict_batch(lines: Iterable[str | bytes | Mapping[str, Any]], processes: int = 1) -> Iterator[dict[str, Any]]:
     """Answer each question of `lines` (JSON texts or mappings), in order; blank lines are passed over.
 
     A question has `gpu`, exactly one of `job`, `megatron` or `huggingface`, and optionally `rank` ("worst", "last" or a
-    number) and `id`, which is echoed. An answer is `Prediction.to_mapping()` with that `id`, or
-    `{"id", "error": {"parameter", "value", "message"}}`. Every answer is strict JSON.
+    number), `host_memory_gib` and `gpus_per_node` (as in `api.predict`) and `id`, which is echoed. An answer is
+    `Prediction.to_mapping()` with that `id`, or `{"id", "error": {"parameter", "value", "message"}}`. Every answer is
+    strict JSON.
 
     `processes` above 1 reads all lines first and shares them out; with 1 each line is answered before the next is read.
     """
@@ -137,7 +138,8 @@ def question_from_entry(entry: Mapping[str, Any]) -> Question:
     if not isinstance(next(iter(forms.values())), Mapping):
         ((form, value),) = forms.items()
         raise SpecError(f"{form}={value!r} must be a mapping.", parameter=form, value=value)
-    return question(forms, entry["gpu"], entry.get("rank"))
+    node = {key: entry[key] for key in ("host_memory_gib", "gpus_per_node") if key in entry}
+    return question(forms, entry["gpu"], entry.get("rank"), **node)
 
 
 def _parse(line: str | bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from peakcast.models.calibration import calibration_for
 from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.features import features
 from peakcast.models.predict import combine, reasons_outside
-from peakcast.models.verdict import judge
+from peakcast.models.verdict import judge, limits
 from peakcast.prediction import GpuVerdict, Prediction, RankPeak
 from peakcast.spec import TrainingJob
 
@@ -31,15 +31,15 @@ def gpu_verdicts(
     """
     base, known = baseline(job, device, rank), (*findings, *scope_findings(job))
     verdicts = []
-    for other in sorted(map(catalog.gpu, catalog.gpu_names()), key=lambda gpu: gpu.cuda_memory_bytes):
+    for found in sorted(map(catalog.gpu, catalog.gpu_names()), key=lambda gpu: gpu.cuda_memory_bytes):
+        other = replace(found, host_memory_bytes=device.host_memory_bytes, gpus_per_node=device.gpus_per_node)
         moved = _moved(base, job, other)
         calibration = calibration_for(other)
         row = features(job, other, moved)
         reasons = reasons_outside(job, other, row, calibration, known)
         verdict = combine(job, moved, row, calibration, reasons)
-        usable = usable_bytes(job, other)
-        fits, _ = judge(verdict.intervals, usable, reasons)
-        verdicts.append(GpuVerdict(gpu=other.name, capacity_bytes=usable, fits=fits))
+        judged = judge(verdict.intervals, limits(job, other), reasons)
+        verdicts.append(GpuVerdict(gpu=other.name, capacity_bytes=usable_bytes(job, other), fits=judged.fits))
     return tuple(verdicts)
 
 
