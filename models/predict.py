@@ -15,10 +15,11 @@ from peakcast.models.analytical.adapter_scope import targets_taken
 from peakcast.models.baseline import Baseline, Ledger, baseline, usable_bytes
 from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
 from peakcast.models.device_memory import communicator_bytes, context_bytes
+from peakcast.models.device_scope import device_findings
 from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, difficulty, severity
 from peakcast.models.features import features, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
-from peakcast.models.verdict import judge, leaves_out, limits, ranks_of_a_node
+from peakcast.models.verdict import judge, leaves_out, limits, prevented, ranks_of_a_node
 from peakcast.prediction import QUANTITIES, Interval, Prediction
 from peakcast.ranks import worst_rank
 from peakcast.spec import TrainingJob
@@ -67,10 +68,10 @@ def predict(
         calibration = calibration_for(device)
     base = baseline(job, device, rank, ledger=ledger)
     row = features(job, device, base)
-    reasons = reasons_outside(job, device, row, calibration, (*findings, *_scope(job)))
+    reasons = reasons_outside(job, device, row, calibration, (*findings, *known_of(job)))
     verdict = combine(job, base, row, calibration, reasons)
     judged = judge(verdict.intervals, limits(job, device), reasons)
-    noticed = (_beyond_positions(job), *reasons, judged.finding, _retries(base))
+    noticed = (*reasons, judged.finding, _retries(base))
     return Prediction(
         gpu=device.name,
         rank=base.rank,
@@ -100,7 +101,7 @@ def reasons_outside(
 ) -> list[Finding]:
     """Why `job` on `device` lies outside what is modelled (`known`: what the ledger does not cover, what reading the
     question found) and outside what the calibration has seen."""
-    reasons = [*known, *calibration.domain.outside(job, row)]
+    reasons = [*known, *device_findings(job, device), *calibration.domain.outside(job, row)]
     if calibration.gpu == "none":
         sentence = "no measurements stand behind the bars; run `peakcast collect` and `peakcast fit` to have some."
         reasons.append(Finding("not_calibrated", "gpu", "either", sentence))
@@ -165,12 +166,12 @@ def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> 
     """Whether `predict` may say that `job` fits when its tensors need `allocated_bytes`, without a replay: so many are
     reserved at least, and the rest of an answer (context, communicators, bar) does not depend on what is reserved."""
     calibration = calibration_for(device)
-    reasons = reasons_outside(job, device, sizes(job, allocated_bytes), calibration, _scope(job))
+    reasons = reasons_outside(job, device, sizes(job, allocated_bytes), calibration, known_of(job))
     learned = calibration.quantities.get("peak_device_bytes")
     _, upper, _ = bar("peak_device_bytes", learned, bar_groups(job, allocated_bytes), reasons)
     least = allocated_bytes + context_bytes(device, job.versions) + communicator_bytes(job, device)
     bound = least * math.exp((learned.residual.least if learned else 0.0) + upper)
-    return bound < usable_bytes(job, device) and not leaves_out(reasons, "more")
+    return bound < usable_bytes(job, device) and not (leaves_out(reasons, "more") or prevented(reasons))
 
 
 def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
@@ -201,16 +202,16 @@ def at_least(half_width: float, upper: float, severity: int, quantity: str, *, n
     return min(max(half_width, least), WIDEST), min(max(upper, least), WIDEST)
 
 
-def _beyond_positions(job: TrainingJob) -> Finding | None:
+def _beyond_positions(job: TrainingJob) -> tuple[Finding, ...]:
     longest = max(job.sequence_length, job.decoder_sequence_length or 0)
     rows = job.architecture.most_positions
     if rows is None or longest <= rows:
-        return None
+        return ()
     sentence = (
         f"sequence_length={longest} is beyond the {rows} positions that {job.architecture.name!r} has a table of, and the "
         f"run would fail; use at most {rows}, or a network with max_position_embeddings={longest}."
     )
-    return Finding("positions_exceeded", "sequence_length", "either", sentence)
+    return (Finding("positions_exceeded", "sequence_length", "either", sentence),)
 
 
 def _retries(base: Baseline) -> Finding | None:
@@ -223,10 +224,12 @@ def _retries(base: Baseline) -> Finding | None:
     return Finding("allocator_retries", "allocator.expandable_segments", "either", sentence)
 
 
-def _scope(job: TrainingJob) -> tuple[Finding, ...]:
+def known_of(job: TrainingJob) -> tuple[Finding, ...]:
+    """What is known of `job` before anything is computed: what is not covered, what is ignored, what would fail."""
+    from peakcast.models.analytical.ignored import ignored_findings
     from peakcast.models.analytical.scope import scope_findings
 
-    return scope_findings(job)
+    return (*scope_findings(job), *ignored_findings(job), *_beyond_positions(job))
 
 
 def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | None) -> list[str]:

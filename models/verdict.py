@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from peakcast.findings import Direction, Finding
+from peakcast.findings import KINDS, Direction, Finding
 from peakcast.models.baseline import usable_bytes
 from peakcast.prediction import Fits, Interval, Limit
 from peakcast.spec import TrainingJob
@@ -60,13 +60,14 @@ def judge(intervals: Mapping[str, Interval], limits: Sequence[Limit], findings: 
     Then what the numbers leave out. A finding is called uncounted (`findings.KINDS`) where the ledger does not count
     something that the job has, or a configuration asks for something that a job cannot say. Its size is not known, so no
     bar covers it: `yes` becomes `uncertain` beside one whose direction is "more", `no` beside one with direction "less".
-    Where the direction is not known, or something was only never measured, bars are wider, and no verdict changes.
+    Where the direction is not known, or something was only never measured, bars are wider, and no verdict changes. Nor does
+    a job fit that would not run (`Kind.prevents`): `yes` becomes `uncertain`.
     """
     found = tuple(findings)
     judged = [_judged(intervals, limit) for limit in limits]
     worst = max(judged, key=lambda judgement: FROM_BEST.index(judgement.fits))
     against = AGAINST.get(worst.fits)
-    if against is not None and leaves_out(found, against):
+    if (against is not None and leaves_out(found, against)) or (worst.fits == "yes" and prevented(found)):
         return replace(worst, fits="uncertain")
     return worst
 
@@ -74,6 +75,11 @@ def judge(intervals: Mapping[str, Interval], limits: Sequence[Limit], findings: 
 def leaves_out(findings: Iterable[Finding], direction: Direction) -> bool:
     """Whether something of unknown size is left out that moves the peak in `direction`."""
     return any(finding.uncounted and finding.direction == direction for finding in findings)
+
+
+def prevented(findings: Iterable[Finding]) -> bool:
+    """Whether a finding says that the run would fail."""
+    return any(KINDS[finding.code].prevents for finding in findings)
 
 
 def _judged(intervals: Mapping[str, Interval], limit: Limit) -> Judgement:

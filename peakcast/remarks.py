@@ -25,6 +25,8 @@ def verdict_reason(p: Prediction) -> str:
         return f"about {format_gib(bar.point)}{what} a rank are needed, and a usual node has {there} a GPU"
     if p.fits == "no" and not _may_be_lower(p):
         return f"at least {format_gib(bar.lower)}{what} would be needed, and {there} are there"
+    if p.fits == "uncertain" and any(KINDS[finding.code].prevents for finding in p.findings):
+        return f"what is counted needs {span} of {there}{what}, and the run would fail"
     if p.fits == "uncertain" and bar.upper_95 < p.limit.num_bytes:
         return f"what is counted needs {at_most} of {there}{what} at most, and something that needs more is not counted"
     if p.fits == "uncertain" and bar.lower > p.limit.num_bytes and _may_be_lower(p):

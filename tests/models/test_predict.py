@@ -21,7 +21,7 @@ from peakcast.units import GIB, format_gib
 
 @pytest.fixture(autouse=True)
 def ledger_covers_everything(monkeypatch):
-    monkeypatch.setattr("peakcast.models.predict._scope", lambda job: ())
+    monkeypatch.setattr("peakcast.models.predict.known_of", lambda job: ())
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_another_layout_or_gpu_type_widens_the_bars_with_a_reason(fakes, calibra
 
 
 def test_an_unmodelled_job_is_answered_with_wide_bars(fakes, calibration, monkeypatch):
-    monkeypatch.setattr("peakcast.models.predict._scope", lambda job: (found("mixtures are not modelled.", "moe"),))
+    monkeypatch.setattr("peakcast.models.predict.known_of", lambda job: (found("mixtures are not modelled.", "moe"),))
     answer = predict(fakes.job(), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
     assert answer.peak_allocated_bytes.upper / answer.peak_allocated_bytes.point - 1 > 0.12
     assert answer.warnings[0] == "mixtures are not modelled."
