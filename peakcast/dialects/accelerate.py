@@ -75,7 +75,7 @@ def launcher_of(values: Mapping[str, Any], pasted: Pasted, notes: Notes) -> Laun
         raise settings.refuse("parallelism_config", "must map sizes, such as parallelism_config_dp_shard_size: 8")
     for key in ("fp8_config", "megatron_lm_config"):
         if settings.raw(key):
-            notes.unsupported.append(f"accelerate's {key} is not modelled.")
+            notes.unsupported.append(f"accelerate's {key} is not modelled.", key)
     settings.raw("deepspeed_config")
     for key in settings.left():
         (notes.ignored if key in _IGNORED else notes.unknown).append(key)

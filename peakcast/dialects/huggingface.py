@@ -17,7 +17,7 @@ from peakcast.dialects.huggingface_parallelism import fsdp_settings, fsdp_versio
 from peakcast.dialects.huggingface_quantization import quantization_of
 from peakcast.dialects.job_file import resolve_architecture
 from peakcast.dialects.mesh import of_training
-from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher
+from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher, states_direction
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.spec import (
@@ -141,23 +141,27 @@ def _finetuning(
     elif quantization.get("load_in_4bit"):
         kind = "nf4"
     elif quantization:
-        notes.unsupported.append(f"Quantization {quantization.get('quant_method', dict(quantization))!r} is not modelled.")
+        notes.unsupported.append(
+            f"Quantization {quantization.get('quant_method', dict(quantization))!r} is not modelled.", "quantization_config"
+        )
     if adapter is None:
         if kind:
             notes.warnings.append("quantized weights cannot train without peft; they are taken as unquantized.")
         return Finetuning()
     method = adapter.text("peft_type", "LORA").rpartition(".")[2].upper()
     if method != "LORA":
-        notes.unsupported.append(f"peft_type={method} is not modelled; LoRA is taken in its place.")
+        notes.unsupported.append(f"peft_type={method} is not modelled; LoRA is taken in its place.", "peft_type")
     if adapter.text("bias", "none") != "none":
-        notes.unsupported.append(f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.")
+        notes.unsupported.append(
+            f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.", "bias", "more"
+        )
     for key, what in keys.UNSUPPORTED_PEFT.items():
         if adapter.raw(key) not in (None, False, [], {}, ()):
-            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.")
+            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key)
     targets = adapter.words("target_modules")
     if any(character in target for target in targets for character in "*|.$^\\"):
         pattern = adapter.text("target_modules")
-        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.")
+        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.", "target_modules")
         targets = ()
     if not targets:
         notes.assumptions.append("target_modules is not given; peft's usual targets of the family are taken.")
@@ -202,7 +206,7 @@ def _half(training: Settings, engine: Settings | None, shards: Settings | None, 
     if bf16 and fp16:
         raise training.refuse("fp16", "cannot be given together with bf16; keep one", True)
     if mixed == "fp8":
-        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.")
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
     return "bfloat16" if bf16 else "float16" if fp16 else None
 
 
@@ -266,7 +270,11 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
         notes.assumptions.append(f"optim is not given; the default of transformers {version}, {default}, is taken.")
     name = training.one_of("optim", default, {**keys.OPTIMIZERS, **keys.OTHER_OPTIMIZERS})
     if name in keys.OTHER_OPTIMIZERS:
-        notes.unsupported.append(f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.")
+        notes.unsupported.append(
+            f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.",
+            "optim",
+            states_direction(name),
+        )
     choice = keys.OPTIMIZERS.get(name) or keys.OTHER_OPTIMIZERS[name]
     if choice.library:
         options[f"{choice.name}_library"] = choice.library
@@ -287,10 +295,15 @@ def _attention(
         default = "flash_attention_2"
     value = training.text("attn_implementation", default)
     if value not in ATTENTIONS:
-        notes.unsupported.append(f"attn_implementation={value!r} is not modelled; flash_attention_2 is taken in its place.")
+        notes.unsupported.append(
+            f"attn_implementation={value!r} is not modelled; flash_attention_2 is taken in its place.",
+            "attn_implementation",
+        )
         return "flash_attention_2"
     if value == "flash_attention_3":
-        notes.unsupported.append("FlashAttention 3's workspaces are not modelled; those of FlashAttention 2 are taken.")
+        notes.unsupported.append(
+            "FlashAttention 3's workspaces are not modelled; those of FlashAttention 2 are taken.", "attn_implementation"
+        )
     return ATTENTIONS[value]
 
 
@@ -332,7 +345,7 @@ def _account_for_the_rest(
         engine.given("bf16"), engine.given("fp16")
         for key, what in keys.UNSUPPORTED_DEEPSPEED.items():
             if engine.raw(key) not in (None, False, {}, 1):
-                notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.")
+                notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key)
     for settings, ignored in (
         (training, keys.IGNORED_TRAINING),
         (adapter, keys.IGNORED_PEFT),

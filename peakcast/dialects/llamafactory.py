@@ -12,7 +12,16 @@ from peakcast.dialects.accelerate import launcher_beside, refuse_twice
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import with_method
-from peakcast.dialects.translation import Notes, Settings, Translation, note_unsupported, renamed, speller, words
+from peakcast.dialects.translation import (
+    Notes,
+    Settings,
+    Translation,
+    note_unsupported,
+    renamed,
+    speller,
+    states_direction,
+    words,
+)
 from peakcast.errors import SpecError
 
 TRAINING = {
@@ -180,7 +189,9 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
     bits = settings.integer("quantization_bit")
     double = settings.switch("double_quantization", True)
     if settings.text("quantization_type", "nf4") != "nf4":
-        settings.notes.unsupported.append("quantization_type=fp4 is not modelled; nf4 is taken, of the same size.")
+        settings.notes.unsupported.append(
+            "quantization_type=fp4 is not modelled; nf4 is taken, of the same size.", "quantization_type"
+        )
     if bits == 4:
         training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
         if not settings.given("double_quantization"):
@@ -190,7 +201,9 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
     elif bits == 8:
         training["quantization_config"] = {"load_in_8bit": True}
     elif bits is not None:
-        settings.notes.unsupported.append(f"quantization_bit={bits} is not modelled; 4 and 8 are.")
+        settings.notes.unsupported.append(
+            f"quantization_bit={bits} is not modelled; 4 and 8 are.", "quantization_bit", "less"
+        )
     return adapter
 
 
@@ -215,7 +228,9 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     for key, name in OPTIMIZERS.items():
         if settings.switch(key):
             training["optim"] = name
-            settings.notes.unsupported.append(f"{key} is not modelled; {name} is taken in its place.")
+            settings.notes.unsupported.append(
+                f"{key} is not modelled; {name} is taken in its place.", key, states_direction(key)
+            )
 
 
 def _rest(settings: Settings) -> None:

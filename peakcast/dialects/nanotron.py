@@ -12,7 +12,7 @@ from typing import Literal
 from peakcast.dialects.job_file import resolve_architecture
 from peakcast.dialects.nanotron_architecture import PREFIX, nanotron_architecture
 from peakcast.dialects.pasted import Pasted, flat
-from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.dialects.translation import Notes, Settings, Translation, states_direction
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.spec import ActivationCheckpointing, Dtype, Optimizer, OptimizerName, Parallelism, Precision, TrainingJob
@@ -49,7 +49,9 @@ def from_nanotron(pasted: Pasted) -> Translation:
     recompute = settings.switch("parallelism.recompute_layer")
     if settings.switch("parallelism.moe_layer_recompute"):
         notes.unsupported.append(
-            "Recomputing experts alone (parallelism.moe_layer_recompute) is not modelled: what they keep is counted."
+            "Recomputing experts alone (parallelism.moe_layer_recompute) is not modelled: what they keep is counted.",
+            "parallelism.moe_layer_recompute",
+            "less",
         )
     job = TrainingJob(
         architecture=architecture,
@@ -124,6 +126,10 @@ def _precision(settings: Settings) -> Precision:
 def _optimizer(settings: Settings) -> Optimizer:
     name = settings.text("optimizer.optimizer_factory.name", "adamW").lower()
     if name not in OPTIMIZERS:
-        settings.notes.unsupported.append(f"optimizer_factory.name={name} is not modelled; AdamW is taken in its place.")
+        settings.notes.unsupported.append(
+            f"optimizer_factory.name={name} is not modelled; AdamW is taken in its place.",
+            "optimizer_factory.name",
+            states_direction(name),
+        )
     fused = settings.switch("optimizer.optimizer_factory.torch_adam_is_fused")
     return Optimizer(name=OPTIMIZERS.get(name, "adamw"), implementation="fused" if fused else "foreach")

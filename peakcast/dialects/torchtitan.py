@@ -14,7 +14,7 @@ from peakcast.conventions import conventions
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.torchtitan_layout import torchtitan_layout
 from peakcast.dialects.torchtitan_network import described_attention, torchtitan_network
-from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.dialects.translation import Notes, Settings, Translation, states_direction
 from peakcast.fields import FrozenMapping
 from peakcast.spec import (
     ActivationCheckpointing,
@@ -128,7 +128,9 @@ def _precision(settings: Settings) -> Precision:
     converters = settings.words("model.converters")
     eight = any("float8" in word or "mx" in word for word in converters) or settings.given("model_converters.converters")
     if eight:
-        settings.notes.unsupported.append(f"FP8 training (model.converters={' '.join(converters)}) is not modelled.")
+        settings.notes.unsupported.append(
+            f"FP8 training (model.converters={' '.join(converters)}) is not modelled.", "model.converters"
+        )
     return Precision(
         parameters=weights,
         compute="float8" if eight else "bfloat16" if compute == "bfloat16" else "float32",
@@ -145,9 +147,15 @@ def _optimizer(settings: Settings) -> Optimizer:
     name = next((name for name in names if "muon" in name.lower()), names[0])  # torch's Muon: the rest is AdamW's
     for other in names:
         if other.lower() not in OPTIMIZERS:
-            settings.notes.unsupported.append(f"optimizer.name={other} is not modelled; AdamW is taken in its place.")
+            settings.notes.unsupported.append(
+                f"optimizer.name={other} is not modelled; AdamW is taken in its place.",
+                "optimizer.name",
+                states_direction(other),
+            )
         elif other not in (name, "AdamW"):
-            settings.notes.unsupported.append(f"{other} for some of the weights is not modelled; {name} is taken for all.")
+            settings.notes.unsupported.append(
+                f"{other} for some of the weights is not modelled; {name} is taken for all.", "optimizer"
+            )
     if settings.given("optimizer.fused"):  # before `implementation` came, in 2025
         implementation: Literal["fused", "foreach", "loop"] = "fused" if settings.switch("optimizer.fused") else "foreach"
         settings.raw("optimizer.implementation")
@@ -168,7 +176,9 @@ def _loss_chunks(settings: Settings, layout: Parallelism) -> int:
     asked = f"A loss in chunks of the sequence (loss.num_chunks={chunks})"
     if layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.context_parallel_size > 1:
         settings.notes.unsupported.append(
-            f"{asked} beside tensor, pipeline or context parallelism is not modelled: whole logits are counted, too much."
+            f"{asked} beside tensor, pipeline or context parallelism is not modelled: whole logits are counted, too much.",
+            "loss",
+            "less",
         )
         return 0
     return chunks  # the scope says that no trace has confirmed it
@@ -205,7 +215,8 @@ def _checkpointing(settings: Settings, pasted: Pasted) -> ActivationCheckpointin
         return ActivationCheckpointing(mode="full", every_n_layers=int(option))
     if mode == "memory_budget":
         settings.notes.unsupported.append(
-            "The memory budget of activation_checkpoint (mode=memory_budget) is not modelled; selective is taken."
+            "The memory budget of activation_checkpoint (mode=memory_budget) is not modelled; selective is taken.",
+            "activation_checkpoint.mode",
         )
     settings.notes.assumptions.append(
         "selective checkpointing keeps attention, reduce-scatters and every second matrix product, as torchtitan 0.2 does."
@@ -219,7 +230,9 @@ def _compiled(settings: Settings) -> bool:
     components = settings.words("compile.components") or ("model", "loss")
     if enabled and "model" not in components:
         settings.notes.unsupported.append(
-            f"A compiled loss (compile.components={' '.join(components)}) is not modelled; it is taken as it runs eagerly."
+            f"A compiled loss (compile.components={' '.join(components)}) is not modelled; it is taken as it runs eagerly.",
+            "compile.components",
+            "less",
         )
         return False
     return enabled
@@ -246,11 +259,15 @@ def _unsupported(settings: Settings) -> None:
         "parallelism.enable_fsdp_symm_mem": "FSDP's collectives in symmetric memory",
     }.items():
         if settings.switch(key):
-            settings.notes.unsupported.append(f"{what} ({key}) is not modelled.")
+            settings.notes.unsupported.append(f"{what} ({key}) is not modelled.", key)
     for module in settings.words("override.imports"):
-        settings.notes.unsupported.append(f"{module} (override.imports) is not modelled; torchtitan's own module is taken.")
+        settings.notes.unsupported.append(
+            f"{module} (override.imports) is not modelled; torchtitan's own module is taken.", "override.imports"
+        )
     graphs = settings.given("training.disable_cuda_graphs") and not settings.switch("training.disable_cuda_graphs")
     if graphs:
         settings.notes.unsupported.append(
-            "CUDA graphs (training.disable_cuda_graphs=false) are not modelled: a graph's memory is kept between steps."
+            "CUDA graphs (training.disable_cuda_graphs=false) are not modelled: a graph's memory is kept between steps.",
+            "training.disable_cuda_graphs",
+            "more",
         )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from peakcast.dialects.job_file import resolve_architecture
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.post_training import with_method
-from peakcast.dialects.translation import Notes, Settings, Translation, refuse_teacher
+from peakcast.dialects.translation import Notes, Settings, Translation, refuse_teacher, states_direction
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.spec import (
@@ -114,7 +114,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
         job = with_method(job, "dpo", "loss._component_", notes, whole_logits="torchtune (rlhf/loss/dpo.py)")
     for key in ("use_dora", "model.use_dora", "quantizer._component_"):
         if settings.raw(key):
-            notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.")
+            notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.", key)
     settings.note_left(IGNORED)
     return notes.finish(job)
 
@@ -192,7 +192,9 @@ def _optimizer(settings: Settings) -> Optimizer:
     name = settings.text("optimizer._component_", "torch.optim.AdamW")
     if name not in OPTIMIZERS:
         settings.notes.unsupported.append(
-            f"optimizer {name} is not modelled; {OPTIMIZERS.get(name, 'adamw')} is taken in its place."
+            f"optimizer {name} is not modelled; {OPTIMIZERS.get(name, 'adamw')} is taken in its place.",
+            "optimizer",
+            states_direction(name),
         )
     kind = OPTIMIZERS.get(name, "adamw")
     fused = settings.switch("optimizer.fused") or not name.startswith("torch.")
@@ -204,13 +206,13 @@ def _loss(settings: Settings) -> Loss:
     name = settings.text("loss._component_", "").rpartition(".")[2]
     if name == "LinearCrossEntropyLoss":
         settings.notes.unsupported.append(
-            "torchtune's chunked LinearCrossEntropyLoss is taken as a fused linear cross entropy."
+            "torchtune's chunked LinearCrossEntropyLoss is taken as a fused linear cross entropy.", "loss", "less"
         )
         return Loss(fused_linear_cross_entropy=True)
     if name == "CEWithChunkedOutputLoss":
         settings.notes.unsupported.append(
-            "Logits upcast chunk by chunk (CEWithChunkedOutputLoss) are not modelled; whole ones are."
+            "Logits upcast chunk by chunk (CEWithChunkedOutputLoss) are not modelled; whole ones are.", "loss", "less"
         )
     elif name and name not in ("CrossEntropyLoss", "DPOLoss"):
-        settings.notes.unsupported.append(f"The loss {name} is not modelled; the cross entropy is taken.")
+        settings.notes.unsupported.append(f"The loss {name} is not modelled; the cross entropy is taken.", "loss")
     return Loss()

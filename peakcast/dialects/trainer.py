@@ -105,22 +105,26 @@ def from_parts(pasted: Pasted, role: str) -> Translation:
     model = _model(pasted, parts, training)
     launcher = launcher_of(parts["accelerate"], pasted, notes) if "accelerate" in parts else Launcher()
     deepspeed = _deepspeed(pasted, parts, training, launcher)
+    if isinstance(training.get("fsdp_config"), str):
+        training["fsdp_config"] = pasted.file(training["fsdp_config"], "fsdp_config", "fsdp_config")
     adapter, quantization = _adapter(parts, training, notes)
     if quantization:
         training["quantization_config"] = quantization
     method = _method(pasted.program, training)
     generation = _generation(training, notes) if method == "grpo" else None
     if Settings({"use_liger_loss": training.pop("use_liger_loss", False)}, notes, "trl").switch("use_liger_loss"):
-        notes.unsupported.append("Liger's preference loss (use_liger_loss) is not modelled.")
+        notes.unsupported.append("Liger's preference loss (use_liger_loss) is not modelled.", "use_liger_loss", "less")
     loss = training.pop("loss_type", None)
     if method == "kto" and loss == "apo_zero_unpaired":
         notes.assumptions.append("loss_type=apo_zero_unpaired has no forward for the KL term; KTO's is counted.")
     if loss == "chunked_nll":
-        notes.unsupported.append("trl's chunked loss (loss_type=chunked_nll) is not modelled; whole logits are taken.")
+        notes.unsupported.append(
+            "trl's chunked loss (loss_type=chunked_nll) is not modelled; whole logits are taken.", "loss_type", "less"
+        )
     elif loss is not None:
         notes.ignored.append("loss_type")
     if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
-        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.")
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
     if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
         training[launcher.mixed_precision] = True
     processes = Settings({"num_processes": training.pop("num_processes", None)}, notes, "trl").integer("num_processes")
@@ -197,7 +201,9 @@ def _adapter(
         nested = settings.switch("use_bnb_nested_quant")
         quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nested}
         if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
-            notes.unsupported.append("bnb_4bit_quant_type=fp4 is not modelled; nf4 is taken, of the same size.")
+            notes.unsupported.append(
+                "bnb_4bit_quant_type=fp4 is not modelled; nf4 is taken, of the same size.", "bnb_4bit_quant_type"
+            )
     elif settings.switch("load_in_8bit"):
         quantization = {"load_in_8bit": True}
     for key in ("use_peft", *_ADAPTER, *_QUANTIZATION):
