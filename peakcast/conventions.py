@@ -90,6 +90,12 @@ def unmodelled_versions(job: TrainingJob) -> list[Finding]:
 
 
 @functools.cache
+def known_conventions(framework: str) -> tuple[str, ...]:
+    """The names of all conventions of `framework`, sorted."""
+    return tuple(sorted({name for stanza in _stanzas().get(framework, []) for name in stanza["conventions"]}))
+
+
+@functools.cache
 def default_of(framework: str, name: str) -> Any:
     """What the convention `name` is where nothing else is said: the value of the first stanza that has it."""
     stanzas = (stanza["conventions"] for stanza in _stanzas().get(framework, []))
@@ -101,12 +107,12 @@ def check_framework_options(job: TrainingJob) -> None:
 
     Raises: SpecError.
     """
-    known = {name for stanza in _stanzas().get(job.framework, []) for name in stanza["conventions"]}
+    known = known_conventions(job.framework)
     for name, value in job.framework_options.items():
         if name not in known:
             raise SpecError(
                 f"framework_options.{name} is not an option of framework={job.framework!r}"
-                f"{near_misses(name, known) or '; known: ' + ', '.join(sorted(known))}",
+                f"{near_misses(name, known) or '; known: ' + ', '.join(known)}",
                 parameter=f"framework_options.{name}",
                 value=value,
             )
