@@ -18,7 +18,8 @@ from peakcast.dialects.job_file import job_from_mapping
 from peakcast.errors import SpecError
 from peakcast.models.analytical.ignored import IGNORED
 from peakcast.models.baseline import baseline
-from peakcast.models.predict import known_of
+from peakcast.models.device_scope import device_findings
+from peakcast.models.predict import known_of, predict
 from peakcast.models.verdict import limits
 from peakcast.spec import TrainingJob
 
@@ -30,6 +31,7 @@ ROUTED = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per
 T5 = {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 512}
 PLAIN: dict[str, Any] = {"architecture": LLAMA, "micro_batch_size": 2, "sequence_length": 256}
 LARGER = {**PLAIN, "micro_batch_size": 4, "sequence_length": 2048}
+RECOMPUTES = {**PLAIN, "activation_checkpointing": {"mode": "full"}}
 LORA = {**PLAIN, "finetuning": {"method": "lora", "rank": 8}}
 QLORA = {**PLAIN, "finetuning": {"method": "qlora", "rank": 8, "quantization": "nf4"}}
 GENERATES = {**PLAIN, "task": "inference", "inference": {"prompt_length": 64, "new_tokens": 64}}
@@ -66,8 +68,8 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "finetuning.double_quantization": (QLORA, True),
     "attention": (PLAIN, "eager"),
     "activation_checkpointing.mode": (PLAIN, "full"),
-    "activation_checkpointing.use_reentrant": ({**PLAIN, "activation_checkpointing": {"mode": "full"}}, True),
-    "activation_checkpointing.every_n_layers": ({**PLAIN, "activation_checkpointing": {"mode": "full"}}, 2),
+    "activation_checkpointing.use_reentrant": (RECOMPUTES, True),
+    "activation_checkpointing.every_n_layers": (RECOMPUTES, 2),
     "activation_checkpointing.num_layers": ({**MEGATRON, "activation_checkpointing": {"mode": "full"}}, 2),
     "activation_checkpointing.method": (
         {**MEGATRON, "activation_checkpointing": {"mode": "full", "num_layers": 2}},
@@ -244,3 +246,41 @@ def test_what_contradicts_the_job_is_refused(changes: dict[str, Any], said: str)
 def test_expert_tensor_parallelism_of_a_dense_network_is_said_to_do_nothing() -> None:
     (finding,) = known_of(job_from_mapping({**MEGATRON, "parallelism": {"expert_tensor_parallel_size": 4}}))
     assert (finding.code, finding.parameter) == ("setting_without_effect", "parallelism.expert_tensor_parallel_size")
+
+
+@pytest.mark.parametrize(
+    ("mapping", "path", "value", "code"),
+    [
+        (PLAIN, "precision.gradients", "float32", "setting_ignored"),
+        (PLAIN, "precision.optimizer_states", "float32", "setting_ignored"),
+        (PLAIN, "precision.compute", "float32", "setting_ignored"),
+        (RECOMPUTES, "activation_checkpointing.num_layers", 2, "setting_ignored"),
+        (MEGATRON, "compile", True, "setting_ignored"),
+        (MEGATRON, "loss.fused_linear_cross_entropy", True, "setting_ignored"),
+        (PLAIN, "finetuning.rank", 16, "setting_without_effect"),
+        (PLAIN, "finetuning.dropout", 0.1, "setting_without_effect"),
+        (PLAIN, "activation_checkpointing.every_n_layers", 2, "setting_without_effect"),
+        (PLAIN, "optimizer.momentum", 0.9, "setting_without_effect"),
+        (PLAIN, "inference.new_tokens", 5, "setting_without_effect"),
+        (PLAIN, "parallelism.sequence_parallel", True, "setting_without_effect"),
+        (PLAIN, "parallelism.sharding", "fsdp2", "setting_without_effect"),
+    ],
+)
+def test_a_setting_that_does_not_suit_the_job_is_said(mapping: dict[str, Any], path: str, value: Any, code: str) -> None:
+    assert not known_of(job_from_mapping(mapping))
+    said = known_of(job_from_mapping(changed(mapping, path, value)))
+    assert [(finding.code, finding.parameter) for finding in said] == [(code, path)]
+
+
+def test_what_a_chip_cannot_do_is_said() -> None:
+    flash = job_from_mapping({**PLAIN, "attention": "flash_attention_2"})
+    eight = job_from_mapping({**PLAIN, "precision": {"compute": "float8"}})
+    for job, old, new, parameter in (
+        (flash, "V100-32GB", "A100-80GB", "attention"),
+        (eight, "A100-80GB", "H100-80GB", "precision.compute"),
+    ):
+        (finding,) = device_findings(job, catalog.gpu(old))
+        assert (finding.code, finding.parameter) == ("run_would_fail", parameter)
+        assert old in finding.sentence
+        assert not device_findings(job, catalog.gpu(new))
+        assert predict(job, catalog.gpu(old)).fits == "uncertain"
