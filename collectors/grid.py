@@ -14,12 +14,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from peakcast import catalog
+from peakcast.bounded import exists
 from peakcast.errors import CollectorError, near_misses
 from peakcast.fields import to_mapping
 from peakcast.spec import TrainingJob
@@ -38,7 +40,7 @@ def load_grid(grid: str | Path) -> list[TrainingJob]:
     from peakcast.dialects.job_file import read_mapping
 
     path = Path(grid)
-    if not path.suffix and not path.exists():
+    if not path.suffix and not exists(path):
         shipped = resources.files("peakcast.collectors").joinpath("grids", f"{grid}.yaml")
         names = sorted(
             p.name.removesuffix(".yaml") for p in resources.files("peakcast.collectors").joinpath("grids").iterdir()
@@ -59,7 +61,7 @@ def expand(grid: Mapping[str, Any]) -> list[TrainingJob]:
     each one's second, and so on, so that a collection cut short still has seen them all."""
     cells = _cells(grid, {})
     if len(cells) > MOST_CELLS:
-        raise CollectorError(f"the grid has {len(cells)} cells, more than {MOST_CELLS}; shorten its axes.")
+        raise _too_many(len(cells))
     by_architecture: dict[str, list[TrainingJob]] = {}
     for job in dict.fromkeys(map(_job, cells)):
         by_architecture.setdefault(job.architecture.name, []).append(job)
@@ -67,15 +69,23 @@ def expand(grid: Mapping[str, Any]) -> list[TrainingJob]:
     return [job for cells_of_round in rounds for job in cells_of_round if job is not None]
 
 
+def _too_many(cells: int) -> CollectorError:
+    return CollectorError(f"the grid has {cells:,} cells, more than {MOST_CELLS:,}; shorten its axes.", parameter="axes")
+
+
 def _cells(grid: Mapping[str, Any], outer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The cells of a grid as flat mappings; `outer` is the base of the grid that it is a part of."""
-    for key in grid:
+    for key, value in grid.items():
         if key not in KEYS:
             raise CollectorError(f"grid.{key} is not a known key{near_misses(key, KEYS)} Known: {', '.join(KEYS)}.")
+        if key in ("include", "exclude", "parts") and value is not None and not isinstance(value, list):
+            raise CollectorError(f"grid.{key}={value!r} must be a list.", parameter=key, value=value)
     base = {**outer, **_flat(grid.get("base") or {}, "base")}
     axes = grid.get("axes") or {}
     if not isinstance(axes, Mapping) or not all(isinstance(values, list) for values in axes.values()):
         raise CollectorError("grid.axes must map each key to a list of values.", parameter="axes")
+    if math.prod(map(len, axes.values())) > MOST_CELLS:
+        raise _too_many(math.prod(map(len, axes.values())))
     products = itertools.product(*axes.values()) if axes else ()
     cells = [base | _flat(dict(zip(axes, values, strict=True)), "axes") for values in products]
     cells += [base | _flat(cell, "include") for cell in grid.get("include") or []]
@@ -121,6 +131,8 @@ def _job(cell: Mapping[str, Any]) -> TrainingJob:
         place = nested
         for part in outer:
             place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise CollectorError(f"{key} in the grid goes inside {part}, which is given as a value.", parameter=key)
         place[last] = value
     return job_from_mapping(nested)
 

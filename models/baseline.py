@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from peakcast.models.analytical.adapter_scope import require_adapters
 from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.host import host_bytes
-from peakcast.ranks import ranks_that_differ
+from peakcast.ranks import ranks_by_shard, ranks_that_differ
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline
 
@@ -32,6 +32,8 @@ Ledger = Callable[..., Timeline]
 """`ledger(job, device=..., rank=..., step="first" | "steady") -> Timeline`."""
 
 NUM_LARGEST = 8
+NEARLY = 0.95
+"""A rank that allocates at least this share of the worst one's peak may reserve more than that."""
 
 _HELD = np.zeros(len(Category), dtype=bool)
 _HELD[
@@ -88,10 +90,13 @@ class Baseline:
 
 def baseline(job: TrainingJob, device: Device, rank: int | None = None, *, ledger: Ledger | None = None) -> Baseline:
     """The analytical peaks of `rank`, or, with None, of the worst rank: the one whose steady step allocates most among
-    the first ranks of all pipeline stages (ranks of one stage hold the same shapes).
+    the first ranks of all pipeline stages (ranks of one stage hold the same shapes). Reserved memory is then the largest
+    of the ranks that allocate nearly as much, which another one may have.
 
     `ledger` is `peakcast.models.analytical.ledger.ledger` unless another source of timelines is given.
     """
+    if job.finetuning.method != "full" and job.framework != "megatron":
+        require_adapters(job)
     return _of_the_ledger(job, device, rank) if ledger is None else _baseline(job, device, rank, ledger)
 
 
@@ -100,15 +105,17 @@ def _of_the_ledger(job: TrainingJob, device: Device, rank: int | None) -> Baseli
     """Remembered, because an answer and what it says of other GPU types rest on the same one."""
     from peakcast.models.analytical.building import building
 
-    return _baseline(job, device, rank, _analytical_ledger(), building(job, rank))
+    return _baseline(job, device, rank, _analytical_ledger(), lambda chosen: building(job, chosen))
 
 
 def _baseline(
-    job: TrainingJob, device: Device, rank: int | None, ledger: Ledger, before: Sequence[Timeline] = ()
+    job: TrainingJob,
+    device: Device,
+    rank: int | None,
+    ledger: Ledger,
+    before: Callable[[int], Sequence[Timeline]] = lambda chosen: (),
 ) -> Baseline:
-    """`before`: what the run does before its first step."""
-    if job.finetuning.method != "full" and job.framework != "megatron":
-        require_adapters(job)
+    """`before`: what the run does on a rank before its first step."""
     candidates = ranks_that_differ(job) if rank is None else (rank,)
     steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
     worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)
@@ -116,7 +123,13 @@ def _baseline(
     first = ledger(job, device=device, rank=chosen, step="first")
     context, communicators = context_bytes(device, job.versions), communicator_bytes(job, device)
     steps = _drawn_steps(job, device, chosen, ledger) if lengths_change(job) else [first, steady]
-    run = _replay([*before, *steps], job, device, context + communicators)
+    run = _replay([*before(chosen), *steps], job, device, context + communicators)
+    if rank is None:
+        most = steady.peak().num_bytes
+        near = [one for one, other in zip(candidates, steadies, strict=True) if other.peak().num_bytes > NEARLY * most]
+        alike = [one for stage in near for one in ranks_by_shard(job, stage) if one != chosen]
+        runs = [_replay_of(one, job, device, ledger, before, context + communicators) for one in alike]
+        run = replace(run, peak_reserved_bytes=max(one.peak_reserved_bytes for one in (run, *runs)))
     higher = max((steady, first), key=lambda step: step.peak().num_bytes)
     peak = higher.peak()
     return Baseline(
@@ -140,6 +153,19 @@ def _baseline(
         ),
         composition={category.name.lower(): size for category, size in higher.composition(peak.instant).items()},
     )
+
+
+def _replay_of(
+    rank: int,
+    job: TrainingJob,
+    device: Device,
+    ledger: Ledger,
+    before: Callable[[int], Sequence[Timeline]],
+    outside_bytes: int,
+) -> Replay:
+    """The replay of the run of `rank`."""
+    steps = [ledger(job, device=device, rank=rank, step=step) for step in ("first", "steady")]
+    return _replay([*before(rank), *steps], job, device, outside_bytes)
 
 
 def _drawn_steps(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:

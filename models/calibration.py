@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from peakcast.bounded import file_bytes
 from peakcast.errors import CalibrationError, CatalogError
 from peakcast.models.domain import Domain
 from peakcast.models.intervals import Intervals
@@ -128,10 +129,7 @@ def _quantity(value: object, name: str) -> QuantityCalibration:
 def load_calibration(path: Path) -> Calibration:
     """The calibration in the JSON file at `path`. Raises: CalibrationError naming the file, the fault and the way out."""
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise CalibrationError(f"{size:,} bytes are more than a calibration has ({MAX_FILE_BYTES:,}); {WAY_OUT}.")
-        return Calibration.from_mapping(_parse(path.read_bytes()))
+        return Calibration.from_mapping(_parse(file_bytes(path, MAX_FILE_BYTES)))
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read: {error.strerror}; check the path.", value=str(path)) from error
     except CalibrationError as error:

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peakcast.conventions import release, torch_release
 from peakcast.errors import RecordError
 from peakcast.spec import TrainingJob
 from peakcast.units import KIB, MIB
+from peakcast.versions import release, resolved, torch_release
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -109,7 +109,8 @@ def load_constants(path: Path) -> Constants:
 def cuda_major(versions: Mapping[str, Any]) -> int:
     """Major release of CUDA that a job's `versions` imply: `cuda`, or torch's (`2.4.1+cu121`), or the one that torch's
     wheels have by default. Source: pip's torch 2.1 to 2.10 depend on CUDA 12, torch 2.11 on CUDA 13.0."""
-    if numbers := release(str(versions.get("cuda", ""))):
+    versions = resolved(versions)
+    if numbers := release(versions.get("cuda", "")):
         return int(numbers[0])
     build = str(versions.get("torch", "")).partition("+cu")[2]
     if build[:2].isdigit():

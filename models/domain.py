@@ -112,7 +112,7 @@ class Domain:
                 reasons.append(Finding("size_not_measured", size, "either", sentence))
         for package, version in resolved(job.versions).items():
             seen = self.versions.get(package)
-            if seen and _minor(str(version)) not in seen:
+            if seen and release(version) and _minor(str(version)) not in seen:
                 sentence = f"{package} {version} was not measured (seen: {', '.join(seen)}); the bars are widened."
                 reasons.append(Finding("version_not_measured", f"versions.{package}", "either", sentence))
         return [*reasons, *unmodelled_versions(job)]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from peakcast.conventions import conventions
+from peakcast.conventions import assumed_versions, conventions
 from peakcast.findings import Finding, ordered
 from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.models.analytical.adapter_scope import targets_taken
@@ -24,7 +24,7 @@ from peakcast.prediction import QUANTITIES, Interval, Prediction
 from peakcast.ranks import worst_rank
 from peakcast.spec import TrainingJob
 from peakcast.units import format_gib
-from peakcast.versions import ASSUMED_TORCH, remarks, resolved
+from peakcast.versions import remarks
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -237,11 +237,7 @@ def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | N
     if rank is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, base.rank))
     sentences += remarks(job.versions)
-    if "torch" not in resolved(job.versions):
-        sentences.append(
-            f"torch {ASSUMED_TORCH} is taken, as versions.torch is not given; releases differ in cuBLAS workspaces and in "
-            "which cached block they take."
-        )
+    sentences += filter(None, [assumed_versions(job)])
     if base.communicator_bytes:
         sentences.append(
             f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate; it depends on the machine's links."

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from peakcast.errors import SpecError
 from peakcast.questions import Question
+from peakcast.readings import with_others
 
 if TYPE_CHECKING:
     from peakcast.models.calibration import Calibration
@@ -27,7 +28,9 @@ def answer(asked: Question, calibration: Calibration | str | Path | None = None)
     except NotImplementedError as error:
         raise SpecError(f"this job cannot be answered: {error}", parameter="job") from error
     assumptions = (*asked.translation.assumptions, *prediction.assumptions)
-    return replace(prediction, assumptions=tuple(dict.fromkeys(assumptions)))
+    prediction = replace(prediction, assumptions=tuple(dict.fromkeys(assumptions)))
+    others = asked.translation.others
+    return with_others(prediction, others, lambda job: predict_job(job, asked.device, asked.rank, calibration))
 
 
 def full_answer(asked: Question, calibration: Calibration | str | Path | None = None, *, all_ranks: bool = False) -> Answer:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from peakcast.answers import answer, full_answer
 from peakcast.batch import predict_batch
 from peakcast.calibrating import Checked, Fitted, check, evaluate, fit, report, reproduce
+from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.recognise import Beside, from_arguments
 from peakcast.errors import SpecError
 from peakcast.measuring import collect, import_published, verify
@@ -83,15 +84,23 @@ def read(
     num_gpus: int | None = None,
     model: str | None = None,
     dialect: str | None = None,
+    *,
+    versions: Mapping[str, Any] | str | None = None,
+    container: str | None = None,
+    here: bool = False,
 ) -> Translation:
     """The job that a configuration of another project describes, with what reading it took for granted; `predict` takes it.
 
     `job`: all that `predict` takes, the path of a configuration or launch script, its text, or its mapping; what it is, its
     keys tell (or `dialect`, a name of `dialects.recognise.DIALECTS`). `companions`: other files that belong to it;
-    `num_gpus`: of the whole run; `model`: the network instead of the one named.
+    `num_gpus`: of the whole run; `model`: the network instead of the one named. `versions`: of packages, as a mapping or as
+    a text such as "torch=2.9,transformers=4.45.2"; `container`: the tag of NVIDIA's PyTorch image ("26.04"), whose versions
+    hold; `here`: those that are installed here.
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
-    return translation_of(job, Beside(files=tuple(companions), num_gpus=num_gpus, model=model, dialect=dialect))
+    asked = asked_versions(versions, container, here)
+    beside = Beside(files=tuple(companions), num_gpus=num_gpus, model=model, dialect=dialect, versions=asked)
+    return translation_of(job, beside)
 
 
 def megatron(
@@ -104,12 +113,16 @@ def megatron(
     *,
     host_memory_gib: float | None = None,
     gpus_per_node: int | None = None,
+    versions: Mapping[str, Any] | str | None = None,
+    container: str | None = None,
+    here: bool = False,
 ) -> Answer:
-    """`predict` for a Megatron-LM command line: `arguments` are what stands after `pretrain_gpt.py`, `env` its environment.
+    """`predict` for a Megatron-LM command line: `arguments` are what stands after `pretrain_gpt.py`, `env` its environment;
+    `versions`, `container` and `here` as in `read`.
 
     Raises: SpecError, CatalogError or CalibrationError naming the flag, its value, the rule and the way out.
     """
-    asked = from_arguments(arguments, env or {}, num_gpus)
+    asked = from_arguments(arguments, env or {}, num_gpus, asked_versions(versions, container, here))
     return predict(asked, gpu, rank, calibration, host_memory_gib=host_memory_gib, gpus_per_node=gpus_per_node)
 
 

@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peakcast.errors import SpecError
-from peakcast.fields import HashedOnce, require_not_negative, require_positive, unsaid
+from peakcast.fields import HashedOnce, require_at_most, require_not_negative, require_positive, unsaid
 
 Normalization = Literal["rmsnorm", "layernorm", "layernorm_no_bias", "nonparametric"]
+MOST_LAYERS = 2**11
+MOST_EXPERTS = 2**12
+MOST_ELEMENTS = 2**24
+"""Sizes above these are taken for a mistake: no published network comes within a factor of eight (of experts, two), and an
+answer takes a bounded time."""
 PositionEmbedding = Literal["rope", "learned", "alibi", "relative", "none"]
 
 
@@ -38,6 +43,8 @@ class MixtureOfExperts:
             self, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_layer_freq", where="moe."
         )
         require_not_negative(self, "shared_expert_intermediate_size", "first_k_dense_replace", where="moe.")
+        require_at_most(MOST_EXPERTS, self, "num_experts", where="moe.")
+        require_at_most(MOST_ELEMENTS, self, "moe_intermediate_size", "shared_expert_intermediate_size", where="moe.")
         if self.num_experts_per_tok > self.num_experts:
             raise SpecError(
                 f"moe.num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}; "
@@ -58,9 +65,9 @@ class MultiLatentAttention:
     q_lora_rank: int | None = None
 
     def __post_init__(self) -> None:
-        require_positive(
-            self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank", where="mla."
-        )
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+        require_positive(self, *names, where="mla.")
+        require_at_most(MOST_ELEMENTS, self, *names, where="mla.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +91,10 @@ class StateSpace:
     """`gated`: of the output before its projection (Mamba-2); `time_step_and_states`: of dt, B and C (Jamba)."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "inner_size", "state_size", "conv_kernel", where="ssm.")
+        sizes = ("inner_size", "state_size", "conv_kernel")
+        parts = ("num_heads", "num_groups") if self.version == 2 else ("time_step_rank",)
+        require_positive(self, *sizes, *parts, where="ssm.")
+        require_at_most(MOST_ELEMENTS, self, *sizes, *parts, where="ssm.")
 
     @property
     def conv_size(self) -> int:
@@ -181,17 +191,12 @@ class Architecture(HashedOnce):
     the parameters are complete."""
 
     def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "intermediate_size",
-            "vocab_size",
-            "sliding_window",
-        )
+        heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        shapes = ("hidden_size", *heads, "intermediate_size", "vocab_size")
+        require_positive(self, *shapes, "num_hidden_layers", "sliding_window")
+        require_at_most(MOST_LAYERS, self, "num_hidden_layers", "num_decoder_layers", "num_nextn_predict_layers")
+        require_at_most(MOST_ELEMENTS, self, *shapes, "max_position_embeddings", "type_vocab_size")
+        require_at_most(MOST_ELEMENTS, self, "position_embedding_offset", "relative_attention_num_buckets")
         require_not_negative(
             self,
             "max_position_embeddings",
@@ -205,6 +210,13 @@ class Architecture(HashedOnce):
             "relative_attention_num_buckets",
         )
         self._check_layer_types()
+        if self.fused_gate_up and not self.gated_mlp:
+            raise SpecError(
+                f"fused_gate_up joins the gate and up matrices of a gated feed-forward, and gated_mlp is false of {self.name!r}; "
+                "set one of them.",
+                parameter="fused_gate_up",
+                value=self.fused_gate_up,
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise SpecError(
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "

@@ -6,11 +6,18 @@ import functools
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
+from peakcast.bounded import file_bytes, json_value, lines_of
+from peakcast.cores import available_cores
+from peakcast.deadline import TimeIsUp, limited
+from peakcast.durable import MAX_FILE_BYTES
 from peakcast.errors import PeakcastError, SpecError, near_misses
 from peakcast.questions import FORMS, Question, question
+from peakcast.workers import Limits, Workers, check_processes
 
 MAX_LINE_CHARACTERS = 4 * 2**20
 """A question longer than this is not one; it is refused before it is parsed."""
@@ -21,14 +28,16 @@ REMEMBERED = 8192
 NEIGHBOURS = 2048
 """So many distinct questions are sorted before they are shared out: a process that meets alike ones together makes the
 blocks that they share once."""
-CHUNK = 16
-"""Of these, so many go to a process at once."""
-GARBAGE_THRESHOLD = 100_000
-"""Allocations before a worker looks for cycles among its objects. Answers make none; Python looks every 700."""
+LINE_SECONDS = 60.0
+"""How long one line may take; a published configuration takes milliseconds, the largest some seconds."""
+LONG_BATCH = 64
+"""Questions from which on starting more processes pays."""
 KEYS = ("id", "gpu", "rank", "host_memory_gib", "gpus_per_node", *FORMS)
 
 
-def predict_batch(lines: Iterable[str | bytes | Mapping[str, Any]], processes: int = 1) -> Iterator[dict[str, Any]]:
+def predict_batch(
+    lines: Iterable[str | bytes | Mapping[str, Any]], processes: int = 1, *, timeout_seconds: float = LINE_SECONDS
+) -> Iterator[dict[str, Any]]:
     """Answer each question of `lines` (JSON texts or mappings), in order; blank lines are passed over.
 
     A question has `gpu`, exactly one of `job`, `megatron` or `huggingface`, and optionally `rank` ("worst", "last" or a
@@ -36,14 +45,50 @@ def predict_batch(lines: Iterable[str | bytes | Mapping[str, Any]], processes: i
     `Prediction.to_mapping()` with that `id`, or `{"id", "error": {"parameter", "value", "message"}}`. Every answer is
     strict JSON.
 
-    `processes` above 1 reads all lines first and shares them out; with 1 each line is answered before the next is read.
+    `processes` above 1 reads all lines first and shares them out; with 1 each line is answered before the next is read. A
+    line that takes longer than `timeout_seconds`, or whose process is killed, is refused, and the others are answered.
+    Raises: SpecError for more processes than a machine like this one can use, or a time that is none.
     """
+    check_processes(processes)
+    if not 0 < timeout_seconds < math.inf:
+        raise SpecError(
+            f"timeout_seconds={timeout_seconds} must be above 0 and finite.",
+            parameter="timeout_seconds",
+            value=timeout_seconds,
+        )
+    return _answers(lines, processes, timeout_seconds)
+
+
+def batch_of(path: Path, processes: int | None) -> tuple[Iterable[bytes], int]:
+    """The lines of the file at `path`, and how many processes answer them: one for standard input (`-`), whose lines are
+    answered as they come, and for a short file. Raises: SpecError."""
+    if str(path) == "-":
+        return lines_of(sys.stdin.buffer, MAX_LINE_CHARACTERS), processes or 1
+    try:
+        lines = file_bytes(path, MAX_FILE_BYTES).split(b"\n")
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read: {error.strerror}; check the path.", parameter="batch") from error
+    return lines, processes or (1 if len(lines) < LONG_BATCH else available_cores())
+
+
+def _answers(
+    lines: Iterable[str | bytes | Mapping[str, Any]], processes: int, timeout_seconds: float
+) -> Iterator[dict[str, Any]]:
     readings = (_read(line) for line in lines if isinstance(line, Mapping) or line.strip())
     if processes > 1:
-        yield from _shared_out(list(readings), processes)
+        yield from _shared_out(list(readings), processes, timeout_seconds)
         return
     for name, text, refusal in readings:
-        yield refusal or {"id": name, **json.loads(_answer_text(text))}
+        yield refusal or {"id": name, **json.loads(_in_time(text, timeout_seconds))}
+
+
+def _in_time(text: str, seconds: float) -> str:
+    try:
+        with limited(seconds):
+            return _answer_text(text)
+    except TimeIsUp:
+        why = f"no answer within {seconds:g} s; give it more time (--timeout-seconds), or ask about a smaller job."
+        return _refusal_text(PeakcastError(why))
 
 
 Reading = tuple[object, str, dict[str, Any] | None]
@@ -63,20 +108,18 @@ def _read(line: str | bytes | Mapping[str, Any]) -> Reading:
         return None, "", _refusal(None, None, None, f"the question cannot be written as JSON: {error}.")
 
 
-def _shared_out(readings: Sequence[Reading], processes: int) -> Iterator[dict[str, Any]]:
+def _shared_out(readings: Sequence[Reading], processes: int, timeout_seconds: float) -> Iterator[dict[str, Any]]:
     """The answers to `readings`, in order, each distinct question answered once by one of `processes`."""
-    from concurrent.futures import ProcessPoolExecutor
-
     distinct = list(dict.fromkeys(text for _, text, refusal in readings if refusal is None))
     starts = range(0, len(distinct), NEIGHBOURS)
     windows = (sorted(distinct[start : start + NEIGHBOURS], key=_but_for_gpu) for start in starts)
-    ordered = list(itertools.chain.from_iterable(windows))
     answers: dict[str, str] = {}
-    with ProcessPoolExecutor(processes, initializer=_begin_worker) as pool:
-        arriving = zip(ordered, pool.map(_answer_text, ordered, chunksize=CHUNK), strict=True)
+    with Workers(_answer_text, processes, Limits(timeout_seconds)) as workers:
+        arriving = workers.answers(itertools.chain.from_iterable(windows))
         for name, text, refusal in readings:
             while refusal is None and text not in answers:
-                answers.update([next(arriving)])
+                asked, answer = next(arriving)
+                answers[asked] = answer if isinstance(answer, str) else _refusal_text(answer)
             yield refusal or {"id": name, **json.loads(answers[text])}
 
 
@@ -85,25 +128,21 @@ def _but_for_gpu(text: str) -> str:
     return text.partition(",")[2]
 
 
-def _begin_worker() -> None:
-    import gc
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are the parent's
-    gc.set_threshold(GARBAGE_THRESHOLD)
-
-
 @functools.lru_cache(maxsize=REMEMBERED)
 def _answer_text(text: str) -> str:
     """The answer to the question in the canonical JSON `text`, as JSON and without its id."""
     try:
         return json.dumps(_predict(question_from_entry(json.loads(text))), allow_nan=False)
     except PeakcastError as error:
-        refusal = _refusal(None, error.parameter, error.value, error.message)
-    except RecursionError:
-        refusal = _refusal(None, None, None, "the question is nested too deeply; a configuration is not.")
+        return _refusal_text(error)
+    except MemoryError:
+        return _refusal_text(PeakcastError("it needs more memory than there is; ask about a smaller job."))
     except Exception as error:  # a fault of ours must not take the other lines along
-        refusal = _refusal(None, None, None, f"this is a bug in peakcast: {type(error).__name__}: {error}")
+        return _refusal_text(PeakcastError(f"this is a bug in peakcast: {type(error).__name__}: {error}"))
+
+
+def _refusal_text(error: PeakcastError) -> str:
+    refusal = _refusal(None, error.parameter, error.value, error.message)
     del refusal["id"]
     return json.dumps(refusal, allow_nan=False)
 
@@ -147,34 +186,14 @@ def _parse(line: str | bytes) -> dict[str, Any]:
         text = line.decode("utf-8-sig") if isinstance(line, bytes) else line.removeprefix("\ufeff")
         if len(text) > MAX_LINE_CHARACTERS:
             raise SpecError(f"a line has {len(text):,} characters; at most {MAX_LINE_CHARACTERS:,} are read.")
-        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
+        value = json_value(text, strict=True)
     except SpecError:
         raise
-    except RecursionError as error:
-        raise SpecError("the line is nested too deeply; a configuration is not.") from error
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError included
         raise SpecError(f"the line is not valid JSON: {error}; write one JSON object a line.") from error
     if not isinstance(value, dict):
         raise SpecError(f"the line holds a {type(value).__name__} and must be a JSON object.", value=value)
     return value
-
-
-def _no_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a number")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is too large for a number")
-    return number
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return mapping
 
 
 def _refusal(name: object, parameter: str | None, value: object, message: str) -> dict[str, Any]:

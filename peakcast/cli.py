@@ -12,6 +12,7 @@ from peakcast.commands.asking import FITS_EXIT_CODES, explain, megatron, predict
 from peakcast.commands.calibrating import HOLDS_EXIT_CODES, evaluate, fit, report, reproduce
 from peakcast.commands.measuring import collect, import_published, verify
 from peakcast.errors import PeakcastError
+from peakcast.output import READER_GONE, OutputError, prepare
 
 __all__ = [
     "FITS_EXIT_CODES", "HOLDS_EXIT_CODES", "app", "collect", "doctor", "evaluate", "explain", "fit", "import_published",
@@ -33,7 +34,13 @@ def doctor(json: Json = False) -> None:
 
 def main() -> None:
     """The `peakcast` command. A fault becomes one sentence on standard error and exit code 2; nothing asked, the help."""
-    sys.exit(_run(sys.argv[1:]))
+    prepare()
+    code = _run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except OutputError as error:
+        code = error.code
+    sys.exit(code)
 
 
 def _run(arguments: list[str]) -> int:
@@ -48,9 +55,8 @@ def _run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("peakcast: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except OutputError as error:
+        return error.code if error.code == READER_GONE else _say(str(error), error.code)
     except Exception as error:
         usage = getattr(error, "format_message", None)  # typer's own, from whichever click it brings along
         if usage is not None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
+from peakcast.bounded import file_bytes
 from peakcast.errors import RecordError
 
 fcntl: ModuleType | None
@@ -23,10 +24,7 @@ MAX_FILE_BYTES = 2**30
 def read_bytes(path: Path) -> bytes:
     """The bytes of the file at `path`. Raises: RecordError when it cannot be read or is absurdly large."""
     with explained(path, "read"):
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise RecordError(f"{path} has {size:,} bytes; at most {MAX_FILE_BYTES:,} are read; split the file.")
-        return path.read_bytes()
+        return file_bytes(path, MAX_FILE_BYTES)
 
 
 def replace_file(path: Path, data: bytes) -> None:

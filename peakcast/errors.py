@@ -17,10 +17,18 @@ NO_GPU = "no CUDA GPU is available here"
 """How the message of a cell that needs a GPU and finds none begins."""
 
 
+LONGEST_WORD = 200
+"""A longer one is near no known word, and to compare it takes time."""
+MAX_CHARACTERS = 2_000
+"""A message longer than this, which quotes somebody's value at length, loses its middle."""
+
+
 class PeakcastError(Exception):
     """Base of everything raised on purpose; `parameter` and `value` say what was wrong, where known."""
 
     def __init__(self, message: str, *, parameter: str | None = None, value: object = None) -> None:
+        if len(message) > MAX_CHARACTERS:
+            message = f"{message[: MAX_CHARACTERS // 2]} ... {message[-MAX_CHARACTERS // 2 :]}"
         super().__init__(message)
         self.message = message
         self.parameter = parameter
@@ -51,6 +59,8 @@ class CalibrationError(PeakcastError):
 
 def near_misses(word: str, known: Iterable[str], *, most: int = 3) -> str:
     """`"; did you mean 'a' or 'b'?"` for the known words nearest to `word`, or `""` when none is near."""
+    if len(word) > LONGEST_WORD:
+        return ""
     lowered = {k.lower(): k for k in known}
     close = difflib.get_close_matches(word.lower(), lowered, n=most, cutoff=0.5)
     return "; did you mean " + " or ".join(repr(lowered[c]) for c in close) + "?" if close else ""

@@ -86,7 +86,7 @@ Function = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One kind of communication of one rank."""
+    """One kind of communication of a job, as one rank takes part in it."""
 
     axis: str
     function: Function
@@ -99,6 +99,7 @@ class Collective:
     calls_per_micro_batch: int
     """0 where it happens once per iteration."""
     calls_per_iteration: int
+    """0 where this rank takes no part in it."""
     sent_per_micro_batch_bytes: int
     """What this rank sends in a ring: 2(n−1)/n of the message for an all-reduce, (n−1)/n for an all-gather, a
     reduce-scatter or an all-to-all, all of it for a send."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -13,6 +14,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from peakcast.errors import SpecError, near_misses
 
 T = TypeVar("T")
+_LARGEST = sys.float_info.max
+MOST = 2**40
+"""No whole number of a job is larger, nor smaller than its negative: products of some of them still fit into 64 bits."""
 
 
 @functools.cache
@@ -175,9 +179,11 @@ def _scalar(hint: Any, value: Any, where: str) -> Any:
     if hint is int:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or int_like(value) is None:
             raise _refuse(where, value, "a whole number")
+        if not -MOST <= value <= MOST:
+            raise _refuse(where, value, f"at most {MOST:,} and at least as much below 0")
         return int(value)
     if hint is float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGEST <= value <= _LARGEST:
             raise _refuse(where, value, "a finite number")
         return float(value)
     if hint is str:
@@ -187,9 +193,13 @@ def _scalar(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def int_like(value: float) -> int | None:
+def int_like(value: object) -> int | None:
     """`value` as an int when it is a whole number, else None (infinities included)."""
-    return int(value) if math.isfinite(value) and float(value).is_integer() else None
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, float):
+        return None
+    return int(value) if math.isfinite(value) and value.is_integer() else None
 
 
 def require_positive(owner: object, *names: str, where: str = "") -> None:
@@ -206,3 +216,11 @@ def require_not_negative(owner: object, *names: str, where: str = "") -> None:
         value = getattr(owner, name)
         if value is not None and value < 0:
             raise SpecError(f"{where}{name}={value} must not be negative.", parameter=where + name, value=value)
+
+
+def require_at_most(most: int, owner: object, *names: str, where: str = "") -> None:
+    """Refuse a field of `owner` among `names` that is set and above `most`, which nothing real comes near."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value > most:
+            raise SpecError(f"{where}{name}={value:,} must be at most {most:,}.", parameter=where + name, value=value)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from peakcast import catalog
+from peakcast.bounded import is_file
 from peakcast.catalog import Device
+from peakcast.dialects.asked_versions import with_versions
 from peakcast.dialects.opening import is_text, opened
 from peakcast.dialects.pasted import documents
 from peakcast.dialects.recognise import NOTHING, Beside, companions, translated
@@ -17,6 +19,7 @@ from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError, near_misses
 from peakcast.spec import MOST_RANKS, TrainingJob
 from peakcast.units import GIB
+from peakcast.versions import check_versions
 
 MOST_HOST_GIB = 2**20
 """More host memory than any node has: a mistake of units."""
@@ -91,6 +94,10 @@ def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
 
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
+    return with_versions(_read(job, beside), beside.versions)
+
+
+def _read(job: object, beside: Beside) -> Translation:
     from peakcast.dialects.job_file import job_from_mapping
 
     if isinstance(job, Translation):
@@ -109,8 +116,7 @@ def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
         if form == "job":
             return translation_of(value, beside)
         if form in FORMS:
-            asked = {} if beside.num_gpus is None else {"num_gpus": beside.num_gpus}
-            return _translate(form, {**value, **asked} if isinstance(value, Mapping) else value)
+            return _translate(form, value, beside)
     if pasted is None or (not beside and "architecture" in pasted.values):
         return Translation(job=job_from_mapping(values))  # type: ignore[arg-type]
     return translated(pasted, beside)
@@ -120,7 +126,7 @@ def is_configuration(name: str | Path) -> bool:
     """Whether `name` is the path of a file, or a configuration's text, and not the name of an architecture."""
     if isinstance(name, Path) or is_text(name):
         return True
-    return Path(name).suffix.lower() in ENDINGS or Path(name).is_file()
+    return Path(name).suffix.lower() in ENDINGS or is_file(name)
 
 
 def rank_number(rank: Rank, job: TrainingJob) -> int | None:
@@ -140,7 +146,7 @@ def rank_number(rank: Rank, job: TrainingJob) -> int | None:
     return number
 
 
-def _translate(form: str, value: object) -> Translation:
+def _translate(form: str, value: object, beside: Beside) -> Translation:
     known = _KEYS[form]
     if not isinstance(value, Mapping):
         raise SpecError(f"{form}={value!r} must be a mapping with {', '.join(known)}.", parameter=form, value=value)
@@ -153,6 +159,10 @@ def _translate(form: str, value: object) -> Translation:
             )
     if known[0] not in value:
         raise SpecError(f"{form}.{known[0]} is required and missing; add it.", parameter=f"{form}.{known[0]}")
+    if beside.num_gpus is not None:
+        value = {**value, "num_gpus": beside.num_gpus}
+    if beside.versions:
+        value = {**value, "versions": beside.versions.of(form, check_versions(value.get("versions") or {}))}
     if form == "megatron":
         from peakcast.dialects.megatron import from_megatron
 

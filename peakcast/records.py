@@ -33,7 +33,8 @@ class Measurement:
     """Commit of the source for published rows, our version for ours."""
     case: str = ""
     """The source's own name of the run, which tells repeats and variants of one configuration apart."""
-    rank: int = 0
+    rank: int | None = 0
+    """The rank that the numbers are of; None: each is the largest of all ranks."""
     collectives: Collectives = "none"
     outcome: Outcome = "ok"
     peak_allocated_bytes: int | None = None

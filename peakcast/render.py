@@ -6,14 +6,12 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peakcast.cores import available_cores
-from peakcast.errors import SpecError
 from peakcast.prediction import QUANTITIES, SEEN_BY, Answer, Interval, Prediction
 from peakcast.remarks import assumptions_shown, verdict_reason, warnings_shown
 from peakcast.units import GIB, format_gib
@@ -31,8 +29,6 @@ VERDICTS = {
 }
 NOT_COVERED = "not known, since the ledger does not cover this job in full"
 WIDTH = 100
-LONG_BATCH = 64
-"""Questions from which on starting more processes pays."""
 NUM_LARGEST = 5
 
 
@@ -54,18 +50,6 @@ def plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return str(value)
-
-
-def batch_of(path: Path, processes: int | None) -> tuple[Iterable[bytes], int]:
-    """The lines of the file at `path`, and how many processes answer them: one for standard input (`-`), whose lines are
-    answered as they come, and for a short file. Raises: SpecError."""
-    if str(path) == "-":
-        return sys.stdin.buffer, processes or 1
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise SpecError(f"{path} cannot be read: {error.strerror}; check the path.", parameter="batch") from error
-    return lines, processes or (1 if len(lines) < LONG_BATCH else available_cores())
 
 
 # -- a prediction -----------------------------------------------------------------------------------------------------

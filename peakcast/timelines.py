@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from peakcast.bounded import file_bytes
 from peakcast.errors import RecordError
 from peakcast.spec import canonical_json
 from peakcast.timeline import Timeline
@@ -92,6 +93,7 @@ def read_timelines(path: Path) -> dict[str, Timeline]:
 def read_content(path: Path) -> dict[str, Any]:
     """All that the file at `path` holds. Raises: RecordError when it cannot be read."""
     try:
-        return unpack(Path(path).read_bytes())
+        return unpack(file_bytes(Path(path), MAX_PACKED_BYTES))
     except (OSError, ValueError) as error:
-        raise RecordError(f"{path} cannot be read: {error}; record it again with --history.") from error
+        why = getattr(error, "strerror", None) or error
+        raise RecordError(f"{path} cannot be read: {why}; record it again with --history.") from error

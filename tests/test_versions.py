@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import tomllib
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from peakcast import catalog
+from peakcast import api, catalog
 from peakcast.batch import predict_batch
-from peakcast.conventions import conventions, unmodelled_versions
+from peakcast.cli import app
+from peakcast.conventions import assumed_versions, conventions, unmodelled_versions
+from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.job_file import job_from_mapping
+from peakcast.dialects.recognise import from_arguments
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.models.baseline import baseline
 from peakcast.questions import translation_of
 from peakcast.versions import (
+    ASSUMED_TORCH,
     NEWEST,
     PACKAGES,
     check_versions,
@@ -32,6 +37,8 @@ from peakcast.versions import (
     tag_of,
     torch_release,
 )
+from peakcast.web.asking import Asked, answered
+from peakcast.web.links import from_query, to_query
 
 TINY = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
         "intermediate_size": 128, "max_position_embeddings": 128}  # fmt: skip
@@ -260,3 +267,126 @@ def test_what_is_installed_here_is_what_the_metadata_says() -> None:
     found = installed()
     assert set(found) <= set(PACKAGES)
     assert all(importlib.metadata.version(PACKAGES[name]) == version for name, version in found.items())
+
+
+# -- what is assumed ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_given_is_assumed_in_one_sentence() -> None:
+    plain = {"architecture": TINY}
+    said = assumed_versions(job_from_mapping(plain))
+    assert f"torch {ASSUMED_TORCH} and the newest accelerate and transformers;" in said
+    given = {"torch": "2.9", "transformers": "5.17", "accelerate": "1.15"}
+    assert assumed_versions(job_from_mapping({**plain, "versions": given})) == ""
+    commit = assumed_versions(job_from_mapping({**plain, "versions": {**given, "transformers": "9dec370"}}))
+    assert "the newest transformers;" in commit
+    assert "torch" not in commit.partition(";")[0]
+
+
+def test_only_the_packages_that_a_job_uses_are_asked_for() -> None:
+    fused = {"architecture": TINY, "loss": {"fused_linear_cross_entropy": True}}
+    assert "liger_kernel" in assumed_versions(job_from_mapping(fused))
+    assert "liger_kernel" not in assumed_versions(job_from_mapping({"architecture": TINY}))
+    megatron = assumed_versions(job_from_mapping({"architecture": TINY, "framework": "megatron"}))
+    assert "megatron_core and transformer_engine" in megatron
+    assert "transformers" not in megatron
+
+
+# -- versions beside any job --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    found = {"torch": "2.7.1", "transformers": "4.45.2", "megatron_core": "0.13.1", "torchtitan": "0.2", "peft": "0.13"}
+    monkeypatch.setattr("peakcast.dialects.asked_versions.installed", lambda: dict(found))
+    return found
+
+
+def test_what_is_installed_holds_where_it_concerns_the_job(here: dict[str, str]) -> None:
+    plain = api.read({"architecture": TINY}, here=True)
+    assert plain.job.versions == {name: here[name] for name in ("torch", "transformers", "peft")}
+    assert plain.assumptions == ("Versions are those installed here: torch 2.7.1, transformers 4.45.2, peft 0.13.",)
+    megatron = api.read({"architecture": TINY, "framework": "megatron"}, here=True).job
+    assert megatron.versions == {"torch": "2.7.1", "megatron_core": "0.13.1"}
+    titan = {"architecture": TINY, "framework": "torch", "versions": {"torchtitan": "main"}}
+    assert api.read(titan, here=True).job.versions == {"torch": "2.7.1", "torchtitan": "0.2"}
+    loop = {"architecture": TINY, "framework": "torch"}  # that torchtitan is installed does not make it one of its runs
+    assert api.read(loop, here=True).job.versions == {"torch": "2.7.1"}
+
+
+def test_what_is_given_holds_over_what_is_installed_and_over_the_job(here: dict[str, str]) -> None:
+    job = {"architecture": TINY, "versions": {"torch": "2.4", "trl": "0.13"}}
+    read = api.read(job, here=True, versions="transformers=4.48.1")
+    assert read.job.versions == {"torch": "2.7.1", "transformers": "4.48.1", "peft": "0.13", "trl": "0.13"}
+    assert "transformers" not in read.assumptions[-1]
+    assert api.read(job, versions={"torch": "2.9"}).job.versions == {"torch": "2.9", "trl": "0.13"}
+
+
+def test_a_configuration_is_read_as_its_version_has_it(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text(
+        "model_name_or_path: gpt2\noutput_dir: x\ngradient_checkpointing: true\nbf16: true\n"
+    )
+    old, new = (api.read(tmp_path / "train.yaml", versions={"transformers": version}).job for version in ("4.45.2", "5.17"))
+    assert old.versions == {"transformers": "4.45.2"}
+    assert conventions(old)["logits_upcast"] == "model"
+    assert (old.optimizer.implementation, new.optimizer.implementation) == ("foreach", "fused")
+    assert (old.activation_checkpointing.use_reentrant, new.activation_checkpointing.use_reentrant) == (True, False)
+
+
+def test_forms_and_megatrons_command_line_take_them_too() -> None:
+    form = {"huggingface": {"config": TINY, "versions": {"torch": "2.4", "trl": "0.24"}}}
+    assert api.read(form, versions="torch=2.9").job.versions == {"torch": "2.9", "trl": "0.24"}
+    words = [
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "128",
+        "--micro-batch-size",
+        "1",
+        "--bf16",
+    ]
+    asked = asked_versions(container="25.10")
+    job = from_arguments([*words, "--max-position-embeddings", "128", "--vocab-size", "128"], {}, 1, asked).job
+    assert job.versions == {"ngc_pytorch": "25.10"}
+    assert torch_release(job.versions) == (2, 9, 0)
+
+
+def test_two_sources_of_versions_are_refused() -> None:
+    with pytest.raises(SpecError, match="both name an image"):
+        asked_versions("ngc_pytorch=25.10", "26.04")
+    with pytest.raises(SpecError, match="keep one"):
+        asked_versions(container="26.04", here=True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["predict", "gpt2", "--gpu", "H200"],
+        ["explain", "gpt2", "--gpu", "H200"],
+        ["search", "gpt2", "--gpu", "H200", "--num-gpus", "1", "--find", "micro_batch_size"],
+    ],
+)
+def test_every_command_that_asks_about_a_job_has_the_flags(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def stop(job: Any, *_: Any, **__: Any) -> Any:
+        asked.append(job.job.versions)
+        raise SpecError("seen")
+
+    monkeypatch.setattr(f"peakcast.api.{command[0]}", stop)
+    for flags in (["--versions", "torch=2.9"], ["--container", "26.04"]):
+        with pytest.raises(SpecError, match="seen"):
+            app([*command, *flags], standalone_mode=False)
+    assert asked == [{"torch": "2.9"}, {"ngc_pytorch": "26.04"}]
+
+
+def test_the_page_has_a_field_for_versions_or_a_container() -> None:
+    assert answered(Asked(text="gpt2", versions="torch=2.9")).job.versions == {"torch": "2.9"}
+    assert answered(Asked(text="gpt2", versions="26.04")).job.versions == {"ngc_pytorch": "26.04"}
+    assert from_query(to_query(Asked(text="gpt2", versions="26.04"))).versions == "26.04"
+    with pytest.raises(SpecError, match="ngc_pytorch"):
+        answered(Asked(text="gpt2", versions="newest"))

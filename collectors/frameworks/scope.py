@@ -11,9 +11,9 @@ from peakcast.errors import CollectorError
 from peakcast.spec import Offload, Parallelism, TrainingJob
 
 
-def _offloads_with_fsdp2(job: TrainingJob) -> bool:
-    """FSDP2 moves parameters, their gradients and so the optimizer's states together."""
-    sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.num_replicas > 1
+def _offloads_with_fsdp(job: TrainingJob) -> bool:
+    """FSDP moves parameters, their gradients and so the optimizer's states together."""
+    sharded = job.parallelism.sharding in ("fsdp1", "fsdp2", "hsdp") and job.parallelism.num_replicas > 1
     return sharded and job.offload == Offload(parameters=True, optimizer=True)
 
 
@@ -85,9 +85,9 @@ SINGLE_GPU: dict[str, Rule] = {
         "layers on one GPU, or with sharding: fsdp2 or hsdp; network on several GPUs otherwise",
     ),
     "offload": (
-        lambda j: (j.offload.parameters or j.offload.optimizer) and not _offloads_with_fsdp2(j),
+        lambda j: (j.offload.parameters or j.offload.optimizer) and not _offloads_with_fsdp(j),
         lambda j: j.offload,
-        "activations offloaded, or parameters and optimizer together with sharding: fsdp2, or nothing",
+        "activations offloaded, or parameters and optimizer together with FSDP, or nothing",
     ),
     "framework_options.checkpoints_around_units": (
         lambda j: j.offload.activations and bool(conventions(j).get("checkpoints_around_units")),

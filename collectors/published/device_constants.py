@@ -15,7 +15,6 @@ from typing import Any
 
 from peakcast.collectors.published.source_files import read_jsonl
 from peakcast.durable import replace_file
-from peakcast.places import explained
 from peakcast.units import MIB
 
 OTHERS_BYTES = 512 * MIB
@@ -60,9 +59,7 @@ def write_readings(path: Path, readings: Iterable[Reading]) -> None:
     writer = csv.DictWriter(text, [field.name for field in fields(Reading)], lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: "" if value is None else value for name, value in asdict(row).items()} for row in readings)
-    with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.getvalue().encode())
+    replace_file(path, text.getvalue().encode())
 
 
 def _reading(record: Mapping[str, Any]) -> Reading:

@@ -56,6 +56,9 @@ NETWORK_REASONS = {
     "ibm-granite/granite-4.0-tiny-preview": "The network is a hybrid (Mamba-2) whose shape no file at hand gives.",
 }
 
+FSDP = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_backward_prefetch": "BACKWARD_PRE", "mixed_precision": "no"}
+"""The settings of accelerate for several GPUs."""
+
 COMMON_ASSUMPTIONS = (
     "peak_device_bytes is nvidia-smi's use with what was used when idle subtracted, in whole MiB.",
     "For several GPUs the source gives one number, taken as rank 0's; its nvidia-smi number looks like a mean (odd MiB).",
@@ -88,9 +91,12 @@ def case_of(record: Mapping[str, str], versions: Mapping[str, str]) -> Case:
     translation = _translation(record, versions, quantized, length)
     num_gpus = int(record["num_gpus"])
     options = dict(translation.job.framework_options)
-    if setup == "baseline-peft-bnb" and num_gpus == 1:  # trl 0.13 casts no sharded model (`is_sharded_qlora`)
+    if setup == "baseline-peft-bnb" and num_gpus == 1:  # trl casts no sharded model (`is_sharded_qlora`)
         options["norms_in_float32"] = True
         facts.append("Norms are in fp32, cast by trl: allocated-after-step is larger than accelerated-peft-bnb's by them.")
+        if not _is_true(record, "bf16"):
+            options["ends_in_float32"] = True
+            facts.append("Token table and lm_head are in fp32: trl 0.9.6 narrows them again with bf16=True only.")
     if "foak" in setup:
         options["fused_kernels"] = True
     reasons = [*translation.unsupported, *([NETWORK_REASONS[model]] if model in NETWORK_REASONS else [])]
@@ -130,7 +136,7 @@ def _translation(
             "quantization_config": quantized,
         },
         peft=_adapter(record) if record.get("peft_method") == "lora" else None,
-        fsdp={"fsdp_sharding_strategy": "FULL_SHARD", "mixed_precision": "no"} if num_gpus > 1 else None,
+        fsdp=FSDP if num_gpus > 1 else None,
         num_gpus=num_gpus,
         versions=versions,
     )

@@ -14,9 +14,7 @@ from peakcast.collectors.published.source_files import read_jsonl
 from peakcast.dialects.megatron import from_megatron
 from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError
-from peakcast.fields import FrozenMapping
 from peakcast.records import Measurement
-from peakcast.spec import TrainingJob
 
 VOCABULARIES: dict[tuple[str, int], tuple[int, str]] = {
     ("GPTSentencePieceTokenizer", 6144): (256000, "Nemotron-4's; allocated-after-step on GB200 fits 256000 to 0.01 %"),
@@ -32,19 +30,23 @@ NUM_GPUS_FROM: dict[str | None, str] = {
 }
 """What each origin of the number of GPUs leaves to be assumed, as a sentence."""
 
-FAMILY_REASONS = {
-    "hybrid": "A hybrid (Mamba) model is not modelled.",
-    "nemotron": "A hybrid (Mamba) model is not modelled.",
-    "multimodal-llava": "A multimodal model is not modelled.",
-}
+FAMILY_REASONS = {"multimodal-llava": "A multimodal model is not modelled."}
+
+COPIED_FROM_H100 = "all values are those of the H100 row, whose workspace of 32 MiB an A100 does not have"
 
 CONTRADICTIONS: dict[tuple[str, str, str], str] = {
+    (
+        "gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_multi_dist_optimizer_instances",
+        "A100-80GB",
+        "lts",
+    ): "older than num-distributed-optimizer-instances=2: what stays after a step is, to 2 MiB, that of one instance",
     ("gpt3_15b_8t_release_sm_gb200", "A100-80GB", "lts"): "all values are those of gpt3_15b_8t_release_sm, another layout",
     ("gpt3_15b_8t_release_sm_gb200", "H100-80GB", "dev"): "all values are those of another case: its peak is two thirds "
     "of the GB200 row's of the same arguments",
     ("hybrid_mr_mcore_te_tp1_pp1_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): "all values are those of a GPT case",
     ("hybrid_mr_mcore_te_tp2_pp1_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): "all values are those of a GPT case",
-    ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "H100-80GB", "dev"): "all values are those of the A100 row",
+    ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "A100-80GB", "dev"): COPIED_FROM_H100,
+    ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): COPIED_FROM_H100,
 }
 """Rows whose values cannot be their own configuration's, by case, GPU type and environment."""
 
@@ -67,7 +69,7 @@ def read_megatron_ci(path: Path) -> list[Measurement]:
 def _measurement(record: Mapping[str, Any]) -> Measurement:
     translation, facts = _translate(record)
     family, gpu = record["family"], record["gpu"]
-    job = _dated(translation.job, record)
+    job = translation.job
     fewest = _fewest_gpus(record["arguments"])
     reasons = list(translation.unsupported)
     if family in FAMILY_REASONS and not any(FAMILY_REASONS[family].split("(")[0] in reason for reason in reasons):
@@ -131,7 +133,7 @@ def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str]]:
         facts.append(assumed)
     recorded, fewest = record["num_gpus"], _fewest_gpus(arguments)
     num_gpus = fewest if recorded is None or recorded % fewest else recorded
-    return from_megatron(arguments, num_gpus, record["env_vars"]), facts
+    return from_megatron(arguments, num_gpus, record["env_vars"], _versions(record)), facts
 
 
 def _fewest_gpus(arguments: Mapping[str, Any]) -> int:
@@ -144,10 +146,9 @@ def _fewest_gpus(arguments: Mapping[str, Any]) -> int:
     return pipeline * math.lcm(tensor * context, experts * expert_tensor if experts > 1 else 1)
 
 
-def _dated(job: TrainingJob, record: Mapping[str, Any]) -> TrainingJob:
-    """`job` with the versions of the commit that set the value: megatron-core's, and the tag of NVIDIA's PyTorch image."""
-    tag = str(record["container"]).removesuffix("-py3")
-    return job.replace(versions=FrozenMapping({"megatron_core": record["megatron_core"], "ngc_pytorch": tag}))
+def _versions(record: Mapping[str, Any]) -> dict[str, str]:
+    """Of the commit that set the value: megatron-core's, and the tag of NVIDIA's PyTorch image."""
+    return {"megatron_core": record["megatron_core"], "ngc_pytorch": str(record["container"]).removesuffix("-py3")}
 
 
 def _bytes(record: Mapping[str, Any], key: str) -> int | None:

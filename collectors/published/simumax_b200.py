@@ -6,18 +6,16 @@ about it are in `datasets/README.md`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.published.source_files import read_jsonl
 from peakcast.dialects.megatron import from_megatron
-from peakcast.fields import FrozenMapping
 from peakcast.records import Measurement
 
 ASSUMPTIONS = (
-    "The values are the largest of the eight ranks; ranks of equal shapes differ by up to 2.6 % in reserved memory.",
+    "Each value is the largest of the eight ranks; ranks of equal shapes differ by up to 2.6 % in reserved memory.",
     "peak_allocated_bytes and peak_reserved_bytes are torch.cuda.max_memory_allocated() and max_memory_reserved().",
 )
 
@@ -28,28 +26,22 @@ def read_simumax_b200(path: Path) -> list[Measurement]:
 
 
 def _measurement(record: Mapping[str, Any]) -> Measurement:
-    run, measured, note = record["megatron"], record["measured"], record["note"]
-    translation = from_megatron(run["arguments"], run["num_gpus"], run["env"])
+    run, measured = record["megatron"], record["measured"]
+    if record["rank"] != "worst":
+        raise ValueError(f"rank={record['rank']!r} must be worst")
+    translation = from_megatron(run["arguments"], run["num_gpus"], run["env"], run["versions"])
     return Measurement(
-        job=translation.job.replace(versions=FrozenMapping(run["versions"])),
+        job=translation.job,
         gpu=record["gpu"],
         provenance="published",
         source=record["source"],
         source_version="v1.2",
         case=record["id"],
-        rank=_worst_rank(note),
+        rank=None,
         collectives="nccl",
         peak_allocated_bytes=int(measured["peak_allocated_bytes"]),
         peak_reserved_bytes=int(measured["peak_reserved_bytes"]),
-        environment={"env_vars": run["env"], "grade": record["grade"], "note": note},
+        environment={"env_vars": run["env"], "grade": record["grade"], "note": record["note"]},
         assumptions=(*ASSUMPTIONS, *translation.assumptions, *translation.warnings),
         out_of_scope=" ".join(translation.unsupported),
     )
-
-
-def _worst_rank(note: str) -> int:
-    """The rank that the note of a row names as the one with the largest values."""
-    named = re.search(r"rank (\d+), max over \d+ ranks", note)
-    if named is None:
-        raise ValueError(f"note={note!r} must name the worst rank, as in 'rank 3, max over 8 ranks'")
-    return int(named[1])

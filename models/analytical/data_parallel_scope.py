@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peakcast.conventions import adapter_dtype, conventions, mixes_precision
+from peakcast.conventions import adapter_dtype, conventions, fuses_loss, mixes_precision
 from peakcast.findings import FAILS, MORE, NEARLY_LESS, UNKNOWN, Check, Finding, first, found
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.spec import TrainingJob
@@ -30,7 +30,7 @@ def data_parallel_reason(job: TrainingJob) -> Finding | None:
     adapts = job.finetuning.method != "full"
     if layout.sharding in ("fsdp2", "hsdp"):
         alone = chosen["fsdp2_units"] == "ends" and not job.architecture.tie_word_embeddings
-        if adapts and alone and job.loss.fused_linear_cross_entropy:
+        if adapts and alone and fuses_loss(job):
             return found(
                 "a fused loss with adapters where fsdp2_units=ends fails: it never calls the lm_head, a group by itself "
                 "(accelerate finds no norm inside peft's wrapper), whose weight stays in parts; use fsdp2_units=root.",

@@ -82,7 +82,7 @@ def huggingface_ledger(
     if job.task == "inference":
         from peakcast.models.analytical.inference import inference_ledger
 
-        weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
+        weights = tuple((t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors)
         return inference_ledger(job, context, weights, device)
     layout.first_step = step == "first"
     hand_updates(job, layout, step)
@@ -227,9 +227,7 @@ def _hold_before_forward(timeline: Step, job: TrainingJob) -> None:
     hold_buffers(timeline, job)
 
 
-def _micro_batch(
-    timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool
-) -> Run:
+def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool) -> Run:
     """Forward, loss and backward of one micro-batch; returns the run of its head."""
     if job.architecture.kind == "encoder_decoder":
         from peakcast.models.analytical.encoder_decoder import encoder_decoder_micro_batch
@@ -264,9 +262,7 @@ def _micro_batch(
     bare = {0: runs[0]} if 0 not in checkpointed and attends_without_graph(runs[0]) else {}
     ungraphed = runs if job.offload.activations else bare | checkpointed  # whose graph keeps nothing on the GPU
     hold_attention_weights(timeline, blocks.contexts[0], ungraphed, runs)
-    hold_embeddings(
-        timeline, blocks.contexts, embedded, blocks.checkpointed[0], job.offload.activations, model_ends(loss)
-    )
+    hold_embeddings(timeline, blocks.contexts, embedded, blocks.checkpointed[0], job.offload.activations, model_ends(loss))
     if job.loss.kind != "cross_entropy":
         reference_forward(timeline, job, context, start)
     timeline.run_backward(loss)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -78,6 +78,15 @@ def buffer_rules(share: RankShare, *, expert: bool = False) -> BufferRules:
     )
 
 
+def _place_among_replicas(share: RankShare, *, expert: bool) -> int:
+    """The rank's number among those that hold the same parameters, or the same routed experts (megatron-core 0.16.1
+    `parallel_state.py`: orders tp-cp-ep-dp-pp and, for experts, tp-ep-dp-pp)."""
+    experts = share.context.experts
+    if expert and experts is not None:
+        return share.shard // experts.group_size
+    return share.shard // share.job.parallelism.tensor_parallel_size
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A contiguous buffer: its parameters, how it is laid out, its elements, and what this rank's optimizer owns of it."""
@@ -86,6 +95,11 @@ class Buffer:
     rules: BufferRules
     elements: int
     pieces: list[tuple[Parameter, int]]
+
+    @property
+    def whole(self) -> list[tuple[Parameter, int]]:
+        """Every parameter with all its elements."""
+        return [(p, p.numel) for p in self.parameters]
 
 
 @lru_cache(maxsize=64)
@@ -98,7 +112,8 @@ def buffers(share: RankShare) -> list[Buffer]:
             members = [p for p in parameters if p.expert == expert]
             if members:
                 rules = buffer_rules(share, expert=expert)
-                found.append(Buffer(members, rules, buffer_elements(members, rules), shard_pieces(members, rules)))
+                pieces = shard_pieces(members, rules, _place_among_replicas(share, expert=expert))
+                found.append(Buffer(members, rules, buffer_elements(members, rules), pieces))
     return found
 
 
@@ -110,11 +125,15 @@ def hold_parameters(step: Step, share: RankShare) -> None:
         if buffer.rules.sharded:
             step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * weight, 0, module="model")
         else:
-            step.hold_all([(p.name, p.module, p.numel * weight) for p in buffer.parameters], Category.PARAMETERS)
+            step.hold_all(tensors_of(buffer.whole, "", weight), Category.PARAMETERS)
         step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, 0, module="model")
         if weight != FP32:
-            main = [(f"{p.name}.main", p.module, owned * FP32) for p, owned in buffer.pieces]
-            step.hold_all(main, Category.MAIN_PARAMETERS)
+            step.hold_all(tensors_of(buffer.pieces, ".main", FP32), Category.MAIN_PARAMETERS)
+
+
+def tensors_of(pieces: Iterable[tuple[Parameter, int]], suffix: str, width: int) -> list[tuple[str, str, int]]:
+    """(name, module, bytes) of the tensors of `width` bytes an element for the first elements of each parameter."""
+    return [(f"{p.name}{suffix}", p.module, part * width) for p, numel in pieces for part in p.parts(numel)]
 
 
 def widens_gradients(share: RankShare) -> bool:
@@ -125,8 +144,8 @@ def widens_gradients(share: RankShare) -> bool:
 
 def hold_previous_gradients(step: Step, share: RankShare) -> None:
     """Those of the step before, until `zero_grad`, with which a step begins once the buffers are zero."""
-    wide = ((f"{p.name}.main_grad", p.module, owned * FP32) for b in buffers(share) for p, owned in b.pieces)
-    step.hold_all(wide, Category.GRADIENTS, 0, 1)
+    for buffer in buffers(share):
+        step.hold_all(tensors_of(buffer.pieces, ".main_grad", FP32), Category.GRADIENTS, 0, 1)
 
 
 def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
@@ -141,13 +160,12 @@ def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
     for buffer in buffers(share):
         for p, owned in buffer.pieces:
             groups[len(p.shape) > 1] += owned * width
-        for p, owned in buffer.pieces if widened else ():
-            for name in names:
-                step.hold(f"{p.name}.{name}", Category.OPTIMIZER_STATES, owned * width, born, module=p.module)
-            step.hold(f"{p.name}.main_grad", Category.GRADIENTS, owned * FP32, now, FOREVER, p.module)
-        if not widened:
-            states = [(f"{p.name}.{name}", p.module, owned * width) for p, owned in buffer.pieces for name in names]
-            step.hold_all(states, Category.OPTIMIZER_STATES, born)
+        for p, owned in buffer.pieces:
+            for part in p.parts(owned):
+                for name in names:
+                    step.hold(f"{p.name}.{name}", Category.OPTIMIZER_STATES, part * width, born, module=p.module)
+                if widened:
+                    step.hold(f"{p.name}.main_grad", Category.GRADIENTS, part * FP32, now, FOREVER, p.module)
     if share.convention.get("adam_library") == "torch" and groups:
         # AdamW's foreach path: the square roots of a group's second moments; vectors and biases are a group of their own,
         # without weight decay (`get_standard_config_overrides`)
@@ -250,7 +268,8 @@ def memory_buffer_bytes(share: RankShare) -> int:
     projections under sequence parallelism, and the local attention's scores."""
     context = share.context
     gathers = context.sequence_parallel and (not context.transformer_engine or share.has_head)
-    scores = 0 if context.transformer_engine else context.score_elements * context.element_bytes
+    own = context.attention == "local"  # which writes its scores there
+    scores = context.score_elements * context.element_bytes if own else 0
     experts = context.experts
     dispatched = 0
     if experts is not None and experts.dispatcher == "allgather" and experts.group_size > 1 and share.has_experts:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import get_args
 
+from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.findings import FAILS, LESS, MORE, UNKNOWN, Check, Finding, first, sentences
 from peakcast.models.analytical.blocks.megatron_context import Exchange
+from peakcast.models.analytical.megatron_context import PARTS
 from peakcast.spec import TrainingJob
 
-RECOMPUTABLE_MODULES = frozenset({"core_attn", "mlp", "moe", "moe_act", "shared_experts"})
+RECOMPUTABLE_MODULES = frozenset({"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"})
 EXCHANGES = frozenset(get_args(Exchange))
 
 
@@ -29,8 +31,20 @@ def _architecture_reason(job: TrainingJob) -> Finding | None:
     architecture = job.architecture
     checks: list[Check] = [
         (
-            architecture.kind not in ("decoder", "encoder", "encoder_decoder"),
-            f"{architecture.name!r} is neither a GPT nor a BERT or T5 (kind={architecture.kind!r}).",
+            architecture.kind not in ("decoder", "encoder", "encoder_decoder") and not _is_known_hybrid(architecture),
+            f"{architecture.name!r} is neither a GPT nor a BERT or T5, nor a hybrid of Mamba-2, attention and feed-forward "
+            f"layers (kind={architecture.kind!r}).",
+        ),
+        (
+            architecture.kind == "hybrid"
+            and (
+                job.parallelism.context_parallel_size > 1
+                or job.activation_checkpointing.mode == "full"
+                or job.precision.compute == "float8"
+                or conventions(job).get("transformer_impl", "transformer_engine") != "transformer_engine"
+            ),
+            "A hybrid (Mamba) model is modelled with Transformer Engine in 16 bits, without context parallelism and full "
+            "recomputation only.",
         ),
         (
             architecture.kind == "encoder_decoder"
@@ -50,6 +64,11 @@ def _architecture_reason(job: TrainingJob) -> Finding | None:
         (architecture.parallel_block, "Parallel attention and feed-forward blocks are not Megatron-LM's."),
     ]
     return first(checks, "architecture")
+
+
+def _is_known_hybrid(architecture: Architecture) -> bool:
+    mixer, parts = architecture.ssm, set(architecture.layer_types)
+    return architecture.kind == "hybrid" and mixer is not None and mixer.version == 2 and bool(parts) and parts <= PARTS
 
 
 def _training_reason(job: TrainingJob) -> Finding | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import conventions
+from peakcast.conventions import conventions, fuses_loss
 from peakcast.findings import FAILS, LESS, MORE, NEARLY_MORE, UNKNOWN, Check, Finding, first, found
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.hf_traits import traits
@@ -119,7 +119,7 @@ def _tensor_reason(job: TrainingJob) -> Finding | None:
             "parallelism.sharding",
         ),
         (
-            job.loss.fused_linear_cross_entropy,
+            fuses_loss(job),
             "a fused loss under tensor parallelism is not modelled.",
             UNKNOWN,
             "loss.fused_linear_cross_entropy",
@@ -208,7 +208,7 @@ def _expert_reason(job: TrainingJob) -> Finding | None:
         (job.batch.form != "rows", "with full rows only."),
         (job.precision.compute != "bfloat16", "computed in bfloat16 only."),
         (job.activation_checkpointing.use_reentrant, "without reentrant checkpointing only."),
-        (job.loss.fused_linear_cross_entropy, "without a fused loss only."),
+        (fuses_loss(job), "without a fused loss only."),
     ]
     return first(checks, "parallelism.expert_parallel_size", start=f"{size}: compared with its trace ")
 
@@ -255,7 +255,7 @@ def _context_reason(job: TrainingJob) -> Finding | None:
             "plain loop also without sharding.",
         ),
         (
-            job.loss.fused_linear_cross_entropy,
+            fuses_loss(job),
             "a fused loss under context parallelism is not modelled.",
             UNKNOWN,
             "loss.fused_linear_cross_entropy",
@@ -377,7 +377,7 @@ def _pipeline_reason(job: TrainingJob) -> Finding | None:
         ),
         (job.precision.compute == "float8", "float8 in pipeline stages is not modelled.", UNKNOWN, "precision.compute"),
         (
-            job.loss.fused_linear_cross_entropy,
+            fuses_loss(job),
             "a fused loss in pipeline stages is not modelled.",
             UNKNOWN,
             "loss.fused_linear_cross_entropy",

@@ -180,4 +180,3 @@ def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list
         wide = [t for t in of_run if is_cast_by_autocast(context, t.name, t.shape)]
         cached = size * sum(t.numel for t in wide)
         timeline.hold("autocast_cache", Category.TEMPORARIES, cached, born, timeline.now, run.module)
-

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from peakcast.conventions import conventions
+from peakcast.conventions import conventions, fuses_loss
 from peakcast.findings import FAILS, Check, Finding, first
 from peakcast.loss import PAIRS, REFERRING
 from peakcast.spec import Batch, Offload, Parallelism, TrainingJob
@@ -39,7 +39,7 @@ def preference_reason(job: TrainingJob) -> Finding | None:
         (job.batch != Batch(), "is modelled for full rows: TRL pads to the longest sequence of both halves."),
         (job.compile, "is not modelled with torch.compile."),
         (job.offload != Offload(), "is not modelled with offload."),
-        (job.loss.fused_linear_cross_entropy, "has a head of its own: leave loss.fused_linear_cross_entropy out."),
+        (fuses_loss(job), "has a head of its own: leave loss.fused_linear_cross_entropy out."),
         (bool(job.finetuning.quantization), "over quantised weights was compared with no trace."),
         (job.activation_checkpointing.every_n_layers > 1, "was compared with every layer checkpointed only."),
         (job.precision.compute == "float8", "is not modelled in float8."),

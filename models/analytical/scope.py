@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import conventions
+from peakcast.conventions import conventions, fuses_loss
 from peakcast.dialects.hf_families import FAMILIES
 from peakcast.findings import (
     FAILS,
@@ -22,6 +22,7 @@ from peakcast.findings import (
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.adapter_scope import adapter_reason
 from peakcast.models.analytical.compile_scope import compile_reason
+from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.analytical.preference_scope import preference_reason
 from peakcast.models.analytical.zero_scope import zero_reason
@@ -159,7 +160,7 @@ def _encoder_decoder_reason(job: TrainingJob) -> Finding | None:
         ),
         (job.offload != Offload(), "offloading is not modelled for it.", UNKNOWN, "offload"),
         (
-            bool(conventions(job).get("liger_kernels")) or job.loss.fused_linear_cross_entropy,
+            bool(conventions(job).get("liger_kernels")) or fuses_loss(job),
             "Liger has no kernels for it.",
             UNKNOWN,
             "framework_options.liger_kernels",
@@ -201,7 +202,7 @@ def _in_backward_reason(job: TrainingJob) -> Finding | None:
             "is not modelled under autocast in float16: the loss scaler would have to be asked for every gradient.",
         ),
         (
-            job.loss.fused_linear_cross_entropy and job.finetuning.method == "full" and not at_once,
+            fuses_loss(job) and job.finetuning.method == "full" and not at_once,
             "is not all counted beside a fused loss: backward is up to 1.2 % below its trace.",
             NEARLY_MORE,
         ),
@@ -221,9 +222,10 @@ def _under_fsdp2(job: TrainingJob) -> bool:
 
 
 def _plain_float8(job: TrainingJob) -> bool:
-    """Whether float8 is torchao's over bf16 weights. GPT-2's Conv1D is no nn.Linear and stays as it is."""
+    """Whether float8 is torchao's over weights that blocks see in bf16, as which FSDP's mixed precision gathers wider ones.
+    GPT-2's Conv1D is no nn.Linear and stays as it is."""
     plain = job.task == "train" and job.finetuning.method == "full" and job.framework in ("huggingface", "torch")
-    wide = job.precision.parameters == "bfloat16" and not job.framework_options.get("autocast")
+    wide = gathered_dtype(job) == "bfloat16" and not job.framework_options.get("autocast")
     return plain and wide and job.architecture.model_type not in ("gpt2", "gpt_bigcode")
 
 
@@ -250,11 +252,11 @@ def _kernels_reason(job: TrainingJob) -> Finding | None:
     flash, flex = job.attention == "flash_attention_2", job.attention == "flex"
     checks: list[Check] = [
         (
-            (kernels or job.loss.fused_linear_cross_entropy) and family not in LIGER_FAMILIES,
+            (kernels or fuses_loss(job)) and family not in LIGER_FAMILIES,
             f"Liger has no kernels for model_type={family!r}, which runs without them.",
         ),
         (
-            job.loss.fused_linear_cross_entropy and family == "granite",
+            fuses_loss(job) and family == "granite",
             "Liger has no fused loss for Granite and raises an error; set loss.fused_linear_cross_entropy=false.",
             FAILS,
             "loss.fused_linear_cross_entropy",
@@ -419,8 +421,8 @@ def _huggingface_reason(job: TrainingJob) -> Finding | None:
         ),
         (
             (job.offload.parameters or job.offload.optimizer)
-            and not (_offloads_with_fsdp2(job) or _offloads_with_zero(job)),
-            "offload of parameters or optimizer states is modelled for FSDP2's policy and ZeRO only.",
+            and not (_offloads_with_fsdp(job) or _offloads_with_zero(job)),
+            "offload of parameters or optimizer states is modelled for FSDP's and ZeRO's only.",
             UNKNOWN,
             "offload",
         ),
@@ -478,8 +480,8 @@ def _offloads_with_zero(job: TrainingJob) -> bool:
     return job.parallelism.zero_stage > 0
 
 
-def _offloads_with_fsdp2(job: TrainingJob) -> bool:
-    """FSDP2's CPUOffloadPolicy moves parameters, gradients and the optimizer's states together."""
+def _offloads_with_fsdp(job: TrainingJob) -> bool:
+    """FSDP1's CPUOffload and FSDP2's CPUOffloadPolicy move parameters, gradients and the optimizer's states together."""
     layout = job.parallelism
-    sharded = layout.sharding in ("fsdp2", "hsdp") and layout.num_replicas > 1
+    sharded = layout.sharding in ("fsdp1", "fsdp2", "hsdp") and layout.num_replicas > 1
     return sharded and job.offload == Offload(parameters=True, optimizer=True)

@@ -133,9 +133,7 @@ def kept(template: Template) -> list[Waiting]:
 class _Turns:
     """Runs the turns of one rank."""
 
-    def __init__(
-        self, job: TrainingJob, context: HFContext, chunks: tuple[Chunk, ...], step: Step, layout: Layout
-    ) -> None:
+    def __init__(self, job: TrainingJob, context: HFContext, chunks: tuple[Chunk, ...], step: Step, layout: Layout) -> None:
         self.job = job
         self.layout = layout
         self.chunks = chunks

@@ -10,7 +10,7 @@ import typer
 
 from peakcast.commands.application import AllFindings, Gpu, GpusPerNode, HostMemory, Json, app
 from peakcast.errors import SpecError
-from peakcast.job_flags import AskedJob, takes_job
+from peakcast.job_flags import VERSIONS, AskedJob, takes_job
 
 FITS_EXIT_CODES = {"yes": 0, "no": 3, "uncertain": 4}
 """What `peakcast predict` exits with; 2 is a question that cannot be answered."""
@@ -25,6 +25,9 @@ def predict(
     batch: Annotated[Path | None, typer.Option(help="Questions, one JSON object a line ('-': standard input).")] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Processes that share a batch; default: all cores for a long file.")
+    ] = None,
+    timeout_seconds: Annotated[
+        float | None, typer.Option(help="Longest that one question of a batch may take; default: 60.")
     ] = None,
     all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Add a line for every distinct rank.")] = False,
     host_memory_gib: HostMemory = None,
@@ -43,7 +46,9 @@ def predict(
     if batch is not None:
         if asked.given:
             raise SpecError("--batch asks the questions of its file; give no JOB and no job flags beside it.")
-        for answer in api.predict_batch(*render.batch_of(batch, processes)):
+        from peakcast.batch import LINE_SECONDS, batch_of
+
+        for answer in api.predict_batch(*batch_of(batch, processes), timeout_seconds=timeout_seconds or LINE_SECONDS):
             print(render.json_line(answer), flush=str(batch) == "-")
         return
     if print_job:
@@ -66,15 +71,19 @@ def megatron(
     host_memory_gib: HostMemory = None,
     gpus_per_node: GpusPerNode = None,
     all_findings: AllFindings = False,
+    versions: Annotated[str | None, VERSIONS["versions"][1]] = None,
+    container: Annotated[str | None, VERSIONS["container"][1]] = None,
+    here: Annotated[bool, VERSIONS["here"][1]] = False,
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
     print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
     json: Json = False,
 ) -> None:
     """Predict the peak memory of a Megatron-LM run: put `peakcast megatron` in the place of `pretrain_gpt.py`."""
     from peakcast import render
+    from peakcast.dialects.asked_versions import asked_versions
     from peakcast.dialects.recognise import from_arguments
 
-    asked = from_arguments(arguments or [], os.environ, num_gpus)
+    asked = from_arguments(arguments or [], os.environ, num_gpus, asked_versions(versions, container, here))
     if print_job:
         print(render.job_text(asked, as_json=json))
         return

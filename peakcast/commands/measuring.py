@@ -99,12 +99,15 @@ def import_published(
 
 
 def _options(texts: list[str]) -> dict[str, Any]:
-    import yaml
+    from peakcast.bounded import yaml_value
 
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise SpecError(f"--engine-set {text!r} must be NAME=VALUE, such as num_gpus=1.", parameter="engine-set")
-        found[name] = yaml.safe_load(value)
+        try:
+            found[name] = yaml_value(value)
+        except ValueError as error:
+            raise SpecError(f"--engine-set {text!r} has no valid value: {error}.", parameter="engine-set") from error
     return found

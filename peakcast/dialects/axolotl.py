@@ -75,7 +75,14 @@ def from_axolotl(pasted: Pasted) -> Translation:
         training["parallelism_config"] = launcher.mesh
     _rest(settings)
     translation = from_huggingface(
-        model, training, adapter, deepspeed, fsdp or launcher.fsdp, num_gpus, spell=speller(keys.TRAINING, keys.ADAPTER)
+        model,
+        training,
+        adapter,
+        deepspeed,
+        fsdp or launcher.fsdp,
+        num_gpus,
+        versions=pasted.versions.of("huggingface"),
+        spell=speller(keys.TRAINING, keys.ADAPTER),
     )
     job = notes.include(translation)
     job = _experts(job, settings)

@@ -40,7 +40,9 @@ FOREIGN: tuple[Foreign, ...] = (
 )
 
 
-_PROGRAM = re.compile(r"^\s*(?:python[\d.]*\s+-m\s+)?((?:openrlhf|verl|swift|nemo_run|nemo_automodel)[.\w]*)", re.MULTILINE)
+_PROGRAM = re.compile(
+    r"^[ \t]*(?:python[\d.]*[ \t]+-m[ \t]+)?((?:openrlhf|verl|swift|nemo_run|nemo_automodel)[.\w]*)", re.MULTILINE
+)
 
 
 def foreign_program(text: str) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from peakcast.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
+from peakcast.architecture import MOST_ELEMENTS, MOST_LAYERS, Architecture, MixtureOfExperts, MultiLatentAttention
 from peakcast.dialects.hf_families import FAMILIES, OTHER_KINDS
 from peakcast.dialects.hf_rotary import read_rotary
 from peakcast.dialects.hf_rules import REQUIRED, Choice, Family, Key, Product, Row, Rules, llama
@@ -42,10 +42,6 @@ FOREIGN_KEYS = (
     "conv_L_cache",
 )
 """Keys of shapes that Llama has not; one of them, and an unknown `model_type` is not a relative."""
-
-MOST_LAYERS = 2**11
-MOST_ELEMENTS = 2**24
-"""Sizes above these are taken for a mistake: no published network comes within a factor of eight."""
 
 _OTHER_NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),

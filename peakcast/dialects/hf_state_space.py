@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peakcast.architecture import Architecture, StateSpace
+from peakcast.architecture import MOST_ELEMENTS, Architecture, StateSpace
 from peakcast.dialects.hf_rules import Family, Key, Row, experts, plain
+from peakcast.errors import SpecError
+from peakcast.fields import int_like
 
 _NAMES = {
     "mamba": "mamba", "linear_attention": "mamba", "M": "mamba",
@@ -21,14 +23,22 @@ _NAMES = {
 """Nemotron-H's spellings of a layer, in words or as a letter of `hybrid_override_pattern`."""
 
 
-def _number(config: Mapping[str, Any], key: str, default: int) -> int:
+def _number(config: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
+    """The whole number that a key holds; its default where it is absent, null or a word such as "auto"."""
     value = config.get(key, default)
-    return default if value is None or isinstance(value, str) else int(value)
+    if value is None or isinstance(value, str):
+        return default
+    if isinstance(value, bool) or int_like(value) is None or not least <= value <= MOST_ELEMENTS:
+        rule = f"must be a whole number from {least} to {MOST_ELEMENTS:,}"
+        raise SpecError(f"{key}={value!r} {rule}; correct it.", parameter=key, value=value)
+    return int(value)
 
 
 def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     value = config.get(key, default)
-    return default if value is None else bool(value)
+    if value is not None and not isinstance(value, bool):
+        raise SpecError(f"{key}={value!r} must be true or false; write it without quotes.", parameter=key, value=value)
+    return default if value is None else value
 
 
 def _first_mamba(prefix: str) -> Any:
@@ -96,6 +106,12 @@ def _bamba(config: Mapping[str, Any], values: Row) -> None:
     inner = _number(config, "mamba_expand", 2) * values["hidden_size"]
     values["ssm"] = _bamba_mixer(config, inner, "gated", _flag(config, "mamba_proj_bias", False))
     attends = config.get("attn_layer_indices") or ()
+    if not isinstance(attends, Sequence) or isinstance(attends, str):
+        raise SpecError(
+            f"attn_layer_indices={attends!r} must be a list of layers; correct it.",
+            parameter="attn_layer_indices",
+            value=attends,
+        )
     values["layer_types"] = tuple(
         f"{'attention' if layer in attends else 'mamba'}+mlp" for layer in range(values["num_hidden_layers"])
     )
@@ -113,8 +129,8 @@ def _falcon_h1(config: Mapping[str, Any], values: Row) -> None:
 
 def _jamba(config: Mapping[str, Any], values: Row) -> None:
     values["ssm"] = _first_mamba("mamba_")(config, values)
-    period, offset = _number(config, "attn_layer_period", 8), _number(config, "attn_layer_offset", 4)
-    every, first = _number(config, "expert_layer_period", 2), _number(config, "expert_layer_offset", 1)
+    period, offset = _number(config, "attn_layer_period", 8), _number(config, "attn_layer_offset", 4, 0)
+    every, first = _number(config, "expert_layer_period", 2), _number(config, "expert_layer_offset", 1, 0)
     several = values["moe"]["num_experts"] > 1
     values["layer_types"] = tuple(
         f"{'attention' if layer % period == offset else 'mamba'}+{'moe' if several and layer % every == first else 'mlp'}"
@@ -123,8 +139,8 @@ def _jamba(config: Mapping[str, Any], values: Row) -> None:
 
 
 def _nemotron_h(config: Mapping[str, Any], values: Row) -> None:
-    layers: Sequence[str] = config.get("hybrid_override_pattern") or config.get("layers_block_type") or ()
-    if not layers or any(layer not in _NAMES for layer in layers):
+    layers: Any = config.get("hybrid_override_pattern") or config.get("layers_block_type") or ()
+    if not isinstance(layers, (str, list, tuple)) or not layers or any(str(layer) not in _NAMES for layer in layers):
         rule = f"a list of {', '.join(name for name in _NAMES if len(name) > 1)}, or their letters"
         values["refusal"] = ("layers_block_type", layers, rule)
         return

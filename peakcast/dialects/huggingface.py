@@ -80,7 +80,8 @@ def from_huggingface(
     weights = _weights_dtype(model, training, notes)
     half = _half(training, engine, shards, notes)
     loaded = half if engine is not None and half is not None else weights
-    finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options), half, shards, notes)
+    widens = release((versions or {}).get("peft", "0.12")) >= (0, 12)
+    finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options, widens), half, shards, notes)
     precision = _precision(weights, half, engine, shards, finetuning, notes, options)
     if training.number("neftune_noise_alpha", None) is not None:
         options["neftune"] = True
@@ -130,8 +131,14 @@ def _settings(name: str, mapping: object, notes: Notes, spell: Callable[[str], s
 
 
 def _finetuning(
-    adapter: Settings | None, weights: Dtype, quantization: Mapping[str, Any], notes: Notes, options: dict[str, Any]
+    adapter: Settings | None,
+    weights: Dtype,
+    quantization: Mapping[str, Any],
+    notes: Notes,
+    options: dict[str, Any],
+    widens: bool,
 ) -> Finetuning:
+    """`widens`: whether peft makes adapters in float32 unless told otherwise, as it has since 0.12."""
     kind: Literal["nf4", "gptq", "int8"] | None = None
     if quantization.get("load_in_8bit"):
         kind = "int8"
@@ -172,10 +179,20 @@ def _finetuning(
         alpha=None if alpha is None else float(alpha),
         targets=targets,
         dropout=float(adapter.number("lora_dropout", 0.0) or 0.0),
-        adapter_dtype=None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization),
+        adapter_dtype=_adapter_dtype(adapter, kind, weights, quantization, widens),
         quantization=kind,
         double_quantization=kind == "nf4" and bool(quantization.get("bnb_4bit_use_double_quant", False)),
     )
+
+
+def _adapter_dtype(
+    adapter: Settings, kind: str | None, weights: Dtype, quantization: Mapping[str, Any], widens: bool
+) -> Dtype | None:
+    """The dtype of adapters; None for float32 by peft's default. Before peft 0.12 they took the dtype of the weight that
+    they are on, if that has floating point (peft 0.11.1 `tuners/lora/layer.py` update_layer)."""
+    if not widens:
+        return weights if kind is None else None
+    return None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization)
 
 
 def _base_dtype(kind: str | None, weights: Dtype, quantization: Mapping[str, Any]) -> Dtype:
@@ -230,11 +247,7 @@ def _precision(
     trained: Dtype = weights
     if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype in (None, "float32"):
         trained = "float32"  # peft's autocast_adapter_dtype
-    if half is not None and (weights == "float32" or trained == "float32"):
-        options["autocast"] = True
-    elif half is not None:
-        asked = "bf16" if half == "bfloat16" else "fp16"
-        notes.assumptions.append(f"{asked}=True changes nothing: the weights are {weights} already.")
+    options["autocast"] = half is not None  # beside narrow weights too: norms and losses are on its fp32 list
     compute = half if options.get("autocast") and half else weights
     return Precision(parameters=weights, compute=compute, gradients=trained, optimizer_states=trained)
 

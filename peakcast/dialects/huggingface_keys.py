@@ -126,6 +126,11 @@ ZERO_DETAILS = _words("""
     overlap_comm reduce_scatter round_robin_gradients sub_group_size
 """)
 """Keys of zero_optimization whose DeepSpeed defaults are taken (as are those that begin with stage3_)."""
+OFFLOAD_DETAILS = _words("""
+    device pin_memory ratio super_offload cpuadam_cores_perc nvme_path buffer_count buffer_size max_in_cpu fast_init
+    pipeline_read pipeline_write
+""")
+"""Keys of offload_optimizer and offload_param that are read, or that only say how fast states move."""
 UNSUPPORTED_DEEPSPEED: dict[str, str] = {
     "activation_checkpointing": "DeepSpeed's own activation checkpointing",
     "amp": "apex AMP",

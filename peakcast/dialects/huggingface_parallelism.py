@@ -150,10 +150,18 @@ def _zero(
             )
     if moved["offload_optimizer"] != "none" and (ratio := mapping_at(zero, "offload_optimizer").get("ratio", 1)) != 1:
         notes.unsupported.append(
-            f"zero_optimization.offload_optimizer.ratio={ratio!r} is not modelled; all is taken.",
+            f"zero_optimization.offload_optimizer.ratio={ratio!r} is not modelled: all states are taken to be in host "
+            "memory, and what stays on the GPU comes on top.",
             "zero_optimization.offload_optimizer.ratio",
             "more",
         )
+    for where in moved:
+        inner = mapping_at(zero, where)
+        if inner.get("super_offload"):
+            notes.unsupported.append(f"SuperOffload (zero_optimization.{where}.super_offload) is not modelled.")
+        for key in inner:
+            if key not in keys.OFFLOAD_DETAILS:
+                notes.unknown.append(f"zero_optimization.{where}.{key}")
     for key in zero.left():
         if key in keys.ZERO_DETAILS or key.startswith("stage3_"):
             value = zero.raw(key)

@@ -8,13 +8,15 @@ from typing import Any
 
 from peakcast import catalog
 from peakcast.architecture import Architecture
-from peakcast.conventions import check_framework_options
+from peakcast.bounded import exists, is_file, is_folder
+from peakcast.conventions import check_framework_options, conventions_of
 from peakcast.dialects import hub, text
 from peakcast.dialects.hf_config import architecture_from_hf_config
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.translation import Translation
 from peakcast.errors import CatalogError, SpecError, near_misses
-from peakcast.fields import build
+from peakcast.fields import FrozenMapping, build
+from peakcast.parallelism import layers_beside_ends
 from peakcast.spec import TrainingJob
 from peakcast.versions import check_versions
 
@@ -36,9 +38,30 @@ def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
     values["architecture"] = resolve_architecture(values["architecture"])
     if "versions" in values:
         values["versions"] = check_versions(values["versions"])
-    job = build(TrainingJob, values)
+    job = build(TrainingJob, _with_stage_layers(values))
     check_framework_options(job)
     return job
+
+
+def _with_stage_layers(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with the layers of each pipeline stage, where they are not given and the stack has a split of its own
+    (the convention `pipeline_split`), as torchtitan has, for which 126 layers on 8 stages are an ordinary job."""
+    layout = values.get("parallelism")
+    if values.get("framework") != "torch" or not isinstance(layout, Mapping) or layout.get("pipeline_layers"):
+        return values
+    sizes = layout.get("pipeline_parallel_size", 1), layout.get("virtual_pipeline_stages", 1)
+    if not all(isinstance(size, int) and size > 0 for size in sizes) or sizes[0] == 1:
+        return values
+    versions, options = (
+        FrozenMapping(given if isinstance(given := values.get(key), Mapping) else {})
+        for key in ("versions", "framework_options")
+    )
+    network = values["architecture"]
+    facts = FrozenMapping({"model_type": network.model_type})
+    if conventions_of("torch", versions, facts, options)["pipeline_split"] != "ends":
+        return values
+    layers = layers_beside_ends(network.num_hidden_layers, sizes[0] * sizes[1])
+    return {**values, "parallelism": {**layout, "pipeline_layers": layers}}
 
 
 def from_job(pasted: Pasted) -> Translation:
@@ -80,15 +103,15 @@ def resolve_architecture(value: object) -> Architecture:
 def _architecture_named(name: str) -> Architecture:
     """The network in the file or folder `name`, else of that catalog name, else of that hub id."""
     path = Path(name)
-    if path.is_dir() and (path / "config.json").is_file():
+    if is_folder(path) and is_file(path / "config.json"):
         path = path / "config.json"
-    if path.suffix == ".json" or path.is_file():
+    if path.suffix == ".json" or is_file(path):
         called = path.absolute().parent.name if path.stem == "config" else ""
         return architecture_from_hf_config(read_mapping(path), name=called or path.stem)
     try:
         return catalog.architecture(name)
     except CatalogError:
-        if not hub.is_hub_id(name) or path.exists():
+        if not hub.is_hub_id(name) or exists(path):
             raise
     try:
         return architecture_from_hf_config(hub.config_of(name), name=name)

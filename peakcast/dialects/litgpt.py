@@ -80,7 +80,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
-        versions=FrozenMapping({"litgpt": "main"}),
+        versions=FrozenMapping(pasted.versions.of("torch", {"litgpt": "main"})),
         micro_batch_size=micro,
         sequence_length=length,
         gradient_accumulation_steps=steps,

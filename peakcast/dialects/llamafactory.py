@@ -145,7 +145,14 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         stage = settings.text("pref_loss")
     _rest(settings)
     translation = from_huggingface(
-        model, training, adapter, deepspeed, launcher.fsdp, num_gpus, spell=speller(TRAINING, ADAPTER)
+        model,
+        training,
+        adapter,
+        deepspeed,
+        launcher.fsdp,
+        num_gpus,
+        versions=pasted.versions.of("huggingface"),
+        spell=speller(TRAINING, ADAPTER),
     )
     if stage == "rm":  # train/rm/trainer.py: a value head beside the lm_head, and every layer's hidden states
         raise settings.refuse(

@@ -15,6 +15,7 @@ from peakcast.conventions import check_framework_options
 from peakcast.dialects import megatron_flags as flags
 from peakcast.dialects.megatron_architecture import megatron_architecture, one_of_table
 from peakcast.dialects.megatron_layout import virtual_stages
+from peakcast.dialects.megatron_legacy import is_legacy, legacy_versions, note_flash_attention
 from peakcast.dialects.megatron_precision import megatron_precision
 from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, states_direction
 from peakcast.errors import SpecError
@@ -54,18 +55,24 @@ def from_megatron(
     parallelism = _parallelism(settings, architecture, layout_sizes)
     micro_batch_size = settings.size("micro_batch_size")
     _note_unsupported(settings)
-    options = _options(settings, env or {})
+    options, known_versions = _options(settings, env or {}), check_versions(versions or {})
+    legacy = is_legacy(settings, known_versions)
+    if legacy:
+        known_versions = legacy_versions(settings, known_versions)
+        options |= {"use_legacy_models": True, "transformer_impl": "local"}
+    else:
+        note_flash_attention(settings)
     job = TrainingJob(
         architecture=architecture,
         framework="megatron",
-        versions=FrozenMapping(check_versions(versions or {})),
+        versions=FrozenMapping(known_versions),
         micro_batch_size=micro_batch_size,
         sequence_length=_sequence_length(settings, parallelism),
         decoder_sequence_length=settings.integer("decoder_seq_length") if architecture.num_decoder_layers else None,
         gradient_accumulation_steps=_accumulation(settings, micro_batch_size, parallelism.data_parallel_size),
         precision=megatron_precision(settings),
         optimizer=_optimizer(settings),
-        attention="eager" if settings.text("transformer_impl") == "local" else BACKENDS[_backend(settings)],
+        attention=_attention(settings, options),
         activation_checkpointing=_recomputation(settings),
         parallelism=parallelism,
         offload=Offload(
@@ -203,6 +210,13 @@ def _optimizer(settings: Settings) -> Optimizer:
     return Optimizer(name=name, implementation="fused", momentum=momentum if name == "sgd" else 0.0)
 
 
+def _attention(settings: Settings, options: Mapping[str, Any]) -> Literal["eager", "sdpa", "flash_attention_2"]:
+    if options.get("transformer_impl") == "local":
+        flash = options.get("use_legacy_models") and options.get("use_flash_attn")
+        return "flash_attention_2" if flash else "eager"
+    return BACKENDS[_backend(settings)]
+
+
 def _backend(settings: Settings) -> str:
     return settings.one_of("attention_backend", "auto", BACKENDS)
 
@@ -282,9 +296,8 @@ def _note_unsupported(settings: Settings) -> None:
             settings.notes.unsupported.append(
                 f"{what[0].upper()}{what[1:]} ({settings.spell(key)}{shown}) is not modelled.", settings.spell(key)
             )
-    if "hybrid" in settings.text("spec").lower() or "mamba" in settings.text("spec").lower():
-        settings.notes.unsupported.append(f"A hybrid (Mamba) model (spec={settings.text('spec')}) is not modelled.", "spec")
-    elif settings.given("spec"):
+    spec = settings.text("spec").lower()
+    if settings.given("spec") and not ("mamba" in spec or "hybrid" in spec):
         settings.notes.unsupported.append(
             f"A custom layer specification (spec={settings.text('spec')}) is not modelled.", "spec"
         )

@@ -21,7 +21,7 @@ SWITCHES = _words("""
     moe_router_pre_softmax moe_shared_expert_overlap moe_use_legacy_grouped_gemm overlap_grad_reduce
     overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush overlap_param_gather
     overlap_param_gather_with_optimizer_step qk_layernorm rotary_interleaved te_rng_tracker tp_comm_overlap
-    use_flash_attn use_fused_weighted_squared_relu use_precision_aware_optimizer use_tp_pp_dp_mapping
+    use_flash_attn use_fused_weighted_squared_relu use_legacy_models use_precision_aware_optimizer use_tp_pp_dp_mapping
     use_transformer_engine_op_fuser
 """)
 """Switches that become a framework option of the same name, off by default."""
@@ -130,10 +130,7 @@ UNSUPPORTED: dict[str, str] = {
     "fp4_format": "FP4 training",
     "fp8_param_gather": "FP8 parameters",
     "heterogeneous_layers_config_path": "layers of unequal shape",
-    "hybrid_layer_pattern": "a hybrid (Mamba) model",
-    "hybrid_override_pattern": "a hybrid (Mamba) model",
     "img_h": "a multimodal model",
-    "is_hybrid_model": "a hybrid (Mamba) model",
     "moe_latent_size": "latent mixture-of-experts layers",
     "mtp_use_repeated_layer": "one repeated multi-token-prediction layer",
     "optimizer_cpu_offload": "the optimizer's hybrid CPU offloading",
@@ -141,7 +138,6 @@ UNSUPPORTED: dict[str, str] = {
     "retro_add_retriever": "a RETRO model",
     "export_te_mcore_model": "a ModelOpt model (quantization, pruning, distillation)",
     "export_kd_teacher_load": "distillation from a teacher",
-    "use_legacy_models": "legacy (pre-core) models",
     "use_megatron_fsdp": "Megatron-FSDP",
     "use_torch_fsdp2": "PyTorch FSDP2 inside Megatron",
     "window_size": "sliding-window attention",
@@ -162,7 +158,7 @@ IGNORED = _words("""
     dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness distributed_backend distributed_timeout_minutes emb_int_list
     enable_experimental enable_router eod_mask_loss eval_global_batch_size eval_interval eval_iters
     exit_duration_in_mins exit_interval finetune fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin
-    hard_sample_th high_priority_stream_groups hysteresis img_w init_method_std initial_loss_scale
+    hard_sample_th high_priority_stream_groups hysteresis img_w init_method_std initial_loss_scale is_hybrid_model
     langrl_inference_server_type legacy_tokenizer linear_scaler_end linear_scaler_start load log_interval
     log_memory_to_tensorboard log_params_norm log_throughput logging_level loss_alpha loss_scale loss_scale_window lr
     lr_decay_iters lr_decay_samples lr_decay_style lr_mult_router lr_warmup_fraction lr_warmup_init lr_warmup_iters
@@ -177,7 +173,7 @@ IGNORED = _words("""
     reuse_grad_buf_for_mxfp8_param_ag rope_scaling_factor rotary_base rotary_scaling_factor router_beta router_gbs
     router_inter_dim router_std save save_interval seed slice soft_mask split straggler_minmax_count tau_decay
     tau_init tensorboard_dir test_mode tiktoken_pattern timing_log_level tokenizer_model train_iters train_samples
-    use_checkpoint_args use_checkpoint_opt_param_scheduler use_dist_ckpt use_mcore_models use_packed_sequence
+    use_checkpoint_args use_checkpoint_opt_param_scheduler use_dist_ckpt use_packed_sequence
     use_persistent_ckpt_worker verify_integrity vocab_file wandb_exp_name wandb_project wandb_save_dir weight_decay
     weight_decay_incr_style
 """)

@@ -56,7 +56,7 @@ def from_nanotron(pasted: Pasted) -> Translation:
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
-        versions=FrozenMapping({"nanotron": "main"}),
+        versions=FrozenMapping(pasted.versions.of("torch", {"nanotron": "main"})),
         micro_batch_size=settings.size("tokens.micro_batch_size"),
         sequence_length=settings.size("tokens.sequence_length"),
         gradient_accumulation_steps=settings.size("tokens.batch_accumulation_per_replica", 1, assume=True),

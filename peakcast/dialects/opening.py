@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.dialects.pasted import THE_TEXT, Pasted, merged, nested
+from peakcast.dialects.pasted import THE_TEXT, Pasted, mapping_of_text, merged, nested
 from peakcast.dialects.text import kind_of, parse, read_text
 from peakcast.errors import SpecError
 
@@ -58,7 +59,12 @@ def _launched(
 
     script = read_script(text)
     launch = launch_of(script, text, where)
-    companions: dict[str, Mapping[str, Any]] = {}
+    written: dict[str, Mapping[str, Any]] = {}
+    for name, body in script.files.items():
+        with contextlib.suppress(SpecError):  # a script writes other files too
+            written[Path(name).name] = mapping_of_text(body, name, Path(name).suffix)
+    files = {**written, **files}
+    companions = dict(written)
     here = Pasted(values={}, where=where, folder=folder, companions=files)
     if launch.launched_by == "accelerate":
         named = launch.launcher.get("config_file")

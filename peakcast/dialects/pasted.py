@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from peakcast.bounded import is_file
+from peakcast.dialects.asked_versions import NO_VERSIONS, AskedVersions
 from peakcast.dialects.text import kind_of, parse, read_text
 from peakcast.dialects.translation import Notes
 from peakcast.errors import SpecError
 
 THE_TEXT = "the text"
 """What messages call a configuration that came as text."""
-_BETWEEN = re.compile(r"^---[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+_BETWEEN = re.compile(r"^---(.*)$", re.MULTILINE)
 
 
 class Document(NamedTuple):
@@ -29,7 +31,7 @@ def documents(text: str) -> list[Document]:
     """The parts of `text` between lines of `---`, each named by what follows the dashes above it (`--- ds_config.json`);
     parts with nothing in them are left out, but there is always one."""
     first, *rest = _BETWEEN.split(text)
-    parts = [Document("", first), *(Document(name, part) for name, part in zip(rest[::2], rest[1::2], strict=True))]
+    parts = [Document("", first), *(Document(name.strip(), part) for name, part in zip(rest[::2], rest[1::2], strict=True))]
     return [part for part in parts if part.text.strip()] or [Document("", text)]
 
 
@@ -53,6 +55,8 @@ class Pasted:
     """The program that the launch script runs, "" when there is none."""
     used: set[str] = field(default_factory=set)
     """The companions that were asked for, by name."""
+    versions: AskedVersions = NO_VERSIONS
+    """Package versions that are asked for beside it."""
     remarks: tuple[str, ...] = ()
     """What was not followed in a launch script, as sentences."""
 
@@ -76,7 +80,7 @@ class Pasted:
                 self.used.add(known)
                 return self.companions[known]
         for candidate in (self.folder / path, path, self.folder / path.name) if self.folder is not None else ():
-            if candidate.is_file():
+            if is_file(candidate):
                 return mapping_of_file(candidate)
         raise SpecError(
             f"{key}={str(name)!r} in {self.where} is another file, and it is not here; give it {self.beside(path.name)}.",

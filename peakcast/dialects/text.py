@@ -1,25 +1,22 @@
-"""Configuration text to plain values: JSON, YAML's safe subset, TOML. Nothing is run; size and depth are bounded."""
+"""Configuration files and texts: what kind each is, and its plain values. Bounds are those of `bounded`; nothing is run."""
 
 from __future__ import annotations
 
-import json
+import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from peakcast import bounded
 from peakcast.errors import SpecError
 
 MAX_FILE_BYTES = 4 * 2**20
 """A configuration larger than this is not one; refused before it is parsed."""
 MAX_SLOW_CHARACTERS = 2**19
 """The same for YAML and TOML, whose parsers need seconds for a megabyte."""
-MAX_DEPTH = 100
-"""Mappings and lists of YAML inside one another."""
-MAX_VALUES = 200_000
-"""Values in one YAML document, each alias counted as everything that it stands for."""
 
 ENDINGS = {
     ".json": "JSON", ".yaml": "YAML", ".yml": "YAML", ".toml": "TOML",
@@ -27,11 +24,13 @@ ENDINGS = {
 }  # fmt: skip
 """What a file is by its ending."""
 _COMMAND = re.compile(
-    r"^#!.*\b(?:ba|z)?sh\b|^\s*(?:export\s+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s)"
-    r"|^\s*\S*pretrain_\w+\.py\b",
+    r"^#!.*\b(?:ba|z)?sh\b"
+    r"|^[ \t]*(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s)"
+    r"|^[ \t]*\S{0,400}?pretrain_\w{1,100}\.py\b",
     re.MULTILINE,
 )
-_TABLE = re.compile(r"\A(?:\s*(?:#.*)?\n)*\s*(?:\[[\w.\"-]+\]|[\w.]+\s*=\s*\S)")
+_TABLE = re.compile(r"\s*(?:\[[\w.\"-]+\]|[\w.]+\s*=\s*\S)")
+"""A first line that TOML has and YAML has not."""
 
 
 _FILES_ARE_READ: ContextVar[bool] = ContextVar("files_are_read", default=True)
@@ -52,24 +51,25 @@ def read_text(path: Path, *, named: bool = True) -> str:
     if named and not _FILES_ARE_READ.get():
         raise SpecError(f"{str(path)!r} is a path, and no files are read here; paste what the file holds.", value=str(path))
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise SpecError(f"{path} is larger than {MAX_FILE_BYTES:,} bytes; a configuration is not that big.")
-        return path.read_text(encoding="utf-8-sig")
+        text = bounded.file_bytes(path, MAX_FILE_BYTES).decode("utf-8-sig")
     except OSError as error:
-        raise SpecError(f"{path} cannot be read: {error.strerror}; check the path.") from error
+        raise SpecError(f"{path} cannot be read: {error.strerror}; check the path.", value=str(path)) from error
     except UnicodeDecodeError as error:
         raise SpecError(f"{path} is not UTF-8 text; give a YAML or JSON file.") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def kind_of(text: str, ending: str = "") -> str:
     """What `text` is: JSON, YAML, TOML, shell or Python; by the file's `ending` (".yml") where that says it."""
     if ending.lower() in ENDINGS:
         return ENDINGS[ending.lower()]
+    begins = (line for line in io.StringIO(text) if line.strip() and not line.lstrip().startswith("#"))
+    table = _TABLE.match(next(begins, "")) is not None
     if text.lstrip()[:1] in ("{", "["):
-        return "TOML" if _TABLE.match(text) else "JSON"
+        return "TOML" if table else "JSON"
     if _COMMAND.search(text):
         return "shell"
-    return "TOML" if _TABLE.match(text) else "YAML"
+    return "TOML" if table else "YAML"
 
 
 def parse(text: str, kind: str, where: str) -> Any:
@@ -78,54 +78,11 @@ def parse(text: str, kind: str, where: str) -> Any:
         raise SpecError(f"{where} has {len(text):,} characters; a configuration is not that big.")
     try:
         return _PARSERS[kind](text)
-    except RecursionError as error:
-        raise SpecError(f"{where} is nested too deeply to be a configuration.") from error
     except ValueError as error:
         why = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
         raise SpecError(f"{where} is not valid {kind}: {why}.") from error
 
 
-def _toml(text: str) -> Any:
-    import tomllib
-
-    return tomllib.loads(text)
-
-
-def _yaml(text: str) -> Any:
-    import yaml
-
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        _weigh(yaml.parse(text, Loader=loader))
-        return yaml.load(text, Loader=loader)
-    except yaml.YAMLError as error:
-        raise ValueError(error) from error
-
-
-def _weigh(events: Iterable[Any]) -> None:
-    """Refuse a YAML document that is too deep, too long or contains itself, from its flat stream of events, before
-    anything is built from it: aliases make big things out of small texts."""
-    sizes: dict[str, int] = {}
-    open_: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values so far of each collection that is not closed yet
-    for event in events:
-        name = type(event).__name__
-        size = 0
-        if name in ("MappingStartEvent", "SequenceStartEvent"):
-            open_.append((event.anchor, 1))
-        elif name in ("MappingEndEvent", "SequenceEndEvent"):
-            anchor, size = open_.pop()
-            sizes[anchor or ""] = size
-        elif name == "ScalarEvent":
-            size = 1
-        elif name == "AliasEvent":
-            if any(anchor == event.anchor for anchor, _ in open_):
-                raise RecursionError
-            size = sizes.get(event.anchor, 1)
-        open_[-1] = (open_[-1][0], open_[-1][1] + size)
-        if len(open_) > MAX_DEPTH:
-            raise RecursionError
-        if sum(values for _, values in open_) > MAX_VALUES:
-            raise ValueError(f"it stands for more than {MAX_VALUES:,} values")
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {"JSON": json.loads, "YAML": _yaml, "TOML": _toml}
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "JSON": bounded.json_value, "YAML": bounded.yaml_value, "TOML": bounded.toml_value,
+}  # fmt: skip

@@ -90,7 +90,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
-        versions=FrozenMapping({"torchtune": "main"}),
+        versions=FrozenMapping(pasted.versions.of("torch", {"torchtune": "main"})),
         micro_batch_size=settings.size("batch_size", 1, assume=True),
         sequence_length=_sequence_length(settings),
         gradient_accumulation_steps=settings.size("gradient_accumulation_steps", 1, assume=True),
@@ -132,8 +132,8 @@ def _checkpointing(settings: Settings) -> ActivationCheckpointing:
 
 
 def _options(settings: Settings, *, sharded: bool) -> dict[str, Any]:
-    """What differs from the conventions of the torch loop: which units FSDP2 has, what selective checkpointing keeps."""
-    options: dict[str, Any] = {"selective_checkpointing_matmuls": 2} if settings.text("ac_mode") == "selective" else {}
+    """What differs from torchtune's conventions: which units FSDP2 has, and when they are resharded."""
+    options: dict[str, Any] = {}
     layers = settings.words("custom_sharded_layers")
     if sharded and ({"tok_embeddings", "output"} <= set(layers) or settings.switch("memory_efficient_fsdp_wrap")):
         options["fsdp2_units"] = "ends"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from peakcast.errors import SpecError, near_misses
 from peakcast.fields import int_like
@@ -37,6 +37,16 @@ NOT_MODELLED, UNKNOWN = "setting_not_modelled", "setting_unknown"
 """Codes of findings (`findings.KINDS`)."""
 
 
+class Reading(NamedTuple):
+    """Another way to read a configuration, which gives another job."""
+
+    name: str
+    """Whose configuration it would be: "TRL's arguments"."""
+    job: TrainingJob
+    way_out: str
+    """How to say that it is meant, or that it is not."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
     """A configuration of another project as a `TrainingJob`, and everything the job does not say by itself."""
@@ -48,6 +58,8 @@ class Translation:
     """What the configuration asks for and the job does not say, keys that nobody here knows, and doubtful readings."""
     ignored: tuple[str, ...] = ()
     """Keys that are known and do not matter to memory (or only refine something in `unsupported`)."""
+    others: tuple[Reading, ...] = ()
+    """Other jobs that the configuration may mean as well, where nothing in it tells; answers show what they would need."""
 
     @property
     def unsupported(self) -> tuple[str, ...]:
@@ -63,6 +75,11 @@ class Translation:
     def unknown(self) -> tuple[str, ...]:
         """Keys that nobody here knows; they may matter."""
         return tuple(found.parameter for found in self.findings if found.code == UNKNOWN)
+
+    def changed(self, change: Callable[[TrainingJob], TrainingJob]) -> Translation:
+        """The same with `change` made to its job, and to the others that may be meant."""
+        others = tuple(reading._replace(job=change(reading.job)) for reading in self.others)
+        return replace(self, job=change(self.job), others=others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +104,11 @@ class Notes:
     unsupported: Said = field(default_factory=lambda: Said(NOT_MODELLED))
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    others: list[Reading] = field(default_factory=list)
 
     def include(self, translation: Translation) -> TrainingJob:
         """Take over what `translation` says beside its job, which comes back."""
-        for name in ("assumptions", "ignored", "unknown"):
+        for name in ("assumptions", "ignored", "unknown", "others"):
             getattr(self, name).extend(getattr(translation, name))
         for said in (self.warnings, self.unsupported):
             said.findings.extend(found for found in translation.findings if found.code == said.code)
@@ -104,6 +122,7 @@ class Notes:
             assumptions=tuple(dict.fromkeys(self.assumptions)),
             findings=tuple(dict.fromkeys((*self.unsupported.findings, *self.warnings.findings, *unknown))),
             ignored=tuple(sorted(set(self.ignored))),
+            others=tuple(self.others),
         )
 
 

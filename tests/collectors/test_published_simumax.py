@@ -25,15 +25,15 @@ def test_a_row_by_hand(rows):
     (row,) = (row for row in rows if row.case == "SIMUMAX-020-worst")
     job, layout = row.job, row.job.parallelism
     assert (job.architecture.hidden_size, job.architecture.num_hidden_layers) == (16384, 4)
-    assert (layout.pipeline_parallel_size, layout.data_parallel_size, row.rank) == (2, 4, 6)  # the last stage
+    assert (layout.pipeline_parallel_size, layout.data_parallel_size, row.rank) == (2, 4, None)  # the worst
     assert job.gradient_accumulation_steps == 16 // (1 * 4)
     assert job.activation_checkpointing.mode == "none"  # method block with 0 layers
     assert job.versions == {"megatron_core": "0.14.0", "transformer_engine": "2.11", "torch": "2.10"}
     assert (row.peak_allocated_bytes, row.peak_reserved_bytes) == (93_505_086_029, 99_063_169_024)
 
 
-def test_a_line_without_its_rank_is_refused(tmp_path):
+def test_a_line_of_one_rank_is_refused(tmp_path):
     source = tmp_path / "simumax_b200.jsonl"
-    source.write_text(SOURCE.read_text().splitlines()[0].replace("max over 8 ranks", "of them"))
-    with pytest.raises(RecordError, match=r"line 1: .*must name the worst rank"):
+    source.write_text(SOURCE.read_text().splitlines()[0].replace('"rank": "worst"', '"rank": 3'))
+    with pytest.raises(RecordError, match=r"line 1: .*rank=3 must be worst"):
         read_simumax_b200(source)

@@ -200,6 +200,20 @@ def test_method_block_with_no_layers_recomputes_nothing():
     assert (recompute.mode, recompute.method, recompute.num_layers) == ("full", "block", 2)
 
 
+def test_a_hybrids_layers_and_its_mixer():
+    """Inner width 2 x hidden-size, heads of 64, eight groups of a state of 128 each; stages end at the bars."""
+    translation = from_megatron(
+        {**GPT, "num-layers": None, "hybrid-layer-pattern": "M-M*|M-ME", "pipeline-model-parallel-size": 2, "num-experts": 4}, 8
+    )
+    network = translation.job.architecture
+    assert not translation.unsupported
+    assert network.layer_types == ("mamba", "mlp", "mamba", "attention", "mamba", "mlp", "mamba", "moe")
+    assert translation.job.parallelism.pipeline_layers == (4, 4)
+    ssm, hidden = network.ssm, network.hidden_size
+    assert (ssm.inner_size, ssm.num_heads, ssm.num_groups, ssm.state_size) == (2 * hidden, 2 * hidden // 64, 8, 128)
+    assert ssm.input_size == 2 * (2 * hidden) + 2 * 8 * 128 + 2 * hidden // 64
+
+
 def test_a_batch_that_ramps_up_is_taken_at_its_full_size():
     translation = from_megatron({**GPT, "global-batch-size": 64, "rampup-batch-size": "16 16 5859375"}, 8)
     assert translation.job == job(**{"global-batch-size": 64})
@@ -237,7 +251,9 @@ def test_switches_without_a_field_become_framework_options(arguments, attention,
         ({"use-megatron-fsdp": True}, "Megatron-FSDP"),
         ({"perform-rl-step": True, "grpo-group-size": 2}, "Reinforcement learning"),
         ({"img-h": 336, "img-w": 336}, "multimodal"),
-        ({"hybrid-layer-pattern": "M-M*M-", "num-layers": None}, "hybrid (Mamba)"),
+        ({"hybrid-layer-pattern": "M-M*MG", "num-layers": None}, "hybrid (Mamba) model with the layers G"),
+        ({"hybrid-layer-pattern": "M-M*/M*", "num-layers": None}, "hybrid (Mamba) model with multi-token prediction"),
+        ({"mamba-num-heads": 8}, "hybrid (Mamba) model without a layer pattern"),
         ({"mtp-num-layers": 2, "mtp-use-repeated-layer": True}, "repeated multi-token-prediction layer"),
         ({"num-layers": 4, "mtp-num-layers": 1, "pipeline-model-parallel-size": 2,
           "pipeline-model-parallel-layout": "Ettm|ttL"}, "before the last stage"),
@@ -319,6 +335,7 @@ def test_unknown_flags_are_reported_and_harmless_ones_listed():
         (8, {"--bf16": False}, "--bf16", "is given twice"),
         (8, {"num-layers": 10**9}, "num-layers", "must be at most"),
         (8, {"recompute-granularity": "most"}, "recompute-granularity", "must be full or selective"),
+        (8, {"num-layers": None, "hybrid-layer-pattern": "ME"}, "num-experts", "must be given for the layers E"),
         (8, {"recompute-granularity": "full"}, "recompute-method", "must be uniform or block"),
         (8, {"recompute-granularity": "full", "recompute-method": "block"}, "recompute-num-layers", "must be given"),
         (8, {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 0},

@@ -25,7 +25,10 @@ MERGES = "a: &a {x: 1}\n" + "".join(
         ("".join(" " * i + "a:\n" for i in range(700)), "YAML", "nested too deeply"),
         ("? " * 100_000, "YAML", "nested too deeply"),
         ("[" * 100_000, "JSON", "nested too deeply"),
-        ("a=" + "[" * 100_000, "TOML", "nested too deeply"),
+        ("a=" + "[" * 10_000, "TOML", "nested too deeply"),
+        ("a=" + "[" * 100_000, "TOML", "more than 20,000 keys"),
+        (".".join("a" * 90_000) + "=1", "TOML", "more than 20,000 keys"),
+        (" . ".join("a" * 900) + "=1", "TOML", "more than 100 parts"),
         ("a: 1\n" * 200_000, "YAML", "a configuration is not that big"),
         ("a = 1\n" * 200_000, "TOML", "a configuration is not that big"),
         (" " * (MAX_FILE_BYTES + 1), "JSON", "a configuration is not that big"),
@@ -55,7 +58,7 @@ def test_ten_megabytes_are_refused_before_they_are_read(tmp_path):
     file = tmp_path / "big.yaml"
     with file.open("wb") as handle:
         handle.truncate(10 * 2**20)
-    with pytest.raises(SpecError, match=r"big.yaml is larger than"):
+    with pytest.raises(SpecError, match=r"big.yaml cannot be read: it is larger than"):
         read_text(file)
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")

@@ -147,7 +147,7 @@ def test_a_damaged_file_is_refused(tmp_path, damage, message, row, table):
 def test_an_absurdly_large_file_is_not_read(tmp_path, monkeypatch, row, table):
     path = table(tmp_path / "a.csv", row())
     monkeypatch.setattr("peakcast.durable.MAX_FILE_BYTES", 100)
-    with pytest.raises(RecordError, match=r"a\.csv has [\d,]+ bytes; at most 100 are read; split the file"):
+    with pytest.raises(RecordError, match=r"a\.csv cannot be read: it is larger than 100 bytes"):
         store.read_csv(path)
 
 

@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +48,7 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
         mixed_precision=mixed and MixedPrecision(param_dtype=mixed[0], reduce_dtype=mixed[1], buffer_dtype=mixed[0]),
         backward_prefetch=BackwardPrefetch[prefetch] if prefetch else None,
         use_orig_params=bool(chosen["fsdp1_use_orig_params"]),
+        cpu_offload=CPUOffload(offload_params=job.offload.parameters),
         device_id=torch.device(f"cuda:{gang.local_rank()}"),
     )
     if chosen.get("checkpoints_around_units"):

@@ -58,7 +58,7 @@ def attention_kernel(context: HFContext) -> str:
 
 def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context, mla = build.context, build.context.architecture.mla
-    q, k, v = _to_compute_dtype(build, q, k, v)
+    q, k, v = _to_compute_dtype(build, q, k, v, repeated=context.repeats_key_value)
     whole, narrow, taken, unpadded = q.num_bytes, 0, context.rows, False
     indices, widened = list[Tensor](), list[Tensor]()
     if mla is not None and mla.v_head_dim < mla.qk_nope_head_dim + mla.qk_rope_head_dim:
@@ -245,7 +245,7 @@ def flash_backward_bytes(context: HFContext) -> int:
     accumulator = FP32 * heads * padded * round_up(dim, 64 if dim > 128 else 32)
     row_sums = FP32 * heads * padded
     expanded = 0
-    if architecture.num_key_value_heads != heads:
+    if architecture.num_key_value_heads != heads and not context.repeats_key_value:
         expanded = 2 * context.compute_bytes * rows * heads * dim
     return accumulator + row_sums + expanded
 

@@ -45,7 +45,7 @@ def hybrid_layer(context: HFContext) -> Template:
         output = ops.add(tape, output, result, "residual_add")
     for variable in (hidden, *build.variables):
         tape.hold(variable)
-    return tape.finish(output, cached_matmuls=context.cached_matmuls)
+    return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds)
 
 
 def _part(build: BlockBuilder, x: Tensor, part: str) -> Tensor:

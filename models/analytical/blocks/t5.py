@@ -73,7 +73,7 @@ def t5_layer(layer: T5Layer) -> Template:
     output = _feed_forward(build, x)
     for variable in (hidden, *named[-1:], *build.variables):
         tape.hold(variable)
-    return tape.finish(output, cached_matmuls=context.cached_matmuls)
+    return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds)
 
 
 @lru_cache(maxsize=64)

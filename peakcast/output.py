@@ -1,0 +1,70 @@
+"""Standard output and error that may be full, closed, or of another character set: no answer ends in a fault of theirs."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+WRITE_FAILED = 74
+"""Exit code where standard output takes no more: EX_IOERR of sysexits.h."""
+READER_GONE = 141
+"""Exit code where whoever read standard output has gone, as `| head` does: 128 and SIGPIPE, as the shell has it."""
+
+
+class OutputError(Exception):
+    """Standard output takes no more. No OSError: libraries would take it for one of theirs."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"the answer cannot be written: {error.strerror}.")
+        self.code = READER_GONE if error.errno == errno.EPIPE else WRITE_FAILED
+
+
+class _Out(io.RawIOBase):
+    """A file descriptor whose errors are `OutputError`, or nobody's."""
+
+    def __init__(self, descriptor: int, *, must: bool) -> None:
+        self._descriptor, self._must = descriptor, must
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        try:
+            return os.write(self._descriptor, data)
+        except OSError as error:
+            with suppress(OSError):  # what is left in buffers has nowhere to go
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._descriptor)
+            if self._must:
+                raise OutputError(error) from error
+            return len(data)
+
+
+def prepare() -> None:
+    """Make the standard streams of this program such that printing fails with an `OutputError` or not at all: a closed one
+    takes everything and gives nothing, and characters that a terminal lacks are written as \\x.. or \\u...."""
+    for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:  # it is closed; its number must not become another file's
+            with suppress(OSError):
+                null = os.open(os.devnull, os.O_RDWR)
+                if null != descriptor:
+                    os.dup2(null, descriptor)
+                    os.close(null)
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  # to the end
+    sys.stdout.flush()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        raw = io.BufferedWriter(_Out(stream.fileno(), must=name == "stdout"))
+        lines = name == "stderr" or stream.isatty()
+        text = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=lines)
+        setattr(sys, name, text)

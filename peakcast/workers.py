@@ -1,0 +1,227 @@
+"""Processes that answer questions, each question within a time and, where asked for, a budget of memory.
+
+A question that takes too long, or whose process is killed, costs its own answer and nothing else: its process is replaced.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import queue
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from peakcast.cores import available_cores
+from peakcast.errors import PeakcastError, SpecError
+from peakcast.units import MIB
+
+GARBAGE_THRESHOLD = 100_000
+"""Allocations before a worker looks for cycles among its objects. Answers make none; Python looks every 700."""
+CHUNK = 16
+"""So many questions go to a process at once."""
+LEAST_MOST_PROCESSES = 32
+PROCESSES_PER_CORE = 4
+"""More processes than this many for each core, and than the number above, only wait for each other."""
+WAITING_SECONDS = 30.0
+"""How long a question waits for a free process before it is turned away."""
+
+
+class LostError(PeakcastError):
+    """A question whose process took too long, ran out of its memory, or was ended from outside."""
+
+
+def check_processes(processes: int) -> int:
+    """`processes`, where a machine like this one can use so many. Raises: SpecError."""
+    most = max(LEAST_MOST_PROCESSES, PROCESSES_PER_CORE * available_cores())
+    if not 1 <= processes <= most:
+        raise SpecError(
+            f"processes={processes:,} must be from 1 to {most}; this machine has {available_cores()} cores.",
+            parameter="processes",
+            value=processes,
+        )
+    return processes
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one question may take."""
+
+    seconds: float
+    memory_bytes: int | None = None
+    """Beyond what its process has when it begins; None: as much as the machine gives."""
+
+
+class Workers:
+    """`size` processes that make answers of questions by `answer`, a function of a module.
+
+    `method` is how processes begin: "fork" has at once whatever this process has loaded; "forkserver" is for a process with
+    threads. Use it as a context, or `close` it.
+    """
+
+    def __init__(self, answer: Callable[[Any], Any], size: int, limits: Limits, *, method: str = "fork") -> None:
+        known = multiprocessing.get_all_start_methods()
+        self._context: Any = multiprocessing.get_context(method if method in known else "spawn")
+        self._answer, self._limits = answer, limits
+        self._places = [_Place() for _ in range(size)]
+        self._free: queue.Queue[_Place] = queue.Queue()
+        for place in self._places:
+            self._free.put(place)
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes, busy or not."""
+        for place in self._places:
+            place.end()
+
+    def ask(self, question: Any) -> Any:
+        """The answer to one question; any thread may ask. Raises: LostError, or what `answer` raises."""
+        try:
+            place = self._free.get(timeout=WAITING_SECONDS)
+        except queue.Empty:
+            raise LostError(f"{len(self._places)} other questions are being answered; ask again in a minute.") from None
+        try:
+            self._send(place, [question])
+            while not place.overdue(self._limits.seconds):
+                if place.connection.poll(min(1.0, self._limits.seconds)):
+                    break
+            answer = self._receive(place)
+        finally:
+            self._free.put(place)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def answers(self, questions: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """Each question with its answer, or with the exception in its place, as they come."""
+        waiting = deque(questions)
+        while True:
+            for place in self._places:
+                if not place.asked and waiting:
+                    self._send(place, [waiting.popleft() for _ in range(min(CHUNK, len(waiting)))])
+            busy = [place for place in self._places if place.asked]
+            if not busy:
+                return
+            ready = wait([place.connection for place in busy], timeout=1.0)
+            for place in busy:
+                if place.connection in ready or place.overdue(self._limits.seconds):
+                    yield place.asked[0], self._receive(place)
+                    if place.process is None:  # those behind it have not begun
+                        waiting.extendleft(reversed(place.asked))
+                        place.asked.clear()
+
+    def _send(self, place: _Place, questions: list[Any]) -> None:
+        if place.process is None or not place.process.is_alive():
+            others = [other.connection for other in self._places if other.process is not None and other is not place]
+            place.begin(self._context, self._answer, self._limits, others)
+        place.asked.extend(questions)
+        place.since = time.monotonic()
+        with suppress(OSError):  # it has died meanwhile, which `_receive` finds
+            place.connection.send(questions)
+
+    def _receive(self, place: _Place) -> Any:
+        """The answer to the first question that `place` was asked, or a `LostError`, and then its process is gone."""
+        place.asked.popleft()
+        if place.overdue(self._limits.seconds) and not place.connection.poll():
+            place.end()
+            return LostError(f"no answer within {self._limits.seconds:g} s; give it more time, or ask about a smaller job.")
+        try:
+            answer = place.connection.recv()
+        except (EOFError, OSError):
+            how = place.end()
+            return LostError(f"the process that answered it {how}; it may have needed more memory than there was.")
+        place.since = time.monotonic()
+        return answer
+
+
+class _Place:
+    """One process at a time, and what it has been asked and not answered yet."""
+
+    def __init__(self) -> None:
+        self.process: Any = None
+        self.connection: Connection
+        self.asked: deque[Any] = deque()
+        self.since = 0.0
+
+    def begin(self, context: Any, answer: Callable[[Any], Any], limits: Limits, others: list[Connection]) -> None:
+        """Start the process. `others`: connections of this process that a forked one must not keep open."""
+        self.end()
+        ours, theirs = context.Pipe()
+        inherited = [*others, ours] if context.get_start_method() == "fork" else []
+        self.process = context.Process(target=_work, args=(theirs, answer, limits, inherited), daemon=True)
+        try:
+            self.process.start()
+        except OSError as error:
+            self.process = None
+            raise LostError(f"no process can be started: {error.strerror}; ask for fewer processes.") from error
+        theirs.close()
+        self.connection = ours
+
+    def overdue(self, seconds: float) -> bool:
+        """Whether the question that it is at has taken longer than `seconds`."""
+        return time.monotonic() - self.since > seconds
+
+    def end(self) -> str:
+        """Kill the process; how it had ended, if it had."""
+        if self.process is None:
+            return "had ended"
+        self.process.join(0.2)
+        code = self.process.exitcode
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.process = None
+        self.connection.close()
+        if code is None:
+            return "had to be ended"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _work(questions: Connection, answer: Callable[[Any], Any], limits: Limits, inherited: list[Connection]) -> None:
+    """A worker's life: lists of questions in, their answers out one by one, until whoever asks has gone."""
+    for connection in inherited:
+        connection.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are the parent's
+    gc.set_threshold(GARBAGE_THRESHOLD)
+    _limit_memory(limits.memory_bytes)
+    with suppress(EOFError, OSError):
+        while True:
+            for question in questions.recv():
+                questions.send(_answered(answer, question))
+
+
+def _answered(answer: Callable[[Any], Any], question: Any) -> Any:
+    try:
+        return answer(question)
+    except MemoryError:
+        return LostError("it needs more memory than a question gets here; ask about a smaller job.")
+    except Exception as error:
+        return error
+
+
+def _limit_memory(more_bytes: int | None) -> None:
+    """No more private memory for this process than it has and `more_bytes`."""
+    if more_bytes is None:
+        return
+    with suppress(ImportError, OSError, ValueError, IndexError):
+        import resource
+
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        data_kib = int(status.partition("VmData:")[2].split()[0])
+        most = data_kib * 1024 + more_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+DEFAULT_MEMORY_BYTES = 2048 * MIB
+"""Of a question that somebody else asks over the network: the largest of a real project takes a tenth."""

@@ -1,0 +1,288 @@
+"""20,000 damaged questions of every kind, by fixed seeds: each ends in an answer or a sentence, in a bounded time.
+
+The first blocks of each kind run with the other tests; all of them: `python -P -m pytest tests/hostile -m attacks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peakcast import catalog, cli
+from peakcast.batch import predict_batch
+from peakcast.collectors.grid import expand
+from peakcast.dialects.hf_reverse import hf_config_of
+from peakcast.dialects.opening import opened
+from peakcast.dialects.pasted import flat, nested
+from peakcast.errors import PeakcastError
+from peakcast.spec import TrainingJob, job_to_mapping
+
+RECORDED = Path(__file__).parents[1] / "dialects" / "recorded"
+BLOCK = 100
+"""Questions of one test."""
+LONGEST_SECONDS = 20.0
+"""For one question, on a machine that is busy otherwise too."""
+JUNK = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 64, 10**6, 2**31, 10**18, 10**30, -(10**30), 10**99, 0.0, -0.0, 0.5, 1.5, 1e-300,
+    1e308, float("inf"), float("-inf"), float("nan"), "", " ", "auto", "none", "null", "true", "x", "1e9", "-1", "0", "٣",
+    "9" * 99, "x" * 400, "a/b", "../..", "/dev/zero", "~", "é" * 9, "\x00", "\ud800", "{}", "--", "$(x)", "${x:-${y}}",
+    [], [None], [0], ["x"], [1, 2, 3], [[[]]], {}, {"a": 1}, {"x": {"y": []}}, {"": ""}, ["x"] * 300,
+)  # fmt: skip
+BITS = "\"'$(){}[]\\`#;&|<>*?!=:,.- \n\t\r-a0~%@^/\x00\x1b\ufeff\u2028é"
+
+
+@cache
+def whole_job() -> dict[str, Any]:
+    """Every field of a job by its path, at its default."""
+    return flat(job_to_mapping(TrainingJob(architecture=catalog.architecture("gpt2"))))
+
+
+@cache
+def configurations() -> tuple[dict[str, Any], ...]:
+    """A config.json of every family that the catalog has one of, cut to two layers where that is possible."""
+    found = {}
+    for name in catalog.architecture_names():
+        architecture = catalog.architecture(name)
+        with contextlib.suppress(PeakcastError):
+            found.setdefault(architecture.model_type, hf_config_of(architecture))
+    return tuple(found.values())
+
+
+@cache
+def files() -> tuple[tuple[Path, str], ...]:
+    """Recorded configurations and scripts of real projects, and their texts."""
+    paths = (path for path in sorted(RECORDED.rglob("*")) if path.is_file())
+    return tuple((path, path.read_text()) for path in paths if path.name not in ("README.md", "expected.yaml"))
+
+
+def alike(value: Any, draw: random.Random) -> Any:
+    """Another value of the same kind, which may well be taken."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return draw.choice((0, 1, 2, 3, 5, 8, 64, 1000, value * 2, value + 1, value - 1, -value, value / 2))
+    if isinstance(value, list):
+        return draw.choice((value[:1], value * 2, value[::-1], [*value, 1], []))
+    words = ("full", "lora", "float32", "float8", "masked", "eager", "fsdp1", "hsdp", "gpipe", "dpo", "selective", "nf4")
+    return draw.choice((*words, "inference", "megatron", "deepspeed", "adafactor", "block", 2, True, None))
+
+
+def damaged(values: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """A mapping with one to three of its values, wherever they are, replaced, left out, or put under another key."""
+    leaves = flat(values)
+    for _ in range(draw.randint(1, 3)):
+        key = draw.choice(sorted(leaves)) if leaves else "x"
+        what = draw.random()
+        if what < 0.45:
+            leaves[key] = draw.choice(JUNK)
+        elif what < 0.75:
+            leaves[key] = alike(leaves.get(key), draw)
+        elif what < 0.85:
+            leaves.pop(key, None)
+        elif what < 0.95:
+            leaves[key[: draw.randint(0, len(key))] + draw.choice(BITS)] = leaves.get(key)
+        else:
+            leaves[key.split(".")[0]] = draw.choice(JUNK)
+    try:
+        return nested(leaves)
+    except PeakcastError:
+        return leaves
+
+
+def torn(text: str, draw: random.Random) -> str:
+    """A text with one to four pieces cut out, doubled, or replaced by characters that mean something to some parser."""
+    for _ in range(draw.randint(1, 4)):
+        start = draw.randint(0, len(text))
+        piece = text[start : start + draw.choice((0, 1, 3, 20, 200))]
+        change = draw.choice(("".join(draw.choices(BITS, k=draw.randint(0, 5))), piece * draw.randint(2, 40), str(draw.choice(JUNK))))
+        text = text[:start] + change + text[start + len(piece) :]
+    return text
+
+
+# -- what is asked --------------------------------------------------------------------------------------------------------
+
+
+def line(question: dict[str, Any]) -> None:
+    """One line of a batch, which must be answered in strict JSON."""
+    for answer in predict_batch([json.dumps(question).encode(errors="surrogatepass")]):
+        text = json.dumps(answer, allow_nan=False)
+        assert "this is a bug" not in text, text[-400:]
+
+
+def gpu(draw: random.Random) -> str:
+    return draw.choice(("H100-80GB", "A100-40GB", "B200"))
+
+
+def a_job(draw: random.Random) -> None:
+    leaves = whole_job()
+    own = draw.random() < 0.3
+    values = {key: value for key, value in leaves.items() if own or not key.startswith("architecture.")}
+    if not own:
+        values["architecture"] = draw.choice(("gpt2", "llama-3.2-1b", "bert-base-uncased", "jamba-v0.1", "mixtral-8x7b"))
+    if draw.random() < 0.3:
+        values |= {f"framework_options.{name}": draw.choice(JUNK) for name in draw.sample(OPTIONS, 2)}
+    if draw.random() < 0.3:
+        values |= {f"versions.{name}": draw.choice(JUNK) for name in draw.sample(PACKAGES, 2)}
+    line({"gpu": gpu(draw), "job": damaged(nested(values), draw)})
+
+
+OPTIONS = (
+    "autocast", "fsdp1_backward_prefetch", "fsdp2_units", "outputs_dropped", "compiles_loss", "liger_kernels", "fused_kernels",
+    "loop", "experts_implementation", "overlap_comm", "allgather_bucket_size", "reduce_bucket_size", "cp_comm_type", "x",
+)  # fmt: skip
+PACKAGES = ("torch", "transformers", "deepspeed", "megatron", "ngc_pytorch", "torchtitan", "litgpt", "torchtune", "x")
+
+
+def a_network(draw: random.Random) -> None:
+    config = draw.choice(configurations())
+    line({"gpu": gpu(draw), "job": {"architecture": damaged(config, draw), "sequence_length": 128}})
+
+
+def objects(draw: random.Random) -> None:
+    """Hugging Face's objects."""
+    arguments = {"per_device_train_batch_size": 2, "bf16": True, "gradient_checkpointing": True, "optim": "adamw_torch"}
+    peft = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 16}
+    zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}
+    fsdp = {"fsdp_version": 2, "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": False}
+    parts = {"training_arguments": arguments, "peft": peft, "deepspeed": zero, "fsdp": fsdp, "versions": {"torch": "2.9.0"}}
+    asked = {name: part for name, part in parts.items() if draw.random() < 0.6}
+    line({"gpu": gpu(draw), "huggingface": damaged({"config": "gpt2", "num_gpus": 2, **asked}, draw)})
+
+
+MEGATRON = {
+    "num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "seq_length": 512, "micro_batch_size": 2, "bf16": True,
+    "max_position_embeddings": 512, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "swiglu": True,
+    "sequence_parallel": True, "use_distributed_optimizer": True, "num_experts": 8, "expert_model_parallel_size": 2,
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "global_batch_size": 32,
+    "padded_vocab_size": 1024, "group_query_attention": True, "num_query_groups": 4, "moe_router_topk": 2,
+    "num_layers_per_virtual_pipeline_stage": 1, "context_parallel_size": 1, "normalization": "RMSNorm",
+    "position_embedding_type": "rope", "moe_token_dispatcher_type": "alltoall", "multi_latent_attention": False,
+    "pipeline_model_parallel_layout": "Et|t|t|tL", "moe_layer_freq": "([0]*1+[1]*3)", "hybrid_override_pattern": "M-*E",
+}  # fmt: skip
+
+
+def arguments(draw: random.Random) -> None:
+    """Megatron-LM's arguments."""
+    flags = {name: value for name, value in MEGATRON.items() if draw.random() < 0.7 or name.startswith(("num_l", "hid", "seq"))}
+    line({"gpu": gpu(draw), "megatron": {"arguments": damaged(flags, draw), "num_gpus": draw.choice((8, 16, 0, None, "x"))}})
+
+
+def bytes_of_a_line(draw: random.Random) -> None:
+    text = json.dumps({"id": 1, "gpu": "H100-80GB", "rank": "last", "job": {"architecture": "gpt2", "micro_batch_size": 2}})
+    answers = list(predict_batch([torn(text, draw).encode(errors="surrogatepass").replace(b"\n", b" ")]))
+    assert "this is a bug" not in json.dumps(answers, allow_nan=False)
+
+
+def command_line(words: list[str]) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli._run(words)
+    assert code in (0, 2, 3, 4), (code, words, err.getvalue()[-400:])
+    assert (code == 2) == err.getvalue().startswith("peakcast: ") and err.getvalue().count("\n") <= 1, err.getvalue()
+
+
+def flags(draw: random.Random) -> None:
+    """Flags of the command line."""
+    known = {
+        "--model": "gpt2", "--micro-batch-size": 2, "--sequence-length": 128, "--precision": "float32", "--method": "lora",
+        "--lora-rank": 8, "--quantization": "nf4", "--optimizer": "lion", "--checkpointing": "full", "--sharding": "fsdp2",
+        "--attention": "flex", "--data-parallel-size": 2, "--zero-stage": 3, "--tensor-parallel-size": 2, "--rank": "last",
+        "--pipeline-parallel-size": 2, "--context-parallel-size": 2, "--expert-parallel-size": 2, "--framework": "megatron",
+        "--other-memory-fraction": 0.2, "--num-gpus": 8, "--set": "allocator.expandable_segments=true", "--dialect": "trl",
+    }  # fmt: skip
+    words = [draw.choice(("predict", "predict", "predict", "explain")), "--gpu", gpu(draw), "--model", "gpt2"]
+    for flag in draw.sample(sorted(known), draw.randint(0, 4)):
+        value = draw.choice(JUNK) if draw.random() < 0.5 else known[flag]
+        path = draw.choice(sorted(whole_job()))
+        words += [flag, f"{path}={draw.choice(JUNK)}" if flag == "--set" and draw.random() < 0.8 else str(value)]
+    if draw.random() < 0.2:
+        words.insert(draw.randint(1, len(words)), str(draw.choice(JUNK)))
+    command_line([word.replace("\x00", "") for word in words if word not in ("--help", "-h")])
+
+
+def pasted(draw: random.Random, suffixes: tuple[str, ...]) -> None:
+    """A damaged file of another project, by its text, as the page and the command line read it."""
+    from peakcast.questions import translation_of
+
+    path, text = draw.choice([(path, text) for path, text in files() if path.suffix in suffixes])
+    with contextlib.suppress(PeakcastError):
+        translation_of(torn(text, draw) + "\n")
+    if draw.random() < 0.3:
+        text = json.dumps(damaged(dict(opened(path).values), draw), default=str)
+        with contextlib.suppress(PeakcastError):
+            translation_of(text + "\n")
+
+
+def a_script(draw: random.Random) -> None:
+    pasted(draw, (".sh",))
+
+
+def a_file(draw: random.Random) -> None:
+    pasted(draw, (".yaml", ".yml", ".toml", ".json"))
+
+
+def a_grid(draw: random.Random) -> None:
+    grid = {
+        "base": {"sequence_length": 128, "optimizer": {"name": "sgd"}},
+        "axes": {"architecture": ["gpt2", {"name": "gpt2", "num_hidden_layers": 2}], "micro_batch_size": [1, 2]},
+        "include": [{"architecture": "opt-125m", "parallelism.zero_stage": 0}],
+        "exclude": [{"architecture": "gpt2", "micro_batch_size": 2}],
+        "parts": [{"base": {"compile": True}, "include": [{"architecture": "gpt2"}]}],
+    }
+    bad = damaged(grid, draw)
+    if draw.random() < 0.5:
+        part = draw.choice(sorted(grid))
+        bad[part] = draw.choice([*JUNK, [draw.choice(JUNK)], {str(draw.choice(JUNK)): draw.choice(JUNK)}])
+    with contextlib.suppress(PeakcastError):
+        expand(bad)
+
+
+KINDS: dict[str, tuple[Callable[[random.Random], None], int]] = {
+    "jobs": (a_job, 4000),
+    "networks": (a_network, 4000),
+    "Hugging Face objects": (objects, 2000),
+    "Megatron-LM arguments": (arguments, 2000),
+    "lines of a batch": (bytes_of_a_line, 1500),
+    "flags": (flags, 500),
+    "scripts": (a_script, 2500),
+    "configuration files": (a_file, 3000),
+    "grids": (a_grid, 500),
+}
+"""What is damaged, how it is asked, and how many of it are asked in all."""
+BLOCKS = [(kind, block) for kind, (_, number) in KINDS.items() for block in range(number // BLOCK)]
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_there_are_20000():
+    assert sum(number for _, number in KINDS.values()) == 20_000 == BLOCK * len(BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    [pytest.param(kind, block, marks=[pytest.mark.attacks] if block else []) for kind, block in BLOCKS],
+)
+def test_each_ends_in_an_answer_or_a_sentence(kind, block, record_property):
+    ask, _ = KINDS[kind]
+    record_property("attacks", BLOCK)
+    record_property("kind", kind)
+    for number in range(block * BLOCK, (block + 1) * BLOCK):
+        begun = time.monotonic()
+        try:
+            ask(random.Random(f"{kind} {number}"))
+        except Exception as error:
+            raise AssertionError(f"{kind} {number}: {type(error).__name__}: {str(error)[:500]}") from error
+        assert time.monotonic() - begun < LONGEST_SECONDS, f"{kind} {number} took {time.monotonic() - begun:.0f} s"
