@@ -201,6 +201,9 @@ def _broken_rule(framework: str, name: str, value: object) -> str:
         return "" if number and isinstance(value, int) else "a whole number of at least 0"
     if isinstance(default, float):
         return "" if number else "a number of at least 0"
+    if isinstance(default, list):
+        words = isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
+        return "" if words else "a list of texts"
     return "" if isinstance(value, type(default)) else "a text" if isinstance(default, str) else "a mapping"
 
 

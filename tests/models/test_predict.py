@@ -122,7 +122,7 @@ def test_fits(fakes):
 
     assert [beside(50, effect) for effect in (MORE, LESS, UNKNOWN)] == ["uncertain", "yes", "yes"]
     assert [beside(100, effect) for effect in (MORE, LESS, UNKNOWN)] == ["no", "uncertain", "no"]
-    assert [beside(50, effect) for effect in (NEARLY_MORE, FAILS)] == ["yes", "yes"]
+    assert [beside(50, effect) for effect in (NEARLY_MORE, FAILS)] == ["yes", "uncertain"]
     assert beside(100, NEARLY_LESS) == "no"
 
 

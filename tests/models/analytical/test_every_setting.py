@@ -197,7 +197,7 @@ def sources() -> str:
     """The text of the ledgers and of what stands around them."""
     listed = subprocess.run(["git", "ls-files", "models/*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     skipped = ("models/analytical/ignored.py",)
-    read = [name for name in listed.stdout.split() if name not in skipped] + ["peakcast/conventions.py"]
+    read = [name for name in listed.stdout.split() if name not in skipped] + ["peakcast/conventions.py", "peakcast/dialects/job_file.py"]
     return "\n".join((ROOT / name).read_text() for name in read)
 
 
@@ -207,6 +207,16 @@ def test_every_convention_is_read_or_said_or_cannot_matter(framework: str) -> No
     libraries = {name for name in names if name.endswith("_library")}  # read by their optimizer's name
     unread = {name for name in names if f'"{name}"' not in sources()} - libraries
     assert unread <= set(IGNORED.get(framework, {})) | set(WITHOUT_MEMORY)
+
+
+@pytest.mark.parametrize("framework", ["huggingface", "torch", "deepspeed", "megatron"])
+def test_a_convention_that_is_a_word_has_choices(framework: str) -> None:
+    free = {"container", "cp_comm_type", "hierarchical_context_parallel_sizes", "cublas_workspace_config", "nccl_algo"}
+    free |= {"cuda_device_max_connections", "nccl_nvls_enable"}  # environment variables and lists, as they are written
+    for name in known_conventions(framework):
+        if isinstance(default_of(framework, name), str) and name not in free:
+            with pytest.raises(SpecError, match=f"framework_options.{name}='banana' must be one of"):
+                job_from_mapping({**PLAIN, "framework": framework, "framework_options": {name: "banana"}})
 
 
 @pytest.mark.parametrize("name", IGNORED["megatron"])
