@@ -240,23 +240,23 @@ def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | N
     sentences += filter(None, [assumed_versions(job)])
     if base.communicator_bytes:
         sentences.append(
-            f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate; it depends on the machine's links."
+            f"NCCL uses {format_gib(base.communicator_bytes)}, an estimate that depends on the machine's links."
         )
     if job.other_memory_fraction:
         sentences.append(
-            f"others hold {job.other_memory_fraction:.0%} of the GPU's memory all along (other_memory_fraction): it is not "
-            "in the peaks and not there for the run."
+            f"other processes hold {job.other_memory_fraction:.0%} of the GPU's memory (other_memory_fraction), which is "
+            "neither part of the peaks nor available to the run."
         )
     if job.framework == "megatron" and job.architecture.moe is not None:
         equal = conventions(job).get("moe_routing", "balanced") == "balanced"
         sentences.append(
-            "the experts of every rank are taken to get an equal share of the tokens; framework_options.moe_routing="
-            "worst_case gives them all."
+            "the router sends every rank's experts an equal share of the tokens; framework_options.moe_routing=worst_case "
+            "sends this rank's all of them."
             if equal
-            else "every token is taken to be routed to this rank's experts (framework_options.moe_routing=worst_case)."
+            else "the router sends every token to this rank's experts (framework_options.moe_routing=worst_case)."
         )
     elif job.parallelism.expert_parallel_size > 1:
-        sentences.append("the experts of every rank are taken to get an equal share of the tokens.")
+        sentences.append("the router sends every rank's experts an equal share of the tokens.")
     plain_experts = job.finetuning.quantization in ("nf4", "int8") and not conventions(job).get("quantized_experts")
     if plain_experts and job.architecture.moe is not None:
         sentences.append(
@@ -273,11 +273,9 @@ def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | N
     if job.optimizer.name.startswith("paged_"):
         sentences.append("paged optimizer states count as host memory; the driver moves them to the GPU as they are used.")
     if base.peak_host_bytes:
-        sentences.append("host memory counts one pinned copy of what is offloaded, not the processes or loaders.")
+        sentences.append("host memory is one pinned copy of what is offloaded, without processes and data loaders.")
         if job.parallelism.world_size > 1:
             ranks = ranks_of_a_node(job, device)
             total = format_gib(ranks * base.peak_host_bytes)
             sentences.append(f"a node of {ranks} such ranks needs {total} of host memory for it.")
-    else:
-        sentences.append("host memory counts offloaded tensors only: none here.")
     return [sentence for sentence in sentences if sentence]

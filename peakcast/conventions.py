@@ -202,8 +202,8 @@ def _broken_rule(framework: str, name: str, value: object) -> str:
     if isinstance(default, float):
         return "" if number else "a number of at least 0"
     if isinstance(default, list):
-        words = isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
-        return "" if words else "a list of texts"
+        texts = isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
+        return "" if texts else "a list of texts"
     return "" if isinstance(value, type(default)) else "a text" if isinstance(default, str) else "a mapping"
 
 

@@ -171,13 +171,13 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
         given = settings.raw("gradient_checkpointing_kwargs")
         training["gradient_checkpointing_kwargs"] = given or {"use_reentrant": False}
         if not given:
-            settings.notes.assumptions.append("use_reentrant is not given; the default of axolotl, False, is taken.")
+            settings.notes.assumptions.append("use_reentrant is not given; the default of axolotl is False.")
     if settings.text("torch_compile").lower() == "auto":
         training["torch_compile"] = False
         settings.notes.assumptions.append("torch_compile=auto is taken as off.")
     optimizer = settings.text("optimizer", "adamw_torch_fused")
     if not settings.given("optimizer"):
-        settings.notes.assumptions.append(f"optimizer is not given; the default of axolotl, {optimizer}, is taken.")
+        settings.notes.assumptions.append(f"optimizer is not given; the default of axolotl is {optimizer}.")
     if optimizer in keys.OPTIMIZERS and optimizer not in keys.SAME:
         settings.notes.unsupported.append(
             f"optimizer={optimizer} is not modelled; {keys.OPTIMIZERS[optimizer]} is taken in its place.",

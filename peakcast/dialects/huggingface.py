@@ -280,7 +280,7 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
     default = "adamw_torch_fused" if modern else "adamw_torch"
     if not training.given("optim"):
         version = 5 if modern else 4
-        notes.assumptions.append(f"optim is not given; the default of transformers {version}, {default}, is taken.")
+        notes.assumptions.append(f"optim is not given; the default of transformers {version} is {default}.")
     name = training.one_of("optim", default, {**keys.OPTIMIZERS, **keys.OTHER_OPTIMIZERS})
     if name in keys.OTHER_OPTIMIZERS:
         notes.unsupported.append(

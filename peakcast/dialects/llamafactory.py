@@ -188,10 +188,10 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
     rank = settings.size("lora_rank", 8, assume=True)
     adapter |= {"r": rank, "lora_alpha": settings.integer("lora_alpha", 2 * rank)}
     if not settings.given("lora_alpha"):
-        settings.notes.assumptions.append(f"lora_alpha is not given; the default of LLaMA-Factory, {2 * rank}, is taken.")
+        settings.notes.assumptions.append(f"lora_alpha is not given; the default of LLaMA-Factory is {2 * rank}.")
     target = settings.words("lora_target")
     if not target:
-        settings.notes.assumptions.append("lora_target is not given; the default of LLaMA-Factory, all, is taken.")
+        settings.notes.assumptions.append("lora_target is not given; the default of LLaMA-Factory is all.")
     adapter["target_modules"] = "all-linear" if target in ((), ("all",)) else list(target)
     bits = settings.integer("quantization_bit")
     double = settings.switch("double_quantization", True)
@@ -203,7 +203,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
         training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
         if not settings.given("double_quantization"):
             settings.notes.assumptions.append(
-                "double_quantization is not given; the default of LLaMA-Factory, true, is taken."
+                "double_quantization is not given; the default of LLaMA-Factory is true."
             )
     elif bits == 8:
         training["quantization_config"] = {"load_in_8bit": True}
@@ -231,7 +231,7 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
         training["use_liger_kernel"] = True
     if not settings.given("optim"):
         training["optim"] = "adamw_torch"
-        settings.notes.assumptions.append("optim is not given; the default of transformers 4, adamw_torch, is taken.")
+        settings.notes.assumptions.append("optim is not given; the default of transformers 4 is adamw_torch.")
     for key, name in OPTIMIZERS.items():
         if settings.switch(key):
             training["optim"] = name

@@ -146,7 +146,7 @@ def _precision(settings: Settings) -> Precision:
         "bfloat16" if settings.one_of("training.dtype", "float32", ("float32", "bfloat16")) == "bfloat16" else "float32"
     )
     if not settings.given(MIXED):
-        settings.notes.assumptions.append(f"{MIXED} is not given; the default of torchtitan, bfloat16, is taken.")
+        settings.notes.assumptions.append(f"{MIXED} is not given; the default of torchtitan is bfloat16.")
     converters = settings.words("model.converters")
     eight = any("float8" in word or "mx" in word for word in converters) or settings.given("model_converters.converters")
     if eight and not all("float8" in word for word in converters or ("",)):  # the scope says what of float8 is covered
@@ -185,7 +185,7 @@ def _optimizer(settings: Settings) -> Optimizer:
         implementation = IMPLEMENTATIONS[settings.one_of("optimizer.implementation", "fused", IMPLEMENTATIONS)]
         if not settings.given("optimizer.implementation"):
             settings.notes.assumptions.append(
-                "optimizer.implementation is not given; the default of torchtitan, fused, is taken."
+                "optimizer.implementation is not given; the default of torchtitan is fused."
             )
     return Optimizer(name=OPTIMIZERS.get(name.lower(), "adamw"), implementation=implementation)
 
@@ -221,7 +221,7 @@ def _checkpointing_mode(settings: Settings, pasted: Pasted) -> str:
         mode, name = ("selective", "SelectiveAC") if chosen else (mode, name)
         settings.notes.assumptions.append(f"{section} has the keys of torchtitan's {name}, which is taken.")
         return mode
-    settings.notes.assumptions.append(f"{key} is not given; the default of torchtitan, selective, is taken.")
+    settings.notes.assumptions.append(f"{key} is not given; the default of torchtitan is selective.")
     return "selective"
 
 

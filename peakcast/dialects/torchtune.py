@@ -170,7 +170,7 @@ def _finetuning(settings: Settings, method: Literal["full", "lora", "qlora"] | s
         return Finetuning()
     if rank is None:
         rank = 8
-        settings.notes.assumptions.append("model.lora_rank is not given; the default of torchtune, 8, is taken.")
+        settings.notes.assumptions.append("model.lora_rank is not given; the default of torchtune is 8.")
     unknown = [module for module in modules if module not in ATTENTION_MODULES]
     if unknown:
         raise settings.refuse("model.lora_attn_modules", f"must be of {', '.join(ATTENTION_MODULES)}")

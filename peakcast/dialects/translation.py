@@ -179,7 +179,7 @@ class Settings:
         if not self.given(key):
             if assume:
                 self.notes.assumptions.append(
-                    f"{self.spell(key)} is not given; the default of {self.project}, {default}, is taken."
+                    f"{self.spell(key)} is not given; the default of {self.project} is {default}."
                 )
             return default
         value = self._values[key]

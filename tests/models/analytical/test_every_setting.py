@@ -110,7 +110,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 CANNOT_MATTER = {
     "architecture": "the network is no setting; its tests are those of its families",
     "finetuning.alpha": "a factor of the adapters' output, which has the size of what it scales",
-    "allocator.max_non_split_rounding_mb": "acts on cached blocks of more than max_split_size_mb alone (test_allocator.py)",
+    "allocator.max_non_split_rounding_mb": "acts on cached blocks beyond max_split_size_mb alone (test_allocator.py)",
     "allocator.garbage_collection_threshold": "acts only where memory is nearly full (test_allocator.py has such runs)",
 }
 """Field -> why a change of it need not be seen."""
@@ -197,7 +197,8 @@ def sources() -> str:
     """The text of the ledgers and of what stands around them."""
     listed = subprocess.run(["git", "ls-files", "models/*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     skipped = ("models/analytical/ignored.py",)
-    read = [name for name in listed.stdout.split() if name not in skipped] + ["peakcast/conventions.py", "peakcast/dialects/job_file.py"]
+    read = [name for name in listed.stdout.split() if name not in skipped]
+    read += ["peakcast/conventions.py", "peakcast/dialects/job_file.py"]
     return "\n".join((ROOT / name).read_text() for name in read)
 
 
