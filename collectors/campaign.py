@@ -21,7 +21,8 @@ from pathlib import Path
 from peakcast import store
 from peakcast.collectors.engines import WORK
 from peakcast.collectors.grid import load_grid
-from peakcast.collectors.runner import Summary, cell_identity, collect, timelines_folder
+from peakcast.collectors.runner import Summary, collect, timelines_folder
+from peakcast.collectors.sharing import cell_identity
 from peakcast.errors import PeakcastError
 from peakcast.spec import TrainingJob
 

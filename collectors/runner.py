@@ -7,8 +7,9 @@ has is skipped, so a collection can be cut off anywhere and taken up again. Wher
 from __future__ import annotations
 
 import base64
+import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from peakcast import __version__, store
 from peakcast.collectors.engines import WORK, Answer, Question, find_engine
 from peakcast.collectors.grid import load_grid
-from peakcast.collectors.versions import followed
+from peakcast.collectors.sharing import SharedShard, cell_identity
 from peakcast.cores import available_cores
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.durable import replace_file
@@ -27,6 +28,7 @@ from peakcast.records import Measurement
 from peakcast.rows import from_row
 from peakcast.spec import TrainingJob, job_in_words, job_to_mapping
 from peakcast.timelines import MAX_PACKED_BYTES
+from peakcast.workers import check_processes
 
 UNKNOWN_GPU = "unknown"
 MOST_TRACES_AT_ONCE = 4
@@ -50,6 +52,8 @@ class Summary:
     failed: int = 0
     left: int = 0
     """Not started when the budget was used up."""
+    elsewhere: int = 0
+    """That another collector of the same shard was at, to the end."""
     unreadable: int = 0
     """Lines of the shard that cannot be read; their cells run again."""
     seconds: float = 0.0
@@ -97,8 +101,10 @@ def collect(
     """
     bounds = (("budget_minutes", budget_minutes), ("timeout_seconds", timeout_seconds), ("processes", processes))
     for name, value in (*bounds, ("repeats", repeats)):
-        if value is not None and not value > 0:
-            raise CollectorError(f"{name}={value} must be above 0.", parameter=name, value=value)
+        if value is not None and not 0 < value < math.inf:
+            raise CollectorError(f"{name}={value} must be above 0 and finite.", parameter=name, value=value)
+    if processes is not None:
+        check_processes(processes)
     _numbers(ranks)
     run = find_engine(engine)
     jobs = load_grid(grid) if isinstance(grid, (str, Path)) else list(grid)
@@ -108,59 +114,90 @@ def collect(
         gpu = catalog.gpu(gpu).name
     elif trace:
         gpu = "A100-80GB"
-    done, unreadable = _hashes_in(shard, trace, gpu)
+    shared = SharedShard(shard, trace=trace, gpu=gpu)
     seen = Counter[TrainingJob]()
     cells = []
     for job in [*jobs] * repeats:
         seen[job] += 1
         case = f"repeat {seen[job]}" if seen[job] > 1 else ""
         cells += [(job, rank, case) for rank in ranks_to_run(job, ranks, trace)]
-    summary = Summary(total=len(cells), unreadable=unreadable)
+    summary = Summary(total=len(cells), unreadable=shared.unreadable)
     started = time.monotonic()
-    left = [cell for cell in cells if cell_identity(*cell) not in done]
+    left = deque(cell for cell in cells if cell_identity(*cell) not in shared.done)
     summary.skipped = len(cells) - len(left)
 
     def questions() -> Iterator[Question]:
-        for index, (job, rank, case) in enumerate(left):
+        again = len(left)  # from then on cells come up that another collector was at
+        asked = 0
+        while left:
             if budget_minutes is not None and time.monotonic() - started > budget_minutes * 60:
-                summary.left = len(left) - index
+                summary.left = len(left)
                 return
+            job, rank, case = cell = left.popleft()
+            again -= 1
+            if not shared.take(cell_identity(*cell)):
+                done = cell_identity(*cell) in shared.done
+                summary.skipped += done
+                if not done and again >= 0:
+                    left.append(cell)
+                else:
+                    summary.elsewhere += not done
+                continue
             if progress:
-                progress(job_in_words(job), summary.skipped + index, len(cells))
-            asked = {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "rank": rank, "case": case}
-            yield {**asked, "history": history, "ranks": ranks if ranks in RANKS else "one"}
+                progress(job_in_words(job), summary.skipped + asked, len(cells))
+            asked += 1
+            question = {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "rank": rank, "case": case}
+            yield {**question, "history": history, "ranks": ranks if ranks in RANKS else "one"}
 
     options = dict(engine_options or {})
+    if isinstance(options.get("processes"), int):
+        check_processes(options["processes"])
     if engine == "local" and "gpus" not in options:
         options.setdefault("processes", processes or (_traces_at_once() if trace else 1))
+    if engine == "ray" and trace:
+        options.setdefault("num_gpus", 0)
+    if left:
+        shared.begin()
     try:
         answers = run(questions(), timeout_seconds, work=work, **options)
     except TypeError as error:
         raise CollectorError(
             f"engine_options={options} are not those of engine={engine!r}: {error}.", parameter="engine_options"
         ) from error
-    for question, answer in answers:
-        job = job_from_mapping(question["job"])
-        row, reason = _row(answer, job, gpu, question)
-        if reason.startswith(NO_GPU):  # no cell of this machine can do better: nothing is recorded
-            raise CollectorError(reason)
-        for each in [*answer.get("others", ()), answer]:  # the first rank's row last: it says that the cell is done
-            of_rank, _ = _row(each, job, gpu, question)
-            if history and of_rank.outcome != "failed":
-                of_rank = _with_timelines(of_rank, each, timelines_folder(shard))
-            store.append(shard, of_rank)
-            if on_row:
-                on_row(of_rank)
-        readings = row.environment.get("readings", {})
-        summary.cell_seconds += float(answer.get("seconds", 0))
-        summary.step_seconds += float(readings.get("step_seconds", readings.get("wall_seconds", 0)))
-        summary.finished += row.outcome == "ok"
-        summary.out_of_memory += row.outcome == "out_of_memory"
-        if row.outcome == "failed":
-            summary.failed += 1
-            summary.reasons.append(f"{job_in_words(job)}: {reason}")
+    try:
+        for question, answer in answers:
+            row, reason = _take_in(question, answer, gpu, shard, on_row)
+            shared.leave(cell_identity(job_from_mapping(question["job"]), question["rank"], question["case"]))
+            readings = row.environment.get("readings", {})
+            summary.cell_seconds += float(answer.get("seconds", 0))
+            summary.step_seconds += float(readings.get("step_seconds", readings.get("wall_seconds", 0)))
+            summary.finished += row.outcome == "ok"
+            summary.out_of_memory += row.outcome == "out_of_memory"
+            if row.outcome == "failed":
+                summary.failed += 1
+                summary.reasons.append(f"{job_in_words(row.job)}: {reason}")
+    finally:
+        shared.end()
     summary.seconds = time.monotonic() - started
     return summary
+
+
+def _take_in(
+    question: Question, answer: Answer, gpu: str | None, shard: Path, on_row: Callable[[Measurement], None] | None
+) -> tuple[Measurement, str]:
+    """Put the rows of an answer on disk; its first rank's row, and why it failed ("" when it did not)."""
+    job = job_from_mapping(question["job"])
+    row, reason = _row(answer, job, gpu, question)
+    if reason.startswith(NO_GPU):  # no cell of this machine can do better: nothing is recorded
+        raise CollectorError(reason)
+    for each in [*answer.get("others", ()), answer]:  # the first rank's row last: it says that the cell is done
+        of_rank, _ = _row(each, job, gpu, question)
+        if question["history"] and of_rank.outcome != "failed":
+            of_rank = _with_timelines(of_rank, each, timelines_folder(shard))
+        store.append(shard, of_rank)
+        if on_row:
+            on_row(of_rank)
+    return row, reason
 
 
 def timelines_folder(shard: Path) -> Path:
@@ -200,13 +237,13 @@ def ranks_to_run(job: TrainingJob, ranks: str, trace: bool) -> tuple[int, ...]:
     if not numbers:
         alone = ranks == "one" or (trace and ranks != "real")
         return ranks_to_trace(job) if alone else (0,)
-    if size > 1 and numbers[0] >= size:
+    if numbers[0] >= size:
         raise CollectorError(
-            f"ranks={ranks!r} names none of the {size} ranks of {job_in_words(job)}; they count from 0.",
+            f"ranks={ranks!r} names no rank of {job_in_words(job)}, which has {size}; they count from 0.",
             parameter="ranks",
             value=ranks,
         )
-    return tuple(number for number in numbers if number < size) or (0,)
+    return tuple(number for number in numbers if number < size)
 
 
 def _numbers(ranks: str) -> list[int]:
@@ -224,24 +261,6 @@ def _numbers(ranks: str) -> list[int]:
             value=ranks,
         )
     return numbers
-
-
-def cell_identity(job: TrainingJob, rank: int | None = 0, case: str = "") -> str:
-    """A cell's identity before it ran: the versions that it will find are not part of the question, those of a stack that
-    it follows are. `case`: of a repeat."""
-    return f"{job.replace(versions=followed(job)).config_hash}.{rank}.{case}"
-
-
-def _hashes_in(shard: Path, trace: bool, gpu: str | None) -> tuple[set[str], int]:
-    """Cells that need not run again, and how many lines cannot be read. Rows of another GPU type than the one named are no
-    answer for it."""
-    rows, bad = store.read_shard(shard)
-    provenance = "traced" if trace else "measured"
-    rows = [row for row in rows if row.provenance == provenance and row.outcome != "failed"]
-    # of real ranks the first one's row is written last; one of them that ran out of memory stands for all
-    together = {row.key for row in rows if row.outcome == "out_of_memory" and row.collectives in ("nccl", "gloo")}
-    ranked = ((row, 0 if row.key in together else row.rank) for row in rows if gpu is None or row.gpu == gpu)
-    return {cell_identity(row.job, rank, row.case) for row, rank in ranked}, len(bad)
 
 
 def _failed(job: TrainingJob, gpu: str | None, trace: bool, reason: str, rank: int) -> Measurement:

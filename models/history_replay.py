@@ -8,7 +8,7 @@ the simulation chooses addresses itself, as it does for a prediction. What the p
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from peakcast.histories.history import Action, Event, History, Segment, requests
@@ -52,6 +52,8 @@ class _Outcome:
     same_place: int = 0
     differs: int = 0
     first: int | None = None
+    allocated: list[int] = field(default_factory=list)
+    """Bytes handed out before the first event and after each allocation, as the simulation counts them."""
 
 
 class _Driver:
@@ -102,6 +104,11 @@ def replay_history(history: History) -> HistoryReplay:
     return max(found, key=lambda each: (each.agrees, each.same_place))
 
 
+def allocated_bytes(history: History) -> list[int]:
+    """Bytes handed out before the first event and after each allocation, what was not split off blocks included."""
+    return _run(history, "recorded", newest_first=True)[0].allocated
+
+
 def _replayed(history: History, *, oldest_first: bool) -> HistoryReplay:
     own, peaks = _run(history, "rising" if oldest_first else "falling", newest_first=not oldest_first)
     placed = own if oldest_first else _run(history, "recorded", newest_first=True)[0]
@@ -126,6 +133,7 @@ def _run(
     driver, outcome = _Driver(history, order), _Outcome()
     allocator = CachingAllocator(history.settings, newest_first=newest_first, place=driver.place)
     blocks = start(history, allocator)
+    outcome.allocated.append(allocator.allocated_bytes)
     reserved, number = history.first_reserved_bytes, -1
     for event, asked in requests(history.events):
         number += len(asked) + (event is not None)
@@ -140,6 +148,7 @@ def _run(
             block = blocks[address] = allocator.allocate(num_bytes, stream)
             same = driver.recorded(block) == address
             outcome.same_place += same
+            outcome.allocated.append(allocator.allocated_bytes)
             driver.given.clear()
         elif action is Action.SEGMENT_FREE:
             reserved -= num_bytes
@@ -162,8 +171,11 @@ def _let_go(allocator: CachingAllocator, blocks: dict[int, Block], event: Event)
         allocator.record_stream(blocks[event.address], event.address)  # as if by a stream for each, done by itself
         allocator.release(blocks[event.address])
     elif event.action is Action.FREE_LATER:
-        del blocks[event.address]
-        allocator.finish(event.address)
+        block = blocks.pop(event.address)
+        if block.waits:
+            allocator.finish(event.address)
+        else:  # it was let go before the first event
+            allocator.release(block)
 
 
 def start(history: History, allocator: CachingAllocator) -> dict[int, Block]:

@@ -12,6 +12,7 @@ from peakcast.conventions import assumed_versions, conventions
 from peakcast.findings import Finding, ordered
 from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.models.analytical.adapter_scope import targets_taken
+from peakcast.models.analytical.kernel_scope import kernels_taken
 from peakcast.models.baseline import Baseline, Ledger, baseline, usable_bytes
 from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
 from peakcast.models.device_memory import communicator_bytes, context_bytes
@@ -263,7 +264,7 @@ def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | N
             f"the experts stay in {job.precision.parameters}: bitsandbytes quantizes nn.Linear, and transformers 5 has "
             "them as plain parameters; framework_options.quantized_experts=true counts them quantized."
         )
-    sentences.append(targets_taken(job))
+    sentences += [targets_taken(job), kernels_taken(job)]
     if lengths_change(job):
         sentences.append(
             f"tensors are those of steps whose sequences are all as long as sequence_length={job.sequence_length}; what is "

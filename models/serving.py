@@ -1,17 +1,20 @@
 """A table of jobs answered row by row: what the registered model does, apart from MLflow.
 
 A row is a job either as JSON in the column `job`, in any form that a job file has, or spread over columns named by the
-paths of its fields (`architecture`, `sequence_length`, `parallelism.tensor_parallel_size`, ...); empty cells mean defaults.
+paths of its fields (`architecture`, `sequence_length`, `parallelism.tensor_parallel_size`, ...); empty cells mean defaults,
+but a column that is empty in every row is refused, since NaN in a request looks just so.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from peakcast.errors import SpecError, near_misses
+from peakcast.bounded import json_value
+from peakcast.deadline import TimeIsUp, limited
+from peakcast.errors import PeakcastError, SpecError, near_misses
 from peakcast.models.calibration import Calibration
 from peakcast.prediction import QUANTITIES
 
@@ -19,6 +22,10 @@ JOB = "job"
 PARTS = ("baseline", "point", "lower", "upper", "upper_95")
 MAX_JOB_CHARACTERS = 1_000_000
 """A job longer than this is not one; refused before it is parsed."""
+MAX_ROWS = 1_000
+"""Of one request."""
+REQUEST_SECONDS = 45.0
+"""For one request: MLflow's server gives up on it after 60, and would go on computing for nobody."""
 
 
 @cache
@@ -35,6 +42,36 @@ def job_columns() -> tuple[str, ...]:
     return tuple(found)
 
 
+def rows_of(table: Any) -> list[dict[str, Any]]:
+    """The rows of a table: a pandas DataFrame, a mapping of columns to lists, or a list of rows.
+
+    Raises: SpecError where it is none of these, is empty or too long, or has a column that no job has.
+    """
+    import pandas  # type: ignore[import-untyped,unused-ignore]
+
+    try:
+        frame = table if isinstance(table, pandas.DataFrame) else pandas.DataFrame(table)
+    except (ValueError, TypeError) as error:
+        raise SpecError(f"the input is no table of jobs ({error}); give rows with named columns.", parameter=JOB) from error
+    known = (JOB, *job_columns())
+    names = [str(name) for name in frame.columns]
+    for name, times in Counter(names).items():
+        if name not in known:
+            raise SpecError(f"{name} is no column of a job{near_misses(name, known) or _SUCH_AS}", parameter=name)
+        if times > 1:
+            raise SpecError(f"the column {name} stands {times} times in the table; keep one.", parameter=name)
+    if not 0 < len(frame) <= MAX_ROWS:
+        raise SpecError(f"the table has {len(frame):,} rows; give from 1 to {MAX_ROWS:,}.", parameter=JOB)
+    rows: Any = frame.astype(object).to_dict("records")
+    for name in names:
+        if all(_not_a_number(row[name]) for row in rows):
+            raise SpecError(f"{name} is empty or NaN in every row; leave the column out, or give values.", parameter=name)
+    return list(rows)
+
+
+_SUCH_AS = "; columns are the fields of a job file, such as architecture, sequence_length and micro_batch_size."
+
+
 def job_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """The job mapping of one row of a table. Raises: SpecError."""
     given = {name: value for name, value in row.items() if not _empty(value)}
@@ -44,11 +81,13 @@ def job_of(row: Mapping[str, Any]) -> dict[str, Any]:
             if len(text) > MAX_JOB_CHARACTERS:
                 raise SpecError(f"job has {len(text):,} characters, more than {MAX_JOB_CHARACTERS:,}.", parameter=JOB)
             try:
-                text = json.loads(text)
-            except (ValueError, RecursionError) as error:
+                text = json_value(text, strict=True)
+            except ValueError as error:
                 raise SpecError(f"job is not valid JSON ({error}); write a job file's mapping.", parameter=JOB) from error
         if not isinstance(text, dict):
             raise SpecError(f"job must be a mapping as JSON, not {type(text).__name__}.", parameter=JOB, value=text)
+        if beside := sorted(set(given) - {JOB}):
+            raise SpecError(f"{beside[0]} stands beside job, which says it all; keep one of them.", parameter=beside[0])
         return text
     unknown = [name for name in given if name not in job_columns()]
     if unknown:
@@ -85,5 +124,24 @@ def answer_row(row: Mapping[str, Any], calibration: Calibration) -> dict[str, An
     return found
 
 
+def answer_rows(rows: Sequence[Mapping[str, Any]], calibration: Calibration) -> list[dict[str, Any]]:
+    """`answer_row` of each, all within `REQUEST_SECONDS`. Raises: SpecError or CatalogError naming the row."""
+    found: list[dict[str, Any]] = []
+    try:
+        with limited(REQUEST_SECONDS):
+            for row in rows:
+                found.append(answer_row(row, calibration))  # noqa: PERF401  # their number names the row that fails
+    except (PeakcastError, NotImplementedError) as error:
+        parameter = getattr(error, "parameter", None)
+        raise SpecError(f"row {len(found) + 1}: {error}", parameter=parameter) from error
+    except TimeIsUp:
+        raise SpecError(f"row {len(found) + 1}: no answer within {REQUEST_SECONDS:g} s; ask for fewer rows.") from None
+    return found
+
+
 def _empty(value: object) -> bool:
-    return value is None or (isinstance(value, float) and value != value)
+    return value is None or _not_a_number(value)
+
+
+def _not_a_number(value: object) -> bool:
+    return isinstance(value, float) and value != value

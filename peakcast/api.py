@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from peakcast.installation import Installation
     from peakcast.models.calibration import Calibration
     from peakcast.prediction import Answer
+    from peakcast.replaying import Replayed
     from peakcast.searching.found import Found, Largest
     from peakcast.searching.search import Progress
 
@@ -44,6 +45,7 @@ __all__ = [
     "predict",
     "predict_batch",
     "read",
+    "replay",
     "report",
     "reproduce",
     "search",
@@ -149,6 +151,28 @@ def explain(
 
     found = explanation(job, gpu, rank, against=against, trace=trace, module=module)
     return write(found, picture, snapshot)
+
+
+def replay(
+    file: str | Path,
+    against: object = None,
+    gpu: str | Device | None = None,
+    rank: Rank = None,
+    *,
+    trace: bool = False,
+    module: str | None = None,
+    output: Path | None = None,
+) -> Replayed:
+    """The allocator history in `file`, replayed through the simulated allocator: does it do what was recorded?
+
+    `file`: what `torch.cuda.memory._dump_snapshot` wrote, or a history of `datasets/published/histories`. `against`: a job,
+    as in `predict`, whose timeline is laid beside the recorded one (`trace`, or `module` "FILE.py:FUNCTION": a trace
+    instead of the ledger, as in `explain`); `gpu` and `rank` are of that prediction. `output` (.png, .svg) draws the two.
+    Raises: RecordError for a file that cannot be read, and what `explain` raises.
+    """
+    from peakcast.replaying import replayed
+
+    return replayed(Path(file), against, gpu, rank, trace=trace, module=module, output=output)
 
 
 def doctor() -> Installation:

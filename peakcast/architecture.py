@@ -212,8 +212,8 @@ class Architecture(HashedOnce):
         self._check_layer_types()
         if self.fused_gate_up and not self.gated_mlp:
             raise SpecError(
-                f"fused_gate_up joins the gate and up matrices of a gated feed-forward, and gated_mlp is false of {self.name!r}; "
-                "set one of them.",
+                f"fused_gate_up=True joins the gate and up matrices of a gated feed-forward, and gated_mlp=False of "
+                f"{self.name!r} has none; change one of them.",
                 parameter="fused_gate_up",
                 value=self.fused_gate_up,
             )

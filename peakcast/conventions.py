@@ -66,7 +66,7 @@ def _facts(job: TrainingJob) -> FrozenMapping:
 
 def fuses_loss(job: TrainingJob) -> bool:
     """Whether lm_head and loss are one kernel, which never has all logits."""
-    return bool(conventions(job).get("loss_kernel", "") == "fused_linear")
+    return conventions(job).get("loss_kernel") in ("fused_linear", "chunked")
 
 
 def adapter_dtype(job: TrainingJob) -> str:
@@ -125,7 +125,7 @@ def assumed_versions(job: TrainingJob) -> str:
             package
             for stanza in _stanzas().get(job.framework, [])
             for package in stanza.get("when", {})
-            if package not in {"torch", *facts, *STACKS, *unused}
+            if package not in {"torch", CONTAINER, *facts, *STACKS, *unused}
             and _holds({other: ranges for other, ranges in stanza["when"].items() if other != package}, facts)
         }
     )

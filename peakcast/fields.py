@@ -158,10 +158,17 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
     if hint is FrozenMapping:
         if not isinstance(value, Mapping):
             raise _refuse(where, value, "a mapping")
+        for key, item in value.items():
+            if not all(map(_is_plain, item if isinstance(item, (list, tuple)) else [item])):
+                raise _refuse(f"{where}.{key}", item, "a text, a number, true or false, null, or a list of those")
         return FrozenMapping(value)
     if dataclasses.is_dataclass(hint):
         return value if isinstance(value, typing.cast(type, hint)) else build(typing.cast(Any, hint), value, where + ".")
     return _scalar(hint, value, where)
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (str, bool, float, type(None))) or (isinstance(value, int) and -MOST <= value <= MOST)
 
 
 def _one_of(allowed: tuple[Any, ...], value: Any, where: str) -> Any:

@@ -105,8 +105,8 @@ def verify(
     """
     from peakcast.collected import telling_time
     from peakcast.collectors.grid import load_grid
-    from peakcast.collectors.runner import cell_identity
     from peakcast.collectors.runner import collect as run
+    from peakcast.collectors.sharing import cell_identity
     from peakcast.models.agreement import agreements
     from peakcast.ranks import ranks_to_trace
     from peakcast.store import read_shard

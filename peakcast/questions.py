@@ -98,7 +98,7 @@ def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
 
 
 def _read(job: object, beside: Beside) -> Translation:
-    from peakcast.dialects.job_file import job_from_mapping
+    from peakcast.dialects.job_file import read_job
 
     if isinstance(job, Translation):
         return job
@@ -118,7 +118,7 @@ def _read(job: object, beside: Beside) -> Translation:
         if form in FORMS:
             return _translate(form, value, beside)
     if pasted is None or (not beside and "architecture" in pasted.values):
-        return Translation(job=job_from_mapping(values))  # type: ignore[arg-type]
+        return read_job(values)  # type: ignore[arg-type]
     return translated(pasted, beside)
 
 

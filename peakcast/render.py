@@ -285,6 +285,8 @@ def summary_text(summary: Summary, shard: Path) -> str:
         f"{s.left} left of {s.total} cells in {s.seconds:.0f} s"
     )
     causes = Counter(reason.partition(": ")[2] or reason for reason in s.reasons)
+    if s.elsewhere:
+        counts += f"; {s.elsewhere} left to another collector that is at them"
     lines = [f"{shard}: {counts}", *(f"{number} failed: {cause}" for cause, number in causes.items())]
     if s.unreadable:
         count = f"{s.unreadable} {'line' if s.unreadable == 1 else 'lines'}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,12 +81,39 @@ def read_shard(path: Path) -> tuple[list[Measurement], list[BadLine]]:
     Raises: RecordError only when the file itself cannot be read.
     """
     path = Path(path)
+    return _parsed(read_bytes(path)) if path.exists() else ([], [])
+
+
+def read_rows(path: Path, start: int) -> tuple[list[Measurement], list[BadLine], int]:
+    """What `read_shard` gives of the whole lines from byte `start` on, and the byte after them: a file that others append
+    to is read little by little. Raises: RecordError only when the file itself cannot be read."""
+    path = Path(path)
+    if not path.exists() or path.stat().st_size <= start:
+        return [], [], start
+    new = read_bytes(path)[start:]
+    whole = new[: new.rfind(b"\n") + 1]
+    return *_parsed(whole), start + len(whole)
+
+
+def require_writable(path: Path) -> None:
+    """Raises: RecordError where no row could be appended to the shard at `path`. A shard that is not there is not made."""
+    path = Path(path)
+    with explained(path, "written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            os.close(os.open(path, os.O_RDWR | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)))
+            if not path.is_file():
+                raise OSError(22, "it is no file")
+        else:
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+
+
+def _parsed(content: bytes) -> tuple[list[Measurement], list[BadLine]]:
     rows: list[Measurement] = []
     bad: list[BadLine] = []
     jobs: dict[str, TrainingJob] = {}
-    if not path.exists():
-        return rows, bad
-    for number, line in enumerate(read_bytes(path).split(b"\n"), start=1):
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -12,11 +12,14 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from peakcast.durable import explained, locked
 from peakcast.errors import CalibrationError, PeakcastError
+from peakcast.ownership import is_gone, this_process
 from peakcast.prediction import QUANTITIES
 from peakcast.spec import canonical_json
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 MODEL_NAME = "peakcast"
 """The registered model; each GPU type is an alias of one of its versions."""
+OWNER = "peakcast.process"
+"""Tag of a run: the process that makes it."""
 _MODEL_CODE = """\
 import mlflow
 
@@ -51,9 +56,11 @@ class Tracker:
         self.uri = uri or f"sqlite:///{Path(folder or '.').resolve() / 'mlflow.db'}"
         self.experiment = experiment
         client = _mlflow().MlflowClient
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        self._client = client(tracking_uri=self.uri, registry_uri=self.uri)
+        database = Path(self.uri.removeprefix("sqlite:///")).absolute() if self.uri.startswith("sqlite:///") else None
+        with _alone(database):  # a fresh database is given its tables by whoever comes first, and by one alone
+            self._client = client(tracking_uri=self.uri, registry_uri=self.uri)
+            if database is not None:
+                self._client.search_experiments(max_results=1)
 
     def log_evaluation(
         self,
@@ -71,20 +78,14 @@ class Tracker:
         """
         from peakcast.models.tracked import by_fold, by_gpu
 
-        experiment = self._experiment_id()
-        run = self._client.create_run(experiment, run_name=name)
-        run_id = str(run.info.run_id)
-        try:
+        self._end_abandoned()
+        with self._running(name) as run_id:
             self._log_parent(run_id, evaluation, parameters or {}, figures or {})
             used = {calibration.gpu: calibration for calibration in calibrations}
             for gpu, values in by_gpu(evaluation).items():
-                self._log_child(experiment, run_id, gpu, {"gpu": gpu}, values, used.get(gpu))
+                self._log_child(run_id, gpu, {"gpu": gpu}, values, used.get(gpu))
             for architecture, values in by_fold(evaluation).items():
-                self._log_child(experiment, run_id, f"without {architecture}", {"held_out": architecture}, values)
-        except BaseException:
-            self._client.set_terminated(run_id, status="FAILED")
-            raise
-        self._client.set_terminated(run_id)
+                self._log_child(run_id, f"without {architecture}", {"held_out": architecture}, values)
         return run_id
 
     def champion(self, gpu: str) -> Calibration | None:
@@ -112,12 +113,12 @@ class Tracker:
         comparison is kept as an artefact and in the version's tags. `run_id` is the run that keeps the artefacts; without
         one a run is made for it.
         """
+        if run_id is None:
+            self._end_abandoned()
+            with self._running(f"calibration {calibration.gpu}") as made:
+                return self.log_calibration(calibration, run_id=made, comparison=comparison)
         from peakcast.models.tracked import facts_of, num_rows
 
-        own_run = run_id is None
-        if run_id is None:
-            run = self._client.create_run(self._experiment_id(), run_name=f"calibration {calibration.gpu}")
-            run_id = str(run.info.run_id)
         self._log_batch(run_id, *facts_of(calibration))
         self._log_dataset(run_id, calibration.rows_digest, num_rows(calibration), "training")
         place = f"models/{slug(calibration.gpu)}"
@@ -141,8 +142,6 @@ class Tracker:
         )
         if promoted:
             self._client.set_registered_model_alias(MODEL_NAME, slug(calibration.gpu), version.version)
-        if own_run:
-            self._client.set_terminated(run_id)
         return int(version.version)
 
     def load(self, gpu: str) -> Any:
@@ -159,7 +158,37 @@ class Tracker:
         if found is not None:
             return str(found.experiment_id)
         artefacts = (self.folder / "artifacts").resolve().as_uri() if self.folder is not None else None
-        return str(self._client.create_experiment(self.experiment, artifact_location=artefacts))
+        with self._perhaps_there():
+            return str(self._client.create_experiment(self.experiment, artifact_location=artefacts))
+        return self._experiment_id()
+
+    @contextmanager
+    def _perhaps_there(self) -> Iterator[None]:
+        """Inside it something is made that somebody else may just have made, which does as well."""
+        try:
+            yield
+        except _mlflow().exceptions.MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+
+    @contextmanager
+    def _running(self, name: str, tags: Mapping[str, str] | None = None) -> Iterator[str]:
+        """A run, by its id, that ends as finished or failed; should this process be killed within, the next one ends it."""
+        tags = {OWNER: this_process(), **(tags or {})}
+        run_id = str(self._client.create_run(self._experiment_id(), run_name=name, tags=tags).info.run_id)
+        try:
+            yield run_id
+        except BaseException:
+            self._client.set_terminated(run_id, status="FAILED")
+            raise
+        self._client.set_terminated(run_id)
+
+    def _end_abandoned(self) -> None:
+        """End runs whose processes were killed: to MLflow they would run for ever."""
+        running = self._client.search_runs([self._experiment_id()], "attributes.status = 'RUNNING'", max_results=1000)
+        for run in running:
+            if is_gone(run.data.tags.get(OWNER, "")):
+                self._client.set_terminated(run.info.run_id, status="KILLED")
 
     def _log_parent(
         self, run_id: str, evaluation: Evaluation, parameters: Mapping[str, object], figures: Mapping[str, Any]
@@ -194,18 +223,16 @@ class Tracker:
 
     def _log_child(
         self,
-        experiment: str,
         parent: str,
         name: str,
         told: Mapping[str, str],
         values: Mapping[str, float],
         calibration: Calibration | None = None,
     ) -> None:
-        run = self._client.create_run(experiment, run_name=name, tags={"mlflow.parentRunId": parent})
-        self._log_batch(run.info.run_id, values, told)
-        if calibration is not None:
-            self._client.log_text(run.info.run_id, calibration.to_bytes().decode(), "calibration.json")
-        self._client.set_terminated(run.info.run_id)
+        with self._running(name, {"mlflow.parentRunId": parent}) as run_id:
+            self._log_batch(run_id, values, told)
+            if calibration is not None:
+                self._client.log_text(run_id, calibration.to_bytes().decode(), "calibration.json")
 
     def _log_batch(self, run_id: str, values: Mapping[str, float], told: Mapping[str, object]) -> None:
         entities = _mlflow().entities
@@ -218,7 +245,24 @@ class Tracker:
 
     def _make_registered_model(self) -> None:
         if not self._client.search_registered_models(filter_string=f"name = '{MODEL_NAME}'"):
-            self._client.create_registered_model(MODEL_NAME, description="Peak GPU memory; one alias per GPU type.")
+            with self._perhaps_there():
+                self._client.create_registered_model(MODEL_NAME, description="Peak GPU memory; one alias per GPU type.")
+
+
+@contextmanager
+def _alone(database: Path | None) -> Iterator[None]:
+    """Inside it no other process of this machine is at the same SQLite file; its folder is made."""
+    if database is None:
+        yield
+        return
+    with explained(database, "written"):
+        database.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(database.with_name(f".{database.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with locked(descriptor):
+            yield
+    finally:
+        os.close(descriptor)
 
 
 def slug(gpu: str) -> str:
@@ -242,29 +286,43 @@ def served_model() -> Any:
             def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
                 import pandas  # type: ignore[import-untyped,unused-ignore]
 
-                return pandas.DataFrame(answers(model_input.to_dict("records"), self.calibration))
+                return pandas.DataFrame(answers(model_input, self.calibration))
 
+    _without_stack_traces()
     return PeakMemory()
 
 
-def answers(rows: Sequence[Mapping[str, Any]], calibration: Calibration) -> list[dict[str, Any]]:
-    """`serving.answer_row` of each row. A row that is no job is MLflow's kind of error, which its server turns into HTTP
-    400 with the reason."""
-    from peakcast.models.serving import answer_row
+def answers(table: Any, calibration: Calibration) -> list[dict[str, Any]]:
+    """`serving.answer_rows` of the rows of a table. What is no table of jobs is MLflow's kind of error, which its server
+    turns into HTTP 400 with the reason; a fault of ours into 500."""
+    from peakcast.models.serving import answer_rows, rows_of
 
-    found = []
-    for number, row in enumerate(rows, start=1):
-        try:
-            found.append(answer_row(row, calibration))
-        except (PeakcastError, NotImplementedError) as error:
-            exceptions = _mlflow().exceptions
-            raise exceptions.MlflowException.invalid_parameter_value(f"row {number}: {error}") from error
-    return found
+    exceptions = _mlflow().exceptions
+    try:
+        return answer_rows(rows_of(table), calibration)
+    except PeakcastError as error:
+        raise exceptions.MlflowException.invalid_parameter_value(error.message) from error
+    except Exception as error:
+        raise exceptions.MlflowException(f"this is a bug in peakcast: {type(error).__name__}: {error}") from error
+
+
+def _without_stack_traces() -> None:
+    """Have this process's server answer with reasons alone: MLflow adds where in its code a fault was found to the answer
+    (3.17 `exceptions.py` serialize_as_json)."""
+    exception: Any = _mlflow().exceptions.MlflowException
+    serialize = exception.serialize_as_json
+
+    def told(self: Any) -> str:
+        self.json_kwargs.pop("stack_trace", None)
+        text: str = serialize(self)
+        return text
+
+    exception.serialize_as_json = told
 
 
 def _save_model(scratch: Path, calibration: Calibration) -> Path:
     """The model as MLflow keeps it, in a new folder under `scratch`."""
-    from peakcast.models.serving import JOB, PARTS, job_columns
+    from peakcast.models.serving import PARTS
 
     mlflow = _mlflow()
     types = mlflow.types
@@ -273,10 +331,10 @@ def _save_model(scratch: Path, calibration: Calibration) -> Path:
     calibration.save(data)
     names = [f"{quantity}.{part}" for quantity in QUANTITIES for part in PARTS]
     outputs = [types.ColSpec("string", "fits"), *(types.ColSpec("long", name) for name in names)]
-    inputs = [types.ColSpec(types.schema.AnyType(), name, required=False) for name in (JOB, *job_columns())]
-    signature = mlflow.models.ModelSignature(inputs=types.Schema(inputs), outputs=types.Schema(outputs))
+    # no schema of inputs: MLflow would drop columns that it lacks, and a misspelt one would be answered by its default
+    signature = mlflow.models.ModelSignature(outputs=types.Schema(outputs))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it asks for an input example and type hints, which the signature makes needless
+        warnings.simplefilter("ignore")  # it asks for an input example and type hints; `serving.rows_of` checks what comes
         mlflow.pyfunc.save_model(
             path=str(folder),
             python_model=str(code),

@@ -101,8 +101,9 @@ def resolved(versions: Mapping[str, Any]) -> Mapping[str, Any]:
     """`versions` with what the container among them has; those that are given themselves hold."""
     if CONTAINER not in versions:
         return versions
-    image = containers().get(tag_of(versions[CONTAINER]), {})
-    return {**{name: version for name, version in image.items() if name != "source"}, **versions}
+    tag = tag_of(versions[CONTAINER])
+    image = {name: version for name, version in containers().get(tag, {}).items() if name != "source"}
+    return {**image, **versions, CONTAINER: tag}
 
 
 def remarks(versions: Mapping[str, Any]) -> list[str]:

@@ -60,6 +60,34 @@ def test_a_bad_row_is_refused_by_name(row, said):
         answer_row(row, CALIBRATION)
 
 
+def test_a_request_has_a_time_and_a_length(monkeypatch):
+    from peakcast.models import serving
+
+    monkeypatch.setattr(serving, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(serving, "MAX_ROWS", 2)
+
+    def answer_row(row, calibration):
+        while not row["sequence_length"]:
+            pass
+        return {}
+
+    monkeypatch.setattr(serving, "answer_row", answer_row)
+    with pytest.raises(SpecError, match=r"row 2: no answer within 0\.3 s"):
+        serving.answer_rows([{"sequence_length": 1}, {"sequence_length": 0}], CALIBRATION)
+    with pytest.raises(SpecError, match="the table has 3 rows; give from 1 to 2"):
+        serving.rows_of([JOB] * 3)
+
+
+def test_an_empty_cell_is_a_default_and_an_empty_column_is_refused():
+    from peakcast.models.serving import rows_of
+
+    first, second = rows_of([JOB, {"architecture": "gpt2"}])
+    assert job_of(second) == {"architecture": "gpt2"}
+    assert job_of(first) == JOB
+    with pytest.raises(SpecError, match="sequence_length is empty or NaN in every row"):
+        rows_of([{"architecture": "gpt2", "sequence_length": float("nan")}])
+
+
 def test_who_asks_cannot_name_files_of_the_server(tmp_path):
     from peakcast.errors import CatalogError
 
@@ -163,6 +191,29 @@ def test_columns_are_served_too(server):
         ({"dataframe_records": [JOB, {**JOB, "sequence_length": -5}]}, "row 2: sequence_length=-5"),
         ({"dataframe_records": [{"job": json.dumps({"architecture": "llama-3.1-8"})}]}, "did you mean 'llama-3.1-8b'"),
         ({"dataframe_records": [{"architecture": "/etc/passwd"}]}, "not in the catalog"),
+        ({"dataframe_records": [{"seq_length": 131072, "micro_batchsize": 512}]}, "did you mean 'sequence_length'"),
+        ({"dataframe_records": [JOB | {"micro_batchsize": 512}]}, "did you mean 'micro_batch_size'"),
+        ({"dataframe_records": [JOB, JOB | {"micro_batchsize": 512}]}, "did you mean 'micro_batch_size'"),
+        ({"dataframe_records": [{"job": json.dumps(JOB), "micro_batch_size": 512}]}, "micro_batch_size stands beside job"),
+        ({"dataframe_split": {"columns": ["job", "job"], "data": [["{}", "{}"]]}}, "column job stands 2 times"),
+        ({"dataframe_split": {"columns": [], "data": []}}, "0 rows"),
+        ({"dataframe_records": [{}]}, "the row is empty"),
+        ({"dataframe_records": [{"job": "{}"}]}, "architecture is required and missing"),
+        ({"dataframe_records": []}, "0 rows"),
+        ({"dataframe_records": ["gpt2"]}, "0 is no column of a job"),
+        ({"dataframe_records": [[1, 2]]}, "0 is no column of a job"),
+        ({"dataframe_records": [JOB | {"micro_batch_size": float("nan")}]}, "micro_batch_size is empty or NaN"),
+        ({"dataframe_records": [JOB | {"micro_batch_size": float("inf")}]}, "micro_batch_size=inf"),
+        ({"dataframe_records": [JOB | {"micro_batch_size": [1]}]}, "micro_batch_size=[1]"),
+        ({"dataframe_records": "gpt2"}, "must be a list of records"),
+        ({"instances": ["gpt2"]}, "0 is no column of a job"),
+        ({"instances": [JOB | {"micro_batchsize": 512}]}, "did you mean 'micro_batch_size'"),
+        ({"inputs": "gpt2"}, "no table of jobs"),
+        ({"inputs": {"micro_batchsize": [512]}}, "did you mean 'micro_batch_size'"),
+        ([{}], "Received a list"),
+        ("gpt2", "Received unexpected input type"),
+        (float("nan"), "Received unexpected input type"),
+        ({"dataframe_records": [{"job": "[" * 100_000}]}, "nested too deeply"),
         ({"nothing": 1}, "dataframe_split"),
     ],
 )
@@ -170,12 +221,15 @@ def test_bad_input_gets_400_and_a_reason(server, body, said):
     code, answer = ask(server, json.dumps(body).encode())
     assert code == 400
     assert said in json.dumps(answer).replace('\\"', '"')
+    assert "stack_trace" not in answer
+    assert "Traceback" not in json.dumps(answer)
 
 
 def test_what_is_no_json_gets_400(server):
     code, answer = ask(server, b"\x80\x04not json")
     assert code == 400
     assert answer["error_code"] == "BAD_REQUEST"
+    assert "stack_trace" not in answer
 
 
 def test_the_uncalibrated_baseline_is_what_this_server_answers_with():

@@ -269,3 +269,45 @@ def test_importing_the_module_does_not_import_mlflow():
     code = "import sys; import peakcast.tracking; print('mlflow' in sys.modules)"
     found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "False"
+
+
+# -- several processes, and killed ones -----------------------------------------------------------------------------------
+
+START = """
+import sys
+from pathlib import Path
+from peakcast.models.calibration import Calibration
+from peakcast.tracking import Tracker
+tracker = Tracker(Path(sys.argv[1]))
+calibration = Calibration(gpu="H100-80GB", created="2026-11-21", rows_digest="")
+if sys.argv[2] == "wait":
+    with tracker._running("waits") as run:
+        print(run, flush=True)
+        sys.stdin.read()
+print(tracker.log_calibration(calibration))
+"""
+
+
+def started(folder, what):
+    command = [sys.executable, "-P", "-W", "ignore", "-c", START, str(folder), what]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_three_trackers_start_together_on_a_store_that_is_not_there(tmp_path):
+    processes = [started(tmp_path / "store", "log") for _ in range(3)]
+    told = [process.communicate(timeout=180) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], told
+    assert sorted(int(out.split()[-1]) for out, _ in told) == [1, 2, 3]
+
+
+def test_a_run_whose_process_was_killed_is_ended_by_the_next(tmp_path, empty_store):
+    shutil.copytree(empty_store, tmp_path / "store")
+    killed, waits = (started(tmp_path / "store", "wait") for _ in range(2))
+    runs = [process.stdout.readline().strip() for process in (killed, waits)]
+    killed.kill()
+    killed.communicate()
+    tracker = Tracker(tmp_path / "store")
+    tracker._end_abandoned()
+    assert [tracker._client.get_run(run).info.status for run in runs] == ["KILLED", "RUNNING"]
+    waits.communicate(timeout=60)
+    assert tracker._client.get_run(runs[1]).info.status == "FINISHED"

@@ -104,18 +104,14 @@ def test_no_stanza_asks_whether_a_stack_is_there_by_a_range_that_commits_fail() 
     assert [when for when in whens if {">=0", ">=0.0", ">=0.0.0"} & set(when.values())] == []
 
 
-def test_a_commit_of_a_stack_has_the_stacks_conventions_but_none_of_a_release() -> None:
-    def units(version: str) -> Any:
-        job = job_from_mapping({"architecture": TINY, "framework": "torch", "versions": {"torchtitan": version}})
-        return conventions(job)["fsdp2_units"], conventions(job)["experts_implementation"]
+def test_a_commit_of_a_stack_has_the_stacks_conventions_but_none_of_an_old_release() -> None:
+    def of(version: str) -> Any:
+        job = {"architecture": "mixtral-8x7b", "framework": "torch", "versions": {"torchtitan": version}}
+        return dict(conventions(job_from_mapping(job)))
 
-    moe = {"architecture": "mixtral-8x7b", "framework": "torch"}
-    known, commit = (
-        conventions(job_from_mapping({**moe, "versions": {"torchtitan": version}})) for version in ("0.3", "9dec370")
-    )
-    assert known["experts_implementation"] == "torchtitan"
-    assert commit["experts_implementation"] == "grouped_mm"
-    assert units("9dec370") == units("0.2")
+    plain = conventions(job_from_mapping({"architecture": "mixtral-8x7b", "framework": "torch"}))
+    assert of("9dec370") == of("main") != dict(plain)
+    assert of("0.1")["fsdp2_units"] != of("9dec370")["fsdp2_units"]
 
 
 def test_a_commit_is_said_and_torch_falls_back_to_what_is_assumed() -> None:

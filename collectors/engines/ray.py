@@ -14,6 +14,7 @@ if "RAY_ADDRESS" not in os.environ:
 import ray
 
 from peakcast.collectors.engines import WORK, Answer, Question, local
+from peakcast.errors import NO_GPU, CollectorError
 
 RETRIES = 3
 """How often a cell whose worker died is run again. An exception is an answer, and is not retried."""
@@ -34,12 +35,25 @@ def run(
     if started:
         ray.init(address=address, include_dashboard=False, log_to_driver=False)
     try:
+        _check_gpus(float(num_gpus))
         needs: dict[str, Any] = {"num_gpus": float(num_gpus), "num_cpus": float(num_cpus), "max_retries": RETRIES}
         cell = ray.remote(**needs)(local.one)
         yield from _answers(cell, iter(questions), timeout_seconds, work, _places(float(num_gpus), float(num_cpus)))
     finally:
         if started:
             ray.shutdown()
+
+
+def _check_gpus(num_gpus: float) -> None:
+    """Refuse to wait for GPUs that the cluster will not have. Raises: CollectorError."""
+    there = float(ray.cluster_resources().get("GPU", 0))
+    if num_gpus > there:
+        raise CollectorError(
+            f"{NO_GPU}: a cell needs num_gpus={num_gpus:g} and the Ray cluster has {there:g}; trace instead (--trace), or "
+            "give --engine-set num_gpus=0.",
+            parameter="num_gpus",
+            value=num_gpus,
+        )
 
 
 def _places(num_gpus: float, num_cpus: float) -> int:

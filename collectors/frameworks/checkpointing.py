@@ -43,6 +43,7 @@ def _keep(one_in: int, kinds: Collection[str], repeated: torch.Size | None = Non
             aten._scaled_dot_product_efficient_attention.default,
             aten._scaled_dot_product_cudnn_attention.default,
         ),
+        "flex": (torch.ops.higher_order.flex_attention,),
         "reduce_scatter": (exchanges.reduce_scatter_tensor.default,),
         "all_to_all": (exchanges.all_to_all_single.default,),
         "topk": (aten.topk.default,),

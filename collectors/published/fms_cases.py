@@ -102,8 +102,6 @@ def case_of(record: Mapping[str, str], versions: Mapping[str, str]) -> Case:
     reasons = [*translation.unsupported, *([NETWORK_REASONS[model]] if model in NETWORK_REASONS else [])]
     if "scattermoe" in setup:
         reasons.append("ScatterMoE's expert kernels and its sharding of experts are not modelled.")
-    if "foak" in setup:
-        reasons.append("Fused LoRA, cross-entropy and norm kernels (foak) are not modelled.")
     method, batch = record.get("peft_method") or "full", record["per_device_train_batch_size"]
     return Case(
         job=translation.job.replace(framework_options=FrozenMapping(options)),

@@ -44,7 +44,7 @@ def _reading(record: Mapping[str, Any]) -> Reading:
     way = record["layout"]["distributed_mode"].rstrip("2")
     base = job_of({**record, "framework": "torch"})
     network = {**to_mapping(base.architecture), "fused_qkv": True}
-    options = {**base.framework_options, "logits_upcast": "none"}
+    options = {**base.framework_options, "loss_kernel": "eager"}
     if name in APART:
         options["fsdp2_units"] = "ends"
     if compiled:

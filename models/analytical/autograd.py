@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from peakcast.models.analytical.operations import Operation, Tensor
+from peakcast.models.analytical.operations import Operation, Tensor, WeightGradient
 from peakcast.models.analytical.template import HANDED_IN, Waiting
 from peakcast.timeline import Category
 
@@ -12,6 +12,13 @@ Row = tuple[str, int, int, int, bool, int, bool, bool, int, bool, int]
 """Name, category, bytes, born, whether in backward, dies, whether in backward, whether a parameter's gradient, dies
 without a graph, whether selective checkpointing keeps it, stream."""
 TEMPORARY, GRADIENT = int(Category.TEMPORARIES), int(Category.GRADIENTS)
+
+
+def workspace_rows(weight: WeightGradient, instant: int) -> list[Row]:
+    """What the kernel that sums a parameter's gradient takes for itself, at backward instant `instant`."""
+    name, kind = f"{weight.name}.workspace", int(Category.WORKSPACES)
+    after = instant + 1
+    return [(name, kind, size, instant, True, after, True, False, after, False, 0) for size in weight.workspaces]
 
 
 class _Gradient:
@@ -108,6 +115,7 @@ class Backward:
                 if weight.num_bytes > 0:
                     row = (weight.name, GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False, 0)
                     self.rows.append(row)
+                    self.rows += workspace_rows(weight, instant)
             for size, stream in operation.backward_temporaries:
                 self._live(f"{operation.name}.temporary", size, instant, after, stream)
         if self._saves_on_cpu:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from peakcast.timeline import Category
 
-KINDS = ("attention", "reduce_scatter", "topk", "all_to_all")
+KINDS = ("attention", "flex", "reduce_scatter", "topk", "all_to_all")
 """Operations beside matrix products ("matmul") whose results selective checkpointing may keep: which of them it does is a
 convention, `selective_checkpointing_keeps`."""
 
@@ -54,10 +54,12 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
-    """A parameter's gradient as an operation's backward makes it."""
+    """A parameter's gradient as an operation's backward makes it. `workspaces`: bytes of each block of memory that the
+    kernel which sums it takes for itself."""
 
     name: str
     num_bytes: int
+    workspaces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from peakcast.findings import (
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.adapter_scope import adapter_reason
 from peakcast.models.analytical.compile_scope import compile_reason
+from peakcast.models.analytical.kernel_scope import fused_kernels_reason
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.analytical.preference_scope import preference_reason
@@ -39,6 +40,7 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
     else:
         reasons += [_architecture_reason(job.architecture), _encoder_decoder_reason(job), parallel_reason(job)]
         reasons += [_huggingface_reason(job), _mixture_reason(job), adapter_reason(job), _kernels_reason(job)]
+        reasons += [fused_kernels_reason(job)]
         reasons += [zero_reason(job), compile_reason(job), _in_backward_reason(job)]
     return tuple(reason for reason in reasons if reason)
 
@@ -234,12 +236,6 @@ def _rows(job: TrainingJob) -> int:
     return job.num_tokens if job.batch.form == "padding_free" else job.micro_batch_size * job.sequence_length
 
 
-LIGER_FAMILIES = (
-    *("deepseek_v2", "deepseek_v3", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm4", "gpt_oss", "granite"),
-    *("llama", "ministral", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe"),
-    "smollm3",
-)
-"""Families that the ledger has of those for which liger_kernel 0.8.5 patches modules (transformers/monkey_patch.py)."""
 NO_FLASH_ATTENTION = ("bloom", "codegen", "mpt")
 """transformers 5.17 models/*/modeling_*.py: `_supports_flash_attn` is not set."""
 NO_FLEX_ATTENTION = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "olmoe", "stablelm")
@@ -248,25 +244,9 @@ NO_FLEX_ATTENTION = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_n
 
 def _kernels_reason(job: TrainingJob) -> Finding | None:
     """What of kernels that are asked for the family does not have, or the ledger does not count."""
-    family, kernels = job.architecture.model_type, bool(conventions(job).get("liger_kernels"))
+    family = job.architecture.model_type
     flash, flex = job.attention == "flash_attention_2", job.attention == "flex"
     checks: list[Check] = [
-        (
-            (kernels or fuses_loss(job)) and family not in LIGER_FAMILIES,
-            f"Liger has no kernels for model_type={family!r}, which runs without them.",
-        ),
-        (
-            fuses_loss(job) and family == "granite",
-            "Liger has no fused loss for Granite and raises an error; set loss.fused_linear_cross_entropy=false.",
-            FAILS,
-            "loss.fused_linear_cross_entropy",
-        ),
-        (
-            kernels and job.architecture.moe is not None,
-            "Liger's kernels for experts are not modelled.",
-            LESS,
-            "framework_options.liger_kernels",
-        ),
         (
             flash and family in NO_FLASH_ATTENTION,
             f"model_type={family!r} has no flash_attention_2 in transformers; use eager.",

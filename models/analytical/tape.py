@@ -19,8 +19,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from peakcast.kernel_workspaces import reduction
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
-from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row
+from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row, workspace_rows
 from peakcast.models.analytical.operations import (
     NO_SIDE_STREAM,
     SIDE_STREAM,
@@ -46,7 +47,10 @@ class Tape:
     `splits_backward`: inputs' gradients first, weights' later (`split_backward.py`); a hook keeps what comes to each.
     """
 
-    def __init__(self, *, saves_on_cpu: bool = False, splits_backward: bool = False) -> None:
+    def __init__(
+        self, *, saves_on_cpu: bool = False, splits_backward: bool = False, gpu: tuple[int, int] | None = None
+    ) -> None:
+        self._gpu = gpu
         self._saves_on_cpu = saves_on_cpu
         self._splits_backward = splits_backward
         self._savers: dict[int, list[int]] = {}
@@ -55,6 +59,14 @@ class Tape:
         self._input: Tensor | None = None
         self._elsewhere: dict[str, Tensor] = {}
         self._loss_from: int | None = None
+
+    def summed(self, name: str, columns: int, rows: int, num_bytes: int) -> WeightGradient:
+        """The gradient of a vector of `columns`, which torch sums over `rows`; where the tape is for a GPU
+        (multiprocessors, threads of each), with what the kernel takes for itself."""
+        workspaces: tuple[int, ...] = ()
+        if self._gpu is not None and (taken := reduction(columns, rows, *self._gpu, reduced_is_contiguous=False)):
+            workspaces = taken.buffer_bytes, taken.semaphore_bytes
+        return WeightGradient(name, num_bytes, workspaces)
 
     # -- building -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +190,8 @@ class Tape:
         self._operations.append(
             Operation(
                 *(name, outputs, gradients, weight_gradients, (), _temporaries(backward_temporary_bytes, ())),
-                *(gradients_in_place, saved_bytes),
+                gradients_in_place=gradients_in_place,
+                saved_bytes=saved_bytes,
                 keeps_results=True,
             )
         )
@@ -314,6 +327,7 @@ class Tape:
                 (weight.name, GRADIENT, weight.num_bytes, 0, True, 1, True, True, 1, False, 0)
                 for weight in operation.weight_gradients
             ]
+            rows += [row for weight in operation.weight_gradients for row in workspace_rows(weight, 0)]
             for size, stream in operation.backward_temporaries:
                 rows.append((f"{operation.name}.temporary", TEMPORARY, size, 0, True, 1, True, False, 1, False, stream))
             made = self._template(rows, [index], {})

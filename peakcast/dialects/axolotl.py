@@ -193,7 +193,7 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     if settings.switch("cut_cross_entropy", plugged):  # integrations/cut_cross_entropy/args.py: on by the plugin alone
         training["fused_linear_cross_entropy"] = True
         settings.notes.unsupported.append(
-            "Cut cross entropy is taken as Liger's fused linear cross entropy.", "plugins", "less"
+            "Cut cross entropy is taken as Liger's fused linear cross entropy.", "cut_cross_entropy", "less"
         )
 
 
@@ -234,7 +234,7 @@ def _rest(settings: Settings) -> None:
     for key, what in keys.LESS.items():
         if settings.raw(key):
             settings.notes.unsupported.append(
-                f"{what} needs less than the answer, which is for all of it at once.", what, "less"
+                f"{what} needs less than the answer, which is for all of it at once.", key, "less"
             )
     for name in ("overrides_of_model_config", "model_config"):
         given = settings.raw(name)

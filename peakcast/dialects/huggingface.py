@@ -15,11 +15,13 @@ from peakcast.dialects.huggingface_batch import batch_of, sequence_length
 from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
 from peakcast.dialects.huggingface_quantization import quantization_of
-from peakcast.dialects.job_file import resolve_architecture
+from peakcast.dialects.huggingface_unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
+from peakcast.dialects.job_file import note_network, resolve_architecture
 from peakcast.dialects.mesh import of_training
 from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher, states_direction
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
+from peakcast.findings import Direction
 from peakcast.spec import (
     ActivationCheckpointing,
     Dtype,
@@ -59,8 +61,13 @@ def from_huggingface(
     """
     num_gpus = gpu_count(num_gpus)
     notes = Notes()
+    unsloths = is_unsloths(versions, training_arguments, peft)
+    if unsloths and isinstance(training_arguments or {}, Mapping) and isinstance(peft or {}, Mapping):
+        training_arguments, peft = in_words_of_the_trainer(training_arguments, peft)
+        versions = {"unsloth": NEWEST_UNSLOTH, **(versions or {})}
     model = dict(config) if isinstance(config, Mapping) else {}
     architecture = resolve_architecture(config)
+    note_network(config, notes)
     training = _settings("training_arguments", training_arguments, notes, spell)
     versions = check_versions(versions or {})
     modern = (release(resolved(versions).get("transformers", "")) or (5,)) >= (5,)
@@ -83,6 +90,8 @@ def from_huggingface(
     widens = release((versions or {}).get("peft", "0.12")) >= (0, 12)
     finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options, widens), half, shards, notes)
     precision = _precision(weights, half, engine, shards, finetuning, notes, options)
+    if training.given("ddp_bucket_cap_mb"):
+        options["ddp_bucket_cap_mib"] = training.integer("ddp_bucket_cap_mb")
     if training.number("neftune_noise_alpha", None) is not None:
         options["neftune"] = True
     framework: Framework = "deepspeed" if engine is not None else "huggingface"
@@ -110,6 +119,8 @@ def from_huggingface(
         parallelism=parallelism,
         offload=offload,
     )
+    if unsloths and not offloads(training, job.num_tokens, architecture.hidden_size):
+        job = job.replace(offload=replace(job.offload, activations=False))
     known = conventions(job)
     for name in [name for name in options if name not in known]:
         notes.assumptions.append(f"{name}={options.pop(name)!r} is left to the default of framework={framework!r}.")
@@ -153,7 +164,9 @@ def _finetuning(
         )
     if adapter is None:
         if kind:
-            notes.warnings.append("quantized weights cannot train without peft; they are taken as unquantized.")
+            notes.warnings.append(
+                "quantized weights cannot train without peft; they are taken as unquantized.", "quantization_config", "less"
+            )
         return Finetuning()
     method = adapter.text("peft_type", "LORA").rpartition(".")[2].upper()
     if method != "LORA":
@@ -164,7 +177,8 @@ def _finetuning(
         )
     for key, what in keys.UNSUPPORTED_PEFT.items():
         if adapter.raw(key) not in (None, False, [], {}, ()):
-            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key)
+            direction: Direction = "less" if key in ("exclude_modules", "layers_to_transform") else "more"
+            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key, direction)
     targets = adapter.words("target_modules")
     if any(character in target for target in targets for character in "*|.$^\\"):
         pattern = adapter.text("target_modules")
@@ -349,7 +363,16 @@ def _account_for_the_rest(
     notes: Notes, training: Settings, adapter: Settings | None, engine: Settings | None, shards: Settings | None
 ) -> None:
     if training.switch("auto_find_batch_size"):
-        notes.warnings.append("auto_find_batch_size lowers the batch when memory runs out; the one given is taken.")
+        notes.warnings.append(
+            "auto_find_batch_size lowers the batch when memory runs out; the one given is taken.",
+            "auto_find_batch_size",
+            "less",
+        )
+    for key, (usual, what) in keys.UNLESS.items():
+        if training.given(key) and training.text(key).lower() not in usual:
+            name = training.spell(key)
+            direction: Direction = "more" if key == "label_smoothing_factor" else "either"
+            notes.unsupported.append(f"{what} ({name}={training.text(key)}) is not modelled.", name, direction)
     if training.given("torch_empty_cache_steps"):
         notes.assumptions.append("torch_empty_cache_steps lowers reserved memory between steps only; it is left out.")
     if not isinstance(training.raw("parallelism_config", {}), Mapping):

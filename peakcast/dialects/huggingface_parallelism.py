@@ -30,7 +30,7 @@ def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, note
     words = [word.lower() for word in training.words("fsdp") if word.lower() != "false"]
     inside = training.raw("fsdp_config")
     if isinstance(inside, str):
-        raise training.refuse("fsdp_config", "is a path; give the mapping in that file")
+        raise training.refuse("fsdp_config", "is a path; give the mapping in that file as `fsdp_config`")
     merged: dict[str, Any] = dict(inside) if isinstance(inside, Mapping) else {}
     if isinstance(fsdp, str):
         words += fsdp.lower().split()
@@ -95,7 +95,7 @@ def layout_and_offload(
         )
     offloads = shards.switch("fsdp_offload_params") or shards.switch("offload_params") or shards.switch("cpu_offload")
     if num_gpus == 1:
-        notes.warnings.append("FSDP on one GPU shards nothing; it is taken as not used.")
+        notes.warnings.append("FSDP on one GPU shards nothing; it is taken as not used.", "fsdp")
         sharding = "no_shard"
     layout = Parallelism(data_parallel_size=num_gpus, sharding=sharding)
     return layout, Offload(parameters=offloads, optimizer=offloads, activations=activations)
@@ -158,7 +158,8 @@ def _zero(
     for where in moved:
         inner = mapping_at(zero, where)
         if inner.get("super_offload"):
-            notes.unsupported.append(f"SuperOffload (zero_optimization.{where}.super_offload) is not modelled.")
+            name = f"zero_optimization.{where}.super_offload"
+            notes.unsupported.append(f"SuperOffload ({name}) is not modelled.", name, "more")
         for key in inner:
             if key not in keys.OFFLOAD_DETAILS:
                 notes.unknown.append(f"zero_optimization.{where}.{key}")

@@ -36,13 +36,16 @@ TEXTS = {"moe_token_dispatcher_type": "allgather", "moe_router_dtype": "", "tran
 NUMBERS = {"ddp_bucket_size": 0, "moe_aux_loss_coeff": 0}
 UNSUPPORTED = {
     "fp8": "FP8 training", "fp8_format": "FP8 training", "fp8_recipe": "FP8 training",
-    "mtp_num_layers": "multi-token prediction",
-    "cuda_graph_impl": "CUDA graphs", "moe_expert_capacity_factor": "a capacity of experts",
+    "cuda_graph_impl": "CUDA graphs",
     "pipeline_model_parallel_layout": "a layout of layers over stages", "additional_configs": "additional_configs",
     "account_for_embedding_in_pipeline_split": "the embedding as a layer of the split",
     "account_for_loss_in_pipeline_split": "the loss as a layer of the split", "variable_seq_lengths": "changing lengths",
     "sequence_packing": "sequence packing", "packing": "packing", "neat_packing": "packing",
 }  # fmt: skip
+
+
+COUNTED = {"mtp_num_layers": "Multi-token prediction", "moe_expert_capacity_factor": "A capacity of experts"}
+"""What is asked for by any number but 0."""
 
 
 def from_llamafactory_megatron(pasted: Pasted) -> Translation:
@@ -60,6 +63,9 @@ def from_llamafactory_megatron(pasted: Pasted) -> Translation:
     texts = {name: settings.text(name, default) for name, default in TEXTS.items()}
     numbers = {name: settings.number(name, default) for name, default in NUMBERS.items()}
     note_unsupported(settings, UNSUPPORTED)
+    for key, what in COUNTED.items():
+        if settings.number(key, 0):
+            notes.unsupported.append(f"{what} ({key}) is not modelled.", key)
     job = TrainingJob(
         architecture=architecture,
         framework="megatron",

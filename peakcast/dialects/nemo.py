@@ -144,6 +144,7 @@ def _training(settings: Settings, pasted: Pasted) -> dict[str, Any]:
                 "Weights in float32 under autocast (model.megatron_amp_O2=False) are not modelled; 16-bit weights with "
                 "float32 main copies are taken, as of megatron_amp_O2=True.",
                 "model.megatron_amp_O2",
+                "more",
             )
     formats = [word for word in ("hybrid", "e4m3") if settings.switch(f"fp8_{word}")]
     if settings.switch("fp8") and formats:

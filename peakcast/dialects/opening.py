@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from peakcast.dialects.foreign import foreign_launch, foreign_python
 from peakcast.dialects.pasted import THE_TEXT, Pasted, mapping_of_text, merged, nested
 from peakcast.dialects.text import kind_of, parse, read_text
 from peakcast.errors import SpecError
@@ -35,6 +36,8 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
     if kind == "shell":
         return _launched(text, where, folder, files)
     if kind == "Python":
+        if sentence := foreign_python(text):
+            raise SpecError(f"{where} {sentence}", parameter="job")
         raise SpecError(
             f"{where} is a Python program, which is not run here. Give its settings as a YAML, TOML or JSON mapping "
             "(for torchtitan: the sections model, training, parallelism, ... with their values), or the launch command."
@@ -59,6 +62,8 @@ def _launched(
 
     script = read_script(text)
     launch = launch_of(script, text, where)
+    if sentence := foreign_launch(launch.program, launch.files):
+        raise SpecError(f"{where} {sentence}", parameter="job")
     written: dict[str, Mapping[str, Any]] = {}
     for name, body in script.files.items():
         with contextlib.suppress(SpecError):  # a script writes other files too

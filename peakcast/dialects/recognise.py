@@ -38,6 +38,14 @@ DIALECTS: dict[str, Dialect] = {
         ("base_model micro_batch_size|sequence_len|adapter|datasets|sample_packing",),
         "axolotl:from_axolotl",
     ),
+    "open_instruct": Dialect(
+        "an open-instruct configuration",
+        (
+            "model_name_or_path dataset_mixer|dataset_mixer_list|use_slow_tokenizer|with_tracking|reduce_loss",
+            "model_name_or_path use_qlora",
+        ),
+        "open_instruct:from_open_instruct",
+    ),
     "llamafactory_megatron": Dialect(
         "a LLaMA-Factory configuration for Megatron",
         (
@@ -68,9 +76,7 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "litgpt": Dialect(
         "a LitGPT configuration",
-        (
-            "checkpoint_dir|model_name|model_config.n_layer|model.n_layer train.micro_batch_size|train.global_batch_size",
-        ),
+        ("checkpoint_dir|model_name|model_config.n_layer|model.n_layer train.micro_batch_size|train.global_batch_size",),
         "litgpt:from_litgpt",
         ("checkpoint_dir lora_r|precision",),
     ),
@@ -101,6 +107,11 @@ DIALECTS: dict[str, Dialect] = {
         ("zero_optimization", "train_micro_batch_size_per_gpu", "bf16.enabled", "fp16.enabled"),
         "trainer:from_deepspeed",
         ("train_batch_size",),
+    ),
+    "fsdp": Dialect(
+        "an FSDP configuration of transformers' Trainer",
+        ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap", "fsdp_version", "fsdp_sharding_strategy"),
+        "trainer:from_fsdp",
     ),
     "peft": Dialect("a PEFT adapter_config.json", ("peft_type",), "trainer:from_peft"),
     "deepspeed_script": Dialect(
@@ -239,7 +250,9 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
     used = [pasted.companions[name] for name in pasted.used]
     for given in map(_read, beside.files if name not in HUGGING_FACE_PARTS else ()):
         if given.values not in used:
-            notes.warnings.append(f"{given.where} is given beside {pasted.where}, which does not use it; it is left out.")
+            notes.warnings.append(
+                f"{given.where} is given beside {pasted.where}, which does not use it; it is left out.", given.where
+            )
     allocator = "".join(pasted.env.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     read = notes.finish(job)
     if "expandable_segments:true" in allocator.lower().replace(" ", ""):

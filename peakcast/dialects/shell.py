@@ -22,8 +22,8 @@ WRITES = "peakcast-writes"
 """The command that stands for `cat > FILE << EOF` while a script is read."""
 _HERE_DOCUMENT = re.compile(
     r"""^[ \t]*cat[ \t]*(?:>[ \t]*(?P<file>[^\s<>]+)[ \t]*)?<<-?[ \t]*(?P<quote>['"]?)(?P<end>\w+)(?P=quote)"""
-    r"""[ \t]*(?:>[ \t]*(?P<later>[^\s<>]+)[ \t]*)?\n(?P<body>.*?)^\t*(?P=end)[ \t]*$""",
-    re.MULTILINE | re.DOTALL,
+    r"""[ \t]*(?:>[ \t]*(?P<later>[^\s<>]+)[ \t]*)?$""",
+    re.MULTILINE,
 )
 _ENDS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac", "function": "}", "{": "}"}
 
@@ -55,16 +55,24 @@ def read_script(text: str) -> Script:
     return reader.script
 
 
-def _as_command(found: re.Match[str]) -> str:
-    """A here-document that is written to a file, as one command whose last word is what it holds."""
-    name, body = found["file"] or found["later"], found["body"]
-    if not name:
-        return found[0]
-    if found["quote"]:
-        body = body.replace("'", "'\\''")
-        return f"{WRITES} {name} '{body}'"
-    body = re.sub(r'(["`])', r"\\\1", body)
-    return f'{WRITES} {name} "{body}"'
+def _documents_as_commands(text: str) -> str:
+    """`text` with each here-document that is written to a file as one command, whose last word is what it holds."""
+    parts: list[str] = []
+    position = 0
+    while (opened := _HERE_DOCUMENT.search(text, position)) is not None:
+        closed = re.compile(rf"^\t*{opened['end']}[ \t]*$", re.MULTILINE).search(text, opened.end())
+        if closed is None:  # it goes on to the end, and so would all that follow
+            break
+        name, body = opened["file"] or opened["later"], text[opened.end() + 1 : closed.start()]
+        if not name:
+            written = text[opened.start() : closed.end()]
+        elif opened["quote"]:
+            written = f"{WRITES} {name} '" + body.replace("'", "'\\''") + "'"
+        else:
+            written = f'{WRITES} {name} "' + re.sub(r'(["`])', r"\\\1", body) + '"'
+        parts += [text[position : opened.start()], written]
+        position = closed.end()
+    return "".join([*parts, text[position:]])
 
 
 class _Reader:
@@ -84,7 +92,7 @@ class _Reader:
             raise SpecError("the script runs text inside text too deeply to be a launch script.")
         branches: list[list[bool]] = []  # of each open `if`: is this branch taken, was any before
         skipping: list[str] = []  # the words that end what is passed over
-        for words in statements(_HERE_DOCUMENT.sub(_as_command, text)):
+        for words in statements(_documents_as_commands(text)):
             if skipping:
                 first = words[words[0] in ("do", "then", "else") and len(words) > 1]
                 if first == skipping[-1]:

@@ -99,6 +99,15 @@ def from_accelerate(pasted: Pasted) -> Translation:
     return from_parts(pasted, "accelerate")
 
 
+def from_fsdp(pasted: Pasted) -> Translation:
+    """An FSDP configuration of the Trainer says what is trained in no way. Raises: SpecError with the way out."""
+    raise SpecError(
+        f"{pasted.where} is an FSDP configuration of transformers' Trainer, which does not say what is trained; give the "
+        f"training arguments that name it (fsdp_config), and this file {pasted.beside()}.",
+        parameter="fsdp_config",
+    )
+
+
 def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Translation:
     """The job of a Hugging Face run whose part `role` is `pasted`, with the other job that it may mean where nothing tells
     whose arguments they are (`whose`: that is known). Raises: SpecError saying which part is missing."""
@@ -137,10 +146,10 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
             if str(training.get(key, "auto")) == "auto":
                 training.pop(key, None)
     model = _model(pasted, parts, training)
+    if isinstance(training.get("fsdp_config"), str):
+        training["fsdp_config"] = pasted.file(training["fsdp_config"], "fsdp", "fsdp_config")
     launcher = launcher_of(parts["accelerate"], pasted, notes) if "accelerate" in parts else Launcher()
     deepspeed = _deepspeed(pasted, parts, training, launcher)
-    if isinstance(training.get("fsdp_config"), str):
-        training["fsdp_config"] = pasted.file(training["fsdp_config"], "fsdp_config", "fsdp_config")
     adapter, quantization = _adapter(parts, training, notes, trl=whose.trl)
     if quantization:
         training["quantization_config"] = quantization

@@ -38,7 +38,7 @@ def explanation(
 
         if against is not None:
             raise SpecError("against cannot be used with module: a module is no job; leave one out.", parameter="against")
-        return of_module(by_layer(trace_module(module)["steady"]), module)
+        return of_module(by_layer(trace_module(module, device.name if device else None)["steady"]), module)
     with for_tracing() if trace else contextlib.nullcontext():
         translation = translation_of(job)
     if translation.job.architecture.kind == "undescribed":

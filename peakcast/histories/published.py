@@ -64,6 +64,9 @@ def published_history(file: IO[bytes], name: str) -> History:
             raise RecordError(f"{name}, line {number}: not an event of an allocator history ({error!r}).") from error
         if len(events) > MAX_EVENTS:
             raise RecordError(f"{name}: more than {MAX_EVENTS:,} events; give a shorter recording.")
+    made = sum(event.action is Action.ALLOC for event in events)
+    if made != header.get("allocations", made):
+        raise RecordError(f"{name} is cut off: {made:,} allocations of {header['allocations']!r:.40}.")
     return History(
         name=name,
         device=device,

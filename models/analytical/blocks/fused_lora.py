@@ -5,7 +5,7 @@ input, and one copy of it after dropout for each adapter (none without dropout),
 products. A quantised weight is made whole for its product and freed; the input's gradient takes the input's place.
 
 Source: fms-acceleration `fused_ops/unsloth_lora/bnb/fast_lora.py` (LoRA_QKV, LoRA_W, LoRA_MLP), `gptq/fast_lora.py`,
-`unsloth_lora/utils.py` matmul_lora; unsloth 2025.1 `kernels/fast_lora.py`, where nothing is dropped.
+`unsloth_lora/utils.py` matmul_lora; unsloth 2025.11.4 `kernels/fast_lora.py`, where nothing is dropped.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from peakcast.models.analytical.blocks.hf_builder import BlockBuilder, is_adapte
 from peakcast.models.analytical.tape import Tensor, WeightGradient
 
 
-def is_fused(build: BlockBuilder, names: Sequence[str]) -> bool:
-    """Whether the projections `names` are one function: the kernel is in use and each of them has an adapter."""
+def is_fused(build: BlockBuilder, names: Sequence[str], bias: bool) -> bool:
+    """Whether the projections `names`, which may have biases, are one function: the kernel is in use and each of them has
+    an adapter. Unsloth's is for adapters without dropout on matrices without biases ("fused_plain"; unsloth 2025.11.4
+    `models/llama.py` patch_peft_model)."""
     context, tuning = build.context, build.context.finetuning
-    adapts = context.kernels.lora and tuning.method != "full"
-    return adapts and all(is_adapter_target(name, tuning, context.architecture) for name in names)
+    if context.kernels.lora == "eager" or tuning.method == "full":
+        return False
+    if context.kernels.lora == "fused_plain" and (tuning.dropout > 0 or bias):
+        return False
+    return all(is_adapter_target(name, tuning, context.architecture) for name in names)
 
 
 def fused_projections(build: BlockBuilder, x: Tensor, in_features: int, outputs: Sequence[tuple[str, int]]) -> list[Tensor]:

@@ -36,7 +36,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
             q, k, v = (tape.operation("self_attn.expand", [part], whole) for part in (q, k, v))
         elif family.expands_key_value:  # picked by an index, which copies
             k, v = (tape.operation("self_attn.pick", [part], part.num_bytes) for part in (k, v))
-    elif is_fused(build, each := [f"self_attn.{name}" for name in (names.q, names.k, names.v)]):
+    elif is_fused(build, each := [f"self_attn.{name}" for name in (names.q, names.k, names.v)], bias):
         sizes = zip(each, (query, key_value, key_value), strict=True)
         q, k, v = fused_projections(build, x, width, list(sizes))
     else:
@@ -62,10 +62,10 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     by_head = attention_kernel(context) in ("flash", "flash_attention_2") and not context.mask_of_batch
     if architecture.rotary_in_parts and by_head and not _rotates_in_place(build):
         output = ops.copy(tape, output, "self_attn.contiguous")
-    if is_fused(build, [f"self_attn.{names.out}"]):
+    bias = architecture.attention_output_bias
+    if is_fused(build, [f"self_attn.{names.out}"], bias):
         (output,) = fused_projections(build, output, query, [(f"self_attn.{names.out}", width)])
     else:
-        bias = architecture.attention_output_bias
         output = build.rows_summed(output, query, width, f"self_attn.{names.out}", bias)
     if family.joins_heads_first:
         build.attention_variables.extend((*variables, q, k, v))

@@ -185,6 +185,7 @@ class BlockBuilder:
         *,
         adds_to_view: bool = False,
         incoming_stays: bool = False,
+        sums_weight_gradients: bool = False,
     ) -> Tensor:
         context = self.context
         rows, tape = self.rows, self.tape
@@ -208,6 +209,7 @@ class BlockBuilder:
                 num_matrices=self.num_matrices,
                 adds_to_view=adds_to_view,
                 incoming_stays=incoming_stays,
+                sums_weight_gradients=sums_weight_gradients,
             )
             tape.hold(x)  # the module's argument, until it returns
             return result
@@ -230,7 +232,7 @@ class BlockBuilder:
             [narrow, weight],
             rows * out_features * compute,
             saves=([narrow] if trainable else []) + ([weight] if narrow.requires_grad else []),
-            weight_gradients=[WeightGradient(f"{name}.bias.grad", out_features * weight_bytes)]
+            weight_gradients=[tape.summed(f"{name}.bias.grad", out_features, rows, out_features * weight_bytes)]
             if bias and trainable
             else [],
             kind="matmul",

@@ -25,7 +25,7 @@ class Kernels:
     rotary: bool = False
     gated_activation: bool = False
     loss: str = "eager"
-    lora: bool = False
+    lora: str = "eager"
 
     def layer_compiled(self) -> Kernels:
         """What a compiled layer has: all that is fused inside one."""
@@ -103,7 +103,11 @@ class HFContext:
     reduced_bytes: int = 0
     """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without."""
     loss_chunks: int = 0
-    """Chunks of the sequence in which torchtitan's fused loss goes in place of Liger's; 0 without."""
+    """Chunks in which torchtitan's or Unsloth's fused loss goes in place of Liger's; 0 without."""
+    logits_chunks: int = 1
+    """Chunks of the logits that a chunked loss takes one after the other."""
+    logits_chunks_apart: bool = False
+    """Whether each of these is a product of its own."""
     loss: LossKind = "cross_entropy"
     """Of the others, what the head makes (`preference_heads.py`)."""
     fused_loss_temporary_bytes: int = 0
@@ -119,8 +123,8 @@ class HFContext:
     """Whether everything that autograd keeps goes to the host."""
     narrows_final_norm: bool = False
     """FSDP2 gives the last norm's result in the dtype that it gathers, where the norm is of a group of its own."""
-    kernel_temporaries: bool = False
-    """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""
+    gpu: tuple[int, int] | None = None
+    """Multiprocessors and threads of each, of the GPU whose kernels' own allocations count; None: no trace sees them."""
     float8: bool = False
     """Whether Linears compute in float8; `float8_skips` names those that do not."""
     float8_skips: frozenset[str] = frozenset({"lm_head"})
@@ -163,7 +167,7 @@ class HFContext:
     @property
     def fused_loss(self) -> bool:
         """Whether lm_head and loss are one kernel."""
-        return self.kernels.loss == "fused_linear"
+        return self.kernels.loss in ("fused_linear", "chunked")
 
     @property
     def trainable(self) -> bool:

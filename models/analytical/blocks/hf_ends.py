@@ -9,9 +9,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.blocks.chunked_loss import chunked_cross_entropy
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_context import HFContext
-from peakcast.models.analytical.blocks.hf_fused_loss import fused_linear_cross_entropy, loss_in_chunks
+from peakcast.models.analytical.blocks.hf_fused_loss import fused_loss
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.preference_heads import score, token_log_probabilities
 from peakcast.models.analytical.blocks.tensor_parallel import (
@@ -31,7 +32,7 @@ INT64 = 8
 @lru_cache(maxsize=256)
 def embedding(context: HFContext) -> Template:
     """Token (and learned position) embedding: ids in, [micro_batch_size, sequence_length, hidden_size] out."""
-    architecture, tape = context.architecture, Tape(saves_on_cpu=context.saves_on_cpu)
+    architecture, tape = context.architecture, Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
     build = BlockBuilder(tape, context)
     rows, width = context.rows, architecture.hidden_size
     size = context.end_weight_bytes
@@ -53,7 +54,7 @@ def embedding(context: HFContext) -> Template:
     later = tied or (trains and group.table_reduced)
     taken = [WeightGradient("embed_tokens.weight.grad", weight)] if trains and not later else []
     passing = weight if later and not summed_last else 0
-    if trains and context.kernel_temporaries:
+    if trains and context.gpu:
         passing += embedding_backward_bytes(rows, width, architecture.vocab_size)
     if "ends" in context.compiled and trains and size != FP32:
         # compiled, the rows' gradients are added up in fp32 (torch `_decomp` embedding_dense_backward), then converted
@@ -151,7 +152,7 @@ def head(context: HFContext) -> Template:
     """Final norm, lm_head and the loss over all positions; where the logits are converted decides their copies
     (where-memory-goes F2; transformers `loss/loss_utils.py`)."""
     architecture = context.architecture
-    tape = Tape(saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
     build = BlockBuilder(tape, context)
     group, rows, width = context.group, context.rows, architecture.hidden_size
     vocabulary = group.part(architecture.vocab_size)
@@ -179,12 +180,14 @@ def head(context: HFContext) -> Template:
         tape.hold(final)
         return tape.finish()
     if context.fused_loss:
-        (loss_in_chunks if context.loss_chunks else fused_linear_cross_entropy)(build, final)
+        fused_loss(build, final)
         tape.hold(final)
         return tape.finish()
     inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
     trains = context.trainable and not tied_in_graph(context)
-    logits = build.linear(inputs, width, vocabulary, "lm_head", architecture.lm_head_bias, trains, context.end_weight_bytes)
+    size, chunked = context.end_weight_bytes, context.kernels.loss == "chunked" and not group.loss
+    apart, bias = chunked and context.logits_chunks_apart, architecture.lm_head_bias
+    logits = build.linear(inputs, width, vocabulary, "lm_head", bias, trains, size, sums_weight_gradients=apart)
     logits.storage.category = Category.LOGITS
     if group.ranks > 1 and not group.loss:
         vocabulary = architecture.vocab_size
@@ -196,6 +199,10 @@ def head(context: HFContext) -> Template:
     if architecture.final_logit_softcapping is not None:
         logits = ops.scale(tape, logits, "softcap.divide")
         logits = ops.scale(tape, ops.unary_of_result(tape, logits, "softcap.tanh"), "softcap.multiply")
+    if chunked:
+        chunked_cross_entropy(tape, logits, context)
+        tape.hold(final)
+        return tape.finish()
     if "loss" in context.compiled:
         return _compiled_loss(tape, logits, context)
     narrow, labels = logits, list[Tensor]()
@@ -246,6 +253,9 @@ def head(context: HFContext) -> Template:
     # variables of the model's and the loss's forward; an encoder's head has one name for its states and the logits
     for tensor in (*kept, *build.variables, *([] if context.in_stages or architecture.kind == "encoder" else [final])):
         tape.hold(tensor)
+    if context.kernels.loss == "in_place" and upcast != "model" and context.autocast and narrow.num_bytes < wide:
+        # accelerate's convert_outputs_to_fp32: less than what another loss has had in passing
+        tape.operation("outputs.to_float32", [narrow], wide, gradients=[], category=Category.LOGITS)
     return tape.finish()
 
 

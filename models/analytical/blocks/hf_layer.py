@@ -29,7 +29,7 @@ from peakcast.models.analytical.template import Template
 def decoder_layer(context: HFContext) -> Template:
     """One dense decoder layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     architecture = context.architecture
-    tape = Tape(saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
     build = BlockBuilder(tape, context)
     hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
     if architecture.parallel_block:
@@ -114,7 +114,7 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
             product = _swiglu(tape, ops.copy(tape, gate, "mlp.gate"), ops.copy(tape, up, "mlp.up"))
         else:
             product = ops.multiply(tape, activation(build, gate), up, "mlp.product")
-    elif architecture.gated_mlp and is_fused(build, each := [f"mlp.{n}" for n in (names.gate, names.up, names.down)]):
+    elif architecture.gated_mlp and is_fused(build, each := [f"mlp.{n}" for n in (names.gate, names.up, names.down)], bias):
         gate_name, up_name, down_name = each
         return fused_feed_forward(build, x, width, inner, (gate_name, up_name, down_name))
     elif architecture.gated_mlp and build.context.kernels.gated_activation:

@@ -206,7 +206,7 @@ def adapters_are_whole(job: TrainingJob) -> bool:
     weights past the modules that a unit would gather (fms-acceleration `fms_acceleration_foak/utils.py`
     lora_adapters_switch_ddp_from_fsdp)."""
     sharded = job.parallelism.sharding == "fsdp1" and job.parallelism.num_replicas > 1
-    return sharded and conventions(job).get("lora_kernel") == "fused"
+    return sharded and conventions(job).get("lora_kernel", "eager") != "eager"
 
 
 def reduced_bytes(job: TrainingJob) -> int | None:

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from peakcast import catalog
+from peakcast.allocator import Allocator
 from peakcast.conventions import conventions
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.layouts import layout_of
 from peakcast.models.analytical.ledger import ledger
+from peakcast.models.analytical.scope import out_of_scope
 from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.spec import ActivationCheckpointing, Parallelism, Precision, TrainingJob
 
@@ -134,3 +136,51 @@ def test_what_selective_checkpointing_keeps_can_be_said():
     options = FrozenMapping({"selective_checkpointing_keeps": ["attention"]})
     one = job("olmoe-1b-7b", torchtitan="0.3", parallelism=layout, activation_checkpointing=SELECTIVE)
     assert alive_at_head(one.replace(framework_options=options), "mlp.experts.send") == 0
+
+
+CHUNKED = FrozenMapping({"loss_kernel": "chunked", "logits_chunks": 8})
+
+
+def test_a_chunked_loss_keeps_fp32_once_and_two_gradients_of_a_chunk():
+    chunked = job("llama-3.1-8b", torchtitan="0.0.2", framework_options=CHUNKED)
+    logits = TOKENS * chunked.architecture.vocab_size
+    narrow, wide = 2 * logits, 4 * logits
+    timeline = ledger(chunked)
+    passing = {int(timeline.num_bytes[i]) for i, name in enumerate(timeline.names) if name == "cross_entropy.temporary"}
+    assert bytes_of(chunked, "cross_entropy.saved") == wide
+    assert passing == {wide // 8, 2 * wide // 8}  # a chunk widened; its gradient at the log-softmax and before it
+    assert bytes_of(chunked, "logits.chunks.gradient") == narrow
+    whole = chunked.replace(framework_options=FrozenMapping())
+    assert bytes_of(whole, "log_softmax", "nll_loss.gradient", "log_softmax.gradient") == 3 * wide
+
+
+def test_a_chunked_loss_that_is_compiled_keeps_the_logits_alone():
+    one = job("llama-3.1-8b", torchtune="0.6.1", framework_options=CHUNKED, compile=True)
+    narrow = 2 * TOKENS * one.architecture.vocab_size
+    assert bytes_of(one, "cross_entropy.saved") == 2 * 4 * TOKENS
+    assert bytes_of(one, "cross_entropy.temporary") == narrow // 8
+
+
+def test_chunks_that_are_products_of_their_own_add_up_their_weight_gradients():
+    apart = job("llama-3.1-8b", torchtune="0.6.1", framework_options=CHUNKED)
+    weight = 2 * apart.architecture.vocab_size * apart.architecture.hidden_size
+    assert bytes_of(apart, "lm_head.temporary") == weight
+    assert bytes_of(apart.replace(versions=FrozenMapping()), "lm_head.temporary") == 0
+
+
+def test_torchtune_checkpoints_around_layers_that_are_compiled_before():
+    full = ActivationCheckpointing(mode="full")
+    around = job("llama-3.1-8b", torchtune="0.6.1", compile=True, activation_checkpointing=full)
+    inside = job("llama-3.1-8b", torchtitan="0.1.0", compile=True, activation_checkpointing=full)
+    assert alive_at_head(around, "checkpoint") == 32 * 2 * TOKENS * 4096
+    assert "checkpoint" not in ledger(inside).names
+
+
+def test_runs_of_mid_2024_are_told_that_they_reserved_more():
+    def finding(torch: str, *, expandable: bool = False) -> str:
+        versions = FrozenMapping({"torchtitan": "0.0.2", "torch": torch})
+        found = out_of_scope(job(versions=versions, allocator=Allocator(expandable_segments=expandable)))
+        return str(found)
+
+    assert "reserved 8 to 10 GiB more" in finding("2.4")
+    assert "reserved 8 to 10 GiB more" not in finding("2.7") + finding("2.4", expandable=True)
