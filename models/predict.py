@@ -16,10 +16,11 @@ from peakcast.models.analytical.kernel_scope import kernels_taken
 from peakcast.models.baseline import Baseline, Ledger, baseline, usable_bytes
 from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
 from peakcast.models.device_memory import communicator_bytes, context_bytes
+from peakcast.models.device_scope import device_findings
 from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, difficulty, severity
 from peakcast.models.features import features, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
-from peakcast.models.verdict import judge, leaves_out
+from peakcast.models.verdict import judge, leaves_out, limits, prevented, ranks_of_a_node
 from peakcast.prediction import QUANTITIES, Interval, Prediction
 from peakcast.ranks import worst_rank
 from peakcast.spec import TrainingJob
@@ -39,8 +40,6 @@ DEFAULT_HALF_WIDTHS = {
 configurations errs by 4 % in the median, which makes about 13 % of a 90 % bar; reserved adds the allocator's history."""
 WIDEST = math.log(2.0)
 """Widening stops at a factor of two either way: beyond it a bar says nothing."""
-RANKS_OF_A_NODE = 8
-"""GPUs of the usual machine (DGX, HGX); the host memory of a node is said for so many ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +69,17 @@ def predict(
         calibration = calibration_for(device)
     base = baseline(job, device, rank, ledger=ledger)
     row = features(job, device, base)
-    reasons = reasons_outside(job, device, row, calibration, (*findings, *_scope(job)))
+    reasons = reasons_outside(job, device, row, calibration, (*findings, *known_of(job)))
     verdict = combine(job, base, row, calibration, reasons)
-    usable = usable_bytes(job, device)
-    fits, why = judge(verdict.intervals, usable, reasons)
-    noticed = (_beyond_positions(job), *reasons, why, _retries(base))
+    judged = judge(verdict.intervals, limits(job, device), reasons)
+    noticed = (*reasons, judged.finding, _retries(base))
     return Prediction(
         gpu=device.name,
         rank=base.rank,
         **verdict.intervals,
-        capacity_bytes=usable,
-        fits=fits,
+        capacity_bytes=usable_bytes(job, device),
+        fits=judged.fits,
+        limit=judged.limit,
         peak_phase=base.peak_phase,
         phase_peaks_bytes=base.phase_peaks_bytes,
         steady_state_bytes=base.steady_state_bytes,
@@ -89,7 +88,7 @@ def predict(
         composition=base.composition,
         inside_calibrated_domain=verdict.inside,
         calibration=calibration.gpu,
-        assumptions=tuple(_assumptions(job, base, rank)),
+        assumptions=tuple(_assumptions(job, device, base, rank)),
         findings=ordered(finding for finding in noticed if finding),
     )
 
@@ -103,7 +102,7 @@ def reasons_outside(
 ) -> list[Finding]:
     """Why `job` on `device` lies outside what is modelled (`known`: what the ledger does not cover, what reading the
     question found) and outside what the calibration has seen."""
-    reasons = [*known, *calibration.domain.outside(job, row)]
+    reasons = [*known, *device_findings(job, device), *calibration.domain.outside(job, row)]
     if calibration.gpu == "none":
         sentence = "no measurements stand behind the bars; run `peakcast collect` and `peakcast fit` to have some."
         reasons.append(Finding("not_calibrated", "gpu", "either", sentence))
@@ -168,12 +167,12 @@ def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> 
     """Whether `predict` may say that `job` fits when its tensors need `allocated_bytes`, without a replay: so many are
     reserved at least, and the rest of an answer (context, communicators, bar) does not depend on what is reserved."""
     calibration = calibration_for(device)
-    reasons = reasons_outside(job, device, sizes(job, allocated_bytes), calibration, _scope(job))
+    reasons = reasons_outside(job, device, sizes(job, allocated_bytes), calibration, known_of(job))
     learned = calibration.quantities.get("peak_device_bytes")
     _, upper, _ = bar("peak_device_bytes", learned, bar_groups(job, allocated_bytes), reasons)
     least = allocated_bytes + context_bytes(device, job.versions) + communicator_bytes(job, device)
     bound = least * math.exp((learned.residual.least if learned else 0.0) + upper)
-    return bound < usable_bytes(job, device) and not leaves_out(reasons, "more")
+    return bound < usable_bytes(job, device) and not (leaves_out(reasons, "more") or prevented(reasons))
 
 
 def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
@@ -204,16 +203,16 @@ def at_least(half_width: float, upper: float, severity: int, quantity: str, *, n
     return min(max(half_width, least), WIDEST), min(max(upper, least), WIDEST)
 
 
-def _beyond_positions(job: TrainingJob) -> Finding | None:
+def _beyond_positions(job: TrainingJob) -> tuple[Finding, ...]:
     longest = max(job.sequence_length, job.decoder_sequence_length or 0)
     rows = job.architecture.most_positions
     if rows is None or longest <= rows:
-        return None
+        return ()
     sentence = (
         f"sequence_length={longest} is beyond the {rows} positions that {job.architecture.name!r} has a table of, and the "
         f"run would fail; use at most {rows}, or a network with max_position_embeddings={longest}."
     )
-    return Finding("positions_exceeded", "sequence_length", "either", sentence)
+    return (Finding("positions_exceeded", "sequence_length", "either", sentence),)
 
 
 def _retries(base: Baseline) -> Finding | None:
@@ -226,13 +225,15 @@ def _retries(base: Baseline) -> Finding | None:
     return Finding("allocator_retries", "allocator.expandable_segments", "either", sentence)
 
 
-def _scope(job: TrainingJob) -> tuple[Finding, ...]:
+def known_of(job: TrainingJob) -> tuple[Finding, ...]:
+    """What is known of `job` before anything is computed: what is not covered, what is ignored, what would fail."""
+    from peakcast.models.analytical.ignored import ignored_findings
     from peakcast.models.analytical.scope import scope_findings
 
-    return scope_findings(job)
+    return (*scope_findings(job), *ignored_findings(job), *_beyond_positions(job))
 
 
-def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str]:
+def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | None) -> list[str]:
     sentences = []
     if rank is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, base.rank))
@@ -240,23 +241,23 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
     sentences += filter(None, [assumed_versions(job)])
     if base.communicator_bytes:
         sentences.append(
-            f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate; it depends on the machine's links."
+            f"NCCL uses {format_gib(base.communicator_bytes)}, an estimate that depends on the machine's links."
         )
     if job.other_memory_fraction:
         sentences.append(
-            f"others hold {job.other_memory_fraction:.0%} of the GPU's memory all along (other_memory_fraction): it is not "
-            "in the peaks and not there for the run."
+            f"other processes hold {job.other_memory_fraction:.0%} of the GPU's memory (other_memory_fraction), which is "
+            "neither part of the peaks nor available to the run."
         )
     if job.framework == "megatron" and job.architecture.moe is not None:
         equal = conventions(job).get("moe_routing", "balanced") == "balanced"
         sentences.append(
-            "the experts of every rank are taken to get an equal share of the tokens; framework_options.moe_routing="
-            "worst_case gives them all."
+            "the router sends every rank's experts an equal share of the tokens; framework_options.moe_routing=worst_case "
+            "sends this rank's all of them."
             if equal
-            else "every token is taken to be routed to this rank's experts (framework_options.moe_routing=worst_case)."
+            else "the router sends every token to this rank's experts (framework_options.moe_routing=worst_case)."
         )
     elif job.parallelism.expert_parallel_size > 1:
-        sentences.append("the experts of every rank are taken to get an equal share of the tokens.")
+        sentences.append("the router sends every rank's experts an equal share of the tokens.")
     plain_experts = job.finetuning.quantization in ("nf4", "int8") and not conventions(job).get("quantized_experts")
     if plain_experts and job.architecture.moe is not None:
         sentences.append(
@@ -273,11 +274,9 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
     if job.optimizer.name.startswith("paged_"):
         sentences.append("paged optimizer states count as host memory; the driver moves them to the GPU as they are used.")
     if base.peak_host_bytes:
-        sentences.append("host memory counts one pinned copy of what is offloaded, not the processes or loaders.")
+        sentences.append("host memory is one pinned copy of what is offloaded, without processes and data loaders.")
         if job.parallelism.world_size > 1:
-            ranks = min(job.parallelism.world_size, RANKS_OF_A_NODE)
+            ranks = ranks_of_a_node(job, device)
             total = format_gib(ranks * base.peak_host_bytes)
             sentences.append(f"a node of {ranks} such ranks needs {total} of host memory for it.")
-    else:
-        sentences.append("host memory counts offloaded tensors only: none here.")
     return [sentence for sentence in sentences if sentence]

@@ -100,7 +100,14 @@ class Finetuning:
 
     def __post_init__(self) -> None:
         require_positive(self, "rank", where="finetuning.")
-        require_not_negative(self, "dropout", "alpha", where="finetuning.")
+        require_not_negative(self, "alpha", where="finetuning.")
+        if not 0 <= self.dropout < 1:
+            raise SpecError(
+                f"finetuning.dropout={self.dropout} must be at least 0 and below 1, the part of adapters' inputs that is "
+                "zeroed.",
+                parameter="finetuning.dropout",
+                value=self.dropout,
+            )
         settings_of(self.method, self.settings)
         if self.rank is None and RANKED.get(self.method):
             raise SpecError(
@@ -199,9 +206,27 @@ class TrainingJob(HashedOnce):
                 parameter="other_memory_fraction",
                 value=self.other_memory_fraction,
             )
+        self._check_what_has_no_effect()
         check_batch(self.batch, self.micro_batch_size, self.sequence_length)
         self.loss.reference_beside(adapters=self.finetuning.method != "full")
         check_layout(self.parallelism, self.architecture, self.framework, self.sequence_length)
+
+    def _check_what_has_no_effect(self) -> None:
+        """Refuse settings that contradict the rest of the job, and would be ignored."""
+        if self.decoder_sequence_length is not None and self.architecture.kind != "encoder_decoder":
+            raise SpecError(
+                f"decoder_sequence_length={self.decoder_sequence_length} is the length of an encoder-decoder's targets, "
+                f"and {self.architecture.name!r} is none; give sequence_length alone.",
+                parameter="decoder_sequence_length",
+                value=self.decoder_sequence_length,
+            )
+        if self.task == "train" and self.finetuning.quantization and self.finetuning.method == "full":
+            raise SpecError(
+                f"finetuning.quantization={self.finetuning.quantization!r} with finetuning.method='full': quantised "
+                "weights cannot train; use method: qlora for adapters on them, or leave quantization out.",
+                parameter="finetuning.quantization",
+                value=self.finetuning.quantization,
+            )
 
     @property
     def reference(self) -> Reference:

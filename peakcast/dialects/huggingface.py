@@ -19,7 +19,7 @@ from peakcast.dialects.huggingface_quantization import quantization_of
 from peakcast.dialects.huggingface_unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
 from peakcast.dialects.job_file import note_network, resolve_architecture
 from peakcast.dialects.mesh import of_training
-from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher
+from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher, states_direction
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.findings import Direction
@@ -268,11 +268,13 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
     default = "adamw_torch_fused" if modern else "adamw_torch"
     if not training.given("optim"):
         version = 5 if modern else 4
-        notes.assumptions.append(f"optim is not given; the default of transformers {version}, {default}, is taken.")
+        notes.assumptions.append(f"optim is not given; the default of transformers {version} is {default}.")
     name = training.one_of("optim", default, {**keys.OPTIMIZERS, **keys.OTHER_OPTIMIZERS})
     if name in keys.OTHER_OPTIMIZERS:
         notes.unsupported.append(
-            f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.", "optim"
+            f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.",
+            "optim",
+            states_direction(name),
         )
     choice = keys.OPTIMIZERS.get(name) or keys.OTHER_OPTIMIZERS[name]
     if choice.library:

@@ -49,7 +49,7 @@ def test_megatrons_defaults():
     assert job.framework_options == {}
     assert translation.unknown == ()
     assert translation.unsupported == ()
-    assert "hidden-dropout is not given; the default of Megatron-LM, 0.1, is taken." in translation.assumptions
+    assert "hidden-dropout is not given; the default of Megatron-LM is 0.1." in translation.assumptions
     assert any("vocab-size is taken as 50257" in sentence for sentence in translation.assumptions)
 
 
