@@ -14,6 +14,7 @@ from typing import Any
 from peakcast.models.holdout import Answers
 from peakcast.models.samples import Sample, repeat_weights
 from peakcast.models.verdict import judge
+from peakcast.prediction import Limit
 from peakcast.units import GIB
 
 CAPACITIES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192)
@@ -133,7 +134,7 @@ def _outcomes(asked: Sequence[tuple[Sample, Answers]]) -> tuple[Decisions, ...]:
         return ()
     weights = repeat_weights([sample for sample, _ in asked])
     answers = [
-        (judge(answer, sample.device.cuda_memory_bytes)[0], not sample.censored, weight)
+        (judge(answer, [Limit("peak_device_bytes", sample.device.cuda_memory_bytes)]).fits, not sample.censored, weight)
         for (sample, answer), weight in zip(asked, weights, strict=True)
     ]
     total = _count(None, answers)

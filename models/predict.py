@@ -17,9 +17,10 @@ from peakcast.models.bars import bar_of
 from peakcast.models.baseline import Baseline, Ledger, baseline, usable_bytes
 from peakcast.models.calibration import Calibration, calibration_for
 from peakcast.models.device_memory import communicator_bytes, context_bytes
+from peakcast.models.device_scope import device_findings
 from peakcast.models.features import features, kinds, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
-from peakcast.models.verdict import judge, leaves_out
+from peakcast.models.verdict import judge, leaves_out, limits, prevented, ranks_of_a_node
 from peakcast.prediction import QUANTITIES, Interval, Prediction
 from peakcast.ranks import worst_rank
 from peakcast.spec import TrainingJob
@@ -29,8 +30,6 @@ from peakcast.versions import remarks
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
-RANKS_OF_A_NODE = 8
-"""GPUs of the usual machine (DGX, HGX); the host memory of a node is said for so many ranks."""
 
 
 def predict(
@@ -52,18 +51,18 @@ def predict(
         calibration = calibration_for(device)
     base = baseline(job, device, rank, ledger=ledger)
     row = features(job, device, base)
-    known = (*findings, *_scope(job))
+    known = (*findings, *known_of(job), *device_findings(job, device))
     reasons = reasons_outside(job, device, row, calibration, known)
     intervals = combine(job, base, row, calibration, device.name, known)
-    usable = usable_bytes(job, device)
-    fits, why = judge(intervals, usable, reasons)
-    noticed = (_beyond_positions(job), *reasons, why, _retries(base))
+    judged = judge(intervals, limits(job, device), reasons)
+    noticed = (*reasons, judged.finding, _retries(base))
     return Prediction(
         gpu=device.name,
         rank=base.rank,
         **intervals,
-        capacity_bytes=usable,
-        fits=fits,
+        capacity_bytes=usable_bytes(job, device),
+        fits=judged.fits,
+        limit=judged.limit,
         peak_phase=base.peak_phase,
         phase_peaks_bytes=base.phase_peaks_bytes,
         steady_state_bytes=base.steady_state_bytes,
@@ -72,7 +71,7 @@ def predict(
         composition=base.composition,
         inside_calibrated_domain=intervals["peak_allocated_bytes"].rests_on == "measurements",
         calibration=calibration.gpu,
-        assumptions=tuple(_assumptions(job, base, rank)),
+        assumptions=tuple(_assumptions(job, device, base, rank)),
         findings=ordered(finding for finding in noticed if finding),
     )
 
@@ -143,10 +142,10 @@ def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> 
     least = allocated_bytes + context_bytes(device, job.versions) + communicator_bytes(job, device)
     row = {**sizes(job, allocated_bytes), **kinds(job), "gib_over_start": GIB / least, "log2_reserved_over_allocated": 0.0}
     learned = calibration.quantities.get("peak_device_bytes")
-    known = _scope(job)
+    known = (*known_of(job), *device_findings(job, device))
     bar = bar_of("peak_device_bytes", learned, job, row, bar_groups(job, allocated_bytes), device.name, known)
     bound = least * math.exp((learned.residual.least if learned else 0.0) + bar.upper)
-    return bound < usable_bytes(job, device) and not leaves_out(known, "more")
+    return bound < usable_bytes(job, device) and not (leaves_out(known, "more") or prevented(known))
 
 
 def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
@@ -167,16 +166,16 @@ def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
     return result
 
 
-def _beyond_positions(job: TrainingJob) -> Finding | None:
+def _beyond_positions(job: TrainingJob) -> tuple[Finding, ...]:
     longest = max(job.sequence_length, job.decoder_sequence_length or 0)
     rows = job.architecture.most_positions
     if rows is None or longest <= rows:
-        return None
+        return ()
     sentence = (
         f"sequence_length={longest} is beyond the {rows} positions that {job.architecture.name!r} has a table of, and the "
         f"run would fail; use at most {rows}, or a network with max_position_embeddings={longest}."
     )
-    return Finding("positions_exceeded", "sequence_length", "either", sentence)
+    return (Finding("positions_exceeded", "sequence_length", "either", sentence),)
 
 
 def _retries(base: Baseline) -> Finding | None:
@@ -189,13 +188,15 @@ def _retries(base: Baseline) -> Finding | None:
     return Finding("allocator_retries", "allocator.expandable_segments", "either", sentence)
 
 
-def _scope(job: TrainingJob) -> tuple[Finding, ...]:
+def known_of(job: TrainingJob) -> tuple[Finding, ...]:
+    """What is known of `job` before anything is computed: what is not covered, what is ignored, what would fail."""
+    from peakcast.models.analytical.ignored import ignored_findings
     from peakcast.models.analytical.scope import scope_findings
 
-    return scope_findings(job)
+    return (*scope_findings(job), *ignored_findings(job), *_beyond_positions(job))
 
 
-def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str]:
+def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | None) -> list[str]:
     sentences = []
     if rank is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, base.rank))
@@ -203,23 +204,23 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
     sentences += filter(None, [assumed_versions(job)])
     if base.communicator_bytes:
         sentences.append(
-            f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate; it depends on the machine's links."
+            f"NCCL uses {format_gib(base.communicator_bytes)}, an estimate that depends on the machine's links."
         )
     if job.other_memory_fraction:
         sentences.append(
-            f"others hold {job.other_memory_fraction:.0%} of the GPU's memory all along (other_memory_fraction): it is not "
-            "in the peaks and not there for the run."
+            f"other processes hold {job.other_memory_fraction:.0%} of the GPU's memory (other_memory_fraction), which is "
+            "neither part of the peaks nor available to the run."
         )
     if job.framework == "megatron" and job.architecture.moe is not None:
         equal = conventions(job).get("moe_routing", "balanced") == "balanced"
         sentences.append(
-            "the experts of every rank are taken to get an equal share of the tokens; framework_options.moe_routing="
-            "worst_case gives them all."
+            "the router sends every rank's experts an equal share of the tokens; framework_options.moe_routing=worst_case "
+            "sends this rank's all of them."
             if equal
-            else "every token is taken to be routed to this rank's experts (framework_options.moe_routing=worst_case)."
+            else "the router sends every token to this rank's experts (framework_options.moe_routing=worst_case)."
         )
     elif job.parallelism.expert_parallel_size > 1:
-        sentences.append("the experts of every rank are taken to get an equal share of the tokens.")
+        sentences.append("the router sends every rank's experts an equal share of the tokens.")
     plain_experts = job.finetuning.quantization in ("nf4", "int8") and not conventions(job).get("quantized_experts")
     if plain_experts and job.architecture.moe is not None:
         sentences.append(
@@ -236,11 +237,9 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
     if job.optimizer.name.startswith("paged_"):
         sentences.append("paged optimizer states count as host memory; the driver moves them to the GPU as they are used.")
     if base.peak_host_bytes:
-        sentences.append("host memory counts one pinned copy of what is offloaded, not the processes or loaders.")
+        sentences.append("host memory is one pinned copy of what is offloaded, without processes and data loaders.")
         if job.parallelism.world_size > 1:
-            ranks = min(job.parallelism.world_size, RANKS_OF_A_NODE)
+            ranks = ranks_of_a_node(job, device)
             total = format_gib(ranks * base.peak_host_bytes)
             sentences.append(f"a node of {ranks} such ranks needs {total} of host memory for it.")
-    else:
-        sentences.append("host memory counts offloaded tensors only: none here.")
     return [sentence for sentence in sentences if sentence]

@@ -17,7 +17,7 @@ from peakcast.dialects.recognise import Beside, from_arguments
 from peakcast.errors import SpecError
 from peakcast.measuring import collect, import_published, verify
 from peakcast.places import tracker
-from peakcast.questions import Rank, question, translation_of
+from peakcast.questions import Rank, on_node, question, translation_of
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -62,6 +62,8 @@ def predict(
     calibration: Calibration | str | Path | None = None,
     *,
     all_ranks: bool = False,
+    host_memory_gib: float | None = None,
+    gpus_per_node: int | None = None,
 ) -> Answer:
     """The four peaks of one rank of `job` on `gpu`, in bytes, with error bars, and whether it fits.
 
@@ -70,10 +72,12 @@ def predict(
     another project (its file, text or mapping; `read` takes more beside it).
     `rank`: a number, "last", or "worst" (None means the same). `calibration`: one, or the path of one; None takes the
     shipped one of the GPU type, else its nearest relative's. The answer also says which GPU types would fit, what to try
-    first and what is not modelled; `all_ranks` adds the peaks of every distinct rank.
+    first and what is not modelled; `all_ranks` adds the peaks of every distinct rank. `host_memory_gib` is the host memory
+    of a node, in GiB, which its `gpus_per_node` (8) ranks share and the verdict then weighs.
     Raises: SpecError, CatalogError or CalibrationError naming the parameter, the value, the rule and the way out.
     """
-    return full_answer(question(job, gpu, rank), calibration, all_ranks=all_ranks)
+    asked = question(job, gpu, rank, host_memory_gib=host_memory_gib, gpus_per_node=gpus_per_node)
+    return full_answer(asked, calibration, all_ranks=all_ranks)
 
 
 def read(
@@ -109,6 +113,8 @@ def megatron(
     calibration: Calibration | str | Path | None = None,
     env: Mapping[str, str] | None = None,
     *,
+    host_memory_gib: float | None = None,
+    gpus_per_node: int | None = None,
     versions: Mapping[str, Any] | str | None = None,
     container: str | None = None,
     here: bool = False,
@@ -118,8 +124,8 @@ def megatron(
 
     Raises: SpecError, CatalogError or CalibrationError naming the flag, its value, the rule and the way out.
     """
-    asked = asked_versions(versions, container, here)
-    return predict(from_arguments(arguments, env or {}, num_gpus, asked), gpu, rank, calibration)
+    asked = from_arguments(arguments, env or {}, num_gpus, asked_versions(versions, container, here))
+    return predict(asked, gpu, rank, calibration, host_memory_gib=host_memory_gib, gpus_per_node=gpus_per_node)
 
 
 def explain(
@@ -185,6 +191,7 @@ def search(
     find: str = "plans",
     top: int = 20,
     gpus_per_node: int = 8,
+    host_memory_gib: float | None = None,
     processes: int = 1,
     progress: Progress | None = None,
 ) -> Found | Largest:
@@ -192,6 +199,7 @@ def search(
 
     `find`: "plans", or an inverse question: the largest "micro_batch_size" or "sequence_length", the fewest "num_gpus", the
     biggest "model" of the catalog. `job` as in `predict`; what it says of GPUs and batch stands where no argument does.
+    `host_memory_gib`: that of a node, weighed as in `predict`.
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
     from dataclasses import replace
@@ -199,7 +207,7 @@ def search(
     from peakcast import catalog
     from peakcast.searching.door import ask
 
-    device = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
+    device = on_node(catalog.gpu(gpu) if isinstance(gpu, str) else gpu, host_memory_gib, gpus_per_node)
     read = translation_of(job)
     options: dict[str, Any] = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
     options["findings"] = read.findings

@@ -32,7 +32,7 @@ LINE_SECONDS = 60.0
 """How long one line may take; a published configuration takes milliseconds, the largest some seconds."""
 LONG_BATCH = 64
 """Questions from which on starting more processes pays."""
-KEYS = ("id", "gpu", "rank", *FORMS)
+KEYS = ("id", "gpu", "rank", "host_memory_gib", "gpus_per_node", *FORMS)
 
 
 def predict_batch(
@@ -41,8 +41,9 @@ def predict_batch(
     """Answer each question of `lines` (JSON texts or mappings), in order; blank lines are passed over.
 
     A question has `gpu`, exactly one of `job`, `megatron` or `huggingface`, and optionally `rank` ("worst", "last" or a
-    number) and `id`, which is echoed. An answer is `Prediction.to_mapping()` with that `id`, or
-    `{"id", "error": {"parameter", "value", "message"}}`. Every answer is strict JSON.
+    number), `host_memory_gib` and `gpus_per_node` (as in `api.predict`) and `id`, which is echoed. An answer is
+    `Prediction.to_mapping()` with that `id`, or `{"id", "error": {"parameter", "value", "message"}}`. Every answer is
+    strict JSON.
 
     `processes` above 1 reads all lines first and shares them out; with 1 each line is answered before the next is read. A
     line that takes longer than `timeout_seconds`, or whose process is killed, is refused, and the others are answered.
@@ -176,7 +177,8 @@ def question_from_entry(entry: Mapping[str, Any]) -> Question:
     if not isinstance(next(iter(forms.values())), Mapping):
         ((form, value),) = forms.items()
         raise SpecError(f"{form}={value!r} must be a mapping.", parameter=form, value=value)
-    return question(forms, entry["gpu"], entry.get("rank"))
+    node = {key: entry[key] for key in ("host_memory_gib", "gpus_per_node") if key in entry}
+    return question(forms, entry["gpu"], entry.get("rank"), **node)
 
 
 def _parse(line: str | bytes) -> dict[str, Any]:

@@ -9,6 +9,7 @@ for a convention and never compares versions. `choices` of a base stanza lists t
 from __future__ import annotations
 
 import functools
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from importlib import resources
@@ -151,28 +152,59 @@ def unmodelled_versions(job: TrainingJob) -> list[Finding]:
     ]
 
 
+@functools.cache
+def known_conventions(framework: str) -> tuple[str, ...]:
+    """The names of all conventions of `framework`, sorted."""
+    return tuple(sorted({name for stanza in _stanzas().get(framework, []) for name in stanza["conventions"]}))
+
+
+@functools.cache
+def default_of(framework: str, name: str) -> Any:
+    """What the convention `name` is where nothing else is said: the value of the first stanza that has it."""
+    stanzas = (stanza["conventions"] for stanza in _stanzas().get(framework, []))
+    return next((values[name] for values in stanzas if name in values), None)
+
+
 def check_framework_options(job: TrainingJob) -> None:
-    """Refuse an option that is no convention of the job's framework, or has a value that is none of its choices.
+    """Refuse an option that is no convention of the job's framework, or a value that the convention cannot have.
 
     Raises: SpecError.
     """
-    stanzas = _stanzas().get(job.framework, [])
-    known = {name for stanza in stanzas for name in stanza["conventions"]}
-    choices = {name: values for stanza in stanzas for name, values in stanza.get("choices", {}).items()}
+    known = known_conventions(job.framework)
     for name, value in job.framework_options.items():
-        if value not in choices.get(name, [value]):
-            raise SpecError(
-                f"framework_options.{name}={value!r} must be one of {', '.join(choices[name])}.",
-                parameter=f"framework_options.{name}",
-                value=value,
-            )
         if name not in known:
             raise SpecError(
                 f"framework_options.{name} is not an option of framework={job.framework!r}"
-                f"{near_misses(name, known) or '; known: ' + ', '.join(sorted(known))}",
+                f"{near_misses(name, known) or '; known: ' + ', '.join(known)}",
                 parameter=f"framework_options.{name}",
                 value=value,
             )
+        if rule := _broken_rule(job.framework, name, value):
+            raise SpecError(
+                f"framework_options.{name}={value!r} must be {rule}.", parameter=f"framework_options.{name}", value=value
+            )
+
+
+def _broken_rule(framework: str, name: str, value: object) -> str:
+    """What `value` would have to be for the convention `name`: one of its choices, or else of its default's kind; "" where
+    it is."""
+    choices = next((s["choices"][name] for s in _stanzas()[framework] if name in s.get("choices", {})), None)
+    if choices is not None:
+        alike = any(type(choice) is type(value) and choice == value for choice in choices)
+        words = ", ".join(map(repr, choices))
+        return "" if alike else f"one of {words}{near_misses(str(value), map(str, choices))}".rstrip("?")
+    default = default_of(framework, name)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(default, int):
+        return "" if number and isinstance(value, int) else "a whole number of at least 0"
+    if isinstance(default, float):
+        return "" if number else "a number of at least 0"
+    if isinstance(default, list):
+        texts = isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
+        return "" if texts else "a list of texts"
+    return "" if isinstance(value, type(default)) else "a text" if isinstance(default, str) else "a mapping"
 
 
 def _holds(when: Mapping[str, str], facts: Mapping[str, Any]) -> bool:

@@ -24,24 +24,38 @@ class Kind:
     uncounted: bool = False
     """Whether the answer leaves something out whose size is not known. Only such findings change a verdict
     (`models.verdict.judge`)."""
+    prevents: bool = False
+    """Whether there would be no run to have a peak; then no verdict is `yes`."""
+    together: str = ""
+    """A sentence for several such findings, with their parameters in the place of {}."""
+
+
+UNSEEN = "the bars are wider, because no measured run is like this one in {}."
 
 
 KINDS = {
     "not_modelled": Kind("the job has something that the ledger does not count or has never been compared for", 6, True),
     "nearly_modelled": Kind("the ledger differs from a trace of such jobs, by at most the share that is said", 6),
-    "run_would_fail": Kind("a library named in the sentence refuses such a job; the answer is as if it did not", 6),
+    "run_would_fail": Kind("a library refuses such a job; the answer is as if it ran", 6, prevents=True),
+    "setting_ignored": Kind("a setting of the job that no ledger looks at, and that may matter", 1, True),
+    "setting_without_effect": Kind("a setting that does nothing beside the rest of the job"),
     "setting_not_modelled": Kind("a configuration asks for something that a job cannot say", 2, True),
-    "setting_unknown": Kind("a key of a configuration that peakcast does not know; it is left out", 1),
+    "setting_unknown": Kind(
+        "a key of a configuration that peakcast does not know; it is left out",
+        1,
+        together="{} are not known here; they are left out, and may matter.",
+    ),
     "setting_reinterpreted": Kind("a configuration could be read in more than one way; the sentence says how it was read"),
-    "positions_exceeded": Kind("the sequence is longer than the network's table of positions; the run would fail"),
-    "kind_not_measured": Kind("no measured run has this framework, layout, task or kind of layer", 2),
-    "setting_not_measured": Kind("no measured run has this setting", 1),
-    "size_not_measured": Kind("a size of the job is far outside the measured range", 1),
-    "version_not_measured": Kind("measured runs have other releases of this package", 1),
+    "positions_exceeded": Kind("the sequence is longer than the network's table of positions", prevents=True),
+    "kind_not_measured": Kind("no measured run has this framework, layout, task or kind of layer", 2, together=UNSEEN),
+    "setting_not_measured": Kind("no measured run has this setting", 1, together=UNSEEN),
+    "size_not_measured": Kind("a size of the job is far outside the measured range", 1, together=UNSEEN),
+    "version_not_measured": Kind("measured runs have other releases of this package", 1, together=UNSEEN),
     "version_not_modelled": Kind("no convention of this package's releases is known", 1),
     "gpu_not_measured": Kind("the bars come from measurements on another GPU type", 1),
     "not_calibrated": Kind("no measurements stand behind the bars"),
     "cache_beyond_capacity": Kind("the tensors may fit, the allocator's cache does not"),
+    "host_memory_not_given": Kind("the host memory that is needed is more than a usual node has"),
     "allocator_retries": Kind("the simulated allocator runs out of memory and frees its cache to go on"),
 }
 """Every code a finding can have. A code keeps its meaning; a new meaning is a new code."""

@@ -67,7 +67,7 @@ FLAGS = (
         str,
         "Of everything: bfloat16, float16 or float32.",
     ),
-    JobFlag("method", ("finetuning.method",), str, "full, lora or qlora."),
+    JobFlag("method", ("finetuning.method",), str, "full, lora, qlora or another of peft's methods."),
     JobFlag("lora_rank", ("finetuning.rank",), int, "Rank of the adapters."),
     JobFlag("quantization", ("finetuning.quantization",), str, "Of frozen weights: nf4, gptq or int8."),
     JobFlag("optimizer", ("optimizer.name",), str, "adamw, sgd, adafactor, lion, adamw_8bit, ..."),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from peakcast.errors import SpecError
-from peakcast.fields import require_positive, unsaid
+from peakcast.fields import require_not_negative, require_positive, unsaid
 
 MOST_TOKENS = 2**36
 """Of a micro-batch: far beyond any that was run, and small enough that its bytes can be counted in 64 bits."""
@@ -31,6 +31,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         require_positive(self, "num_tokens", "shortest_sequence", where="batch.")
+        require_not_negative(self, "seed", where="batch.")
 
 
 def check_batch(batch: Batch, micro_batch_size: int, sequence_length: int) -> None:

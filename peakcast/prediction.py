@@ -41,6 +41,20 @@ class Interval:
         return {name: getattr(self, name) for name in ("baseline", "point", "lower", "upper", "upper_95", "rests_on")}
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What is there of one quantity for a rank, in bytes."""
+
+    quantity: str
+    num_bytes: int
+    known: bool = True
+    """False where a usual value stands in."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {"quantity": self.quantity, "bytes": self.num_bytes, "known": self.known}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuVerdict:
     """Whether the same rank would fit on a GPU type, by that type's own calibration."""
@@ -79,6 +93,8 @@ class Prediction:
     capacity_bytes: int
     """What CUDA can use on this GPU."""
     fits: Fits
+    limit: Limit
+    """What decides the verdict: of the GPU, of what the allocator may reserve, or of the host."""
     peak_phase: str
     phase_peaks_bytes: dict[str, int] = field(default_factory=dict)
     """Allocated peak of each phase of a steady step."""
@@ -113,6 +129,7 @@ class Prediction:
             **{name: getattr(self, name).to_mapping() for name in QUANTITIES},
             "capacity_bytes": self.capacity_bytes,
             "fits": self.fits,
+            "limit": self.limit.to_mapping(),
             "peak_phase": self.peak_phase,
             "phase_peaks_bytes": dict(self.phase_peaks_bytes),
             "steady_state_bytes": self.steady_state_bytes,

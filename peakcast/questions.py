@@ -17,9 +17,12 @@ from peakcast.dialects.recognise import NOTHING, Beside, companions, translated
 from peakcast.dialects.text import ENDINGS
 from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError, near_misses
-from peakcast.spec import TrainingJob
+from peakcast.spec import MOST_RANKS, TrainingJob
+from peakcast.units import GIB
 from peakcast.versions import check_versions
 
+MOST_HOST_GIB = 2**20
+"""More host memory than any node has: a mistake of units."""
 FORMS = ("job", "megatron", "huggingface")
 """The ways to write a job down: ours, Megatron-LM's command line, Hugging Face's objects."""
 _KEYS = {
@@ -45,11 +48,42 @@ class Question:
         return self.translation.job
 
 
-def question(job: object, gpu: str | Device, rank: Rank = None) -> Question:
-    """The question about `job`, written in any way that `translation_of` reads. Raises: SpecError or CatalogError."""
-    device = gpu if isinstance(gpu, Device) else catalog.gpu(gpu)
+def question(
+    job: object,
+    gpu: str | Device,
+    rank: Rank = None,
+    *,
+    host_memory_gib: float | None = None,
+    gpus_per_node: int | None = None,
+) -> Question:
+    """The question about `job`, written in any way that `translation_of` reads, on nodes of so many GPUs and so much host
+    memory (None: not known, and 8). Raises: SpecError or CatalogError."""
+    device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), host_memory_gib, gpus_per_node)
     translation = translation_of(job)
     return Question(translation=translation, device=device, rank=rank_number(rank, translation.job))
+
+
+def on_node(device: Device, host_memory_gib: float | None, gpus_per_node: int | None) -> Device:
+    """`device` in a node with so much host memory and so many GPUs; None leaves what it has. Raises: SpecError."""
+    if host_memory_gib is not None:
+        plain = isinstance(host_memory_gib, (int, float)) and not isinstance(host_memory_gib, bool)
+        if not plain or not 0 < host_memory_gib <= MOST_HOST_GIB:
+            raise SpecError(
+                f"host_memory_gib={host_memory_gib!r} must be a number above 0 and at most {MOST_HOST_GIB:,}, the GiB of "
+                "host memory of a node, such as 2048.",
+                parameter="host_memory_gib",
+                value=host_memory_gib,
+            )
+        device = replace(device, host_memory_bytes=int(host_memory_gib * GIB))
+    if gpus_per_node is not None:
+        if isinstance(gpus_per_node, bool) or not isinstance(gpus_per_node, int) or not 1 <= gpus_per_node <= MOST_RANKS:
+            raise SpecError(
+                f"gpus_per_node={gpus_per_node!r} must be a whole number from 1 to {MOST_RANKS:,}, such as 8.",
+                parameter="gpus_per_node",
+                value=gpus_per_node,
+            )
+        device = replace(device, gpus_per_node=gpus_per_node)
+    return device
 
 
 def translation_of(job: object, beside: Beside = NOTHING) -> Translation:

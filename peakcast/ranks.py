@@ -38,10 +38,10 @@ def ranks_by_shard(job: TrainingJob, rank: int) -> tuple[int, ...]:
 def worst_rank(job: TrainingJob, rank: int) -> str:
     """The assumption that `rank`, whose peak is the highest, is the one asked about, as a sentence."""
     if job.parallelism.pipeline_parallel_size > 1:
-        return f"rank {rank} is taken as the worst: its pipeline stage allocates most."
+        return f"the answer is for rank {rank}, whose pipeline stage allocates most."
     if len(ranks_that_differ(job)) > 1:
-        return f"rank {rank} is taken as the worst: by its place in the layout it allocates most."
-    return f"rank {rank} is taken: no other rank of this layout allocates more."
+        return f"the answer is for rank {rank}, which allocates most by its place in the layout."
+    return f"the answer is for rank {rank}; no other rank of this layout allocates more."
 
 
 def _ranks(job: TrainingJob, stages: range | list[int]) -> tuple[int, ...]:

@@ -6,13 +6,14 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peakcast.prediction import QUANTITIES, SEEN_BY, Answer, Interval, Prediction
+from peakcast.remarks import assumptions_shown, verdict_reason, warnings_shown
 from peakcast.units import GIB, format_gib
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ VERDICTS = {
     "no": "does NOT fit",
     "uncertain": "may or may not fit",
 }
-WIDENED, UNSEEN = "; the bars are widened.", "no measured run has "
-"""How the sentences of `models/domain.py` end and begin."""
 NOT_COVERED = "not known, since the ledger does not cover this job in full"
 WIDTH = 100
 NUM_LARGEST = 5
@@ -56,28 +55,20 @@ def plain(value: Any) -> Any:
 # -- a prediction -----------------------------------------------------------------------------------------------------
 
 
-def prediction_text(prediction: Answer) -> str:
-    """One screen: does it fit, the four peaks with their bars, what the peak is made of, what the answer rests on."""
+def prediction_text(prediction: Answer, *, whole: bool = False) -> str:
+    """One screen: does it fit, the four peaks with their bars, what the peak is made of, what the answer rests on. `whole`:
+    with every warning and assumption."""
     p = prediction
     blocks = [
-        f"{VERDICTS[p.fits]} on {p.gpu}: {_verdict_reason(p)}",
+        f"{VERDICTS[p.fits]} on {p.gpu}: {verdict_reason(p)}",
         _quantities(p),
         _moment(p),
         _ranks(p),
         _composition(p),
         _outlook(p),
-        _notes(p),
+        _notes(p, whole),
     ]
     return "\n\n".join(block for block in blocks if block)
-
-
-def _verdict_reason(p: Prediction) -> str:
-    device, capacity = p.peak_device_bytes, format_gib(p.capacity_bytes)
-    if p.fits == "yes":
-        return f"{format_gib(device.upper_95)} of {capacity} at most, with 95 % confidence"
-    if p.fits == "no":
-        return f"at least {format_gib(device.lower)} would be needed, and {capacity} are there"
-    return f"between {format_gib(device.lower)} and {format_gib(device.upper_95)} are needed, and {capacity} are there"
 
 
 def _quantities(p: Prediction) -> str:
@@ -149,24 +140,13 @@ def _outlook(p: Answer) -> str:
     return "\n".join(lines)
 
 
-def _notes(p: Prediction) -> str:
-    lines = []
-    if p.calibration != "none":
+def _notes(p: Prediction, whole: bool) -> str:
+    lines = warnings_shown(p.findings, whole=whole)
+    if p.calibration == p.gpu:
         inside = "like the runs measured there" if p.inside_calibrated_domain else "unlike the runs measured there"
-        lines.append(_wrapped(f"The bars come from the calibration of {p.calibration}; this job is {inside}."))
-    for title, sentences in (("Assumed", p.assumptions), ("Warning", _joined(p.warnings))):
-        lines += [_wrapped(f"{title}: {sentence}") for sentence in sentences]
-    return "\n".join(lines)
-
-
-def _joined(warnings: Iterable[str]) -> list[str]:
-    """`warnings` with those that only widen the bars in one sentence."""
-    rest = [sentence for sentence in warnings if not sentence.endswith(WIDENED)]
-    widening = [sentence.removesuffix(WIDENED) for sentence in warnings if sentence.endswith(WIDENED)]
-    unseen = [reason.removeprefix(UNSEEN) for reason in widening if reason.startswith(UNSEEN)]
-    reasons = [UNSEEN + ", ".join(unseen)] if unseen else []
-    reasons += [reason for reason in widening if not reason.startswith(UNSEEN)]
-    return [*rest, f"the bars are widened: {'; '.join(reasons)}."] if len(widening) > 1 else list(warnings)
+        lines.append(f"The bars come from the calibration of {p.calibration}; this job is {inside}.")
+    lines += assumptions_shown(p.assumptions, whole=whole)
+    return "\n".join(map(_wrapped, lines))
 
 
 def _wrapped(text: str) -> str:
@@ -195,8 +175,8 @@ def job_text(job: object, *, as_json: bool) -> str:
         return json_text(mapping)
     import yaml
 
-    notes = [("Assumed", translation.assumptions), ("Warning", (*translation.warnings, *translation.unsupported))]
-    comments = "".join(f"# {title}: {' '.join(sentence.split())}\n" for title, said in notes for sentence in said)
+    notes = [*warnings_shown(translation.findings, whole=True), *assumptions_shown(translation.assumptions, whole=True)]
+    comments = "".join(f"# {' '.join(line.split())}\n" for line in notes)
     text: str = yaml.safe_dump(mapping, sort_keys=False, allow_unicode=True)
     return comments + text.rstrip()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from peakcast.adapter_settings import RANKED, FinetuningMethod, settings_of
 from peakcast.allocator import Allocator
 from peakcast.architecture import Architecture
 from peakcast.errors import SpecError
@@ -84,7 +85,8 @@ class Optimizer:
 class Finetuning:
     """Which parameters train. `adapter_dtype` null means the framework's default."""
 
-    method: Literal["full", "lora", "qlora"] = "full"
+    method: FinetuningMethod = "full"
+    """All weights, or one of peft's adapter methods; qlora is lora over quantised weights."""
     rank: int | None = None
     alpha: float | None = None
     targets: tuple[str, ...] = ()
@@ -93,11 +95,21 @@ class Finetuning:
     adapter_dtype: Dtype | None = None
     quantization: Literal["nf4", "gptq", "int8"] | None = None
     double_quantization: bool = False
+    settings: FrozenMapping = unsaid(FrozenMapping())  # noqa: RUF009  # a frozen value
+    """Sizes that the method has beside its rank, under peft's names (`decompose_factor`, `n_frequency`, ...)."""
 
     def __post_init__(self) -> None:
         require_positive(self, "rank", where="finetuning.")
-        require_not_negative(self, "dropout", "alpha", where="finetuning.")
-        if self.method != "full" and self.rank is None:
+        require_not_negative(self, "alpha", where="finetuning.")
+        if not 0 <= self.dropout < 1:
+            raise SpecError(
+                f"finetuning.dropout={self.dropout} must be at least 0 and below 1, the part of adapters' inputs that is "
+                "zeroed.",
+                parameter="finetuning.dropout",
+                value=self.dropout,
+            )
+        settings_of(self.method, self.settings)
+        if self.rank is None and RANKED.get(self.method):
             raise SpecError(
                 f"finetuning.rank is missing and finetuning.method={self.method!r} needs it; give the adapter rank, "
                 "for example rank: 16.",
@@ -194,9 +206,27 @@ class TrainingJob(HashedOnce):
                 parameter="other_memory_fraction",
                 value=self.other_memory_fraction,
             )
+        self._check_what_has_no_effect()
         check_batch(self.batch, self.micro_batch_size, self.sequence_length)
         self.loss.reference_beside(adapters=self.finetuning.method != "full")
         check_layout(self.parallelism, self.architecture, self.framework, self.sequence_length)
+
+    def _check_what_has_no_effect(self) -> None:
+        """Refuse settings that contradict the rest of the job, and would be ignored."""
+        if self.decoder_sequence_length is not None and self.architecture.kind != "encoder_decoder":
+            raise SpecError(
+                f"decoder_sequence_length={self.decoder_sequence_length} is the length of an encoder-decoder's targets, "
+                f"and {self.architecture.name!r} is none; give sequence_length alone.",
+                parameter="decoder_sequence_length",
+                value=self.decoder_sequence_length,
+            )
+        if self.task == "train" and self.finetuning.quantization and self.finetuning.method == "full":
+            raise SpecError(
+                f"finetuning.quantization={self.finetuning.quantization!r} with finetuning.method='full': quantised "
+                "weights cannot train; use method: qlora for adapters on them, or leave quantization out.",
+                parameter="finetuning.quantization",
+                value=self.finetuning.quantization,
+            )
 
     @property
     def reference(self) -> Reference:

@@ -20,7 +20,6 @@ from typing import Any
 
 from peakcast.cores import available_cores
 from peakcast.errors import PeakcastError, SpecError
-from peakcast.units import MIB
 
 GARBAGE_THRESHOLD = 100_000
 """Allocations before a worker looks for cycles among its objects. Answers make none; Python looks every 700."""
@@ -68,6 +67,8 @@ class Workers:
     def __init__(self, answer: Callable[[Any], Any], size: int, limits: Limits, *, method: str = "fork") -> None:
         known = multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context(method if method in known else "spawn")
+        if method in known and method == "forkserver":
+            self._context.set_forkserver_preload([answer.__module__])
         self._answer, self._limits = answer, limits
         self._places = [_Place() for _ in range(size)]
         self._free: queue.Queue[_Place] = queue.Queue()
@@ -221,7 +222,3 @@ def _limit_memory(more_bytes: int | None) -> None:
         data_kib = int(status.partition("VmData:")[2].split()[0])
         most = data_kib * 1024 + more_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-
-
-DEFAULT_MEMORY_BYTES = 2048 * MIB
-"""Of a question that somebody else asks over the network: the largest of a real project takes a tenth."""

@@ -69,8 +69,11 @@ def test_reasons_that_only_widen_the_bars_are_one_sentence(run: Run) -> None:
     flags = ("--framework", "torch", "--sharding", "hsdp", "--data-parallel-size", "4", "--set", "compile=true")
     done = run("predict", *SMALL, *GPU, *flags)
     text = " ".join(done.out.split())
-    assert text.count("the bars are widened") == 1
-    assert "the bars are widened: no measured run has framework=torch, layout=hsdp, compile=true" in text
+    said = "the bars are wider, because no measured run is like this one in framework, parallelism, compile"
+    assert text.count(said) == 1
+    assert "no measured run has" not in text
+    whole = " ".join(run("predict", *SMALL, *GPU, *flags, "--all-findings").out.split())
+    assert "no measured run has layout=hsdp" in whole
     assert "First to try: not known, since the ledger does not cover this job in full." in text
 
 
@@ -243,7 +246,7 @@ def test_standard_input_is_answered_line_by_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [command.callback for command in cli.app.registered_commands if command.callback])
 def test_every_command_has_a_function_of_the_same_name_and_arguments(command: Callable[..., object]) -> None:
     own = {"json", "batch", "processes", "print_job", "markdown", "write_readme", "all_", "no_tracking"}
-    own |= {"tracking_uri", "layers", *BESIDE}
+    own |= {"tracking_uri", "layers", "all_findings", *BESIDE}
     of_a_job = {*(flag.name for flag in FLAGS), "set_"}
     offered = set(inspect.signature(getattr(api, command.__name__)).parameters)
     asked = set(inspect.signature(command).parameters) - own - of_a_job

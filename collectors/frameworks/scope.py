@@ -25,7 +25,6 @@ LEFT_OUT = (
     "loss_chunks",
     "logits_upcast",
     "norms_in_float32",
-    "outputs_dropped",
     "trainer",
 )
 """Options of frameworks that the library decides here, whatever the job says."""

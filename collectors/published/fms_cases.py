@@ -7,9 +7,10 @@ the benchmark sets for all of them (packed sequences, flash attention, checkpoin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from peakcast.conventions import release
 from peakcast.dialects.hf_config import architecture_from_hf_config
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.translation import Translation
@@ -90,7 +91,19 @@ def case_of(record: Mapping[str, str], versions: Mapping[str, str]) -> Case:
         facts.append(f"The packed length is taken as {length}, the size of the position table, not {SEQUENCE_LENGTH}.")
     translation = _translation(record, versions, quantized, length)
     num_gpus = int(record["num_gpus"])
-    options = dict(translation.job.framework_options)
+    job, options = translation.job, dict(translation.job.framework_options)
+    if _adapters_are_narrow(job, versions, fused="foak" in setup):
+        narrow = job.precision.parameters
+        job = job.replace(
+            finetuning=replace(job.finetuning, adapter_dtype=narrow),
+            precision=replace(job.precision, gradients=narrow, optimizer_states=narrow),
+        )
+        facts.append(f"Adapters are in {narrow}, the dtype in which FSDP stores quantised weights (peft before 0.12).")
+    if job.parallelism.world_size > 1 and "foak" in setup and job.finetuning.quantization:
+        facts.append(
+            "The allocated peak lacks the adapters' weights, which come to the GPU between the stages that the source's "
+            "tracker adds up (fms_acceleration_foak/utils.py lora_adapters_switch_ddp_from_fsdp)."
+        )
     if setup == "baseline-peft-bnb" and num_gpus == 1:  # trl casts no sharded model (`is_sharded_qlora`)
         options["norms_in_float32"] = True
         facts.append("Norms are in fp32, cast by trl: allocated-after-step is larger than accelerated-peft-bnb's by them.")
@@ -104,11 +117,20 @@ def case_of(record: Mapping[str, str], versions: Mapping[str, str]) -> Case:
         reasons.append("ScatterMoE's expert kernels and its sharding of experts are not modelled.")
     method, batch = record.get("peft_method") or "full", record["per_device_train_batch_size"]
     return Case(
-        job=translation.job.replace(framework_options=FrozenMapping(options)),
+        job=job.replace(framework_options=FrozenMapping(options)),
         name=f"{model}/{num_gpus} GPUs/batch {batch}/{method}/{setup}",
         assumptions=(*COMMON_ASSUMPTIONS, *facts, *translation.assumptions, *translation.warnings),
         out_of_scope=" ".join(reasons),
     )
+
+
+def _adapters_are_narrow(job: TrainingJob, versions: Mapping[str, str], *, fused: bool) -> bool:
+    """Whether adapters on quantised weights are in half precision: FSDP has these stored so (`bnb_4bit_quant_storage`), and
+    peft before 0.12 takes that over; accelerate widens what FSDP trains from 0.31 on, but not adapters that are left out
+    of it (fms_acceleration_peft/framework_plugin_bnb.py; peft 0.11.1 update_layer)."""
+    quantised = job.finetuning.quantization is not None and job.parallelism.world_size > 1
+    widened = release(versions["accelerate"]) >= (0, 31) and not fused
+    return quantised and release(versions["peft"]) < (0, 12) and not widened
 
 
 def _translation(

@@ -19,12 +19,19 @@ _JULY_2024 = {"accelerate": "0.32.1", "bitsandbytes": "0.43.1", "flash_attn": "2
               "torch": "2.2.2", "transformers": "4.39.3", "trl": "0.9.6"}  # fmt: skip
 _NOVEMBER_2024 = {"accelerate": "1.0.1", "bitsandbytes": "0.43.3", "flash_attn": "2.6.3", "peft": "0.13.2",
                   "torch": "2.4.1", "transformers": "4.45.2", "trl": "0.11.4"}  # fmt: skip
+_JUNE_2024 = {**_JULY_2024, "accelerate": "0.30.1"}
 UNRECORDED_VERSIONS = {
-    "810323822cf38f1f1a1ecae5363555cd75636714": _JULY_2024,
-    "00febdc8a6b03d2fc509469f2e9e4619dc96a372": _JULY_2024,
+    "810323822cf38f1f1a1ecae5363555cd75636714": _JUNE_2024,
+    "00febdc8a6b03d2fc509469f2e9e4619dc96a372": _JUNE_2024,
     "ef9a58f6617aea74fe843bb7de72ed1110cf86d4": _NOVEMBER_2024,
 }
-"""Of three commits no releases are recorded (June and November 2024): those of the next commit that has them are taken."""
+"""Of three commits no releases are recorded (June and November 2024): those of the next commit that has them are taken, but
+for accelerate in June. An inference from the peaks themselves: they fit adapters that nobody has widened, which accelerate
+0.32.1 does; which release began with that was not read. These 93 rows are no independent test of the adapters' dtype."""
+HOST_WEIGHTS = "810323822cf38f1f1a1ecae5363555cd75636714"
+"""The commit whose plug-in is taken to leave adapted layers out of FSDP, on the host. An inference: the plug-in was read
+at neighbouring commits (0c76157 framework_plugin_fast_quantized_peft.py: ignored_modules = modules; 06a1af9
+gptq/fast_lora.py: qweight.cuda()), not at this one; its six rows are 0.2 to 7.6 % below the ledger."""
 
 NEVER_RAN_BYTES = GIB
 """A job whose GPUs held less never loaded its network (four rows of 3 and 210 MiB: more expert shards than GPUs)."""
@@ -44,9 +51,15 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
     if not recorded:
         versions = UNRECORDED_VERSIONS[record["commit"]]
         facts.append("The releases are not recorded; those of the next table that has them are taken.")
+        if versions is _JUNE_2024:
+            facts.append("accelerate is taken as 0.30.1 because the allocated peaks fit adapters that are not widened.")
     if "peak_allocated_bytes" not in measured:
         facts.append(DEVICE_ALONE)
     case = case_of(arguments, versions)
+    reasons = [case.out_of_scope] if case.out_of_scope else []
+    sharded_foak = record["num_gpus"] > 1 and arguments["framework_config"] == "accelerated-peft-autogptq-foak"
+    if record["commit"] == HOST_WEIGHTS and sharded_foak:
+        reasons.append("Adapted layers are taken to stay on the host, outside FSDP, which is not modelled.")
     return Measurement(
         job=case.job,
         gpu=record["gpu"],
@@ -67,5 +80,5 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
             "idle_subtracted": True,
         },
         assumptions=(*facts, *case.assumptions),
-        out_of_scope=case.out_of_scope,
+        out_of_scope=" ".join(reasons),
     )

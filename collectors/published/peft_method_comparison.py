@@ -23,6 +23,9 @@ COMMON_ASSUMPTIONS = (
 OPTIMIZERS = {"AdamW": "adamw", "lora-fa": "adamw"}
 """The source's words. LoRA-FA is AdamW over lora_B, with lora_A frozen (peft optimizers/lorafa.py)."""
 
+STEPS = 5000
+"""Of a whole run, which has met the longest batch."""
+
 
 def read_peft_method_comparison(path: Path) -> list[Measurement]:
     """Every row of `peft_method_comparison.jsonl`, in file order. Raises: RecordError naming file and line."""
@@ -40,11 +43,13 @@ def _reading(record: Mapping[str, Any]) -> Reading:
         versions=record["versions"],
     )
     reasons = list(translation.unsupported)
+    if (steps := record["measured_extra"]["steps"]) != STEPS:
+        reasons.append(f"{steps:,} steps of {STEPS:,}: which batches they had is not known.")
+    job, finetuning = translation.job, to_mapping(translation.job.finetuning)
     if record["optimizer"] == "lora-fa":
-        reasons.append("LoRA-FA, which freezes lora_A, is not modelled: LoRA is taken in its place.")
-    job = translation.job
+        finetuning["method"] = "lora_fa"
     return Reading(
-        job=job_of(plain, finetuning=to_mapping(job.finetuning), precision=to_mapping(job.precision)),
+        job=job_of(plain, finetuning=finetuning, precision=to_mapping(job.precision)),
         assumptions=(*COMMON_ASSUMPTIONS, *_trained(record)),
         out_of_scope=tuple(reasons),
     )

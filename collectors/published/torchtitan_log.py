@@ -101,7 +101,7 @@ REASONS = {
 CHANGES: dict[str, dict[str, Any]] = {
     "TLOG-011": {"fsdp2_last_layer_stays": False},
     "TLOG-012": {"fsdp_reshard_after_forward": False},
-    "TLOG-018": {"loss_kernel": "chunked", "logits_chunks": 8},
+    "TLOG-018": {"loss_kernel": "chunked_logits", "logits_chunks": 8},
     **{name: {"compiled_regions": "loss"} for name in ("TLOG-056", "TLOG-057", "TLOG-058")},
     "TLOG-060": {"selective_checkpointing_keeps": ["attention", "flex", "reduce_scatter", "all_to_all"]},
 }

@@ -10,14 +10,14 @@ from functools import lru_cache
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.errors import SpecError, near_misses
-from peakcast.findings import MORE, Finding, found
+from peakcast.findings import MORE, Check, Finding, first, found
+from peakcast.models.analytical.adapter_methods import ON_NETWORK
 from peakcast.models.analytical.adapter_targets import default_adapter_targets, has_default_targets
+from peakcast.models.analytical.adapter_tensors import ADAPTED_ROLES
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.parameters import layer_parameters
 from peakcast.spec import TrainingJob
 
-ADAPTED_ROLES = ("attention", "mlp")
-"""Roles of the matrices that get adapters in the ledger."""
 ENDS = ("embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out")
 """What families call the token table and the head."""
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -28,8 +28,46 @@ STACKED_EXPERTS_ADAPTED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", 
 utils/transformers_weight_conversion.py _convert_peft_config_moe, transformers 5.17 conversion_mapping.py)."""
 
 
+ATTENTION_TO_PROMPTS = (
+    "what attention keeps of prompts of its own in every layer is not counted, up to 11 % of published runs"
+)
+BY_SOURCE = "what autograd keeps is counted by peft's source; no whole run has confirmed it"
+UNCONFIRMED = {
+    **dict.fromkeys(("adalora", "boft", "c3a", "hira", "hra", "ia3", "vblora"), BY_SOURCE),
+    **dict.fromkeys(("adaption_prompt", "prefix_tuning"), ATTENTION_TO_PROMPTS),
+    **dict.fromkeys(("p_tuning", "prompt_tuning"), "published runs reserved up to 3 % more"),
+    "trainable_tokens": "activations are those of a network of which nothing trains but the token table",
+}
+"""Methods whose parameters, gradients and optimizer states are exact, and why more is not claimed."""
+
+
+def _method_reason(job: TrainingJob) -> Finding | None:
+    """What of a method other than LoRA's is not counted, or not confirmed."""
+    method, layout = job.finetuning.method, job.parallelism
+    if method in ("full", "lora", "qlora"):
+        return None
+    kept = "parameters, gradients and optimizer states are exact"
+    checks: list[Check] = [
+        (layout.world_size > 1 or layout.zero_stage > 0, "is modelled on one GPU only."),
+        (bool(job.finetuning.quantization), "over quantised weights is not modelled; qlora is."),
+        (job.architecture.kind != "decoder", "is modelled for decoders only."),
+        (job.finetuning.dropout > 0, "is modelled without dropout only."),
+        (job.loss.kind != "cross_entropy", f"is not modelled with loss.kind={job.loss.kind!r}."),
+        (
+            method == conventions(job).get("unconfirmed_adapters"),
+            "is another of the peft release that versions name: published runs of it took up to 28 % more.",
+            MORE,
+            "versions.peft",
+        ),
+        (method in UNCONFIRMED, f"is not all counted: {kept}; {UNCONFIRMED.get(method)}.", MORE),
+    ]
+    return first(checks, "finetuning.method", start=f"finetuning.method={method!r} ")
+
+
 def adapter_reason(job: TrainingJob) -> Finding | None:
-    """Which adapters that `finetuning.targets` asks for the ledger does not count, as a finding; None for none."""
+    """Which adapters that `finetuning` asks for the ledger does not count, as a finding; None for none."""
+    if reason := _method_reason(job):
+        return reason
     targets = set(job.finetuning.targets)
     if job.finetuning.method == "full" or job.task != "train":
         return None
@@ -52,7 +90,7 @@ def adapter_reason(job: TrainingJob) -> Finding | None:
 def targets_taken(job: TrainingJob) -> str:
     """What of `finetuning.targets` is not as it was said, as an assumption: names that are none of this network, or what is
     taken where nothing is named and peft has no default; "" for neither."""
-    if job.finetuning.method == "full":
+    if job.finetuning.method in ("full", *ON_NETWORK):
         return ""
     if not job.finetuning.targets:
         return "" if has_default_targets(job.architecture) else _taken_by_default(job.architecture)
@@ -78,7 +116,9 @@ def _taken_by_default(architecture: Architecture) -> str:
 def require_adapters(job: TrainingJob) -> None:
     """Refuse a job whose adapters are on nothing, as peft does. Raises: SpecError."""
     projections, targets = _projections(job.architecture), job.finetuning.targets
-    if any(is_adapter_target(name, job.finetuning, job.architecture) for name in projections):
+    if job.finetuning.method in ON_NETWORK or any(
+        is_adapter_target(name, job.finetuning, job.architecture) for name in projections
+    ):
         return
     found = f"{list(targets)} names" if targets else "[], the usual projections for attention, is"
     hint = near_misses(targets[0], projections) if targets else ""

@@ -36,13 +36,22 @@ DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
 raises an error. Source: peft 0.21 `utils/constants.py` TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING."""
 
 
+OTHER_DEFAULTS: dict[str, tuple[str, ...]] = {
+    "beft": ("v_proj",),
+    "ia3": ("k_proj", "v_proj", "down_proj"),
+}
+"""Of methods whose defaults are others, in the families that have Llama's names. Source: each method's mapping there."""
+
+
 def has_default_targets(architecture: Architecture) -> bool:
     """Whether peft knows what to adapt in this family."""
     return architecture.model_type in DEFAULT_TARGETS
 
 
-def default_adapter_targets(architecture: Architecture) -> tuple[str, ...]:
+def default_adapter_targets(architecture: Architecture, method: str = "lora") -> tuple[str, ...]:
     """The last parts of the names of the projections that get an adapter when none are named; where peft knows none, q and
     v, or the fused qkv."""
+    if method in OTHER_DEFAULTS and DEFAULT_TARGETS.get(architecture.model_type) == _QUERY_AND_VALUE:
+        return OTHER_DEFAULTS[method]
     usual = (leaf_names(architecture).qkv,) if architecture.fused_qkv else _QUERY_AND_VALUE
     return DEFAULT_TARGETS.get(architecture.model_type, usual)

@@ -8,6 +8,7 @@ from typing import Any
 
 from peakcast.architecture import Architecture
 from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
+from peakcast.models.analytical.adapter_methods import ON_NETWORK, virtual_tokens
 from peakcast.models.analytical.blocks.hf_context import HFContext, Kernels
 from peakcast.models.analytical.blocks.hf_ends import embedding
 from peakcast.models.analytical.blocks.hf_traits import rotates, slides, traits
@@ -163,7 +164,9 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
         group=group,
         ring=ring_of(job, rank),
         batch=1 if joined else job.micro_batch_size,
-        sequence=job.num_tokens if joined else job.sequence_length // job.parallelism.context_parallel_size,
+        sequence=job.num_tokens
+        if joined
+        else job.sequence_length // job.parallelism.context_parallel_size + virtual_tokens(job.finetuning),
         mask_of_batch=job.batch.form != "rows",
         valid_rows=job.num_tokens if job.batch.form == "masked" else 0,
         num_sequences=job.micro_batch_size if joined else 0,
@@ -274,7 +277,7 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         context,
         first_layer=index == 0 and context.stream_bytes != context.end_weight_bytes,
         # peft's enable_input_require_grads comes with checkpointing only
-        input_requires_grad=index > 0 or not adapters_alone,
+        input_requires_grad=index > 0 or not adapters_alone or job.finetuning.method in ON_NETWORK,
         routed=context.architecture.is_moe_layer(index),
         rotates=rotates(context.architecture, index),
         parts=context.architecture.layer_types[index] if context.architecture.layer_types else "",

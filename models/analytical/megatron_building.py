@@ -31,16 +31,16 @@ def build_megatron(step: Step, job: TrainingJob, rank: int) -> None:
     for buffer in buffers(share):
         if buffer.rules.sharded:
             born = step.moment("parameter buffer", Phase.INIT)
-            step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * weight, born, module="model")
+            step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * buffer.width, born, module="model")
         born = step.moment("gradient buffer", Phase.INIT)
         step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, born, module="model")
         copied = step.moment("copied", Phase.INIT) if buffer.rules.sharded else FOREVER
         for p, numel in buffer.whole:
-            step.hold_all(tensors_of([(p, numel)], "", weight), Category.PARAMETERS, made[p], copied)
+            step.hold_all(tensors_of([(p, numel)], "", buffer.width), Category.PARAMETERS, made[p], copied)
     for buffer in buffers(share) if weight != FP32 else ():
         for p, numel in buffer.pieces:
             for part in p.parts(numel):
                 now = step.moment("main parameter", Phase.INIT)
-                step.hold("clone", Category.TEMPORARIES, part * weight, now, now + 1, p.module)
+                step.hold("clone", Category.TEMPORARIES, part * buffer.width, now, now + 1, p.module)
                 step.hold(f"{p.name}.main", Category.MAIN_PARAMETERS, part * FP32, now, module=p.module)
     step.moment("built", Phase.INIT)

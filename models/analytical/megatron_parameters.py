@@ -37,6 +37,8 @@ class Parameter:
     def parts(self, numel: int) -> list[int]:
         """The elements of each of its tensors, of which the first `numel` are wanted: whole tensors and what is left."""
         one = self.numel // self.tensors
+        if not one:  # of a Mamba of the first kind, which has no heads here and is out of scope
+            return []
         return [one] * (numel // one) + ([numel % one] if numel % one else [])
 
 

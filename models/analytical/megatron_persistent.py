@@ -17,7 +17,7 @@ from peakcast.models.analytical.workspaces import cublas_workspace_bytes
 from peakcast.timeline import Category, Phase
 from peakcast.units import DTYPE_BYTES
 
-FP32 = 4
+FP8, FP32 = 1, 4
 MXFP8_BLOCK = 32
 """Elements that share a one-byte scale."""
 FP8_STATE_TENSORS = 5
@@ -87,6 +87,12 @@ def _place_among_replicas(share: RankShare, *, expert: bool) -> int:
     return share.shard // share.job.parallelism.tensor_parallel_size
 
 
+def is_fp8_parameter(share: RankShare, parameter: Parameter) -> bool:
+    """Whether the parameter itself is FP8: the weight of a projection of Transformer Engine, if asked for."""
+    asked = bool(share.context.fp8_recipe) and bool(share.convention.get("fp8_param_gather"))
+    return asked and ".linear_" in parameter.name and parameter.name.endswith("weight") and len(parameter.shape) > 1
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A contiguous buffer: its parameters, how it is laid out, its elements, and what this rank's optimizer owns of it."""
@@ -95,6 +101,8 @@ class Buffer:
     rules: BufferRules
     elements: int
     pieces: list[tuple[Parameter, int]]
+    width: int
+    """Bytes of an element of its parameters."""
 
     @property
     def whole(self) -> list[tuple[Parameter, int]]:
@@ -105,15 +113,17 @@ class Buffer:
 @lru_cache(maxsize=64)
 def buffers(share: RankShare) -> list[Buffer]:
     """The contiguous buffers of the rank: one per chunk for the parameters that every data-parallel rank has, one for those
-    of the routed experts (`distributed_data_parallel.py`: `dense_params`, `expert_parallel_params`)."""
+    of the routed experts (`distributed_data_parallel.py`: `dense_params`, `expert_parallel_params`), and of either one for
+    each dtype (`fp8-param-gather`)."""
     found = []
+    width = int(DTYPE_BYTES[share.job.precision.parameters])
     for parameters in owned_parameters(share):
-        for expert in (False, True):
-            members = [p for p in parameters if p.expert == expert]
+        for expert, eight in ((False, False), (False, True), (True, False), (True, True)):
+            members = [p for p in parameters if p.expert == expert and is_fp8_parameter(share, p) == eight]
             if members:
                 rules = buffer_rules(share, expert=expert)
                 pieces = shard_pieces(members, rules, _place_among_replicas(share, expert=expert))
-                found.append(Buffer(members, rules, buffer_elements(members, rules), pieces))
+                found.append(Buffer(members, rules, buffer_elements(members, rules), pieces, FP8 if eight else width))
     return found
 
 
@@ -123,9 +133,9 @@ def hold_parameters(step: Step, share: RankShare) -> None:
     weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
     for buffer in buffers(share):
         if buffer.rules.sharded:
-            step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * weight, 0, module="model")
+            step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * buffer.width, 0, module="model")
         else:
-            step.hold_all(tensors_of(buffer.whole, "", weight), Category.PARAMETERS)
+            step.hold_all(tensors_of(buffer.whole, "", buffer.width), Category.PARAMETERS)
         step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, 0, module="model")
         if weight != FP32:
             step.hold_all(tensors_of(buffer.pieces, ".main", FP32), Category.MAIN_PARAMETERS)
@@ -207,6 +217,9 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
     routes = experts is not None and bool(share.convention.get("moe_router_uses_transformer_engine", True))
     if context.transformer_engine or routes:
         step.hold("transformer_engine_workspace", Category.WORKSPACES, size, 0)
+    if context.transformer_engine and context.tensor_parallel_size > 1 and share.convention.get("tp_comm_overlap"):
+        streams = int(share.convention.get("overlap_workspaces", 0))
+        step.hold("userbuffers_workspace", Category.WORKSPACES, streams * size, 0, module="transformer_engine")
     legacy = bool(share.convention.get("moe_use_legacy_grouped_gemm"))
     if context.transformer_engine and experts is not None and experts.grouped and not legacy:
         for _ in range(GROUPED_PRODUCT_STREAMS):
@@ -238,7 +251,8 @@ def hold_fp8_weights(step: Step, share: RankShare, first_recomputed: Mapping[int
                 if ".linear_" in p.name and len(p.shape) > 1:
                     module = f"layers.{layer}"
                     again = 0 if p.name.endswith(at_once) else first_recomputed.get(layer, 0)
-                    for born in (0,) if either else (0, again):
+                    copies = (0,) if either else (0, again)  # by rows and by columns, or in a layout that serves both
+                    for born in copies[1:] if is_fp8_parameter(share, p) else copies:
                         step.hold(f"{p.name}.fp8", Category.OTHER, p.numel, born, module=module)
                         if recipe == "mxfp8":
                             step.hold(f"{p.name}.scales", Category.OTHER, p.numel // MXFP8_BLOCK, born, module=module)

@@ -85,7 +85,7 @@ def _training_reason(job: TrainingJob) -> Finding | None:
         (
             job.optimizer.name not in ("adam", "adamw"),
             f"optimizer.name={job.optimizer.name!r} is not modelled with Megatron-LM; adam is.",
-            UNKNOWN,
+            LESS,
             "optimizer.name",
         ),
         *_float8_checks(job),

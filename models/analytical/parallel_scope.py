@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from peakcast.architecture import Architecture
 from peakcast.conventions import conventions, fuses_loss
 from peakcast.findings import FAILS, LESS, MORE, NEARLY_MORE, UNKNOWN, Check, Finding, first, found
-from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
-from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.data_parallel_scope import data_parallel_reason, matrix_optimizer_reason
 from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
-from peakcast.models.analytical.parameters import layer_parameters
 from peakcast.models.analytical.pipeline import SPLIT_BACKWARD, V_SHAPED
+from peakcast.models.analytical.tensor_scope import like_llama, tensor_reason
 from peakcast.spec import ActivationCheckpointing, Offload, TrainingJob
 
 PIPELINE_SCHEDULES = {
@@ -21,20 +18,11 @@ PIPELINE_SCHEDULES = {
 """(schedule, whether a rank has several stages) that torch has and the ledger knows."""
 
 
-TENSOR_PARALLEL_FAMILIES = frozenset(
-    {
-        *("cohere", "gemma", "gemma2", "gemma3_text", "glm", "gpt_neox"),
-        *("granite", "olmo", "olmo2", "phi", "phi3", "starcoder2"),
-    }
-)
-"""`model_type` of families with other layers than Llama's whose `base_model_tp_plan` of transformers 5.17 was traced."""
-
-
 def parallel_reason(job: TrainingJob) -> Finding | None:
     """Why the ledger does not cover the job's layout beyond data parallelism, as a finding; None when it does."""
     layout, reasons = job.parallelism, [data_parallel_reason(job)]
     if layout.tensor_parallel_size > 1:
-        reasons.append(_tensor_reason(job))
+        reasons.append(tensor_reason(job))
     if layout.tensor_parallel_size * layout.pipeline_parallel_size > 1 and job.batch.form != "rows":
         said = f"batch.form={job.batch.form!r} under tensor or pipeline parallelism is not modelled."
         reasons.append(found(said, "batch.form"))
@@ -46,140 +34,6 @@ def parallel_reason(job: TrainingJob) -> Finding | None:
         reasons.append(_pipeline_reason(job))
     reasons.append(matrix_optimizer_reason(job))
     return next(filter(None, reasons), None)
-
-
-def _tensor_reason(job: TrainingJob) -> Finding | None:
-    architecture, layout, ranks = job.architecture, job.parallelism, job.parallelism.tensor_parallel_size
-    library = job.framework == "huggingface"
-    checks: list[Check] = [
-        (
-            not (_like_llama(architecture) or (library and architecture.model_type in TENSOR_PARALLEL_FAMILIES)),
-            f"tensor parallelism of {architecture.model_type!r} under framework={job.framework!r} is not modelled: that of "
-            "layers like Llama's is, and with framework='huggingface' that of "
-            f"{', '.join(sorted(TENSOR_PARALLEL_FAMILIES))}.",
-        ),
-        (
-            job.framework not in ("huggingface", "torch"),
-            f"tensor parallelism is not modelled for framework={job.framework!r}.",
-        ),
-        (job.task != "train", "tensor parallelism is modelled in training only."),
-        (
-            bool(left := _adapters_left_out(job)),
-            f"finetuning.method={job.finetuning.method!r} under torch's tensor parallelism is compared with traces {left}",
-        ),
-        (
-            bool(job.finetuning.quantization),
-            f"finetuning.quantization={job.finetuning.quantization!r} under tensor parallelism is not modelled; lora is.",
-            UNKNOWN,
-            "finetuning.quantization",
-        ),
-        (
-            job.finetuning.method != "full" and _adapts_whole_parts(job),
-            f"adapters of {architecture.model_type!r} under tensor parallelism fail in peft 0.21, which knows no matrix "
-            f"whose result is gathered (in {', '.join(sorted(traits(architecture).whole_parts))}); name other targets.",
-            FAILS,
-            "finetuning.targets",
-        ),
-        (
-            bool(architecture.num_key_value_heads % ranks or architecture.intermediate_size % ranks),
-            f"tensor_parallel_size={ranks} does not divide {architecture.num_key_value_heads} key heads and "
-            f"intermediate_size={architecture.intermediate_size}, and parts of heads are not modelled.",
-        ),
-        (
-            job.framework == "huggingface" and bool(architecture.vocab_size % ranks),
-            f"tensor_parallel_size={ranks} does not divide vocab_size={architecture.vocab_size}: transformers refuses it.",
-            FAILS,
-            "parallelism.tensor_parallel_size",
-        ),
-        (
-            job.framework == "huggingface" and layout.num_replicas > 1,
-            "tensor with data parallelism under the Trainer is not modelled: accelerate 1.15 asks transformers 5.17 for a "
-            "class that it no longer has (ReplicateParallel).",
-        ),
-        (
-            job.framework == "huggingface" and layout.sequence_parallel,
-            "sequence_parallel is not part of transformers' tensor-parallel plan for this architecture.",
-        ),
-        (
-            job.framework == "huggingface" and job.optimizer.name != "adamw",
-            f"optimizer.name={job.optimizer.name!r} cannot step over the mixture of tensors that tensor parallelism leaves "
-            "to the Trainer; adamw can.",
-            FAILS,
-            "optimizer.name",
-        ),
-        (
-            layout.num_replicas > 1 and layout.sharding not in ("none", "fsdp2", "hsdp"),
-            f"tensor parallelism with sharding={layout.sharding!r} is not modelled; with none (DDP), fsdp2 and hsdp it is.",
-        ),
-        (
-            layout.num_replicas > 1 and layout.sharding == "none" and architecture.tie_word_embeddings,
-            f"{architecture.name!r} shares its token table with the head, of which torch's DDP over tensor parallelism "
-            "makes plain tensors at one end only: torch 2.13 fails, and how others hold it is not modelled; fsdp2 is.",
-            UNKNOWN,
-            "parallelism.sharding",
-        ),
-        (
-            fuses_loss(job),
-            "a fused loss under tensor parallelism is not modelled.",
-            UNKNOWN,
-            "loss.fused_linear_cross_entropy",
-        ),
-        (
-            job.framework == "torch" and bool(conventions(job).get("liger_kernels")),
-            "Liger's kernels under torch's tensor parallelism fail: they give whole tensors where the plan has parts.",
-            FAILS,
-            "framework_options.liger_kernels",
-        ),
-        (
-            layout.sequence_parallel and job.attention == "eager",
-            "attention='eager' under sequence_parallel fails: transformers makes the mask for a rank's part; use sdpa.",
-            FAILS,
-            "attention",
-        ),
-        (
-            library and bool(conventions(job).get("autocast")) and job.precision.compute == "float16",
-            "fp16 under transformers' tensor parallelism fails: GradScaler takes no mixture of tensors; use bf16.",
-            FAILS,
-            "precision.compute",
-        ),
-        (job.attention == "flex", "flex attention under tensor parallelism is not modelled.", UNKNOWN, "attention"),
-        (
-            job.precision.compute == "float8",
-            "float8 under tensor parallelism is not modelled.",
-            UNKNOWN,
-            "precision.compute",
-        ),
-        (
-            job.offload.activations,
-            "offloaded activations under tensor parallelism are not modelled.",
-            UNKNOWN,
-            "offload.activations",
-        ),
-    ]
-    return first(checks, "parallelism.tensor_parallel_size")
-
-
-def _adapters_left_out(job: TrainingJob) -> str:
-    """What of adapters that torch's plan splits no trace has confirmed, as the end of a sentence; "" for nothing."""
-    if job.finetuning.method == "full" or job.framework != "torch":
-        return ""
-    layout = job.parallelism
-    checks = [
-        (layout.context_parallel_size > 1, "without context parallelism only."),
-        (
-            layout.num_replicas > 1 and layout.sharding == "none",
-            "alone and under fsdp2 and hsdp only: DDP would make every frozen weight trainable.",
-        ),
-        (job.optimizer.name != "adamw", f"with AdamW only, not optimizer.name={job.optimizer.name!r}."),
-        (job.activation_checkpointing.use_reentrant, "without reentrant checkpointing only."),
-    ]
-    return next((sentence for left_out, sentence in checks if left_out), "")
-
-
-def _adapts_whole_parts(job: TrainingJob) -> bool:
-    matrices = (tensor.name.removesuffix(".weight") for tensor in layer_parameters(job.architecture, 0))
-    adapted = {name for name in matrices if is_adapter_target(name, job.finetuning, job.architecture)}
-    return any(name.partition(".")[0] in traits(job.architecture).whole_parts for name in adapted)
 
 
 def _expert_reason(job: TrainingJob) -> Finding | None:
@@ -224,7 +78,7 @@ def _context_reason(job: TrainingJob) -> Finding | None:
             f"context parallelism is not modelled for framework={job.framework!r}; for megatron, huggingface, torch it is.",
         ),
         (
-            not _like_llama(architecture),
+            not like_llama(architecture),
             f"context parallelism of {architecture.model_type!r} is not modelled; that of layers like Llama's is.",
         ),
         (job.task != "train", "context parallelism is modelled in training only."),
@@ -292,7 +146,7 @@ def _pipeline_reason(job: TrainingJob) -> Finding | None:
         ),
         (
             # SmolLM3's fourth layers take no positions: a stage of such alone lets go of the tables
-            not _like_llama(architecture) or architecture.model_type == "smollm3",
+            not like_llama(architecture) or architecture.model_type == "smollm3",
             f"pipeline parallelism of {architecture.model_type!r} is not modelled: that of layers like Llama's is.",
         ),
         (job.task != "train", "pipeline parallelism is modelled in training only."),
@@ -391,12 +245,3 @@ def _pipeline_reason(job: TrainingJob) -> Finding | None:
         ),
     ]
     return first(checks, "parallelism.pipeline_parallel_size")
-
-
-def _like_llama(architecture: Architecture) -> bool:
-    """Norm, separate projections, gated feed-forward of separate matrices: what both plans name."""
-    plain = architecture.kind == "decoder" and architecture.moe is None and architecture.mla is None
-    separate = architecture.gated_mlp and not (architecture.fused_qkv or architecture.fused_gate_up)
-    usual = architecture.normalization == "rmsnorm" and architecture.norm_placement == "pre"
-    whole = architecture.qk_norm in ("none", "head") and not architecture.parallel_block
-    return plain and separate and usual and whole and not traits(architecture).scaled_embedding

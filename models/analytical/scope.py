@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from peakcast.architecture import Architecture
 from peakcast.conventions import conventions, fuses_loss
-from peakcast.dialects.hf_families import FAMILIES
 from peakcast.findings import (
     FAILS,
     LESS,
     MORE,
     NEARLY,
-    NEARLY_LESS,
     NEARLY_MORE,
     UNKNOWN,
     Check,
@@ -24,6 +21,8 @@ from peakcast.models.analytical.adapter_scope import adapter_reason
 from peakcast.models.analytical.compile_scope import compile_reason
 from peakcast.models.analytical.kernel_scope import fused_kernels_reason
 from peakcast.models.analytical.layouts import gathered_dtype
+from peakcast.models.analytical.mixture_scope import kernels_reason, mixture_reason
+from peakcast.models.analytical.network_scope import architecture_reason, encoder_decoder_reason
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.analytical.preference_scope import preference_reason
 from peakcast.models.analytical.zero_scope import zero_reason
@@ -38,8 +37,8 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
 
         reasons += megatron_findings(job)
     else:
-        reasons += [_architecture_reason(job.architecture), _encoder_decoder_reason(job), parallel_reason(job)]
-        reasons += [_huggingface_reason(job), _mixture_reason(job), adapter_reason(job), _kernels_reason(job)]
+        reasons += [architecture_reason(job.architecture), encoder_decoder_reason(job), parallel_reason(job)]
+        reasons += [_huggingface_reason(job), mixture_reason(job), adapter_reason(job), kernels_reason(job)]
         reasons += [fused_kernels_reason(job)]
         reasons += [zero_reason(job), compile_reason(job), _in_backward_reason(job)]
     return tuple(reason for reason in reasons if reason)
@@ -69,106 +68,6 @@ def _lengths_reason(job: TrainingJob) -> Finding | None:
             "batch.shortest_sequence",
         )
     return None
-
-
-def _architecture_reason(architecture: Architecture) -> Finding | None:
-    sentence = _unmodelled_network(architecture)
-    if not sentence:
-        return None
-    # of state-space layers the ledger has what the kernels save, and not what they allocate for a moment
-    return found(sentence, "architecture", effect=MORE if architecture.kind == "hybrid" else UNKNOWN)
-
-
-def _unmodelled_network(architecture: Architecture) -> str:
-    """What of the network itself the ledger does not have, as a sentence; "" for nothing."""
-    if architecture.kind == "encoder" and architecture.model_type != "bert":
-        return f"{architecture.name!r}: of encoders only BERT is modelled, not model_type={architecture.model_type!r}."
-    if architecture.kind == "hybrid":
-        return (
-            f"{architecture.name!r} has state-space layers: parameters, gradients and optimizer states are exact, their "
-            "mixers' activations are what mamba_ssm's kernels save, without what those allocate in passing and not what "
-            "transformers computes without that package (`peakcast explain --trace` shows that)."
-        )
-    if architecture.kind == "undescribed":
-        return f"model_type={architecture.model_type!r} is not known to the ledger; trace it (`peakcast explain --trace`)."
-    if architecture.kind not in ("decoder", "encoder", "encoder_decoder"):
-        return f"{architecture.name!r} is not a decoder-only transformer, BERT or T5 (kind={architecture.kind!r})."
-    if architecture.model_type not in FAMILIES:
-        return (
-            f"model_type={architecture.model_type!r} is not known to the ledger, which takes it for Llama by its keys; "
-            "trace it (`peakcast explain --trace`)."
-        )
-    if architecture.model_type == "dbrx":
-        return (
-            f"{architecture.name!r}: DBRX clips its projections and runs its experts one by one, which is counted as other "
-            "families do; parameters, gradients and optimizer states are exact."
-        )
-    if architecture.model_type == "mpt" and architecture.intermediate_size != 4 * architecture.hidden_size:
-        return (
-            f"{architecture.name!r} has intermediate_size={architecture.intermediate_size}, and transformers makes MPT's "
-            f"feed-forward 4 * hidden_size wide, whatever is asked for; use {4 * architecture.hidden_size}."
-        )
-    return ""
-
-
-def _encoder_decoder_reason(job: TrainingJob) -> Finding | None:
-    if job.architecture.kind != "encoder_decoder":
-        return None
-    checkpointing, layout = job.activation_checkpointing, job.parallelism
-    name = f"{job.architecture.name!r} is an encoder-decoder:"
-    checks: list[Check] = [
-        (job.task != "train", "generation with it is not modelled.", UNKNOWN, "task"),
-        (
-            layout.world_size > layout.data_parallel_size,
-            "of several ranks it is modelled with DDP, FSDP and ZeRO only.",
-            UNKNOWN,
-            "parallelism",
-        ),
-        (
-            layout.sharding in ("fsdp2", "hsdp") and conventions(job).get("fsdp2_units") == "ends",
-            "FSDP2 cannot shard it as accelerate asks: modules of several groups share its table; use fsdp1.",
-            FAILS,
-            "parallelism.sharding",
-        ),
-        (
-            layout.sharding != "none" and layout.num_replicas > 1 and job.finetuning.method != "full",
-            "adapters in shards are not modelled for it.",
-            UNKNOWN,
-            "finetuning.method",
-        ),
-        (
-            job.attention not in ("eager", "sdpa"),
-            f"attention={job.attention!r} is not modelled for it; use sdpa or eager.",
-            UNKNOWN,
-            "attention",
-        ),
-        (
-            "float16" in (job.precision.parameters, job.precision.compute),
-            "T5 in float16 keeps projections in float32 and clamps what it adds, which is not modelled; use bfloat16.",
-            MORE,
-            "precision.compute",
-        ),
-        (
-            checkpointing.mode == "selective" or checkpointing.every_n_layers > 1 or checkpointing.use_reentrant,
-            "of checkpointing, mode full of every layer without use_reentrant is modelled for it.",
-            UNKNOWN,
-            "activation_checkpointing",
-        ),
-        (
-            bool(job.finetuning.quantization),
-            "quantised weights are not modelled for it.",
-            UNKNOWN,
-            "finetuning.quantization",
-        ),
-        (job.offload != Offload(), "offloading is not modelled for it.", UNKNOWN, "offload"),
-        (
-            bool(conventions(job).get("liger_kernels")) or fuses_loss(job),
-            "Liger has no kernels for it.",
-            UNKNOWN,
-            "framework_options.liger_kernels",
-        ),
-    ]
-    return first(checks, "architecture", start=f"{name} ")
 
 
 def _in_backward_reason(job: TrainingJob) -> Finding | None:
@@ -234,128 +133,6 @@ def _plain_float8(job: TrainingJob) -> bool:
 def _rows(job: TrainingJob) -> int:
     """Tokens of a micro-batch, with padding where it has some."""
     return job.num_tokens if job.batch.form == "padding_free" else job.micro_batch_size * job.sequence_length
-
-
-NO_FLASH_ATTENTION = ("bloom", "codegen", "mpt")
-"""transformers 5.17 models/*/modeling_*.py: `_supports_flash_attn` is not set."""
-NO_FLEX_ATTENTION = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "olmoe", "stablelm")
-"""... nor `_supports_flex_attn`."""
-
-
-def _kernels_reason(job: TrainingJob) -> Finding | None:
-    """What of kernels that are asked for the family does not have, or the ledger does not count."""
-    family = job.architecture.model_type
-    flash, flex = job.attention == "flash_attention_2", job.attention == "flex"
-    checks: list[Check] = [
-        (
-            flash and family in NO_FLASH_ATTENTION,
-            f"model_type={family!r} has no flash_attention_2 in transformers; use eager.",
-            FAILS,
-            "attention",
-        ),
-        (
-            flex and family in NO_FLEX_ATTENTION,
-            f"model_type={family!r} has no flex_attention in transformers; use sdpa.",
-            FAILS,
-            "attention",
-        ),
-        (
-            flex and job.architecture.attention_sinks and bool(conventions(job).get("autocast")),
-            "attention sinks beside flex_attention under autocast: what they widen is not all counted; use eager.",
-            MORE,
-            "attention",
-        ),
-        (
-            flex and job.task == "train" and job.architecture.attention_dropout > 0,
-            f"flex_attention has no dropout: transformers refuses attention_dropout={job.architecture.attention_dropout}.",
-            FAILS,
-            "attention",
-        ),
-        (
-            flash and job.precision.parameters == "float32" and not conventions(job).get("autocast"),
-            "flash_attention_2 has no kernel for float32; use autocast or half precision.",
-            FAILS,
-            "attention",
-        ),
-        (
-            flash and family == "falcon",
-            "flash_attention_2 of Falcon, whose key heads are copied for it, is not modelled; use sdpa.",
-            MORE,
-            "attention",
-        ),
-        (
-            job.offload.activations
-            and family == "falcon"
-            and (job.attention == "eager" or bool(conventions(job).get("autocast"))),
-            "Falcon's offloaded activations with eager attention or under autocast are up to 1.2 % off their trace.",
-            NEARLY,
-            "offload.activations",
-        ),
-        (
-            flash and job.batch.form == "padding_free" and family in ("gpt_bigcode", "gpt_neo", "opt"),
-            f"model_type={family!r} tells attention no positions, so that flash_attention_2 without padding is not "
-            "modelled there.",
-        ),
-        (
-            flash and family == "opt",
-            "OPT makes a padding mask of its own, by which flash_attention_2 takes rows apart in its trace: up to 1 %.",
-            NEARLY,
-            "attention",
-        ),
-    ]
-    return first(checks, "attention")
-
-
-def _mixture_reason(job: TrainingJob) -> Finding | None:
-    """Mixtures of which traces of small networks showed more, or less, than the ledger has."""
-    if job.task != "train":
-        return None
-    architecture, checkpointing = job.architecture, job.activation_checkpointing
-    adapts, autocast = job.finetuning.method != "full", bool(conventions(job).get("autocast"))
-    reentrant = checkpointing.mode == "full" and checkpointing.use_reentrant
-    leaves = reentrant and architecture.kind == "encoder"
-    if architecture.norm_placement == "post":  # projections read a layer's input, not a norm
-        leaves = reentrant or (adapts and checkpointing.mode != "none")
-    checks: list[Check] = [
-        (
-            job.offload.activations and job.attention == "flex",
-            "offloaded activations are compared with traces of sdpa, eager and flash attention, not of flex.",
-        ),
-        (
-            autocast and architecture.model_type in ("bloom", "codegen", "gptj"),
-            f"model_type={architecture.model_type!r} under autocast: what its own attention widens is not all counted.",
-            MORE,
-            "framework_options.autocast",
-        ),
-        (
-            autocast and adapts and checkpointing.mode != "none" and architecture.model_type in ("cohere", "cohere2"),
-            f"model_type={architecture.model_type!r} under autocast, with adapters and checkpointing: backward is up to "
-            "1.6 % below its trace.",
-            NEARLY_MORE,
-            "framework_options.autocast",
-        ),
-        (
-            autocast and leaves,
-            f"{architecture.name!r} under autocast with reentrant checkpoints, or with adapters and any: inputs of layers "
-            "are leaves, which autocast casts once for all projections; up to 2.5 % too much is counted.",
-            NEARLY_LESS,
-            "framework_options.autocast",
-        ),
-        (
-            job.optimizer.name == "lomo" and autocast and checkpointing.mode != "none",
-            "lomo under autocast with checkpointing: backward is up to 0.4 % above its trace.",
-            NEARLY_LESS,
-            "optimizer.name",
-        ),
-        (
-            (checkpointing.mode != "none" or job.offload.activations) and architecture.model_type in ("codegen", "gptj"),
-            f"model_type={architecture.model_type!r} with checkpointing or offloaded activations: position tables and "
-            "rotated parts that its attention names are not counted where no graph keeps them.",
-            MORE,
-            "activation_checkpointing",
-        ),
-    ]
-    return first(checks, "activation_checkpointing")
 
 
 def _huggingface_reason(job: TrainingJob) -> Finding | None:

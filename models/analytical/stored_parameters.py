@@ -10,6 +10,8 @@ from functools import lru_cache
 from peakcast.allocator import Allocator
 from peakcast.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.micro_batch import Batch
+from peakcast.models.analytical.adapter_methods import METHODS, matrix_of
+from peakcast.models.analytical.adapter_tensors import ADAPTED_ROLES, NETWORK, network_tensors
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.analytical.layouts import adapters_are_whole, expert_ranks, gathered_dtype
@@ -77,19 +79,20 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
             for module, tensor in everything
         )
     stored = [part for module, tensor in everything for part in _frozen(tensor, module, job, size, used)]
-    rank, width = job.finetuning.rank or 0, int(DTYPE_BYTES[adapter_dtype(job)])
+    tuning, width = job.finetuning, int(DTYPE_BYTES[adapter_dtype(job)])
     whole = adapters_are_whole(job)
     mixed = used if mixes_precision(job) and not whole else width
-    for module, tensor in everything if job.finetuning.method != "full" else ():
+    for made in network_tensors(job.architecture, tuning):
+        own = made.element_bytes or width
+        stored.append(StoredTensor(made.name, NETWORK, made.shape, own, own, trains=made.trains))
+    for module, tensor in everything if tuning.method != "full" else ():
         name = tensor.name.removesuffix(".weight")
-        if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):
-            out_features, in_features = group.shape(tensor)
+        if len(tensor.shape) == 2 and tensor.role in ADAPTED_ROLES and _adapted(name, job):
             sums = group.sequence and tensor.tensor_parallel_dim == 1 and job.parallelism.num_replicas == 1
-            first = StoredTensor(f"{name}.lora_A", module, (rank, in_features), width, mixed, trains=True)
-            second = StoredTensor(
-                f"{name}.lora_B", module, (out_features, rank), width, mixed, trains=True, sums_gradient=sums
-            )
-            stored += [replace(tensor, sharded=not whole) for tensor in (first, second)]
+            for made in METHODS[tuning.method].on_matrix(matrix_of(tuning, name, group.shape(tensor), _layer(module))):
+                own, gathered = (made.element_bytes, made.element_bytes) if made.element_bytes else (width, mixed)
+                part = StoredTensor(f"{name}.{made.name}", module, made.shape, own, gathered, trains=made.trains)
+                stored.append(replace(part, sharded=not whole, sums_gradient=sums and made.name == "lora_B"))
         elif name == "score":  # of a classifier peft trains a copy of the head itself (`modules_to_save`)
             stored.append(StoredTensor(f"{name}.copy", module, tensor.shape, size, used, trains=True))
     return tuple(stored)
@@ -138,6 +141,11 @@ def quantised_roles(job: TrainingJob) -> tuple[str, ...]:
         return ()
     routed = method == "gptq" or bool(conventions(job).get("quantized_experts"))
     return (*QUANTISED_ROLES, *(ROUTED_ROLES if routed else ()))
+
+
+def _layer(module: str) -> int:
+    """The number of the layer that is called `module`; 0 of what is none."""
+    return int(module.rpartition(".")[2]) if module.startswith("layers.") else 0
 
 
 def quantised_shapes(job: TrainingJob) -> list[tuple[int, ...]]:

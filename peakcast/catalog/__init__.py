@@ -37,6 +37,10 @@ class Device:
     """Where the multiprocessors, threads and nominal memory are from."""
     cuda_memory_source: str
     """"measured report: ..." or "estimated: ...": how `cuda_memory_bytes` is known."""
+    host_memory_bytes: int | None = None
+    """Host memory of a node: bytes; None where nobody said, and no catalog does."""
+    gpus_per_node: int = 8
+    """GPUs of a node, as in the usual machine (DGX, HGX)."""
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from peakcast.commands.application import Gpu, Json, app
+from peakcast.commands.application import AllFindings, Gpu, GpusPerNode, HostMemory, Json, app
 from peakcast.errors import SpecError
 from peakcast.job_flags import VERSIONS, AskedJob, takes_job
 
@@ -30,6 +30,9 @@ def predict(
         float | None, typer.Option(help="Longest that one question of a batch may take; default: 60.")
     ] = None,
     all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Add a line for every distinct rank.")] = False,
+    host_memory_gib: HostMemory = None,
+    gpus_per_node: GpusPerNode = None,
+    all_findings: AllFindings = False,
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
     print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
     json: Json = False,
@@ -48,7 +51,11 @@ def predict(
         for answer in api.predict_batch(*batch_of(batch, processes), timeout_seconds=timeout_seconds or LINE_SECONDS):
             print(render.json_line(answer), flush=str(batch) == "-")
         return
-    _answer(asked.read(), gpu, rank, calibration, print_job=print_job, json=json, all_ranks=all_ranks)
+    if print_job:
+        print(render.job_text(asked.read(), as_json=json))
+        return
+    options = {"all_ranks": all_ranks, "host_memory_gib": host_memory_gib, "gpus_per_node": gpus_per_node}
+    _answer(asked.read(), gpu, rank, calibration, options, json=json, all_findings=all_findings)
 
 
 @app.command(
@@ -61,6 +68,9 @@ def megatron(
     gpu: Gpu = None,
     num_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the whole run; default: WORLD_SIZE.")] = None,
     rank: Annotated[str, typer.Option(help="worst, last, or a number.")] = "worst",
+    host_memory_gib: HostMemory = None,
+    gpus_per_node: GpusPerNode = None,
+    all_findings: AllFindings = False,
     versions: Annotated[str | None, VERSIONS["versions"][1]] = None,
     container: Annotated[str | None, VERSIONS["container"][1]] = None,
     here: Annotated[bool, VERSIONS["here"][1]] = False,
@@ -69,11 +79,16 @@ def megatron(
     json: Json = False,
 ) -> None:
     """Predict the peak memory of a Megatron-LM run: put `peakcast megatron` in the place of `pretrain_gpt.py`."""
+    from peakcast import render
     from peakcast.dialects.asked_versions import asked_versions
     from peakcast.dialects.recognise import from_arguments
 
     asked = from_arguments(arguments or [], os.environ, num_gpus, asked_versions(versions, container, here))
-    _answer(asked, gpu, rank, calibration, print_job=print_job, json=json)
+    if print_job:
+        print(render.job_text(asked, as_json=json))
+        return
+    options = {"host_memory_gib": host_memory_gib, "gpus_per_node": gpus_per_node}
+    _answer(asked, gpu, rank, calibration, options, json=json, all_findings=all_findings)
 
 
 @app.command(epilog="Example: peakcast explain --model llama-3.1-8b --gpu H100-80GB --picture step.png")
@@ -88,6 +103,7 @@ def explain(
     snapshot: Annotated[Path | None, typer.Option(help="Also write it for PyTorch's memory viewer (a pickle).")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Run the real library on fake tensors, without a GPU.")] = False,
     module: Annotated[str | None, typer.Option(help="Trace FILE.py:FUNCTION, which returns (model, step).")] = None,
+    all_findings: AllFindings = False,
     json: Json = False,
 ) -> None:
     """Explain the memory of one rank of JOB: why the peak is where it is, layer by layer, and what would lower it."""
@@ -106,7 +122,7 @@ def explain(
         picture=picture,
         snapshot=snapshot,
     )
-    print(render.json_text(found.to_mapping()) if json else explanation_text(found, layers=layers))
+    print(render.json_text(found.to_mapping()) if json else explanation_text(found, layers=layers, whole=all_findings))
 
 
 @app.command(epilog="Example: peakcast search --model llama-3.1-70b --framework megatron --gpu H100-80GB --num-gpus 64")
@@ -124,6 +140,7 @@ def search(
     ] = "plans",
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 20,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that tensor parallelism may span.")] = 8,
+    host_memory_gib: HostMemory = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
     json: Json = False,
 ) -> None:
@@ -145,6 +162,7 @@ def search(
             find=find,
             top=top,
             gpus_per_node=gpus_per_node,
+            host_memory_gib=host_memory_gib,
             processes=processes,
             progress=progress,
         )
@@ -173,19 +191,17 @@ def _answer(
     gpu: str | None,
     rank: str,
     calibration: Path | None,
+    options: dict[str, Any],
     *,
-    print_job: bool,
     json: bool,
-    all_ranks: bool = False,
+    all_findings: bool,
 ) -> None:
-    """Print the job that was read, or the prediction for it and exit with whether it fits."""
+    """Print the prediction for a job that was read and exit with whether it fits. `options`: further ones of `predict`."""
     from peakcast import api, render
 
-    if print_job:
-        print(render.job_text(asked, as_json=json))
-        return
     if gpu is None:
         raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
-    prediction = api.predict(asked, gpu, rank=rank, calibration=calibration, all_ranks=all_ranks)
-    print(render.json_text(prediction.to_mapping()) if json else render.prediction_text(prediction))
+    prediction = api.predict(asked, gpu, rank=rank, calibration=calibration, **options)
+    text = render.json_text(prediction.to_mapping()) if json else render.prediction_text(prediction, whole=all_findings)
+    print(text)
     raise typer.Exit(FITS_EXIT_CODES[prediction.fits])

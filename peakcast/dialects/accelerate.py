@@ -129,7 +129,7 @@ def _deepspeed(settings: Settings, pasted: Pasted, notes: Notes) -> Mapping[str,
         return pasted.file(own["deepspeed_config_file"], "deepspeed", "deepspeed_config_file")
     zero: dict[str, Any] = {"stage": own.get("zero_stage", 2)}
     if "zero_stage" not in own:
-        notes.assumptions.append("zero_stage is not given; the default of accelerate, 2, is taken.")
+        notes.assumptions.append("zero_stage is not given; the default of accelerate is 2.")
     for key, path in _DEEPSPEED.items():
         if len(path) == 2 and str(own.get(key) or "none") != "none":
             zero[path[0]] = {path[1]: own[key]}

@@ -23,6 +23,7 @@ from peakcast.dialects.translation import (
     refuse_teacher,
     renamed,
     speller,
+    states_direction,
 )
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
@@ -162,8 +163,7 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     word = settings.text("gradient_checkpointing", "false").lower()
     if word in ("offload", "offload_disk", "unsloth"):
         settings.notes.unsupported.append(
-            f"gradient_checkpointing={word} is taken as checkpoints that go to host memory.",
-            "gradient_checkpointing",
+            f"gradient_checkpointing={word} is taken as checkpoints that go to host memory.", "gradient_checkpointing"
         )
         training["activation_offloading"] = True
     if word in ("offload", "offload_disk", "unsloth") or settings.switch("gradient_checkpointing"):
@@ -171,16 +171,18 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
         given = settings.raw("gradient_checkpointing_kwargs")
         training["gradient_checkpointing_kwargs"] = given or {"use_reentrant": False}
         if not given:
-            settings.notes.assumptions.append("use_reentrant is not given; the default of axolotl, False, is taken.")
+            settings.notes.assumptions.append("use_reentrant is not given; the default of axolotl is False.")
     if settings.text("torch_compile").lower() == "auto":
         training["torch_compile"] = False
         settings.notes.assumptions.append("torch_compile=auto is taken as off.")
     optimizer = settings.text("optimizer", "adamw_torch_fused")
     if not settings.given("optimizer"):
-        settings.notes.assumptions.append(f"optimizer is not given; the default of axolotl, {optimizer}, is taken.")
+        settings.notes.assumptions.append(f"optimizer is not given; the default of axolotl is {optimizer}.")
     if optimizer in keys.OPTIMIZERS and optimizer not in keys.SAME:
         settings.notes.unsupported.append(
-            f"optimizer={optimizer} is not modelled; {keys.OPTIMIZERS[optimizer]} is taken in its place.", "optimizer"
+            f"optimizer={optimizer} is not modelled; {keys.OPTIMIZERS[optimizer]} is taken in its place.",
+            "optimizer",
+            states_direction(optimizer),
         )
     training["optim"] = keys.OPTIMIZERS.get(optimizer, optimizer)
     if all(settings.switch(key) for key in keys.LIGER):
@@ -191,7 +193,7 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     if settings.switch("cut_cross_entropy", plugged):  # integrations/cut_cross_entropy/args.py: on by the plugin alone
         training["fused_linear_cross_entropy"] = True
         settings.notes.unsupported.append(
-            "Cut cross entropy is taken as Liger's fused linear cross entropy.", "cut_cross_entropy"
+            "Cut cross entropy is taken as Liger's fused linear cross entropy.", "cut_cross_entropy", "less"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from peakcast.architecture import Architecture
 from peakcast.conventions import check_framework_options, conventions
 from peakcast.dialects import huggingface_keys as keys
+from peakcast.dialects.huggingface_adapters import adapter_of
 from peakcast.dialects.huggingface_batch import batch_of, sequence_length
 from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
@@ -18,7 +19,7 @@ from peakcast.dialects.huggingface_quantization import quantization_of
 from peakcast.dialects.huggingface_unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
 from peakcast.dialects.job_file import note_network, resolve_architecture
 from peakcast.dialects.mesh import of_training
-from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher
+from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher, states_direction
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.findings import Direction
@@ -168,35 +169,8 @@ def _finetuning(
                 "quantized weights cannot train without peft; they are taken as unquantized.", "quantization_config", "less"
             )
         return Finetuning()
-    method = adapter.text("peft_type", "LORA").rpartition(".")[2].upper()
-    if method != "LORA":
-        notes.unsupported.append(f"peft_type={method} is not modelled; LoRA is taken in its place.", "peft_type")
-    if adapter.text("bias", "none") != "none":
-        notes.unsupported.append(
-            f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.", "bias", "more"
-        )
-    for key, what in keys.UNSUPPORTED_PEFT.items():
-        if adapter.raw(key) not in (None, False, [], {}, ()):
-            direction: Direction = "less" if key in ("exclude_modules", "layers_to_transform") else "more"
-            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key, direction)
-    targets = adapter.words("target_modules")
-    if any(character in target for target in targets for character in "*|.$^\\"):
-        pattern = adapter.text("target_modules")
-        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.", "target_modules")
-        targets = ()
-    if not targets:
-        notes.assumptions.append("target_modules is not given; peft's usual targets of the family are taken.")
-    alpha = adapter.number("lora_alpha", 8)
-    return Finetuning(
-        method="qlora" if kind else "lora",
-        rank=adapter.size("r", 8, assume=True),
-        alpha=None if alpha is None else float(alpha),
-        targets=targets,
-        dropout=float(adapter.number("lora_dropout", 0.0) or 0.0),
-        adapter_dtype=_adapter_dtype(adapter, kind, weights, quantization, widens),
-        quantization=kind,
-        double_quantization=kind == "nf4" and bool(quantization.get("bnb_4bit_use_double_quant", False)),
-    )
+    dtype = _adapter_dtype(adapter, kind, weights, quantization, widens)
+    return adapter_of(adapter, kind, dtype, quantization, notes)
 
 
 def _adapter_dtype(
@@ -294,11 +268,13 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
     default = "adamw_torch_fused" if modern else "adamw_torch"
     if not training.given("optim"):
         version = 5 if modern else 4
-        notes.assumptions.append(f"optim is not given; the default of transformers {version}, {default}, is taken.")
+        notes.assumptions.append(f"optim is not given; the default of transformers {version} is {default}.")
     name = training.one_of("optim", default, {**keys.OPTIMIZERS, **keys.OTHER_OPTIMIZERS})
     if name in keys.OTHER_OPTIMIZERS:
         notes.unsupported.append(
-            f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.", "optim"
+            f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.",
+            "optim",
+            states_direction(name),
         )
     choice = keys.OPTIMIZERS.get(name) or keys.OTHER_OPTIMIZERS[name]
     if choice.library:

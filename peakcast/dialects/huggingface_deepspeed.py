@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from peakcast.dialects.translation import Notes, Settings
+from peakcast.dialects.translation import Notes, Settings, states_direction
 from peakcast.errors import SpecError
 from peakcast.spec import Optimizer, OptimizerName
 
@@ -60,7 +60,9 @@ def engine_optimizer(engine: Settings | None, notes: Notes) -> Optimizer | None:
         raise engine.refuse("optimizer", 'must be a mapping with a type, such as {"type": "AdamW"}')
     if kind not in OPTIMIZERS:
         notes.unsupported.append(
-            f"DeepSpeed's optimizer {given['type']} is not modelled; AdamW is taken in its place.", "optimizer.type"
+            f"DeepSpeed's optimizer {given['type']} is not modelled; AdamW is taken in its place.",
+            "optimizer.type",
+            states_direction(str(given["type"])),
         )
     params = given.get("params") if isinstance(given, Mapping) else None
     momentum = params.get("momentum", 0.0) if isinstance(params, Mapping) else 0.0

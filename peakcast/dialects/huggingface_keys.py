@@ -110,21 +110,17 @@ IGNORED_PEFT = _words("""
     fan_in_fan_out inference_mode init_lora_weights kasa_config layers_pattern loftq_config
     lora_ga_config megatron_config megatron_core monteclora_config peft_version qalora_group_size revision
     random_state runtime_config task_type temporary_location use_rslora velora_config
+    adapter_name alpha asa_importance_beta asa_schedule_exponent asa_target_subspaces asa_uncertainty_beta beta1 beta2
+    block_share boft_dropout coft d_initial delora_lambda deltaT encoder_dropout encoder_num_layers
+    encoder_reparameterization_type eps final_warmup fourierft_dropout gralora_dropout group_size hira_dropout
+    init_theta_d_bound init_logits_std init_vector_bank_bound init_warmup init_weights inv_alpha is_feedforward
+    lora_dropout mask_interval mask_type miss_dropout module_dropout num_attention_heads num_cayley_neumann_terms
+    num_layers num_transformer_submodules orth_reg_weight parallel_w projection_prng_key proj_seed prompt_tuning_init
+    prompt_tuning_init_text rank_dropout rank_dropout_scale randlora_alpha randlora_dropout random_loc_seed random_seed
+    save_only_topk_weights save_projection scaling sparse_rate target_r tfinal tinit token_dim token_indices
+    tokenizer_kwargs tokenizer_name_or_path total_step unilora_dropout use_cayley_neumann use_effective_conv2d use_idwt
+    use_scalar vblora_dropout vera_dropout wavelet_family
 """)
-UNSUPPORTED_PEFT: dict[str, str] = {
-    "layer_replication": "replicated layers",
-    "layers_to_transform": "adapters on some layers only",
-    "lora_bias": "adapters with biases",
-    "modules_to_save": "fully trained modules beside the adapters",
-    "rank_pattern": "adapter ranks that differ between modules",
-    "target_parameters": "adapters on bare parameters",
-    "trainable_token_indices": "trained token embeddings beside the adapters",
-    "use_bdlora": "block-diagonal LoRA",
-    "use_dora": "DoRA",
-    "use_qalora": "QALoRA",
-    "alora_invocation_tokens": "activated LoRA",
-    "exclude_modules": "modules left without adapters",
-}
 IGNORED_DEEPSPEED = _words("""
     aio checkpoint comms_logger csv_monitor dump_state elasticity flops_profiler
     gradient_clipping gradient_predivide_factor memory_breakdown monitor_config comms_config prescale_gradients scheduler

@@ -13,7 +13,7 @@ from peakcast.architecture import Architecture
 from peakcast.dialects.litgpt_network import litgpt_network
 from peakcast.dialects.litgpt_targets import PROJECTIONS, litgpt_targets
 from peakcast.dialects.pasted import Pasted, flat
-from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.dialects.translation import Notes, Settings, Translation, states_direction
 from peakcast.fields import FrozenMapping
 from peakcast.spec import (
     ActivationCheckpointing,
@@ -65,13 +65,17 @@ def from_litgpt(pasted: Pasted) -> Translation:
         recipe = "compiles the network and keeps activations" if pretrains else "checkpoints each block"
         notes.assumptions.append(f"on several GPUs LitGPT shards by FSDP and {recipe}.")
     if pretrains and (settings.integer("num_nodes", 1) or 1) > 1:
-        notes.unsupported.append("LitGPT's pretraining shards within a node (HYBRID_SHARD); sharding over all is taken.")
+        notes.unsupported.append(
+            "LitGPT's pretraining shards within a node (HYBRID_SHARD); sharding over all is taken.", "strategy", "more"
+        )
     if finetuning.method == "full":  # one matrix for queries, keys and values, of whose parts LoRA names each
         architecture = replace(architecture, fused_qkv=True)
     precision = _precision(settings)
     mixed = precision.parameters != precision.compute
     if mixed and several:
-        notes.unsupported.append("Weights that FSDP gathers in float32 for autocast (a mixed precision) are not modelled.")
+        notes.unsupported.append(
+            "Weights that FSDP gathers in float32 for autocast (a mixed precision) are not modelled.", "precision", "more"
+        )
     autocast = {"autocast": True} if mixed and not several else {}
     job = TrainingJob(
         architecture=architecture,
@@ -124,7 +128,9 @@ def _finetuning(settings: Settings, network: Architecture) -> Finetuning:
     if quantize:
         kind = "int8" if "int8" in quantize else "nf4"
         if "fp4" in quantize:
-            settings.notes.unsupported.append(f"quantize={quantize} is not modelled; nf4 is taken, of the same size.")
+            settings.notes.unsupported.append(
+                f"quantize={quantize} is not modelled; nf4 is taken, of the same size.", "quantize"
+            )
     return Finetuning(
         method="qlora" if kind else "lora",
         rank=rank,
@@ -154,7 +160,9 @@ def _optimizer(settings: Settings, *, fused: bool) -> Optimizer:
     given = settings.text("optimizer", "") or settings.text("optimizer.class_path", "AdamW")
     name = given.rpartition(".")[2].lower()
     if name not in OPTIMIZERS:
-        settings.notes.unsupported.append(f"optimizer={given} is not modelled; AdamW is taken in its place.")
+        settings.notes.unsupported.append(
+            f"optimizer={given} is not modelled; AdamW is taken in its place.", "optimizer", states_direction(str(given))
+        )
     fused = settings.switch("optimizer.init_args.fused", fused)
     kind = OPTIMIZERS.get(name, "adamw")
     eight = kind in ("adamw_8bit", "paged_adamw_32bit")

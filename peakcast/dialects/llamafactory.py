@@ -12,7 +12,16 @@ from peakcast.dialects.accelerate import launcher_beside, refuse_twice
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import with_method
-from peakcast.dialects.translation import Notes, Settings, Translation, note_unsupported, renamed, speller, words
+from peakcast.dialects.translation import (
+    Notes,
+    Settings,
+    Translation,
+    note_unsupported,
+    renamed,
+    speller,
+    states_direction,
+    words,
+)
 from peakcast.errors import SpecError
 
 TRAINING = {
@@ -179,10 +188,10 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
     rank = settings.size("lora_rank", 8, assume=True)
     adapter |= {"r": rank, "lora_alpha": settings.integer("lora_alpha", 2 * rank)}
     if not settings.given("lora_alpha"):
-        settings.notes.assumptions.append(f"lora_alpha is not given; the default of LLaMA-Factory, {2 * rank}, is taken.")
+        settings.notes.assumptions.append(f"lora_alpha is not given; the default of LLaMA-Factory is {2 * rank}.")
     target = settings.words("lora_target")
     if not target:
-        settings.notes.assumptions.append("lora_target is not given; the default of LLaMA-Factory, all, is taken.")
+        settings.notes.assumptions.append("lora_target is not given; the default of LLaMA-Factory is all.")
     adapter["target_modules"] = "all-linear" if target in ((), ("all",)) else list(target)
     bits = settings.integer("quantization_bit")
     double = settings.switch("double_quantization", True)
@@ -199,12 +208,14 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
         training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
         if not settings.given("double_quantization"):
             settings.notes.assumptions.append(
-                "double_quantization is not given; the default of LLaMA-Factory, true, is taken."
+                "double_quantization is not given; the default of LLaMA-Factory is true."
             )
     elif bits == 8:
         training["quantization_config"] = {"load_in_8bit": True}
     elif bits is not None:
-        settings.notes.unsupported.append(f"quantization_bit={bits} is not modelled; 4 and 8 are.", "quantization_bit")
+        settings.notes.unsupported.append(
+            f"quantization_bit={bits} is not modelled; 4 and 8 are.", "quantization_bit", "less"
+        )
     return adapter
 
 
@@ -225,11 +236,13 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
         training["use_liger_kernel"] = True
     if not settings.given("optim"):
         training["optim"] = "adamw_torch"
-        settings.notes.assumptions.append("optim is not given; the default of transformers 4, adamw_torch, is taken.")
+        settings.notes.assumptions.append("optim is not given; the default of transformers 4 is adamw_torch.")
     for key, name in OPTIMIZERS.items():
         if settings.switch(key):
             training["optim"] = name
-            settings.notes.unsupported.append(f"{key} is not modelled; {name} is taken in its place.", key)
+            settings.notes.unsupported.append(
+                f"{key} is not modelled; {name} is taken in its place.", key, states_direction(key)
+            )
 
 
 def _rest(settings: Settings) -> None:

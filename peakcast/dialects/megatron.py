@@ -17,7 +17,7 @@ from peakcast.dialects.megatron_architecture import megatron_architecture, one_o
 from peakcast.dialects.megatron_layout import virtual_stages
 from peakcast.dialects.megatron_legacy import is_legacy, legacy_versions, note_flash_attention
 from peakcast.dialects.megatron_precision import megatron_precision
-from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count
+from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, states_direction
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.spec import (
@@ -204,7 +204,9 @@ def _optimizer(settings: Settings) -> Optimizer:
     name = one_of_table(settings, "optimizer", "adam", OPTIMIZERS)
     momentum = settings.number("sgd_momentum", 0.9) or 0.0
     if name not in ("adamw", "sgd"):
-        settings.notes.unsupported.append(f"optimizer={name} is not modelled in Megatron; adam and sgd are.")
+        settings.notes.unsupported.append(
+            f"optimizer={name} is not modelled in Megatron; adam and sgd are.", "optimizer", states_direction(name)
+        )
     return Optimizer(name=name, implementation="fused", momentum=momentum if name == "sgd" else 0.0)
 
 
@@ -275,7 +277,9 @@ def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
         if name in flags.ENVIRONMENT:
             values[flags.ENVIRONMENT[name]] = str(value)
         elif name == "DISTILL_CONFIG":
-            settings.notes.unsupported.append("Distillation from a teacher (DISTILL_CONFIG) is not modelled.")
+            settings.notes.unsupported.append(
+                "Distillation from a teacher (DISTILL_CONFIG) is not modelled.", "DISTILL_CONFIG", "more"
+            )
         elif name in flags.ALLOCATOR_ENVIRONMENT:
             pass  # read where the allocator is
         else:
@@ -290,8 +294,10 @@ def _note_unsupported(settings: Settings) -> None:
         if value is not None and str(value).lower() not in ("false", "0", "none", "", "[]"):
             shown = "" if value is True or str(value).lower() == "true" else f"={value}"
             settings.notes.unsupported.append(
-                f"{what[0].upper()}{what[1:]} ({settings.spell(key)}{shown}) is not modelled."
+                f"{what[0].upper()}{what[1:]} ({settings.spell(key)}{shown}) is not modelled.", settings.spell(key)
             )
     spec = settings.text("spec").lower()
     if settings.given("spec") and not ("mamba" in spec or "hybrid" in spec):
-        settings.notes.unsupported.append(f"A custom layer specification (spec={settings.text('spec')}) is not modelled.")
+        settings.notes.unsupported.append(
+            f"A custom layer specification (spec={settings.text('spec')}) is not modelled.", "spec"
+        )

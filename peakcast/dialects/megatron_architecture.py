@@ -145,7 +145,8 @@ def _experts(settings: Settings, experts: int, ffn: int, layers: int, bias: bool
     else:
         settings.notes.unsupported.append(
             f"moe-layer-freq={frequency!r} mixes dense and routed layers in an order that a job cannot express; all are "
-            "taken as routed."
+            "taken as routed.",
+            "moe-layer-freq",
         )
     return MixtureOfExperts(
         num_experts=experts,

@@ -16,13 +16,13 @@ SWITCHES = _words("""
     apply_layernorm_1p apply_query_key_layer_scaling apply_residual_connection_post_layernorm
     attention_softmax_in_fp32 calculate_per_token_loss cross_entropy_loss_fusion ddp_average_in_collective
     ddp_pad_buckets_for_high_nccl_busbw defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode
-    distribute_saved_activations fp16_lm_cross_entropy fp32_residual_connection moe_grouped_gemm moe_layer_recompute
-    moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_fusion moe_router_padding_for_quantization
-    moe_router_pre_softmax moe_shared_expert_overlap moe_use_legacy_grouped_gemm overlap_grad_reduce
-    overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush overlap_param_gather
+    distribute_saved_activations fp16_lm_cross_entropy fp32_residual_connection fp8_param_gather moe_grouped_gemm
+    moe_layer_recompute moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_fusion
+    moe_router_padding_for_quantization moe_router_pre_softmax moe_shared_expert_overlap moe_use_legacy_grouped_gemm
+    overlap_grad_reduce overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush overlap_param_gather
     overlap_param_gather_with_optimizer_step qk_layernorm rotary_interleaved te_rng_tracker tp_comm_overlap
-    use_flash_attn use_fused_weighted_squared_relu use_legacy_models use_precision_aware_optimizer use_tp_pp_dp_mapping
-    use_transformer_engine_op_fuser
+    use_flash_attn use_fused_weighted_squared_relu use_legacy_models use_precision_aware_optimizer
+    use_tp_pp_dp_mapping use_transformer_engine_op_fuser
 """)
 """Switches that become a framework option of the same name, off by default."""
 
@@ -83,6 +83,8 @@ FP8_FORMATS = ("hybrid", "e4m3")
 """Of `fp8_format`: a byte per element either way."""
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 """Of `fp8_recipe`, those that the ledger knows; "custom" is Megatron's other one."""
+FP8_GATHERED_RECIPES = ("delayed", "tensorwise")
+"""Recipes with one scale for a whole weight, of which the ledger knows FP8 parameters."""
 FP8_UNSUPPORTED: dict[str, str] = {
     "first_last_layers_bf16": "first and last layers in bf16 beside FP8 ones",
     "fp8_dot_product_attention": "FP8 attention",
@@ -128,7 +130,6 @@ UNSUPPORTED: dict[str, str] = {
     "fine_grained_activation_offloading": "activation offloading",
     "flextron": "FlexTron elastic training",
     "fp4_format": "FP4 training",
-    "fp8_param_gather": "FP8 parameters",
     "heterogeneous_layers_config_path": "layers of unequal shape",
     "img_h": "a multimodal model",
     "moe_latent_size": "latent mixture-of-experts layers",

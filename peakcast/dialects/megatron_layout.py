@@ -99,7 +99,8 @@ def _from_layout(settings: Settings, layout: str, num_layers: int, pipeline: int
     if any("m" in stage for stage in stages[:-1]):
         settings.notes.unsupported.append(
             f"pipeline-model-parallel-layout={layout!r} has multi-token prediction before the last stage, which is not "
-            "modelled."
+            "modelled.",
+            "pipeline-model-parallel-layout",
         )
     counts = tuple(stage.count("t") for stage in stages)
     if len(counts) % pipeline or sum(counts) != num_layers:

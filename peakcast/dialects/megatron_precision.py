@@ -21,10 +21,14 @@ def megatron_precision(settings: Settings) -> Precision:
     }
     for key, value in states.items():
         if value != "fp32":
-            settings.notes.unsupported.append(f"{settings.spell(key)}={value!r} is not modelled; fp32 is.")
+            settings.notes.unsupported.append(
+                f"{settings.spell(key)}={value!r} is not modelled; fp32 is.", settings.spell(key), "less"
+            )
     if not bf16 and not fp16:
         if fp8:
-            settings.notes.unsupported.append("FP8 over fp32 parameters (fp8-format without bf16) is not modelled.")
+            settings.notes.unsupported.append(
+                "FP8 over fp32 parameters (fp8-format without bf16) is not modelled.", "fp8-format"
+            )
         return Precision(parameters="float32", compute="float32", gradients="float32", optimizer_states="float32")
     dtype: Literal["bfloat16", "float16"] = "bfloat16" if bf16 else "float16"
     return Precision(
@@ -48,6 +52,14 @@ def _fp8(settings: Settings) -> bool:
     if settings.text("fp8_recipe", flags.FP8_RECIPES[0]) not in flags.FP8_RECIPES:
         settings.notes.unsupported.append(
             f"The FP8 recipe {settings.text('fp8_recipe')} ({settings.spell('fp8_recipe')}) is not modelled; "
-            f"{flags.FP8_RECIPES[0]} is taken. Known: {', '.join(flags.FP8_RECIPES)}."
+            f"{flags.FP8_RECIPES[0]} is taken. Known: {', '.join(flags.FP8_RECIPES)}.",
+            settings.spell("fp8_recipe"),
         )
+    if settings.switch("fp8_param_gather"):
+        recipe = settings.text("fp8_recipe", flags.FP8_RECIPES[0])
+        if recipe not in flags.FP8_GATHERED_RECIPES or not settings.switch("use_distributed_optimizer"):
+            settings.notes.unsupported.append(
+                f"FP8 parameters (fp8-param-gather) with fp8-recipe={recipe} are not modelled; with "
+                f"use-distributed-optimizer and {' or '.join(flags.FP8_GATHERED_RECIPES)} they are."
+            )
     return True

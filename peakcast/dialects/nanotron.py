@@ -12,7 +12,7 @@ from typing import Literal
 from peakcast.dialects.job_file import resolve_architecture
 from peakcast.dialects.nanotron_architecture import PREFIX, nanotron_architecture
 from peakcast.dialects.pasted import Pasted, flat
-from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.dialects.translation import Notes, Settings, Translation, states_direction
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.spec import ActivationCheckpointing, Dtype, Optimizer, OptimizerName, Parallelism, Precision, TrainingJob
@@ -127,7 +127,9 @@ def _optimizer(settings: Settings) -> Optimizer:
     name = settings.text("optimizer.optimizer_factory.name", "adamW").lower()
     if name not in OPTIMIZERS:
         settings.notes.unsupported.append(
-            f"optimizer_factory.name={name} is not modelled; AdamW is taken in its place.", "optimizer_factory.name"
+            f"optimizer_factory.name={name} is not modelled; AdamW is taken in its place.",
+            "optimizer_factory.name",
+            states_direction(name),
         )
     fused = settings.switch("optimizer.optimizer_factory.torch_adam_is_fused")
     return Optimizer(name=OPTIMIZERS.get(name, "adamw"), implementation="fused" if fused else "foreach")

@@ -14,7 +14,7 @@ from typing import Any
 
 from peakcast.dialects.megatron_launch import from_megatron_flags
 from peakcast.dialects.pasted import Pasted
-from peakcast.dialects.translation import Notes, Settings, Translation, words
+from peakcast.dialects.translation import Notes, Settings, Translation, states_direction, words
 
 RENAMED = {
     "encoder_seq_length": "seq_length", "activations_checkpoint_granularity": "recompute_granularity",
@@ -115,7 +115,9 @@ def _network(settings: Settings) -> dict[str, Any]:
     position = settings.text("position_embedding_type", "learned_absolute")
     if position not in ("learned_absolute", "rope"):
         settings.notes.unsupported.append(
-            f"model.position_embedding_type={position} is not modelled; none is taken.", "model.position_embedding_type"
+            f"model.position_embedding_type={position} is not modelled; none is taken.",
+            "model.position_embedding_type",
+            "more",
         )
     flags["position_embedding_type"] = "rope" if position == "rope" else "learned_absolute"
     tokenizer = settings.raw("tokenizer")
@@ -155,6 +157,8 @@ def _training(settings: Settings, pasted: Pasted) -> dict[str, Any]:
         flags["overlap_param_gather"] = bool(isinstance(optim, Mapping) and optim.get("overlap_param_sync"))
     elif "adam" not in name:
         settings.notes.unsupported.append(
-            f"model.optim.name={name} is not modelled; Adam is taken in its place.", "model.optim.name"
+            f"model.optim.name={name} is not modelled; Adam is taken in its place.",
+            "model.optim.name",
+            states_direction(name),
         )
     return flags

@@ -15,7 +15,7 @@ from peakcast.conventions import conventions
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.torchtitan_layout import torchtitan_layout
 from peakcast.dialects.torchtitan_network import described_attention, torchtitan_network
-from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.dialects.translation import Notes, Settings, Translation, states_direction
 from peakcast.fields import FrozenMapping
 from peakcast.spec import (
     ActivationCheckpointing,
@@ -146,11 +146,13 @@ def _precision(settings: Settings) -> Precision:
         "bfloat16" if settings.one_of("training.dtype", "float32", ("float32", "bfloat16")) == "bfloat16" else "float32"
     )
     if not settings.given(MIXED):
-        settings.notes.assumptions.append(f"{MIXED} is not given; the default of torchtitan, bfloat16, is taken.")
+        settings.notes.assumptions.append(f"{MIXED} is not given; the default of torchtitan is bfloat16.")
     converters = settings.words("model.converters")
     eight = any("float8" in word or "mx" in word for word in converters) or settings.given("model_converters.converters")
     if eight and not all("float8" in word for word in converters or ("",)):  # the scope says what of float8 is covered
-        settings.notes.unsupported.append(f"FP8 training (model.converters={' '.join(converters)}) is not modelled.")
+        settings.notes.unsupported.append(
+            f"FP8 training (model.converters={' '.join(converters)}) is not modelled.", "model.converters"
+        )
     return Precision(
         parameters=weights,
         compute="float8" if eight else "bfloat16" if compute == "bfloat16" else "float32",
@@ -167,9 +169,15 @@ def _optimizer(settings: Settings) -> Optimizer:
     name = next((name for name in names if "muon" in name.lower()), names[0])  # torch's Muon: the rest is AdamW's
     for other in names:
         if other.lower() not in OPTIMIZERS:
-            settings.notes.unsupported.append(f"optimizer.name={other} is not modelled; AdamW is taken in its place.")
+            settings.notes.unsupported.append(
+                f"optimizer.name={other} is not modelled; AdamW is taken in its place.",
+                "optimizer.name",
+                states_direction(other),
+            )
         elif other not in (name, "AdamW"):
-            settings.notes.unsupported.append(f"{other} for some of the weights is not modelled; {name} is taken for all.")
+            settings.notes.unsupported.append(
+                f"{other} for some of the weights is not modelled; {name} is taken for all.", "optimizer"
+            )
     if settings.given("optimizer.fused"):  # before `implementation` came, in 2025
         implementation: Literal["fused", "foreach", "loop"] = "fused" if settings.switch("optimizer.fused") else "foreach"
         settings.raw("optimizer.implementation")
@@ -177,7 +185,7 @@ def _optimizer(settings: Settings) -> Optimizer:
         implementation = IMPLEMENTATIONS[settings.one_of("optimizer.implementation", "fused", IMPLEMENTATIONS)]
         if not settings.given("optimizer.implementation"):
             settings.notes.assumptions.append(
-                "optimizer.implementation is not given; the default of torchtitan, fused, is taken."
+                "optimizer.implementation is not given; the default of torchtitan is fused."
             )
     return Optimizer(name=OPTIMIZERS.get(name.lower(), "adamw"), implementation=implementation)
 
@@ -190,7 +198,9 @@ def _loss_chunks(settings: Settings, layout: Parallelism) -> int:
     asked = f"A loss in chunks of the sequence (loss.num_chunks={chunks})"
     if layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.context_parallel_size > 1:
         settings.notes.unsupported.append(
-            f"{asked} beside tensor, pipeline or context parallelism is not modelled: whole logits are counted, too much."
+            f"{asked} beside tensor, pipeline or context parallelism is not modelled: whole logits are counted, too much.",
+            "loss",
+            "less",
         )
         return 0
     return chunks  # the scope says that no trace has confirmed it
@@ -211,7 +221,7 @@ def _checkpointing_mode(settings: Settings, pasted: Pasted) -> str:
         mode, name = ("selective", "SelectiveAC") if chosen else (mode, name)
         settings.notes.assumptions.append(f"{section} has the keys of torchtitan's {name}, which is taken.")
         return mode
-    settings.notes.assumptions.append(f"{key} is not given; the default of torchtitan, selective, is taken.")
+    settings.notes.assumptions.append(f"{key} is not given; the default of torchtitan is selective.")
     return "selective"
 
 
@@ -227,7 +237,8 @@ def _checkpointing(settings: Settings, pasted: Pasted) -> ActivationCheckpointin
         return ActivationCheckpointing(mode="full", every_n_layers=int(option))
     if mode == "memory_budget":
         settings.notes.unsupported.append(
-            "The memory budget of activation_checkpoint (mode=memory_budget) is not modelled; selective is taken."
+            "The memory budget of activation_checkpoint (mode=memory_budget) is not modelled; selective is taken.",
+            "activation_checkpoint.mode",
         )
     settings.notes.assumptions.append(
         "selective checkpointing keeps attention, reduce-scatters and every second matrix product, as torchtitan 0.2 does."
@@ -273,11 +284,15 @@ def _unsupported(settings: Settings) -> None:
         "parallelism.enable_fsdp_symm_mem": "FSDP's collectives in symmetric memory",
     }.items():
         if settings.switch(key):
-            settings.notes.unsupported.append(f"{what} ({key}) is not modelled.")
+            settings.notes.unsupported.append(f"{what} ({key}) is not modelled.", key)
     for module in settings.words("override.imports"):
-        settings.notes.unsupported.append(f"{module} (override.imports) is not modelled; torchtitan's own module is taken.")
+        settings.notes.unsupported.append(
+            f"{module} (override.imports) is not modelled; torchtitan's own module is taken.", "override.imports"
+        )
     graphs = settings.given("training.disable_cuda_graphs") and not settings.switch("training.disable_cuda_graphs")
     if graphs:
         settings.notes.unsupported.append(
-            "CUDA graphs (training.disable_cuda_graphs=false) are not modelled: a graph's memory is kept between steps."
+            "CUDA graphs (training.disable_cuda_graphs=false) are not modelled: a graph's memory is kept between steps.",
+            "training.disable_cuda_graphs",
+            "more",
         )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from peakcast.dialects.job_file import resolve_architecture
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.post_training import with_method
-from peakcast.dialects.translation import Notes, Settings, Translation, refuse_teacher
+from peakcast.dialects.translation import Notes, Settings, Translation, refuse_teacher, states_direction
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.spec import (
@@ -116,7 +116,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
         job = with_method(job, "dpo", "loss._component_", notes, whole_logits="torchtune (rlhf/loss/dpo.py)")
     for key in ("use_dora", "model.use_dora", "quantizer._component_"):
         if settings.raw(key):
-            notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.")
+            notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.", key)
     settings.note_left(IGNORED)
     return notes.finish(job)
 
@@ -137,7 +137,7 @@ def _options(settings: Settings, *, sharded: bool) -> dict[str, Any]:
     """What differs from torchtune's conventions: which units FSDP2 has, and when they are resharded."""
     options: dict[str, Any] = {}
     if settings.text("loss._component_").endswith(f".{CHUNKED_LOSS}"):
-        options |= {"loss_kernel": "chunked", "logits_chunks": settings.integer("loss.num_output_chunks", 8) or 8}
+        options |= {"loss_kernel": "chunked_logits", "logits_chunks": settings.integer("loss.num_output_chunks", 8) or 8}
     layers = settings.words("custom_sharded_layers")
     if sharded and ({"tok_embeddings", "output"} <= set(layers) or settings.switch("memory_efficient_fsdp_wrap")):
         options["fsdp2_units"] = "ends"
@@ -174,7 +174,7 @@ def _finetuning(settings: Settings, method: Literal["full", "lora", "qlora"] | s
         return Finetuning()
     if rank is None:
         rank = 8
-        settings.notes.assumptions.append("model.lora_rank is not given; the default of torchtune, 8, is taken.")
+        settings.notes.assumptions.append("model.lora_rank is not given; the default of torchtune is 8.")
     unknown = [module for module in modules if module not in ATTENTION_MODULES]
     if unknown:
         raise settings.refuse("model.lora_attn_modules", f"must be of {', '.join(ATTENTION_MODULES)}")
@@ -196,7 +196,9 @@ def _optimizer(settings: Settings) -> Optimizer:
     name = settings.text("optimizer._component_", "torch.optim.AdamW")
     if name not in OPTIMIZERS:
         settings.notes.unsupported.append(
-            f"optimizer {name} is not modelled; {OPTIMIZERS.get(name, 'adamw')} is taken in its place."
+            f"optimizer {name} is not modelled; {OPTIMIZERS.get(name, 'adamw')} is taken in its place.",
+            "optimizer",
+            states_direction(name),
         )
     kind = OPTIMIZERS.get(name, "adamw")
     fused = settings.switch("optimizer.fused") or not name.startswith("torch.")
@@ -208,11 +210,11 @@ def _loss(settings: Settings) -> Loss:
     name = settings.text("loss._component_", "").rpartition(".")[2]
     if name == "LinearCrossEntropyLoss":
         settings.notes.unsupported.append(
-            "torchtune's chunked LinearCrossEntropyLoss is taken as a fused linear cross entropy."
+            "torchtune's chunked LinearCrossEntropyLoss is taken as a fused linear cross entropy.", "loss", "less"
         )
         return Loss(fused_linear_cross_entropy=True)
     if name == CHUNKED_LOSS:
         return Loss()  # `_options` says so
     if name and name not in ("CrossEntropyLoss", "DPOLoss"):
-        settings.notes.unsupported.append(f"The loss {name} is not modelled; the cross entropy is taken.")
+        settings.notes.unsupported.append(f"The loss {name} is not modelled; the cross entropy is taken.", "loss")
     return Loss()

@@ -266,7 +266,7 @@ def _adapter(
     for name, value in _ADAPTER_DEFAULTS.items():
         if name not in mapping:
             mapping[name] = value
-            notes.assumptions.append(f"{name} of the adapter is not given; the default of trl, {value}, is taken.")
+            notes.assumptions.append(f"{name} of the adapter is not given; the default of trl is {value}.")
     return mapping, quantization
 
 
@@ -276,7 +276,7 @@ def _take_trl_defaults(training: dict[str, Any], notes: Notes) -> None:
         if key not in training and not (key == "bf16" and training.get("fp16")):
             training[key] = value
             notes.assumptions.append(
-                f"{key} is not given; the default of trl (since 0.24 at the latest), {value}, is taken."
+                f"{key} is not given; the default of trl (since 0.24 at the latest) is {value}."
             )
     inner = training.pop("model_init_kwargs", None)
     if isinstance(inner, Mapping):

@@ -17,6 +17,22 @@ TRUE = frozenset(("true", "yes", "on", "1"))
 MOST = 2**40
 """Largest whole number a setting may have; more is a mistake, refused before anything is built from it."""
 FALSE = frozenset(("false", "no", "off", "0", ""))
+FEWER_STATES = (
+    "lion",
+    "muon",
+    "sgd",
+    "adagrad",
+    "adafactor",
+    "rmsprop",
+    "lamb8",
+    "8bit",
+    "4bit",
+    "fp8",
+    "lomo",
+    "apollo",
+    "mini",
+)
+"""Words in the names of optimizers that keep one state, or narrower ones."""
 NOT_MODELLED, UNKNOWN = "setting_not_modelled", "setting_unknown"
 """Codes of findings (`findings.KINDS`)."""
 
@@ -163,7 +179,7 @@ class Settings:
         if not self.given(key):
             if assume:
                 self.notes.assumptions.append(
-                    f"{self.spell(key)} is not given; the default of {self.project}, {default}, is taken."
+                    f"{self.spell(key)} is not given; the default of {self.project} is {default}."
                 )
             return default
         value = self._values[key]
@@ -223,6 +239,12 @@ def gpu_count(number: object) -> int:
             value=number,
         )
     return whole
+
+
+def states_direction(optimizer: str) -> Direction:
+    """Which way the peak moves where AdamW stands in for `optimizer`: down for those known to keep less than two states of
+    four bytes for each parameter."""
+    return "less" if any(word in optimizer.lower() for word in FEWER_STATES) else "either"
 
 
 def refuse_teacher(settings: Settings, *names: str) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from peakcast.errors import SpecError
 from peakcast.explanation import ParameterRow
+from peakcast.models.analytical.adapter_methods import METHODS, matrix_of
+from peakcast.models.analytical.adapter_tensors import NETWORK, network_tensors
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.parameters import embedding_parameters, head_parameters, layer_parameters
 from peakcast.spec import Parallelism, TrainingJob
@@ -65,5 +67,8 @@ def _huggingface(job: TrainingJob) -> Iterator[_Named]:
             leaf = tensor.name.removesuffix(".weight")
             adaptable = len(tensor.shape) == 2 and tensor.role in ("attention", "mlp")
             if tuning.method != "full" and adaptable and is_adapter_target(leaf, tuning, architecture):
-                yield (module, f"{leaf}.lora_A"), (tuning.rank or 0, tensor.shape[1])
-                yield (module, f"{leaf}.lora_B"), (tensor.shape[0], tuning.rank or 0)
+                matrix = matrix_of(tuning, leaf, tensor.shape, int(module.rpartition(".")[2]))
+                for made in METHODS[tuning.method].on_matrix(matrix):
+                    yield (module, f"{leaf}.{made.name}"), made.shape
+    for made in network_tensors(architecture, tuning):
+        yield (NETWORK, made.name), made.shape

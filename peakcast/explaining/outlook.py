@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from peakcast import catalog
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
-from peakcast.findings import Finding, sentences
+from peakcast.findings import Finding
 from peakcast.models.analytical.pipeline import pipeline_rank, stage_chunks
-from peakcast.models.analytical.scope import scope_findings
 from peakcast.models.baseline import Baseline, baseline, usable_bytes
 from peakcast.models.calibration import calibration_for
 from peakcast.models.device_memory import communicator_bytes, context_bytes
+from peakcast.models.device_scope import device_findings
 from peakcast.models.features import features
-from peakcast.models.predict import combine, reasons_outside
-from peakcast.models.verdict import judge
+from peakcast.models.predict import combine, known_of, reasons_outside
+from peakcast.models.verdict import judge, limits
 from peakcast.prediction import GpuVerdict, Prediction, RankPeak
 from peakcast.spec import TrainingJob
 
@@ -29,17 +29,18 @@ def gpu_verdicts(
     The tensors are taken as on `device`: GPU types differ by the context and by their calibration's bars, and else by
     library workspaces of some tens of MiB. `findings` are those of reading the question.
     """
-    base, known = baseline(job, device, rank), (*findings, *scope_findings(job))
+    base, known = baseline(job, device, rank), (*findings, *known_of(job))
     verdicts = []
-    for other in sorted(map(catalog.gpu, catalog.gpu_names()), key=lambda gpu: gpu.cuda_memory_bytes):
+    for found in sorted(map(catalog.gpu, catalog.gpu_names()), key=lambda gpu: gpu.cuda_memory_bytes):
+        other = replace(found, host_memory_bytes=device.host_memory_bytes, gpus_per_node=device.gpus_per_node)
         moved = _moved(base, job, other)
         calibration = calibration_for(other)
         row = features(job, other, moved)
-        reasons = reasons_outside(job, other, row, calibration, known)
-        intervals = combine(job, moved, row, calibration, other.name, known)
-        usable = usable_bytes(job, other)
-        fits, _ = judge(intervals, usable, reasons)
-        verdicts.append(GpuVerdict(gpu=other.name, capacity_bytes=usable, fits=fits))
+        open_questions = (*known, *device_findings(job, other))
+        reasons = reasons_outside(job, other, row, calibration, open_questions)
+        intervals = combine(job, moved, row, calibration, other.name, open_questions)
+        judged = judge(intervals, limits(job, other), reasons)
+        verdicts.append(GpuVerdict(gpu=other.name, capacity_bytes=usable_bytes(job, other), fits=judged.fits))
     return tuple(verdicts)
 
 
@@ -109,6 +110,5 @@ GAPS = (
 
 
 def not_modelled(job: TrainingJob) -> tuple[str, ...]:
-    """What a run may allocate that no number here contains."""
-    uncovered = (sentence.rstrip(".") for sentence in sentences(scope_findings(job)))
-    return (*(gap.sentence for gap in GAPS if gap.holds(job)), *uncovered)
+    """What a run of any such job may allocate that no number here contains; what is special to the job, findings say."""
+    return tuple(gap.sentence for gap in GAPS if gap.holds(job))

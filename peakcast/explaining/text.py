@@ -21,15 +21,16 @@ from peakcast.explanation import (
     ModuleRow,
     ParameterRow,
 )
+from peakcast.remarks import assumptions_shown, warnings_shown
 from peakcast.units import GIB, MIB, format_gib
 
 NUM_TENSORS = 12
 NUM_RANKS_SHOWN = 8
 
 
-def explanation_text(explanation: Explanation, *, layers: bool = False) -> str:
+def explanation_text(explanation: Explanation, *, layers: bool = False, whole: bool = False) -> str:
     """Why the peak, the timeline, the per-layer table, communication, advice, comparison. `layers` shows every layer and
-    every parameter's shape."""
+    every parameter's shape; `whole` every warning and assumption."""
     e = explanation
     where = f" on {e.gpu}" if e.gpu else ""
     title = f"{e.architecture}{where}, rank {e.rank}: one steady step, by the {e.source}"
@@ -49,7 +50,8 @@ def explanation_text(explanation: Explanation, *, layers: bool = False) -> str:
         sections.append(advice_text(e.advice))
     if e.comparison is not None:
         sections.append(comparison_text(e.comparison))
-    notes = [_wrapped(f"Assumed: {s}") for s in e.assumptions] + [_wrapped(f"Warning: {s}") for s in e.warnings]
+    said = [*warnings_shown(e.findings, whole=whole), *assumptions_shown(e.assumptions, whole=whole)]
+    notes = [_wrapped(line) for line in said]
     sections += ["\n".join(notes)] if notes else []
     sections += ["\n".join(f"Written: {path}" for path in e.written)] if e.written else []
     return "\n\n".join(sections)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from peakcast.remarks import warnings_shown
 from peakcast.searching.found import Found, Largest, Plan
 from peakcast.spec import TrainingJob
 from peakcast.units import GIB
@@ -29,7 +30,7 @@ NAMES = {
 def search_text(found: Found | Largest) -> str:
     """The answer, and a line for each warning."""
     answer = found_text(found) if isinstance(found, Found) else largest_text(found)
-    warnings = [textwrap.fill(f"Warning: {w}", WIDTH, subsequent_indent="  ") for w in found.warnings]
+    warnings = [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in warnings_shown(found.findings)]
     return "\n".join([answer, *([""] if warnings else []), *warnings])
 
 

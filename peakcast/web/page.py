@@ -9,8 +9,9 @@ import gradio as gr
 from peakcast import catalog
 from peakcast.errors import PeakcastError
 from peakcast.web import panels
-from peakcast.web.asking import Asked, answered
-from peakcast.web.links import from_query, to_query
+from peakcast.web.answering import AT_ONCE, workers
+from peakcast.web.asking import Asked
+from peakcast.web.links import from_query
 
 FIRST = Asked(
     text="architecture: llama-3.1-8b\nactivation_checkpointing: {mode: full}\noptimizer: {implementation: fused}\n",
@@ -53,23 +54,16 @@ def ask(text: str, num_gpus: int | None, model: str, versions: str, gpu: str, *v
         text=text or "", num_gpus=num_gpus or None, model=model or "", versions=versions or "", gpu=gpu, knobs=knobs
     )
     try:
-        return _panels(asked)
+        found: tuple[str, ...] = workers().ask(asked)
+        return found
     except PeakcastError as error:
-        return (panels.fault_html(error.message), *[""] * (NUM_OUTPUTS - 1))
+        return _fault(error.message)
+    except Exception as error:  # the page says so, the server stays
+        return _fault(f"this is a bug in peakcast: {type(error).__name__}: {error}")
 
 
-def _panels(asked: Asked) -> tuple[str, ...]:
-    from peakcast.render import job_text
-
-    found = answered(asked)
-    return (
-        panels.answer_html(found),
-        panels.timeline_html(found),
-        panels.layers_html(found),
-        panels.notes_html(found),
-        job_text(found.job, as_json=False),
-        panels.link_html(to_query(asked)),
-    )
+def _fault(message: str) -> tuple[str, ...]:
+    return (panels.fault_html(message), *[""] * (NUM_OUTPUTS - 1))
 
 
 def restored(request: gr.Request) -> tuple[Any, ...]:
@@ -78,7 +72,7 @@ def restored(request: gr.Request) -> tuple[Any, ...]:
     try:
         asked = from_query(query) if query else FIRST
     except PeakcastError as error:
-        return (*_inputs(FIRST), panels.fault_html(error.message), *[""] * (NUM_OUTPUTS - 1))
+        return (*_inputs(FIRST), *_fault(error.message))
     inputs = _inputs(asked)
     return (*inputs, *ask(*inputs))
 
@@ -139,9 +133,9 @@ def page(*, reports: bool) -> gr.Blocks:
         outputs = [answer, timeline, layers, notes, job, link]
         changed = [button.click, *(box.submit for box in (text, model, versions))]
         changed += [box.input for box in (num_gpus, gpu, *knobs)]
-        gr.on(changed, ask, inputs, outputs, api_name="ask")
+        gr.on(changed, ask, inputs, outputs, api_name="ask", concurrency_limit=AT_ONCE)
         button.click(None, None, None, js=SHOW_ANSWER)
-        blocks.load(restored, None, [*inputs, *outputs], api_name=False)
+        blocks.load(restored, None, [*inputs, *outputs], api_name=False, concurrency_limit=AT_ONCE)
     return blocks
 
 

@@ -10,7 +10,9 @@ from peakcast.drawing import inline_svg
 from peakcast.explaining.reason import category_name, phase_name
 from peakcast.explaining.steps import flags_text
 from peakcast.explanation import COLUMNS
+from peakcast.findings import ordered, sentences
 from peakcast.prediction import QUANTITIES, SEEN_BY
+from peakcast.remarks import verdict_reason, warning_sentences
 from peakcast.units import GIB, format_gib
 from peakcast.web.asking import Answered
 
@@ -33,16 +35,19 @@ def answer_html(found: Answered) -> str:
     """The verdict, the four quantities with their bars, what the peak is made of, what to try."""
     p, e = found.prediction, found.explanation
     style, words = VERDICTS[p.fits]
+    reason = verdict_reason(p)
     scale = max(p.capacity_bytes, *(getattr(p, name).upper_95 for name in QUANTITIES)) * ROOM
     return _render(
         "answer.html.j2",
         style=style,
         words=words,
+        reason=reason[:1].upper() + reason[1:],
         architecture=found.job.architecture.name,
         prediction=p,
         capacity=100 * p.capacity_bytes / scale,
         quantities=[_quantity(p, name, scale) for name in QUANTITIES],
         largest=p.largest[:TOP],
+        warnings=warning_sentences(p.findings),
         sentences=e.peak.sentences,
         advice=[(item, flags_text(item.changes)) for item in e.advice[:NUM_ADVICE]],
         fitting=[verdict.gpu for verdict in p.gpus or () if verdict.fits == "yes"],
@@ -77,7 +82,7 @@ def notes_html(found: Answered) -> str:
     return _render(
         "notes.html.j2",
         assumptions=dict.fromkeys((*p.assumptions, *e.assumptions)),
-        warnings=dict.fromkeys((*p.warnings, *e.warnings)),
+        warnings=sentences(ordered((*p.findings, *e.findings))),
         not_modelled=p.not_modelled or (),
         calibration=p.calibration,
         inside=p.inside_calibrated_domain,

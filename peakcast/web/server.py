@@ -9,11 +9,17 @@ from typing import Any
 
 from peakcast.errors import SpecError
 from peakcast.places import checkout_folder
+from peakcast.web.guard import Guard
 from peakcast.web.page import page
 
 
-def application(reports: Path | None) -> Any:
-    """The FastAPI application; `reports`: the folder of the accuracy reports, None where there is none."""
+MOST_CONNECTIONS = 200
+"""At a time: a page holds two."""
+
+
+def application(reports: Path | None, host: str = "127.0.0.1") -> Any:
+    """The ASGI application; `reports`: the folder of the accuracy reports, None where there is none; `host`: the name that
+    it is served under."""
     import gradio as gr
     from fastapi import FastAPI
     from starlette.staticfiles import StaticFiles
@@ -24,7 +30,7 @@ def application(reports: Path | None) -> Any:
     system = ["system-ui", "sans-serif"]  # Gradio's own themes fetch their fonts from the network
     theme = gr.themes.Default(font=system, font_mono=["ui-monospace", "monospace"])
     style = files("peakcast.web").joinpath("style.css").read_text(encoding="utf-8")
-    return gr.mount_gradio_app(
+    mounted = gr.mount_gradio_app(
         app,
         page(reports=reports is not None),
         path="/",
@@ -34,7 +40,9 @@ def application(reports: Path | None) -> Any:
         show_error=False,
         ssr_mode=False,
         enable_monitoring=False,
+        max_file_size=0,
     )
+    return Guard(mounted, host)
 
 
 def serve(host: str, port: int, reports: Path | None = None, say: Callable[[str], None] = print) -> None:
@@ -56,9 +64,10 @@ def serve(host: str, port: int, reports: Path | None = None, say: Callable[[str]
             parameter="port",
             value=port,
         ) from error
-    app = application(reports)
+    app = application(reports, host)
     say(f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/")
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+    config = uvicorn.Config(app, log_level="warning", limit_concurrency=MOST_CONNECTIONS, ws="none", server_header=False)
+    uvicorn.Server(config).run(sockets=[listening])
 
 
 def reports_folder() -> Path | None:

@@ -96,10 +96,10 @@ def test_lora_and_qlora():
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("use_dora", True, "DoRA"),
+        ("use_bdlora", {"nblocks": 2}, "block-diagonal LoRA"),
         ("modules_to_save", ["lm_head"], "fully trained modules"),
         ("bias", "all", "Trained biases"),
-        ("peft_type", "IA3", "peft_type=IA3"),
+        ("peft_type", "XLORA", "peft_type=XLORA"),
         ("target_modules", ".*proj", "is a pattern"),
     ],
 )

@@ -49,7 +49,7 @@ def test_megatrons_defaults():
     assert job.framework_options == {}
     assert translation.unknown == ()
     assert translation.unsupported == ()
-    assert "hidden-dropout is not given; the default of Megatron-LM, 0.1, is taken." in translation.assumptions
+    assert "hidden-dropout is not given; the default of Megatron-LM is 0.1." in translation.assumptions
     assert any("vocab-size is taken as 50257" in sentence for sentence in translation.assumptions)
 
 
@@ -203,7 +203,9 @@ def test_method_block_with_no_layers_recomputes_nothing():
 def test_a_hybrids_layers_and_its_mixer():
     """Inner width 2 x hidden-size, heads of 64, eight groups of a state of 128 each; stages end at the bars."""
     translation = from_megatron(
-        {**GPT, "num-layers": None, "hybrid-layer-pattern": "M-M*|M-ME", "pipeline-model-parallel-size": 2, "num-experts": 4}, 8
+        {**GPT, "num-layers": None, "hybrid-layer-pattern": "M-M*|M-ME", "num-experts": 4,
+         "pipeline-model-parallel-size": 2},
+        8,
     )
     network = translation.job.architecture
     assert not translation.unsupported
@@ -335,7 +337,7 @@ def test_unknown_flags_are_reported_and_harmless_ones_listed():
         (8, {"--bf16": False}, "--bf16", "is given twice"),
         (8, {"num-layers": 10**9}, "num-layers", "must be at most"),
         (8, {"recompute-granularity": "most"}, "recompute-granularity", "must be full or selective"),
-        (8, {"num-layers": None, "hybrid-layer-pattern": "ME"}, "num-experts", "must be given for the layers E"),
+        (8, {"num-layers": None, "hybrid-layer-pattern": "ME"}, "num-experts", "must be given for the layers"),
         (8, {"recompute-granularity": "full"}, "recompute-method", "must be uniform or block"),
         (8, {"recompute-granularity": "full", "recompute-method": "block"}, "recompute-num-layers", "must be given"),
         (8, {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 0},

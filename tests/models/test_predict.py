@@ -1,25 +1,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from peakcast import catalog
+from peakcast.allocator import Allocator
 from peakcast.errors import SpecError
 from peakcast.findings import FAILS, LESS, MORE, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Finding, found
 from peakcast.models.calibration import UNCALIBRATED
 from peakcast.models.domain import Domain
 from peakcast.models.fit import fit
 from peakcast.models.predict import DEFAULT_HALF_WIDTHS, at_least, predict
-from peakcast.models.verdict import judge
-from peakcast.prediction import QUANTITIES, Interval
-from peakcast.spec import Batch, Loss, Offload, Parallelism, TrainingJob
+from peakcast.models.verdict import Judgement, judge
+from peakcast.prediction import QUANTITIES, Interval, Limit
+from peakcast.spec import ActivationCheckpointing, Batch, Loss, Offload, Parallelism, TrainingJob
 from peakcast.units import GIB, format_gib
 
 
 @pytest.fixture(autouse=True)
 def ledger_covers_everything(monkeypatch):
-    monkeypatch.setattr("peakcast.models.predict._scope", lambda job: ())
+    monkeypatch.setattr("peakcast.models.predict.known_of", lambda job: ())
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def test_another_layout_or_gpu_type_widens_the_bars_with_a_reason(fakes, calibra
 
 
 def test_an_unmodelled_job_is_answered_with_wide_bars(fakes, calibration, monkeypatch):
-    monkeypatch.setattr("peakcast.models.predict._scope", lambda job: (found("mixtures are not modelled.", "moe"),))
+    monkeypatch.setattr("peakcast.models.predict.known_of", lambda job: (found("mixtures are not modelled.", "moe"),))
     answer = predict(fakes.job(), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
     assert answer.peak_allocated_bytes.upper / answer.peak_allocated_bytes.point - 1 > 0.12
     assert answer.warnings[0] == "mixtures are not modelled."
@@ -109,20 +111,69 @@ def test_fits(fakes):
 
         return dict(zip(QUANTITIES, (bar(allocated), bar(reserved), bar(device), bar(0)), strict=True))
 
-    assert judge(bars(50, 60, 62), 80 * GIB) == ("yes", None)
-    assert judge(bars(70, 75, 77), 80 * GIB) == ("uncertain", None)
-    assert judge(bars(100, 110, 112), 80 * GIB) == ("no", None)
-    answer, why = judge(bars(70, 110, 112), 80 * GIB)
-    assert answer == "uncertain"
-    assert "expandable_segments" in why.sentence
+    gpu = [Limit("peak_device_bytes", 80 * GIB)]
+    for size, fits in ((50, "yes"), (70, "uncertain"), (100, "no")):
+        assert judge(bars(size, size + 5, size + 7), gpu) == Judgement(fits, gpu[0])
+    cached = judge(bars(70, 110, 112), gpu)
+    assert (cached.fits, cached.finding.code) == ("uncertain", "cache_beyond_capacity")
 
     def beside(size, effect):
-        return judge(bars(size, size + 10, size + 12), 80 * GIB, [found("it is not modelled.", "it", effect=effect)])[0]
+        return judge(bars(size, size + 5, size + 7), gpu, [found("it is not modelled.", "it", effect=effect)]).fits
 
     assert [beside(50, effect) for effect in (MORE, LESS, UNKNOWN)] == ["uncertain", "yes", "yes"]
     assert [beside(100, effect) for effect in (MORE, LESS, UNKNOWN)] == ["no", "uncertain", "no"]
-    assert [beside(50, effect) for effect in (NEARLY_MORE, FAILS)] == ["yes", "yes"]
+    assert [beside(50, effect) for effect in (NEARLY_MORE, FAILS)] == ["yes", "uncertain"]
     assert beside(100, NEARLY_LESS) == "no"
+
+
+def test_the_worst_limit_decides():
+    def bar(gib):
+        size = int(gib * GIB)
+        return Interval(baseline=size, point=size, lower=size, upper=size, upper_95=size)
+
+    needed = dict(zip(QUANTITIES, map(bar, (50, 60, 62, 100)), strict=True))
+    gpu, allocator = Limit("peak_device_bytes", 80 * GIB), Limit("peak_reserved_bytes", 40 * GIB)
+    host, other = Limit("peak_host_bytes", 200 * GIB), Limit("peak_host_bytes", 90 * GIB)
+    assert judge(needed, [gpu, host]).fits == "yes"
+    assert judge(needed, [gpu, allocator, host]) == Judgement("no", allocator)
+    assert judge(needed, [gpu, other]) == Judgement("no", other)
+    unknown = judge(needed, [gpu, replace(other, known=False)])
+    assert (unknown.fits, unknown.finding.code) == ("uncertain", "host_memory_not_given")
+    assert judge(needed, [gpu, replace(host, known=False)]).fits == "yes"
+
+
+def test_the_allocator_may_be_allowed_only_a_part_of_the_gpu():
+    job, gpu = TrainingJob(architecture=catalog.architecture("gpt2"), micro_batch_size=8), catalog.gpu("A100-80GB")
+
+    def allowed(part):
+        return predict(job.replace(allocator=Allocator(per_process_memory_fraction=part)), gpu)
+
+    assert (allowed(0.01).fits, allowed(0.9).fits) == ("no", "yes")
+    assert allowed(0.01).limit == Limit("peak_reserved_bytes", int(0.01 * gpu.cuda_memory_bytes))
+
+
+def test_host_memory_is_weighed_where_it_is_given_and_doubted_where_it_is_much():
+    offloads = Parallelism(data_parallel_size=8, zero_stage=3)
+    small, large = (
+        TrainingJob(
+            architecture=catalog.architecture(name),
+            parallelism=offloads,
+            offload=Offload(parameters=True, optimizer=True),
+            activation_checkpointing=ActivationCheckpointing(mode="full"),
+        )
+        for name in ("llama-3.1-8b", "llama-3.1-405b")
+    )
+    gpu = catalog.gpu("H200")
+    doubted = predict(large, gpu)
+    assert doubted.fits == "uncertain"
+    assert (doubted.limit.quantity, doubted.limit.known) == ("peak_host_bytes", False)
+    assert "host_memory_not_given" in [finding.code for finding in doubted.findings]
+    assert predict(large, replace(gpu, host_memory_bytes=1024 * GIB)).fits == "no"
+    assert predict(small, gpu).fits == "yes"
+    needed = predict(small, gpu).peak_host_bytes
+    assert predict(small, replace(gpu, host_memory_bytes=8 * needed.upper_95 + 8)).fits == "yes"
+    assert predict(small, replace(gpu, host_memory_bytes=8 * needed.lower - 8)).fits == "no"
+    assert predict(small, replace(gpu, host_memory_bytes=8 * needed.lower - 8, gpus_per_node=1)).fits == "yes"
 
 
 def test_what_others_hold_is_not_there_for_the_job():

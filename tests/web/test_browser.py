@@ -1,5 +1,6 @@
 """The page in a real browser, at desktop and phone width, with mouse and with the keyboard alone."""
 
+import gc
 import shutil
 import threading
 
@@ -33,6 +34,7 @@ def address(tmp_path_factory):
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
     server.should_exit = True
     thread.join(10)
+    gc.collect()  # Gradio's event loops, here where their warnings are passed over
 
 
 @pytest.fixture(scope="module")

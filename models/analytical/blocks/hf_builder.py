@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peakcast.architecture import Architecture
+from peakcast.models.analytical.adapter_methods import METHODS, ON_NETWORK, matrix_of
 from peakcast.models.analytical.adapter_targets import default_adapter_targets
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.float8 import float8_linear
@@ -29,6 +30,8 @@ NOT_ADAPTED = ("lm_head", "mlp.gate")
 """What all-linear leaves out: the head, and a router, which is no nn.Linear in transformers 5."""
 CAST = ".weight_cast"
 """Ends the name of a weight's narrow copy that autocast caches."""
+LORA_CHAIN = ("lora", "qlora", "lora_fa")
+"""Methods whose forward is written out operation by operation."""
 ADAPTERS = (".lora_A", ".lora_B")
 """End the names of an adapter's matrices, which are nn.Linear whatever they adapt."""
 
@@ -95,7 +98,11 @@ class BlockBuilder:
             cast = context.autocast and context.adapter_bytes > context.compute_bytes
             adds = adapted and alike and not (tuning.dropout or cast) and x.requires_grad
             result = self._split_linear(x, in_features, out_features, name, bias, trains, size, split, adds_to_view=adds)
-        return self._adapter(x, result, in_features, out_features, name, split) if adapted else result
+        if not adapted:
+            return result
+        if tuning.method in LORA_CHAIN:
+            return self._adapter(x, result, in_features, out_features, name, split)
+        return self._other_adapter(x, result, in_features, out_features, name)
 
     def _split_linear(
         self,
@@ -139,7 +146,7 @@ class BlockBuilder:
         variables.append(x)
         x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
         outer, inner = split if split == "rows" else "", split if split == "columns" else ""
-        y = self._split_linear(x, in_features, rank, f"{name}.lora_A", False, True, wide, outer)
+        y = self._split_linear(x, in_features, rank, f"{name}.lora_A", False, tuning.method != "lora_fa", wide, outer)
         summed = self.for_rows(context.stream_rows, self.num_matrices) if outer else self
         y = summed._split_linear(y, rank, out_features, f"{name}.lora_B", False, True, wide, inner)
         y = ops.scale(tape, y, f"{name}.lora.scaling")
@@ -149,6 +156,25 @@ class BlockBuilder:
         if result.num_bytes != narrow_bytes:
             result = ops.cast(tape, result, narrow_bytes, f"{name}.lora.to_result_dtype")
         return result
+
+    def _other_adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
+        """An adapter that is no LoRA, as one operation: what it keeps is counted, what it makes in passing as its input and
+        its result in its own dtype."""
+        context, tuning, rows = self.context, self.context.finetuning, self.rows
+        method, matrix = METHODS[tuning.method], matrix_of(tuning, name, (out_features, in_features))
+        kept, wide, narrow = method.keeps(matrix, rows), context.adapter_bytes, context.compute_bytes
+        made = [one for one in method.on_matrix(matrix) if one.trains]
+        return self.tape.operation(
+            f"{name}.adapter",
+            [x, result],
+            result.num_bytes,
+            saves=[x] * kept.inputs + [result] * kept.result,
+            extra_saved_bytes=[*(size * wide for size in kept.wide), *(size * narrow for size in kept.narrow)],
+            gradients=[(x, x.num_bytes), (result, None)],
+            weight_gradients=[WeightGradient(f"{name}.{one.name}.grad", one.numel * wide) for one in made],
+            forward_temporary_bytes=rows * (in_features + out_features) * wide,
+            backward_temporary_bytes=rows * (in_features + out_features) * wide,
+        )
 
     def _quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
         """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and backward; no input is kept but by
@@ -269,7 +295,7 @@ class BlockBuilder:
                 width,
                 name,
                 weight_bytes=context.norm_weight_bytes,
-                trainable=context.trainable,
+                trainable=context.norms_train,
                 in_place=context.architecture.norm_placement == "pre",
             )
         if kind == "rmsnorm":
@@ -281,14 +307,14 @@ class BlockBuilder:
                 name,
                 element_bytes=x.num_bytes // (rows * width),
                 weight_bytes=context.norm_weight_bytes,
-                trainable=context.trainable,
+                trainable=context.norms_train,
                 weight_in_fp32=family.norm_weight_in_float32,
                 of_input=family.norm_of_input,
                 names_product=family.norm_names_product,
             )
         if family.layer_norm_in_python:
             return ops.python_layer_norm(
-                self.tape, x, rows, width, name, element_bytes=narrow // (rows * width), trainable=context.trainable
+                self.tape, x, rows, width, name, element_bytes=narrow // (rows * width), trainable=context.norms_train
             )
         compute = rows * width * context.compute_bytes
         if family.norm_without_autocast and context.autocast:
@@ -302,7 +328,7 @@ class BlockBuilder:
             width,
             name,
             element_bytes=x.num_bytes // (rows * width),
-            trainable=context.trainable,
+            trainable=context.norms_train,
             affine=kind != "nonparametric",
             bias=kind == "layernorm",
         )
@@ -317,6 +343,8 @@ class BlockBuilder:
 def is_adapter_target(name: str, tuning: Finetuning, architecture: Architecture) -> bool:
     """Whether the projection `name` ("self_attn.q_proj") gets an adapter."""
     leaf = name.rsplit(".", 1)[-1]
+    if tuning.method in ON_NETWORK:
+        return False
     if tuning.targets:
         return leaf in tuning.targets or ("all-linear" in tuning.targets and name not in NOT_ADAPTED)
-    return leaf in default_adapter_targets(architecture)
+    return leaf in default_adapter_targets(architecture, tuning.method)

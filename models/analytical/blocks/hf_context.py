@@ -175,6 +175,11 @@ class HFContext:
         return self.finetuning.method == "full"
 
     @property
+    def norms_train(self) -> bool:
+        """Whether norms do, at least."""
+        return self.trainable or self.finetuning.method == "ln_tuning"
+
+    @property
     def stream_bytes(self) -> int:
         """Bytes of one element of the residual stream between layers: what the embedding gives, or wider where an
         fp32 norm makes a quantised Linear answer in fp32 (bitsandbytes `Linear4bit.forward` returns its input's dtype)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from peakcast.models.analytical.adapter_tensors import network_tensors
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.chunked_loss import chunked_cross_entropy
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
@@ -73,7 +74,10 @@ def embedding(context: HFContext) -> Template:
         hidden = leave_rows(tape, hidden, group, "embed_tokens")
     learned = architecture.position_embedding == "learned"
     scaled = traits(architecture).scaled_embedding
-    if context.input_requires_grad and not trains and not hands_on_itself(context):
+    if made := [one for one in network_tensors(architecture, context.finetuning) if one.trains]:
+        taught = [WeightGradient(f"{one.name}.grad", one.numel * context.adapter_bytes) for one in made]
+        hidden = tape.operation("adapters", [hidden], hidden.num_bytes, weight_gradients=taught)
+    elif context.input_requires_grad and not trains and not hands_on_itself(context):
         hidden.requires_grad = True  # enable_input_require_grads(): a leaf, which its own node keeps
         tape.keep(hidden)
     if context.neftune:  # transformers integrations/neftune.py: output + torch.zeros_like(output).uniform_(...)
@@ -185,7 +189,7 @@ def head(context: HFContext) -> Template:
         return tape.finish()
     inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
     trains = context.trainable and not tied_in_graph(context)
-    size, chunked = context.end_weight_bytes, context.kernels.loss == "chunked" and not group.loss
+    size, chunked = context.end_weight_bytes, context.kernels.loss == "chunked_logits" and not group.loss
     apart, bias = chunked and context.logits_chunks_apart, architecture.lm_head_bias
     logits = build.linear(inputs, width, vocabulary, "lm_head", bias, trains, size, sums_weight_gradients=apart)
     logits.storage.category = Category.LOGITS

@@ -78,7 +78,11 @@ def layout_of(
         return FSDP1(
             tensors,
             # peft's fsdp_auto_wrap_policy
-            units_by_layer(sharded, adapters_apart=True, first_layer_without_gradient=no_gradient_enters),
+            units_by_layer(
+                sharded,
+                adapters_apart=job.finetuning.method in ("lora", "qlora"),
+                first_layer_without_gradient=no_gradient_enters,
+            ),
             shards=ranks,
             reduce_bytes=reduced_bytes(job),
             waits=waits,

@@ -70,7 +70,7 @@ def drawn(seed: int) -> dict[str, Any]:
     values: dict[str, Any] = {
         "architecture": draw.choice(list(NETWORKS.values())),
         "sequence_length": 32,
-        "finetuning": {"rank": 4, "quantization": "nf4"},
+        "finetuning": {"rank": 4},
     }
     for path, choices in CHOICES.items():
         if draw.random() < 0.35:
@@ -79,6 +79,8 @@ def drawn(seed: int) -> dict[str, Any]:
             for parent in parents:
                 place = place.setdefault(parent, {})
             place[name] = draw.choice(choices)
+    if values["finetuning"].get("method") == "qlora":  # weights that all train are not quantised
+        values["finetuning"]["quantization"] = "nf4"
     return values
 
 

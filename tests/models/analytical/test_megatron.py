@@ -250,6 +250,29 @@ def test_transformer_engines_loss_keeps_an_fp32_gradient_from_2_18_on():
     assert kept == [[], [B * S * 50304 * 4]]
 
 
+def test_weights_gathered_in_fp8_are_a_byte_each_and_their_own_rows():
+    """Projections' 12h² weights a layer lie in a buffer of bytes, which is their layout by rows; on Hopper a copy by
+    columns stays beside it. Without fp8-param-gather they take two bytes, and both copies."""
+    flags = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "use_distributed_optimizer": True}
+    weights = 12 * 12 * H * H
+    plain, gathered = (last(make(**flags, **more), device="H100-80GB") for more in ({}, {"fp8_param_gather": True}))
+    saved = category_bytes(plain, Category.PARAMETERS) - category_bytes(gathered, Category.PARAMETERS)
+    assert saved == pytest.approx(weights, abs=2 * 512)
+    copies = [
+        sum(int(size) for name, size in zip(t.names, t.num_bytes, strict=True) if name.endswith(".weight.fp8"))
+        for t in (plain, gathered)
+    ]
+    assert copies == [2 * weights, weights]
+
+
+@pytest.mark.parametrize(("versions", "streams"), [({}, 3), ({"transformer_engine": "2.8"}, 2)])
+def test_overlapped_tensor_parallelism_has_workspaces_of_its_own(versions: dict[str, str], streams: int):
+    job = make(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True)
+    timeline = last(job.replace(versions=FrozenMapping(versions)), device="H100-80GB")
+    sizes = zip(timeline.names, timeline.num_bytes.tolist(), strict=True)
+    assert [size for name, size in sizes if name == "userbuffers_workspace"] == [streams * (32 * MIB + 1024)]
+
+
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 

@@ -138,7 +138,7 @@ def test_what_selective_checkpointing_keeps_can_be_said():
     assert alive_at_head(one.replace(framework_options=options), "mlp.experts.send") == 0
 
 
-CHUNKED = FrozenMapping({"loss_kernel": "chunked", "logits_chunks": 8})
+CHUNKED = FrozenMapping({"loss_kernel": "chunked_logits", "logits_chunks": 8})
 
 
 def test_a_chunked_loss_keeps_fp32_once_and_two_gradients_of_a_chunk():

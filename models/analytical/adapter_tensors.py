@@ -1,0 +1,47 @@
+"""Every tensor that a job's adapters put on its network, by the entries of `adapter_methods.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from peakcast.adapter_settings import settings_of
+from peakcast.architecture import Architecture
+from peakcast.models.analytical.adapter_methods import METHODS, ON_NETWORK, matrix_of
+from peakcast.models.analytical.adapter_parts import Made, Matrix
+from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
+from peakcast.models.analytical.parameters import layer_parameters
+from peakcast.spec import Finetuning
+
+ADAPTED_ROLES = ("attention", "mlp")
+"""Roles of the matrices that get adapters in the ledger."""
+NETWORK = "adapters"
+"""The module under which stands what an adapter method has once."""
+
+
+def adapted_matrices(architecture: Architecture, tuning: Finetuning) -> Iterator[Matrix]:
+    """The projections with an adapter, in the order of the network."""
+    for layer in range(architecture.num_layers):
+        for tensor in layer_parameters(architecture, layer):
+            name = tensor.name.removesuffix(".weight")
+            if len(tensor.shape) == 2 and tensor.role in ADAPTED_ROLES and is_adapter_target(name, tuning, architecture):
+                yield matrix_of(tuning, name, tensor.shape, layer)
+
+
+@lru_cache(maxsize=64)
+def network_tensors(architecture: Architecture, tuning: Finetuning) -> tuple[Made, ...]:
+    """What the method has once, and not on each projection; names are numbered where one occurs again."""
+    on_network = None if tuning.method == "full" else METHODS[tuning.method].on_network
+    if on_network is None:
+        return ()
+    settings, matrices = settings_of(tuning.method, tuning.settings), list(adapted_matrices(architecture, tuning))
+    made = on_network(architecture, settings, matrices) if matrices or tuning.method in ON_NETWORK else []
+    return tuple(one._replace(name=f"{one.name}.{index}") for index, one in enumerate(made))
+
+
+def num_trained_parameters(architecture: Architecture, tuning: Finetuning) -> int:
+    """Parameters of the adapters that train, as peft counts them."""
+    made = [*network_tensors(architecture, tuning)]
+    for matrix in adapted_matrices(architecture, tuning):
+        made += METHODS[tuning.method].on_matrix(matrix)
+    return sum(one.numel for one in made if one.trains)

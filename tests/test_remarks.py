@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from peakcast.findings import KINDS, LESS, MORE, UNKNOWN, Finding, first, found, ordered
+from peakcast.prediction import Interval, Limit, Prediction
+from peakcast.remarks import NUM_SHOWN, assumptions_shown, verdict_reason, warnings_shown
+from peakcast.units import GIB
+
+UNKEYED = Finding("setting_unknown", "odd", "either", "odd is not known here.")
+UNSEEN = Finding("kind_not_measured", "parallelism", "either", "no measured run has layout=tp.")
+
+
+def bar(lower: float, upper: float) -> Interval:
+    point = int((lower + upper) / 2 * GIB)
+    return Interval(baseline=point, point=point, lower=int(lower * GIB), upper=int(upper * GIB), upper_95=int(upper * GIB))
+
+
+def prediction(fits: str, lower: float, upper: float, *findings: Finding, limit: Limit | None = None) -> Prediction:
+    return Prediction(
+        gpu="H100-80GB",
+        rank=0,
+        peak_allocated_bytes=bar(lower, upper),
+        peak_reserved_bytes=bar(lower, upper),
+        peak_device_bytes=bar(lower, upper),
+        peak_host_bytes=bar(lower, upper),
+        capacity_bytes=80 * GIB,
+        fits=fits,  # type: ignore[arg-type]
+        limit=limit or Limit("peak_device_bytes", 80 * GIB),
+        peak_phase="backward",
+        findings=findings,
+    )
+
+
+def test_at_least_is_said_only_where_nothing_may_lower_it() -> None:
+    sure, unknown = prediction("no", 90, 100), found("it is not modelled.", "it", effect=UNKNOWN)
+    assert verdict_reason(sure) == "at least 90.00 GiB would be needed, and 80.00 GiB are there"
+    assert "at least" not in verdict_reason(replace(sure, findings=(unknown,)))
+    assert "at least" in verdict_reason(replace(sure, findings=(found("it needs more.", "it", effect=MORE),)))
+    less = prediction("uncertain", 90, 100, found("it saves memory.", "it", effect=LESS))
+    assert verdict_reason(less).endswith("something that needs less is not counted")
+    more = prediction("uncertain", 10, 20, found("it needs more.", "it", effect=MORE))
+    assert verdict_reason(more).endswith("something that needs more is not counted")
+
+
+def test_the_reason_names_what_is_short() -> None:
+    host = Limit("peak_host_bytes", 64 * GIB)
+    assert "of host memory would be needed" in verdict_reason(prediction("no", 90, 100, limit=host))
+    usual = replace(host, known=False)
+    assert "a usual node has 64.00 GiB a GPU" in verdict_reason(prediction("uncertain", 90, 100, limit=usual))
+
+
+def test_what_may_move_the_answer_most_comes_first_and_once() -> None:
+    unsupported = Finding("setting_not_modelled", "fp8", "either", "fp8 is not modelled.")
+    lower = found("kernels save memory.", "kernels", effect=LESS)
+    assert ordered([UNKEYED, UNSEEN, unsupported, lower, lower]) == (lower, unsupported, UNSEEN, UNKEYED)
+
+
+def test_findings_of_a_kind_are_one_sentence_unless_all_are_asked_for() -> None:
+    both = [UNKEYED, replace(UNKEYED, parameter="other", sentence="other is not known here.")]
+    assert warnings_shown(both) == ["Warning: odd and other are not known here; they are left out, and may matter."]
+    assert warnings_shown(both[:1]) == ["Warning: odd is not known here."]
+    assert warnings_shown(both, whole=True) == ["Warning: odd is not known here.", "Warning: other is not known here."]
+
+
+def test_the_rest_is_counted() -> None:
+    said = [f"number {number}." for number in range(9)]
+    lines = assumptions_shown(said)
+    assert lines[:NUM_SHOWN] == [f"Assumed: {sentence}" for sentence in said[:NUM_SHOWN]]
+    assert lines[NUM_SHOWN:] == ["4 more assumptions; --all-findings prints them."]
+    assert len(assumptions_shown(said, whole=True)) == 9
+    many = [found(sentence, "it") for sentence in said]
+    assert warnings_shown(many)[NUM_SHOWN:] == ["4 more warnings; --all-findings prints them."]
+
+
+def test_a_check_says_what_it_is_about_and_which_way() -> None:
+    checks = ((False, "never."), (True, "is not counted.", MORE, "optimizer.name"), (True, "later."))
+    assert first(checks, "all", start="It ") == Finding("not_modelled", "optimizer.name", "more", "It is not counted.")
+    assert first(checks[2:], "all") == Finding("not_modelled", "all", "either", "later.")
+    assert first(checks[:1], "all") is None
+
+
+@pytest.mark.parametrize("code", KINDS)
+def test_every_kind_says_what_it_means(code: str) -> None:
+    kind = KINDS[code]
+    assert kind.meaning
+    assert not kind.uncounted or kind.severity
+    assert kind.together.count("{}") == bool(kind.together)

@@ -1,0 +1,133 @@
+"""The page's server as a hostile page, program or question meets it."""
+
+from __future__ import annotations
+
+import gc
+import http.client
+import json
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("gradio")
+pytestmark = pytest.mark.filterwarnings("ignore")  # Gradio's and uvicorn's own
+
+
+@pytest.fixture(scope="module")
+def port():
+    import uvicorn
+
+    from peakcast.web.server import application
+
+    server = uvicorn.Server(uvicorn.Config(application(None), host="127.0.0.1", port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.05)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join(10)
+    gc.collect()  # Gradio's event loops, here where their warnings are passed over
+
+
+def asked(port, method, path, headers=(), body=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, body=body, headers=dict(headers))
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
+    finally:
+        connection.close()
+
+
+def test_the_page_is_served_with_headers_that_keep_others_out(port):
+    code, headers, body = asked(port, "GET", "/")
+    assert (code, b"gradio" in body) == (200, True)
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert (headers["x-content-type-options"], headers["x-frame-options"]) == ("nosniff", "DENY")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "code"),
+    [
+        ("GET", "/", {"Host": "evil.example"}, 421),
+        ("GET", "/", {"Host": "evil.example:80"}, 421),
+        ("GET", "/", {"Host": ""}, 421),
+        ("GET", "/", {"Host": "[::1"}, 421),
+        ("GET", "/", {"Host": "localhost:1"}, 200),
+        ("GET", "/", {"Host": "[::1]:80"}, 200),
+        ("GET", "/", {"Origin": "http://evil.example"}, 403),
+        ("POST", "/gradio_api/queue/join", {"Origin": "http://evil.example"}, 403),
+        ("POST", "/gradio_api/queue/join", {"Origin": "null"}, 403),
+        ("POST", "/gradio_api/queue/join", {"Sec-Fetch-Site": "cross-site"}, 403),
+        ("POST", "/gradio_api/upload", {}, 404),
+        ("POST", "/gradio_api/upload/", {}, 404),
+        ("POST", "/anything", {}, 404),
+        ("GET", "/gradio_api/file=/etc/passwd", {}, 404),
+        ("GET", "/gradio_api/proxy=http://evil.example", {}, 404),
+        ("PUT", "/", {}, 405),
+        ("POST", "/gradio_api/queue/join", {"Content-Length": "300000000"}, 413),
+    ],
+)
+def test_other_names_other_pages_files_and_floods_are_turned_away(port, method, path, headers, code):
+    found, answer, _ = asked(port, method, path, headers)
+    assert found == code
+    assert answer["x-content-type-options"] == "nosniff"
+
+
+def test_a_body_of_no_known_length_is_read_no_further_than_a_question(port):
+    def flood():
+        for _ in range(300):
+            yield b"x" * 2**20
+
+    begun = time.monotonic()
+    with pytest.raises((OSError, http.client.HTTPException)):
+        code, _, _ = asked(port, "POST", "/gradio_api/queue/join", {"Content-Type": "application/json"}, flood())
+        raise http.client.HTTPException(code)
+    assert time.monotonic() - begun < 30
+    assert asked(port, "GET", "/")[0] == 200
+
+
+GREEDY = "architecture: {model_type: llama, hidden_size: 64, num_hidden_layers: 1000, num_attention_heads: 4, vocab_size: 99}"
+HOSTILE = {
+    "a key of 90,000 parts": ".".join("a" * 90_000) + " = 1\n",
+    "deep": "[" * 100_000,
+    "aliases": "a: &a [x,x,x,x,x,x,x,x,x]\n"
+    + "".join(f"{c}: &{c} [{','.join(['*' + p] * 9)}]\n" for p, c in zip("abcdefg", "bcdefgh", strict=True)),
+    "digits": '{"architecture": "gpt2", "sequence_length": ' + "9" * 5000 + "}",
+    "newlines": "\n" * 150_000 + "x y",
+    "dashes and blanks": "---" + " " * 150_000 + "x\n",
+    "a script in itself": "python train.py --x " + "${a:-" * 20_000,
+    "a name": "x" * 400,
+    "a device": "/dev/zero",
+    "half a character": '{"architecture": "\\ud800"}',
+    "layers": json.dumps({"architecture": {"model_type": "gpt2", "n_layer": 5_000_000, "n_embd": 64, "n_head": 4}}),
+    "markup": "<script>alert(1)</script>: {",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_question_is_answered_with_a_sentence_and_the_next_one_as_ever(name):
+    from peakcast.web.page import KNOBS, ask
+
+    knobs = [None] * len(KNOBS)
+    begun = time.monotonic()
+    answer, *others = ask(HOSTILE[name], None, "", "H100-80GB", *knobs)
+    assert time.monotonic() - begun < 20
+    assert "No answer" in answer
+    assert not any(others)
+    assert "this is a bug" not in answer
+    assert "<script" not in answer
+    assert "gpt2 needs" in ask("gpt2", None, "", "H100-80GB", *knobs)[0]
+
+
+def test_a_question_has_a_budget():
+    """With a fifth of a second, one that is let in is cut off; its process is gone and the server's is as before."""
+    from peakcast.web.answering import panels_of
+    from peakcast.web.asking import Asked
+    from peakcast.workers import Limits, LostError, Workers
+
+    with Workers(panels_of, 1, Limits(0.2), method="forkserver") as workers:
+        with pytest.raises(LostError, match=r"within 0\.2 s"):
+            workers.ask(Asked(text=GREEDY))
