@@ -2,8 +2,8 @@
 
 A score is the residual log(measured / predicted) of a row whose architecture, or whose source, was not in the fit that
 predicted it, divided by the error to be expected of it (`spread.py`): normalised conformal prediction (Papadopoulos et
-al. 2008). A bar is a quantile of the scores of rows like the job at hand, with a finite-sample correction: the new row counts as
-one more row of unknown, possibly infinite score. numpy only.
+al. 2008). A bar is a quantile of the scores of rows like the job at hand, with a finite-sample correction: the new row
+counts as one more row of unknown, possibly infinite score. numpy only.
 
 Rows of one architecture are not independent evidence. A row of an architecture with n rows weighs 1 / (1 + (n − 1)·ρ),
 ρ being the correlation of scores within an architecture (the design effect of cluster sampling, Kish 1965), so:

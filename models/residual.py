@@ -37,8 +37,8 @@ Choice = TypeVar("Choice")
 
 
 class HeldOut:
-    """One way of holding rows out: `units` [rows], what counts as one in the error; `folds` [rows], which rows were held out
-    together; `guesses` [rows], what the procedure predicted for each row without its fold."""
+    """One way of holding rows out: `units` [rows], what counts as one in the error; `folds` [rows], which rows were held
+    out together; `guesses` [rows], what the procedure predicted for each row without its fold."""
 
     def __init__(self, units: Units, folds: Units) -> None:
         self.units = units

@@ -1,7 +1,7 @@
 """How large an error to expect of a job's prediction: the scale in which error bars are measured.
 
-Errors are not equally large everywhere. What nobody can see from outside (a CUDA context, kernels) is bytes, and so a larger
-share of a small job; what the allocator caches depends on the order of requests; a router sends where the data say; a
+Errors are not equally large everywhere. What nobody can see from outside (a CUDA context, kernels) is bytes, and so a
+larger share of a small job; what the allocator caches depends on the order of requests; a router sends where the data say; a
 compiler may fuse otherwise; a kind of job that was never measured may hide anything. Each is a term, the expected
 |log(measured / predicted)| is their sum, and its coefficients are learned from predictions of rows that were held out, by
 architecture and by source. Where rows say nothing of a term its prior stands: `PRIORS` is the one list of what is judged
@@ -54,8 +54,8 @@ PRIORS: dict[str, dict[str, float]] = {
 }  # fmt: skip
 """Expected |log error| per unit of each term where nothing was measured: judgements, with their reasons.
 
-- `fixed`: of allocated memory workspaces of some MiB; of reserved a segment or two; of device memory what equal A100 runs of
-  two sources differ by, 0.5 to 1.8 GiB.
+- `fixed`: of allocated memory workspaces of some MiB; of reserved a segment or two; of device memory what equal A100 runs
+  of two sources differ by, 0.5 to 1.8 GiB.
 - `cached`: equal ranks of one run differ by up to 2.6 % in reserved memory, at a cache of 10 to 30 %.
 - `routed`: runs of one mixture that differ in nothing but the run are up to 6 % apart.
 - `compiled`: the same source on the same torch spreads by 1.0 % in the median, 12.6 % at worst.
@@ -67,7 +67,7 @@ PRIOR_ROWS = 4.0
 LEAST_SHARE = 0.25
 """A coefficient stays at least this share of its prior: what half a dozen sources do not show, a seventh may."""
 JUDGED_FACTOR = 2.5
-"""Bar over expected error where no row says it: of an exponential distribution of errors, 90 % lie below 2.3 times the mean."""
+"""Bar over expected error where no row says it: of exponentially distributed errors 90 % lie below 2.3 times the mean."""
 LEAST = 2e-4
 """Expected errors are at least this: the 512-byte rounding and driver noise that nothing explains."""
 WORST_COUNTED = 0.3
@@ -130,8 +130,8 @@ class Spread:
 
 
 def terms_of(row: Mapping[str, float], quantity: str, severity: float, *, unmodelled: bool = False) -> dict[str, float]:
-    """The terms of a job: `row` are its features (`features.of_quantity`), `severity` how far outside the measured domain it
-    lies (`domain.severity`)."""
+    """The terms of a job: `row` are its features (`features.of_quantity`), `severity` how far outside the measured domain
+    it lies (`Domain.distance`)."""
     caches = quantity in ("peak_reserved_bytes", "peak_device_bytes")
     return {
         "always": 1.0,
