@@ -1,8 +1,8 @@
 """How large an error to expect of a job's prediction: the scale in which error bars are measured.
 
 Errors are not equally large everywhere. What nobody can see from outside (a CUDA context, kernels) is bytes, and so a
-larger share of a small job; what the allocator caches depends on the order of requests; a router sends where the data say; a
-compiler may fuse otherwise; a kind of job that was never measured may hide anything. Each is a term, the expected
+larger share of a small job; what the allocator caches depends on the order of requests; a router sends where the data say;
+a compiler may fuse otherwise; a kind of job that was never measured may hide anything. Each is a term, the expected
 |log(measured / predicted)| is their sum, and its coefficients are learned from predictions of rows that were held out, by
 architecture and by source. Where rows say nothing of a term its prior stands: `PRIORS` is the one list of what is judged
 and not measured.
