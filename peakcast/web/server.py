@@ -12,7 +12,6 @@ from peakcast.places import checkout_folder
 from peakcast.web.guard import Guard
 from peakcast.web.page import page
 
-
 MOST_CONNECTIONS = 200
 """At a time: a page holds two."""
 
