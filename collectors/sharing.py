@@ -20,7 +20,7 @@ except ImportError:  # Windows has no locks of this kind; two collectors then ru
     fcntl = None
 
 
-def cell_identity(job: TrainingJob, rank: int = 0, case: str = "") -> str:
+def cell_identity(job: TrainingJob, rank: int | None = 0, case: str = "") -> str:
     """A cell's identity before it ran: the versions that it will find are not part of the question, those of a stack that
     it follows are. `case`: of a repeat."""
     return f"{job.replace(versions=followed(job)).config_hash}.{rank}.{case}"

@@ -25,7 +25,7 @@ class Agreement:
     """One cell: the ledger's bytes over the trace's, minus one, by phase; `reason` when the two cannot be compared."""
 
     job: TrainingJob
-    rank: int
+    rank: int | None
     errors: dict[str, float]
     reason: str = ""
 

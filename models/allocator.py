@@ -76,7 +76,7 @@ def replay_run(
         if found is not None:
             return found
     limits = {"capacity_bytes": capacity_bytes, "allowed_bytes": allowed_bytes}
-    return _replay_calls(run, CachingAllocator(settings, newest_first=newest_first, **limits))
+    return _replay_calls(run, CachingAllocator(settings, newest_first=newest_first, place=None, **limits))
 
 
 def _replay_calls(run: Run, allocator: CachingAllocator) -> Replay:

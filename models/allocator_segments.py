@@ -4,6 +4,7 @@ grown page by page."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
 
 from peakcast.models.allocator_sizes import segment_bytes
 from peakcast.units import round_up
@@ -14,15 +15,16 @@ ADDRESS_SPACE_BYTES = 1 << 50
 
 class Block:
     """A piece of a segment: handed out, free, waiting for streams, or (`mapped` False) address space without memory.
-    `previous` and `next` are its neighbours in the same segment."""
+    `previous` and `next` are its neighbours in the same segment, which begins at `origin`."""
 
-    __slots__ = ("address", "age_base", "free", "mapped", "next", "pool", "previous", "size", "uses", "waits")
+    __slots__ = ("address", "age_base", "free", "mapped", "next", "origin", "pool", "previous", "size", "uses", "waits")
 
     def __init__(
         self, pool: Pool, address: int, size: int, previous: Block | None = None, next_: Block | None = None
     ) -> None:
         self.pool = pool
         self.address = address
+        self.origin: int = address if previous is None else previous.origin
         self.size = size
         self.free = False
         self.mapped = True
@@ -97,13 +99,21 @@ class Pool:
 
 class Segments:
     """Whole segments of a driver that can give `capacity_bytes`, of which `allowed_bytes` may be reserved; None: no limit.
-    `falling`: each has a lower address than those before it."""
+    `falling`: each has a lower address than those before it. `place` is asked first where the next segment begins: a
+    recorded driver's answer, or None for the next free address."""
 
     def __init__(
-        self, large_segment_bytes: int, capacity_bytes: int | None, allowed_bytes: int | None, *, falling: bool = False
+        self,
+        large_segment_bytes: int,
+        capacity_bytes: int | None,
+        allowed_bytes: int | None,
+        *,
+        falling: bool = False,
+        place: Callable[[int], int | None] | None = None,
     ) -> None:
         self.large_segment_bytes = large_segment_bytes
         self.falling = falling
+        self.place = place
         self.capacity_bytes = capacity_bytes
         self.allowed_bytes = allowed_bytes
         self.reserved_bytes = self.peak_reserved_bytes = self.num_segments = 0
@@ -120,10 +130,37 @@ class Segments:
         return self._new_segment(pool, segment) if self._reserve(segment) else None
 
     def _new_segment(self, pool: Pool, num_bytes: int) -> Block:
-        begins = self._next_address - num_bytes if self.falling else self._next_address
-        self._next_address = begins if self.falling else begins + num_bytes
+        begins = self.place(num_bytes) if self.place is not None else None
+        if begins is None:
+            begins = self._next_address - num_bytes if self.falling else self._next_address
         self.num_segments += 1
+        self._occupied(begins, num_bytes)
         return Block(pool, begins, num_bytes)
+
+    def _occupied(self, begins: int, num_bytes: int) -> None:
+        """The next free address lies beyond these."""
+        at = self._next_address
+        self._next_address = min(at, begins) if self.falling else max(at, begins + num_bytes)
+
+    def adopt(self, pool: Pool, begins: int, pieces: Iterable[tuple[int, bool | None]]) -> list[Block]:
+        """Take over a segment as it was found: (bytes, handed out) of its pieces, in order of address; None is address
+        space without memory. Gives the blocks that are handed out; the others are free in `pool`."""
+        handed_out, last, address = [], None, begins
+        for num_bytes, used in pieces:
+            block = Block(pool, address, num_bytes, last)
+            if last is not None:
+                last.next = block
+            block.mapped = used is not None
+            self.reserved_bytes += num_bytes if block.mapped else 0
+            if used:
+                handed_out.append(block)
+            else:
+                pool.insert(block)
+            last, address = block, address + num_bytes
+        self.num_segments += 1
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        self._occupied(begins, address - begins)
+        return handed_out
 
     def _reserve(self, num_bytes: int) -> bool:
         if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
@@ -172,9 +209,6 @@ class ExpandableSegments(Segments):
                 return start
         # 9/8 of the GPU's memory; pages that went back leave holes, so that a nearly full GPU may need a second segment
         space = ADDRESS_SPACE_BYTES if self.capacity_bytes is None else round_up(self.capacity_bytes * 9 // 8, pool.page)
-        # pages are counted from where a segment begins
-        page = pool.page
-        self._next_address = self._next_address // page * page if self.falling else round_up(self._next_address, page)
         segment = self._new_segment(pool, space)
         segment.mapped = False
         pool.insert(segment)
@@ -196,10 +230,10 @@ class ExpandableSegments(Segments):
         return True
 
     def give_back(self, block: Block) -> None:
-        """Unmap the whole pages inside a free block (`unmap_block`)."""
-        pool = block.pool
-        begin = round_up(block.address, pool.page)
-        end = (block.address + block.size) // pool.page * pool.page
+        """Unmap the whole pages inside a free block (`unmap_block`). A page is counted from where its segment begins."""
+        pool, origin = block.pool, block.origin
+        begin = origin + round_up(block.address - origin, pool.page)
+        end = origin + (block.address - origin + block.size) // pool.page * pool.page
         if begin >= end:
             return
         pool.remove(block)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -19,11 +19,11 @@ from peakcast.lengths import steps as steps_of_lengths
 from peakcast.models.allocator import Replay, replay_run
 from peakcast.models.analytical.adapter_scope import require_adapters
 from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
+from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.host import host_bytes
-from peakcast.ranks import ranks_that_differ
+from peakcast.ranks import ranks_by_shard, ranks_that_differ
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline
-from peakcast.units import KIB, MIB
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -31,16 +31,9 @@ if TYPE_CHECKING:
 Ledger = Callable[..., Timeline]
 """`ledger(job, device=..., rank=..., step="first" | "steady") -> Timeline`."""
 
-BASE_CONTEXT_BYTES = 213 * MIB
-"""CUDA context and the kernels loaded with it, without the local-memory arena. An estimate.
-Source: RTX 6000 Ada, torch 2.10+cu130, bare context 426 MiB (unslothai/unsloth-zoo #1053), less its arena of 213 MiB."""
-LOCAL_MEMORY_BYTES_PER_THREAD = 1 * KIB
-"""Default stack of a thread; the driver reserves it for every thread that the GPU can hold at once.
-Source: NVIDIA developer forums 289339 and 39558; A100 216 MiB = 108 × 2048 KiB as reported."""
-COMMUNICATOR_BYTES = (544 * 10**6, 688 * 10**6)
-"""Device memory of one NCCL communicator, of 2 ranks and of more. An estimate: it depends on the machine's links.
-Source: 4 × A100, NVIDIA/nccl #964."""
 NUM_LARGEST = 8
+NEARLY = 0.95
+"""A rank that allocates at least this share of the worst one's peak may reserve more than that."""
 
 _HELD = np.zeros(len(Category), dtype=bool)
 _HELD[
@@ -97,7 +90,8 @@ class Baseline:
 
 def baseline(job: TrainingJob, device: Device, rank: int | None = None, *, ledger: Ledger | None = None) -> Baseline:
     """The analytical peaks of `rank`, or, with None, of the worst rank: the one whose steady step allocates most among
-    the first ranks of all pipeline stages (ranks of one stage hold the same shapes).
+    the first ranks of all pipeline stages (ranks of one stage hold the same shapes). Reserved memory is then the largest
+    of the ranks that allocate nearly as much, which another one may have.
 
     `ledger` is `peakcast.models.analytical.ledger.ledger` unless another source of timelines is given.
     """
@@ -111,21 +105,31 @@ def _of_the_ledger(job: TrainingJob, device: Device, rank: int | None) -> Baseli
     """Remembered, because an answer and what it says of other GPU types rest on the same one."""
     from peakcast.models.analytical.building import building
 
-    return _baseline(job, device, rank, _analytical_ledger(), building(job, rank))
+    return _baseline(job, device, rank, _analytical_ledger(), lambda chosen: building(job, chosen))
 
 
 def _baseline(
-    job: TrainingJob, device: Device, rank: int | None, ledger: Ledger, before: Sequence[Timeline] = ()
+    job: TrainingJob,
+    device: Device,
+    rank: int | None,
+    ledger: Ledger,
+    before: Callable[[int], Sequence[Timeline]] = lambda chosen: (),
 ) -> Baseline:
-    """`before`: what the run does before its first step."""
+    """`before`: what the run does on a rank before its first step."""
     candidates = ranks_that_differ(job) if rank is None else (rank,)
     steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
     worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)
     chosen, steady = candidates[worst], steadies[worst]
     first = ledger(job, device=device, rank=chosen, step="first")
-    context, communicators = context_bytes(device), communicator_bytes(job)
+    context, communicators = context_bytes(device, job.versions), communicator_bytes(job, device)
     steps = _drawn_steps(job, device, chosen, ledger) if lengths_change(job) else [first, steady]
-    run = _replay([*before, *steps], job, device, context + communicators)
+    run = _replay([*before(chosen), *steps], job, device, context + communicators)
+    if rank is None:
+        most = steady.peak().num_bytes
+        near = [one for one, other in zip(candidates, steadies, strict=True) if other.peak().num_bytes > NEARLY * most]
+        alike = [one for stage in near for one in ranks_by_shard(job, stage) if one != chosen]
+        runs = [_replay_of(one, job, device, ledger, before, context + communicators) for one in alike]
+        run = replace(run, peak_reserved_bytes=max(one.peak_reserved_bytes for one in (run, *runs)))
     higher = max((steady, first), key=lambda step: step.peak().num_bytes)
     peak = higher.peak()
     return Baseline(
@@ -149,6 +153,19 @@ def _baseline(
         ),
         composition={category.name.lower(): size for category, size in higher.composition(peak.instant).items()},
     )
+
+
+def _replay_of(
+    rank: int,
+    job: TrainingJob,
+    device: Device,
+    ledger: Ledger,
+    before: Callable[[int], Sequence[Timeline]],
+    outside_bytes: int,
+) -> Replay:
+    """The replay of the run of `rank`."""
+    steps = [ledger(job, device=device, rank=rank, step=step) for step in ("first", "steady")]
+    return _replay([*before(rank), *steps], job, device, outside_bytes)
 
 
 def _drawn_steps(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:
@@ -186,25 +203,6 @@ def _analytical_ledger() -> Ledger:
 def usable_bytes(job: TrainingJob, device: Device) -> int:
     """Memory of `device` that is there for `job`: what others do not hold."""
     return device.cuda_memory_bytes - int(job.other_memory_fraction * device.cuda_memory_bytes)
-
-
-def context_bytes(device: Device) -> int:
-    """Estimate of the CUDA context: its base and the local-memory arena of `device`."""
-    arena = device.num_sms * device.max_threads_per_sm * LOCAL_MEMORY_BYTES_PER_THREAD
-    return BASE_CONTEXT_BYTES + arena
-
-
-def communicator_bytes(job: TrainingJob) -> int:
-    """Estimate of NCCL's device memory: one communicator per axis of the layout with more than one rank."""
-    layout = job.parallelism
-    axes = (
-        layout.data_parallel_size,
-        layout.tensor_parallel_size,
-        layout.pipeline_parallel_size,
-        layout.context_parallel_size,
-        layout.expert_parallel_size,
-    )
-    return sum(COMMUNICATOR_BYTES[size > 2] for size in axes if size > 1)
 
 
 def _between_steps(steady: Timeline) -> int:

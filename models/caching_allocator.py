@@ -15,6 +15,7 @@ reserves 3.9 GiB more than it would if they rose, and then holds as much outside
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Iterable
 
 from peakcast.allocator import Allocator
 from peakcast.models.allocator_segments import ADDRESS_SPACE_BYTES, Block, ExpandableSegments, Pool, Segments
@@ -41,7 +42,8 @@ class SimulatedOutOfMemoryError(Exception):
 class CachingAllocator:
     """The allocator of one GPU. `capacity_bytes` is what the driver can give it, None for a roomy GPU; `allowed_bytes` what
     `per_process_memory_fraction` lets it reserve, None for no such limit. `newest_first`: of equal blocks it takes the one
-    of the newest segment, as before torch 2.13.
+    of the newest segment, as before torch 2.13. `place` tells where a fresh segment of so many bytes begins, as a driver
+    did that was recorded; None, and where it gives None: one after the other.
 
     Attributes, all in bytes: `allocated_bytes` (sum of block sizes handed out, unsplit slack included, as
     `torch.cuda.memory_allocated`), `reserved_bytes`, and the peaks of both. `num_retries` counts how often cached segments
@@ -55,13 +57,14 @@ class CachingAllocator:
         capacity_bytes: int | None = None,
         allowed_bytes: int | None = None,
         newest_first: bool = False,
+        place: Callable[[int], int | None] | None = None,
     ) -> None:
         self.settings = settings or Allocator()
         self.allocated_bytes = self.peak_allocated_bytes = self.num_retries = 0
         self._expandable = self.settings.expandable_segments
         large = (self.settings.large_segment_size_mb or 0) * MIB or LARGE_SEGMENT_BYTES
         segments = ExpandableSegments if self._expandable else Segments
-        self._segments = segments(large, capacity_bytes, allowed_bytes, falling=newest_first)
+        self._segments = segments(large, capacity_bytes, allowed_bytes, falling=newest_first, place=place)
         self._rounding_bytes = (self.settings.max_non_split_rounding_mb or 0) * MIB or large
         self._max_split = (self.settings.max_split_size_mb or 0) * MIB or ADDRESS_SPACE_BYTES
         self._collects = bool(self.settings.garbage_collection_threshold) and allowed_bytes is not None
@@ -86,10 +89,7 @@ class CachingAllocator:
         """A block of at least `num_bytes` for `stream` (`malloc`). Raises: SimulatedOutOfMemoryError (with a limit)."""
         size = round_request(num_bytes, self.settings.divisions)
         small = size <= SMALL_BYTES
-        pool = self._pools.get((stream, small))
-        if pool is None:
-            pool = Pool(small, SMALL_SEGMENT_BYTES if small else self._segments.large_segment_bytes)
-            self._pools[stream, small] = pool
+        pool = self._pools.get((stream, small)) or self._pool(stream, small=small)
         block = self._cached(pool, size) or self._fresh(pool, size, stream)
         block.free = False
         if self._splits(pool, block.size - size, size):
@@ -97,6 +97,10 @@ class CachingAllocator:
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
+
+    def _pool(self, stream: int, *, small: bool) -> Pool:
+        page = SMALL_SEGMENT_BYTES if small else self._segments.large_segment_bytes
+        return self._pools.setdefault((stream, small), Pool(small, page))
 
     def _splits(self, pool: Pool, remaining: int, size: int) -> bool:
         """`should_split`."""
@@ -164,6 +168,20 @@ class CachingAllocator:
             if not block.waits:
                 block.merge()
                 block.pool.insert(block)
+
+    # -- starting in the middle of a run ------------------------------------------------------------------------------
+
+    def adopt(self, begins: int, pieces: Iterable[tuple[int, bool | None]], stream: int, *, small: bool) -> list[Block]:
+        """Take over a segment of `stream` that begins at address `begins`: (bytes, handed out) of its pieces, in order;
+        None for address space without memory. Gives the blocks that are handed out."""
+        handed_out = self._segments.adopt(self._pool(stream, small=small), begins, pieces)
+        self.allocated_bytes += sum(block.size for block in handed_out)
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return handed_out
+
+    def give_back(self, block: Block) -> None:
+        """Return a free block to the driver, or the whole pages inside it (`release_block`, `unmap_block`)."""
+        self._segments.give_back(block)
 
     # -- giving back --------------------------------------------------------------------------------------------------
 

@@ -179,27 +179,20 @@ def calibrations() -> Mapping[str, Calibration]:
     return _Shipped()
 
 
-def calibration_for(device: Device, available: Mapping[str, Calibration] | None = None) -> tuple[Calibration, str]:
-    """The calibration to use on `device`, and a warning: "" for its own, else that a relative's stands in, or none does.
-    `available` stands for the shipped ones.
+def calibration_for(device: Device, available: Mapping[str, Calibration] | None = None) -> Calibration:
+    """The calibration to use on `device`: its own, else its nearest relative's, else none (`UNCALIBRATED`). `available`
+    stands for the shipped ones.
 
     The nearest relative is the calibrated GPU type of the nearest compute capability whose number of multiprocessors
     differs least.
     """
     choices = calibrations() if available is None else available
     if device.name in tuple(choices):
-        return choices[device.name], ""
+        return choices[device.name]
     relatives = _known_devices(choices)
     if not relatives:
-        return UNCALIBRATED, (
-            f"nothing was measured on {device.name} or a relative: the bars are guesses; "
-            "run `peakcast collect` and `peakcast fit` there."
-        )
-    nearest = min(relatives, key=lambda other: distance(device, other))
-    return choices[nearest.name], (
-        f"nothing was measured on {device.name}; the calibration of {nearest.name}, its nearest relative, stands in "
-        "with wider bars."
-    )
+        return UNCALIBRATED
+    return choices[min(relatives, key=lambda other: distance(device, other)).name]
 
 
 def _known_devices(names: Iterable[str]) -> list[Device]:

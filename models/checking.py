@@ -122,7 +122,7 @@ def _check(gpu: str, quantity: str, rows: Sequence[tuple[Sample, Calibration, An
     reasons = Counter(
         reason.sentence
         for sample, calibration, _ in rows
-        for reason in reasons_outside(sample.row.job, sample.device, sample.features, calibration, scope="")
+        for reason in reasons_outside(sample.row.job, sample.device, sample.features, calibration)
     )
     num = round(total)
     return Check(

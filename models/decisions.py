@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from peakcast.models.holdout import Answers
-from peakcast.models.predict import judge
 from peakcast.models.samples import Sample, repeat_weights
+from peakcast.models.verdict import judge
 from peakcast.units import GIB
 
 CAPACITIES_GIB = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192)

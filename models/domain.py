@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from peakcast.conventions import release, unmodelled_versions
+from peakcast.conventions import unmodelled_versions
 from peakcast.errors import CalibrationError
+from peakcast.findings import KINDS, Finding
 from peakcast.lengths import lengths_change
 from peakcast.models.grouping import feed_forward_of, layout_of
 from peakcast.models.strict import number, read, texts
 from peakcast.spec import TrainingJob
+from peakcast.versions import release, resolved
 
 if TYPE_CHECKING:
     from peakcast.models.samples import Sample
@@ -33,19 +35,25 @@ RANGED = (
 """Features with a calibrated range, all in powers of two."""
 MARGIN = 1.0
 """A job may lie this far outside a range, in powers of two, before it counts as outside."""
-_WEIGHTY = {"framework": 2, "layout": 2, "task": 2, "feed_forward": 2, "finetuning": 2}
-"""Severity of a trait that no row has; the others have 1."""
-OUT_OF_SCOPE_SEVERITY = 6
+_KINDS = frozenset(("framework", "layout", "task", "feed_forward", "finetuning"))
+"""Traits that make another kind of job; the others are settings."""
+_PARAMETERS = {
+    "layout": "parallelism",
+    "feed_forward": "architecture",
+    "attention_structure": "architecture",
+    "finetuning": "finetuning",
+    "optimizer": "optimizer",
+    "parameters": "precision.parameters",
+    "compute": "precision.compute",
+    "fused_linear_cross_entropy": "loss.fused_linear_cross_entropy",
+    "expandable_segments": "allocator.expandable_segments",
+    "lengths": "batch.shortest_sequence",
+    "loss": "loss.kind",
+}
+"""Trait → the parameter of a job that decides it, where it has another name."""
+OUT_OF_SCOPE_SEVERITY = KINDS["not_modelled"].severity
 MOST_SEVERE = 8
 """Severities add up to at most this."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """One reason why a job lies outside, and how severe it is (1 mild, 2 another kind of job, 6 not modelled at all)."""
-
-    sentence: str
-    severity: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +76,7 @@ class Domain:
         for sample in samples:
             for name, value in traits(sample.row.job).items():
                 seen.setdefault(name, set()).add(value)
-            for package, version in sample.row.job.versions.items():
+            for package, version in resolved(sample.row.job.versions).items():
                 versions.setdefault(package, set()).add(_minor(str(version)))
         spans = {name: [sample.features[name] for sample in samples] for name in RANGED if samples}
         return cls(
@@ -78,34 +86,36 @@ class Domain:
             versions={package: tuple(sorted(values)) for package, values in sorted(versions.items())},
         )
 
-    def outside(self, job: TrainingJob, row: Mapping[str, float]) -> list[Outside]:
+    def outside(self, job: TrainingJob, row: Mapping[str, float]) -> list[Finding]:
         """Every reason why `job` with the features `row` lies outside, none when it lies inside. An architecture that was
         never measured is no reason: the bars are made of such."""
         if not self.traits:
             return []
         reasons = [
-            Outside(f"no measured run has {name}={value}; the bars are widened.", _WEIGHTY.get(name, 1))
+            Finding(
+                "kind_not_measured" if name in _KINDS else "setting_not_measured",
+                _PARAMETERS.get(name, name),
+                "either",
+                f"no measured run has {name}={value}; the bars are widened.",
+            )
             for name, value in traits(job).items()
             if value not in self.traits.get(name, ())
         ]
         for name, (low, high) in self.ranges.items():
             if not low - MARGIN <= row[name] <= high + MARGIN:
-                label = name.removeprefix("log2_") + (" in GiB" if name == "log2_allocated" else "")
-                reasons.append(
-                    Outside(
-                        f"{label} {_plain(2 ** row[name])} is far outside the measured {_plain(2**low)} to "
-                        f"{_plain(2**high)}; the bars are widened.",
-                        1,
-                    )
+                size = name.removeprefix("log2_")
+                label = size + (" in GiB" if size == "allocated" else "")
+                sentence = (
+                    f"{label} {_plain(2 ** row[name])} is far outside the measured {_plain(2**low)} to {_plain(2**high)}; "
+                    "the bars are widened."
                 )
-        for package, version in job.versions.items():
+                reasons.append(Finding("size_not_measured", size, "either", sentence))
+        for package, version in resolved(job.versions).items():
             seen = self.versions.get(package)
-            if seen and _minor(str(version)) not in seen:
-                reasons.append(
-                    Outside(f"{package} {version} was not measured (seen: {', '.join(seen)}); the bars are widened.", 1)
-                )
-        reasons += [Outside(sentence, 1) for sentence in unmodelled_versions(job)]
-        return reasons
+            if seen and release(version) and _minor(str(version)) not in seen:
+                sentence = f"{package} {version} was not measured (seen: {', '.join(seen)}); the bars are widened."
+                reasons.append(Finding("version_not_measured", f"versions.{package}", "either", sentence))
+        return [*reasons, *unmodelled_versions(job)]
 
     def to_mapping(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -136,9 +146,12 @@ class Domain:
         )
 
 
-def severity(reasons: Iterable[Outside]) -> int:
-    """How far outside a job lies, all reasons together: 0 to MOST_SEVERE."""
-    return min(sum(reason.severity for reason in reasons), MOST_SEVERE)
+def severity(findings: Iterable[Finding]) -> int:
+    """How far outside a job lies by `findings` together: 0 to MOST_SEVERE. What the ledger does not cover counts once,
+    however many parts of the job that are."""
+    severities = [finding.severity for finding in findings]
+    uncovered = [size for size in severities if size >= OUT_OF_SCOPE_SEVERITY]
+    return min(sum(size for size in severities if size < OUT_OF_SCOPE_SEVERITY) + max(uncovered, default=0), MOST_SEVERE)
 
 
 def difficulty(severity: float) -> float:

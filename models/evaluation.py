@@ -1,14 +1,15 @@
 """How accurate the predictor is on what it has not seen (DESIGN section 6).
 
 Error = point / measured − 1. Every row is predicted by a calibration fitted without its group: its architecture (the
-headline), its model type, its layout, or its GPU type. Repeats of a configuration share one weight, so that a case that was
-run five times counts once; what they differ by is the floor that no predictor can pass.
+headline), its model type, its layout, its GPU type, or its source (who measured). Repeats of a configuration share one
+weight, so that a case that was run five times counts once; what they differ by is the floor that no predictor can pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from peakcast.models.decisions import Decisions, decisions_of
@@ -25,25 +26,50 @@ SPLITS: dict[str, Callable[[Sample], str]] = {
     "model_type": lambda sample: sample.row.job.architecture.model_type,
     "layout": lambda sample: sample.layout,
     "gpu": lambda sample: sample.row.gpu,
+    "source": lambda sample: sample.row.project,
 }
 """What is held out, one group at a time. `architecture` groups by shape (`grouping.architecture_shape`): nearly all rows of
-one published source are the same 12-layer, 512-wide GPT, which must be on one side, and is one unit of evidence."""
+one published source are the same 12-layer, 512-wide GPT, which must be on one side, and is one unit of evidence.
+`source` is the hardest: whoever asks has another machine and other versions than anybody who measured."""
 NAMED_ABOVE = 0.02
 """Cells with a larger error are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One quantity under one split: overall, by layout, by architecture, by GPU type, and the cells worth naming."""
+    """One quantity under one split: overall, by layout, by architecture, by GPU type, by source, and its cells."""
 
     quantity: str
     held_out: str
     overall: Summary
-    by_layout: dict[str, Summary]
-    by_architecture: dict[str, Summary]
-    by_gpu: dict[str, Summary]
     cells: tuple[Scored, ...]
     """All rows, worst first."""
+
+    @cached_property
+    def by_layout(self) -> dict[str, Summary]:
+        """Figures of each layout."""
+        return self._by("layout")
+
+    @cached_property
+    def by_architecture(self) -> dict[str, Summary]:
+        """Figures of each architecture."""
+        return self._by("architecture")
+
+    @cached_property
+    def by_gpu(self) -> dict[str, Summary]:
+        """Figures of each GPU type."""
+        return self._by("gpu")
+
+    @cached_property
+    def by_source(self) -> dict[str, Summary]:
+        """Figures of each source."""
+        return self._by("project")
+
+    def _by(self, attribute: str) -> dict[str, Summary]:
+        groups: dict[str, list[Scored]] = {}
+        for cell in self.cells:
+            groups.setdefault(getattr(cell, attribute), []).append(cell)
+        return {name: summarise(groups[name]) for name in sorted(groups)}
 
     @property
     def named(self) -> tuple[Scored, ...]:
@@ -92,6 +118,7 @@ class Evaluation:
                     "by_layout": {name: part.to_mapping() for name, part in table.by_layout.items()},
                     "by_architecture": {name: part.to_mapping() for name, part in table.by_architecture.items()},
                     "by_gpu": {name: part.to_mapping() for name, part in table.by_gpu.items()},
+                    "by_source": {name: part.to_mapping() for name, part in table.by_source.items()},
                     "named": [{**asdict(cell), "error": cell.error} for cell in table.named],
                 }
                 for table in self.tables
@@ -156,17 +183,10 @@ def _table(samples: Sequence[Sample], answers: Mapping[int, Answers], quantity: 
         _scored(samples[p], answers[p][quantity], quantity, weight, repeats[samples[p].configuration])
         for p, weight in zip(positions, weights, strict=True)
     ]
-    parts: dict[str, dict[str, Summary]] = {}
-    for name in ("layout", "architecture", "gpu"):
-        values = sorted({getattr(cell, name) for cell in cells})
-        parts[name] = {v: summarise([cell for cell in cells if getattr(cell, name) == v]) for v in values}
     return Table(
         quantity=quantity,
         held_out=split,
         overall=summarise(cells),
-        by_layout=parts["layout"],
-        by_architecture=parts["architecture"],
-        by_gpu=parts["gpu"],
         cells=tuple(sorted(cells, key=lambda cell: (-abs(cell.error), cell.key))),
     )
 

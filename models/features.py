@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from peakcast.conventions import release
 from peakcast.models.baseline import Baseline
 from peakcast.spec import Parallelism, TrainingJob
 from peakcast.timeline import Category, Phase
 from peakcast.units import GIB
+from peakcast.versions import release, resolved
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -124,7 +124,7 @@ def features(job: TrainingJob, device: Device, base: Baseline, *, published: boo
     phases = sorted(base.phase_peaks_bytes.values(), reverse=True)
     shares = {name: base.composition.get(name, 0) / peak for name in _CATEGORIES}
     shares["parameters"] += base.composition.get(_AS_PARAMETERS.name.lower(), 0) / peak
-    torch = release(str(job.versions.get("torch", "0.0")))
+    torch = release(resolved(job.versions).get("torch", "0.0"))
     major, minor = device.compute_capability
     values: dict[str, float] = {
         "gib_over_start": GIB / max(base.start("peak_allocated_bytes"), 1),

@@ -53,7 +53,7 @@ def answers_of(samples: Sequence[Sample], train: Sequence[Sample], make_candidat
 
 def answer(sample: Sample, calibration: Calibration) -> Answers:
     """What `calibration` answers to the job of `sample`, whose baseline is known already."""
-    reasons = reasons_outside(sample.row.job, sample.device, sample.features, calibration, scope="")
+    reasons = reasons_outside(sample.row.job, sample.device, sample.features, calibration)
     return combine(sample.row.job, sample.baseline, sample.features, calibration, reasons).intervals
 
 

@@ -39,6 +39,11 @@ class Scored:
     """What is known about the row that may explain an error."""
 
     @property
+    def project(self) -> str:
+        """Who measured (`Measurement.project`)."""
+        return self.source.split(" ")[0]
+
+    @property
     def error(self) -> float:
         """point / measured − 1."""
         return self.point / self.measured - 1

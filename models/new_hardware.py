@@ -52,7 +52,7 @@ def learning_curves(
     for quantity in quantities:
         rows = [sample for sample in samples if sample.censored or sample.measured(quantity) is not None]
         gpus = sorted({sample.row.gpu for sample in rows if not sample.censored})
-        ran_on: dict[tuple[str, int], set[str]] = {}
+        ran_on: dict[tuple[str, int | None], set[str]] = {}
         for sample in rows:
             if not sample.censored:
                 ran_on.setdefault(_case(sample), set()).add(sample.row.gpu)
@@ -74,7 +74,7 @@ def learning_curves(
     return tuple(points)
 
 
-def _case(sample: Sample) -> tuple[str, int]:
+def _case(sample: Sample) -> tuple[str, int | None]:
     """What is the same case on another GPU type."""
     return (sample.row.job.config_hash, sample.row.rank)
 
@@ -82,7 +82,7 @@ def _case(sample: Sample) -> tuple[str, int]:
 def _draw(own: Sequence[Sample], count: int, draw: int) -> list[Sample]:
     """`count` rows of `own` (fewer where it has fewer), of different cases first; the same for the same `draw`."""
     order = np.random.default_rng(draw).permutation(len(own))
-    first: dict[tuple[str, int], int] = {}
+    first: dict[tuple[str, int | None], int] = {}
     for position in order.tolist():
         first.setdefault(_case(own[position]), position)
     again = [position for position in order.tolist() if position not in set(first.values())]

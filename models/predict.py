@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from peakcast.conventions import ASSUMED_TORCH, conventions
+from peakcast.conventions import assumed_versions, conventions
+from peakcast.findings import Finding, ordered
 from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.models.analytical.adapter_scope import targets_taken
-from peakcast.models.baseline import Baseline, Ledger, baseline, communicator_bytes, context_bytes, usable_bytes
+from peakcast.models.analytical.kernel_scope import kernels_taken
+from peakcast.models.baseline import Baseline, Ledger, baseline, usable_bytes
 from peakcast.models.calibration import Calibration, QuantityCalibration, calibration_for
-from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, Outside, difficulty, severity
+from peakcast.models.device_memory import communicator_bytes, context_bytes
+from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY, difficulty, severity
 from peakcast.models.features import features, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
-from peakcast.prediction import QUANTITIES, Fits, Interval, Prediction
+from peakcast.models.verdict import judge, leaves_out
+from peakcast.prediction import QUANTITIES, Interval, Prediction
 from peakcast.ranks import worst_rank
 from peakcast.spec import TrainingJob
 from peakcast.units import format_gib
+from peakcast.versions import remarks
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -36,8 +41,6 @@ WIDEST = math.log(2.0)
 """Widening stops at a factor of two either way: beyond it a bar says nothing."""
 RANKS_OF_A_NODE = 8
 """GPUs of the usual machine (DGX, HGX); the host memory of a node is said for so many ranks."""
-RELATIVE_SEVERITY = 1
-"""Severity of standing on another GPU type's calibration (2 where the architecture generation differs)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,22 +58,23 @@ def predict(
     calibration: Calibration | None = None,
     *,
     ledger: Ledger | None = None,
+    findings: Iterable[Finding] = (),
 ) -> Prediction:
     """The four quantities of `rank` (None: the worst rank) of `job` on `device`, with bars.
 
     `calibration` None means the shipped one of the GPU type, else its nearest relative's, else none; `UNCALIBRATED` asks
-    for the baseline with default bars. A job that the ledger does not cover is answered, with wider bars and a warning.
+    for the baseline with default bars. `findings` are those of reading the question. A job that the ledger does not cover
+    is answered, with wider bars and a finding.
     """
-    warning = ""
     if calibration is None:
-        calibration, warning = calibration_for(device)
+        calibration = calibration_for(device)
     base = baseline(job, device, rank, ledger=ledger)
     row = features(job, device, base)
-    reasons = reasons_outside(job, device, row, calibration, scope=_scope(job))
+    reasons = reasons_outside(job, device, row, calibration, (*findings, *_scope(job)))
     verdict = combine(job, base, row, calibration, reasons)
     usable = usable_bytes(job, device)
-    fits, why = judge(verdict.intervals, usable)
-    warnings = [warning, _beyond_positions(job), *(reason.sentence for reason in reasons), why, _retries(base)]
+    fits, why = judge(verdict.intervals, usable, reasons)
+    noticed = (_beyond_positions(job), *reasons, why, _retries(base))
     return Prediction(
         gpu=device.name,
         rank=base.rank,
@@ -86,22 +90,26 @@ def predict(
         inside_calibrated_domain=verdict.inside,
         calibration=calibration.gpu,
         assumptions=tuple(_assumptions(job, base, rank)),
-        warnings=tuple(dict.fromkeys(sentence for sentence in warnings if sentence)),
+        findings=ordered(finding for finding in noticed if finding),
     )
 
 
 def reasons_outside(
-    job: TrainingJob, device: Device, row: Mapping[str, float], calibration: Calibration, *, scope: str
-) -> list[Outside]:
-    """Why `job` on `device` lies outside what the ledger models (`scope`, "" when it does) and the calibration has seen."""
-    reasons = calibration.domain.outside(job, row)
-    if scope:
-        sentence = f"{scope.rstrip('.')}: answered as far as the ledger goes, with wide bars."
-        reasons.insert(0, Outside(sentence, OUT_OF_SCOPE_SEVERITY))
-    if calibration.gpu not in ("none", device.name):
-        reasons.append(
-            Outside(f"the bars come from measurements on {calibration.gpu}, not on {device.name}.", RELATIVE_SEVERITY)
-        )
+    job: TrainingJob,
+    device: Device,
+    row: Mapping[str, float],
+    calibration: Calibration,
+    known: Iterable[Finding] = (),
+) -> list[Finding]:
+    """Why `job` on `device` lies outside what is modelled (`known`: what the ledger does not cover, what reading the
+    question found) and outside what the calibration has seen."""
+    reasons = [*known, *calibration.domain.outside(job, row)]
+    if calibration.gpu == "none":
+        sentence = "no measurements stand behind the bars; run `peakcast collect` and `peakcast fit` to have some."
+        reasons.append(Finding("not_calibrated", "gpu", "either", sentence))
+    elif calibration.gpu != device.name:
+        sentence = f"the bars come from measurements on {calibration.gpu}, not on {device.name}."
+        reasons.append(Finding("gpu_not_measured", "gpu", "either", sentence))
     return reasons
 
 
@@ -110,7 +118,7 @@ def combine(
     base: Baseline,
     row: Mapping[str, float],
     calibration: Calibration,
-    reasons: Sequence[Outside] = (),
+    reasons: Sequence[Finding] = (),
 ) -> Verdict:
     """Baseline + residual and the bars around it, for each quantity.
 
@@ -119,7 +127,7 @@ def combine(
     """
     intervals: dict[str, Interval] = {}
     groups = bar_groups(job, base.peak_allocated_bytes)
-    inside = not reasons
+    inside = severity(reasons) == 0
     least = base.held_bytes
     for quantity in QUANTITIES:
         size: int = getattr(base, quantity)
@@ -144,7 +152,7 @@ def combine(
 
 
 def bar(
-    quantity: str, learned: QuantityCalibration | None, groups: Sequence[str], reasons: Sequence[Outside]
+    quantity: str, learned: QuantityCalibration | None, groups: Sequence[str], reasons: Sequence[Finding]
 ) -> tuple[float, float, bool]:
     """Half-width and one-sided bound of a quantity for a job of `groups` that lies outside by `reasons`, and whether
     measurements say so."""
@@ -159,12 +167,13 @@ def bar(
 def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> bool:
     """Whether `predict` may say that `job` fits when its tensors need `allocated_bytes`, without a replay: so many are
     reserved at least, and the rest of an answer (context, communicators, bar) does not depend on what is reserved."""
-    calibration, _ = calibration_for(device)
-    reasons = reasons_outside(job, device, sizes(job, allocated_bytes), calibration, scope=_scope(job))
+    calibration = calibration_for(device)
+    reasons = reasons_outside(job, device, sizes(job, allocated_bytes), calibration, _scope(job))
     learned = calibration.quantities.get("peak_device_bytes")
     _, upper, _ = bar("peak_device_bytes", learned, bar_groups(job, allocated_bytes), reasons)
-    least = allocated_bytes + context_bytes(device) + communicator_bytes(job)
-    return least * math.exp((learned.residual.least if learned else 0.0) + upper) < usable_bytes(job, device)
+    least = allocated_bytes + context_bytes(device, job.versions) + communicator_bytes(job, device)
+    bound = least * math.exp((learned.residual.least if learned else 0.0) + upper)
+    return bound < usable_bytes(job, device) and not leaves_out(reasons, "more")
 
 
 def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
@@ -185,15 +194,7 @@ def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
     return result
 
 
-def widen(half_width: float, upper: float, severity: int, quantity: str) -> tuple[float, float]:
-    """Half-width and one-sided bound of a plain bar for a job that lies `severity` further outside."""
-    factor = difficulty(severity)
-    return at_least(half_width * factor, max(upper, upper * factor), severity, quantity)
-
-
-def at_least(
-    half_width: float, upper: float, severity: int, quantity: str, *, num_tried: int = 0
-) -> tuple[float, float]:
+def at_least(half_width: float, upper: float, severity: int, quantity: str, *, num_tried: int = 0) -> tuple[float, float]:
     """A bar for a job of `severity` is at least that many sixths of the default one, which is taken for the evidence of one
     architecture beside the `num_tried` that were predicted from as far outside; and at most WIDEST. A judgement: measured
     bars say nothing about what was not measured."""
@@ -203,66 +204,43 @@ def at_least(
     return min(max(half_width, least), WIDEST), min(max(upper, least), WIDEST)
 
 
-def judge(intervals: Mapping[str, Interval], capacity_bytes: int) -> tuple[Fits, str]:
-    """Whether the job fits, and a warning where the answer needs one.
-
-    `yes`: the one-sided 95 % bound of device memory is below the capacity. `no`: even the lower ends do not fit, neither
-    of device memory nor of the tensors with what lies outside PyTorch: near its limit the allocator gives cached segments
-    back and tries again, so a job whose cache alone would not fit may still run.
-    """
-    device, allocated = intervals["peak_device_bytes"], intervals["peak_allocated_bytes"]
-    outside_torch = max(0, device.point - intervals["peak_reserved_bytes"].point)
-    if device.upper_95 < capacity_bytes:
-        return "yes", ""
-    if device.lower <= capacity_bytes:
-        return "uncertain", ""
-    if allocated.lower + outside_torch <= capacity_bytes:
-        return "uncertain", (
-            f"the allocator's cache would not fit ({format_gib(device.point)} of {format_gib(capacity_bytes)}), the "
-            "tensors might: it may run slowly, giving cached memory back and retrying; try expandable_segments."
-        )
-    return "no", ""
-
-
-def _beyond_positions(job: TrainingJob) -> str:
+def _beyond_positions(job: TrainingJob) -> Finding | None:
     longest = max(job.sequence_length, job.decoder_sequence_length or 0)
     rows = job.architecture.most_positions
     if rows is None or longest <= rows:
-        return ""
-    return (
+        return None
+    sentence = (
         f"sequence_length={longest} is beyond the {rows} positions that {job.architecture.name!r} has a table of, and the "
         f"run would fail; use at most {rows}, or a network with max_position_embeddings={longest}."
     )
+    return Finding("positions_exceeded", "sequence_length", "either", sentence)
 
 
-def _retries(base: Baseline) -> str:
+def _retries(base: Baseline) -> Finding | None:
     if not base.num_retries:
-        return ""
-    return (
+        return None
+    sentence = (
         f"the simulated allocator gives cached memory back and retries {base.num_retries} times: the run would be slow and "
         "close to out of memory; try expandable_segments."
     )
+    return Finding("allocator_retries", "allocator.expandable_segments", "either", sentence)
 
 
-def _scope(job: TrainingJob) -> str:
-    from peakcast.models.analytical.scope import out_of_scope
+def _scope(job: TrainingJob) -> tuple[Finding, ...]:
+    from peakcast.models.analytical.scope import scope_findings
 
-    return out_of_scope(job)
+    return scope_findings(job)
 
 
 def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str]:
     sentences = []
     if rank is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, base.rank))
-    if "torch" not in job.versions:
-        sentences.append(
-            f"torch {ASSUMED_TORCH} is taken, as versions.torch is not given; releases differ in cuBLAS workspaces and in "
-            "which cached block they take."
-        )
+    sentences += remarks(job.versions)
+    sentences += filter(None, [assumed_versions(job)])
     if base.communicator_bytes:
         sentences.append(
-            f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate from 4 × A100; it depends on the "
-            "machine's links."
+            f"NCCL is taken to use {format_gib(base.communicator_bytes)}, an estimate; it depends on the machine's links."
         )
     if job.other_memory_fraction:
         sentences.append(
@@ -285,7 +263,7 @@ def _assumptions(job: TrainingJob, base: Baseline, rank: int | None) -> list[str
             f"the experts stay in {job.precision.parameters}: bitsandbytes quantizes nn.Linear, and transformers 5 has "
             "them as plain parameters; framework_options.quantized_experts=true counts them quantized."
         )
-    sentences.append(targets_taken(job))
+    sentences += [targets_taken(job), kernels_taken(job)]
     if lengths_change(job):
         sentences.append(
             f"tensors are those of steps whose sequences are all as long as sequence_length={job.sequence_length}; what is "

@@ -77,7 +77,7 @@ class Sample:
         return TRUST[self.row.provenance] * (RETRIED if self.baseline.num_retries else 1.0)
 
     @property
-    def configuration(self) -> tuple[str, str, int, str]:
+    def configuration(self) -> tuple[str, str, int | None, str]:
         """Equal for repeats: the same job on the same GPU type, rank and collectives."""
         return (self.row.job.config_hash, self.row.gpu, self.row.rank, self.row.collectives)
 

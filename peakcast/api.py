@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from peakcast.answers import answer, full_answer
 from peakcast.batch import predict_batch
 from peakcast.calibrating import Checked, Fitted, check, evaluate, fit, report, reproduce
+from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.recognise import Beside, from_arguments
 from peakcast.errors import SpecError
 from peakcast.measuring import collect, import_published, verify
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from peakcast.installation import Installation
     from peakcast.models.calibration import Calibration
     from peakcast.prediction import Answer
+    from peakcast.replaying import Replayed
     from peakcast.searching.found import Found, Largest
     from peakcast.searching.search import Progress
 
@@ -43,6 +45,7 @@ __all__ = [
     "predict",
     "predict_batch",
     "read",
+    "replay",
     "report",
     "reproduce",
     "search",
@@ -50,6 +53,7 @@ __all__ = [
     "verify",
     "web",
 ]
+
 
 def predict(
     job: object,
@@ -78,15 +82,23 @@ def read(
     num_gpus: int | None = None,
     model: str | None = None,
     dialect: str | None = None,
+    *,
+    versions: Mapping[str, Any] | str | None = None,
+    container: str | None = None,
+    here: bool = False,
 ) -> Translation:
     """The job that a configuration of another project describes, with what reading it took for granted; `predict` takes it.
 
     `job`: all that `predict` takes, the path of a configuration or launch script, its text, or its mapping; what it is, its
     keys tell (or `dialect`, a name of `dialects.recognise.DIALECTS`). `companions`: other files that belong to it;
-    `num_gpus`: of the whole run; `model`: the network instead of the one named.
+    `num_gpus`: of the whole run; `model`: the network instead of the one named. `versions`: of packages, as a mapping or as
+    a text such as "torch=2.9,transformers=4.45.2"; `container`: the tag of NVIDIA's PyTorch image ("26.04"), whose versions
+    hold; `here`: those that are installed here.
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
-    return translation_of(job, Beside(files=tuple(companions), num_gpus=num_gpus, model=model, dialect=dialect))
+    asked = asked_versions(versions, container, here)
+    beside = Beside(files=tuple(companions), num_gpus=num_gpus, model=model, dialect=dialect, versions=asked)
+    return translation_of(job, beside)
 
 
 def megatron(
@@ -96,12 +108,18 @@ def megatron(
     rank: Rank = None,
     calibration: Calibration | str | Path | None = None,
     env: Mapping[str, str] | None = None,
+    *,
+    versions: Mapping[str, Any] | str | None = None,
+    container: str | None = None,
+    here: bool = False,
 ) -> Answer:
-    """`predict` for a Megatron-LM command line: `arguments` are what stands after `pretrain_gpt.py`, `env` its environment.
+    """`predict` for a Megatron-LM command line: `arguments` are what stands after `pretrain_gpt.py`, `env` its environment;
+    `versions`, `container` and `here` as in `read`.
 
     Raises: SpecError, CatalogError or CalibrationError naming the flag, its value, the rule and the way out.
     """
-    return predict(from_arguments(arguments, env or {}, num_gpus), gpu, rank, calibration)
+    asked = asked_versions(versions, container, here)
+    return predict(from_arguments(arguments, env or {}, num_gpus, asked), gpu, rank, calibration)
 
 
 def explain(
@@ -127,6 +145,28 @@ def explain(
 
     found = explanation(job, gpu, rank, against=against, trace=trace, module=module)
     return write(found, picture, snapshot)
+
+
+def replay(
+    file: str | Path,
+    against: object = None,
+    gpu: str | Device | None = None,
+    rank: Rank = None,
+    *,
+    trace: bool = False,
+    module: str | None = None,
+    output: Path | None = None,
+) -> Replayed:
+    """The allocator history in `file`, replayed through the simulated allocator: does it do what was recorded?
+
+    `file`: what `torch.cuda.memory._dump_snapshot` wrote, or a history of `datasets/published/histories`. `against`: a job,
+    as in `predict`, whose timeline is laid beside the recorded one (`trace`, or `module` "FILE.py:FUNCTION": a trace
+    instead of the ledger, as in `explain`); `gpu` and `rank` are of that prediction. `output` (.png, .svg) draws the two.
+    Raises: RecordError for a file that cannot be read, and what `explain` raises.
+    """
+    from peakcast.replaying import replayed
+
+    return replayed(Path(file), against, gpu, rank, trace=trace, module=module, output=output)
 
 
 def doctor() -> Installation:
@@ -157,15 +197,14 @@ def search(
     from dataclasses import replace
 
     from peakcast import catalog
-    from peakcast.answers import severity_of
     from peakcast.searching.door import ask
 
     device = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
     read = translation_of(job)
-    options = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
-    options["severity"] = severity_of(read)
+    options: dict[str, Any] = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
+    options["findings"] = read.findings
     found = ask(read.job, device, find, num_gpus, global_batch_size, options)
-    return replace(found, warnings=(*read.warnings, *read.unsupported))
+    return replace(found, findings=read.findings)
 
 
 def web(host: str = "127.0.0.1", port: int = 7860, *, progress: Progress | None = None) -> None:

@@ -144,7 +144,7 @@ def check(
         reasons = "; ".join(f"{count} × {reason}" for reason, count in prepared.left_out.items()) or "it is empty"
         raise RecordError(f"{against} has no row that counts ({reasons}); measure some with `peakcast collect`.")
     fixed = load_calibration(Path(calibration)) if isinstance(calibration, (str, Path)) else calibration
-    checks = check_samples(prepared.samples, lambda sample: fixed or calibration_for(sample.device)[0], QUANTITIES)
+    checks = check_samples(prepared.samples, lambda sample: fixed or calibration_for(sample.device), QUANTITIES)
     return Checked(checks=checks, left_out=prepared.left_out)
 
 

@@ -41,7 +41,7 @@ def doctor() -> Installation:
 
 def _gpu(index: int, reading: Mapping[str, Any]) -> InstalledGpu:
     device = _catalogued(reading["name"], reading["memory_bytes"])
-    calibration = calibration_for(device)[0].gpu if device is not None else None
+    calibration = calibration_for(device).gpu if device is not None else None
     return InstalledGpu(
         index=index, catalog_name=device.name if device is not None else None, calibration=calibration, **reading
     )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from peakcast.advised import Advice, plain
 from peakcast.allocator import Allocator
+from peakcast.findings import Finding, sentences
 from peakcast.timeline import Category, Timeline
 
 COLUMNS: dict[str, tuple[Category, ...]] = {
@@ -85,7 +86,7 @@ Function = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One kind of communication of one rank."""
+    """One kind of communication of a job, as one rank takes part in it."""
 
     axis: str
     function: Function
@@ -98,6 +99,7 @@ class Collective:
     calls_per_micro_batch: int
     """0 where it happens once per iteration."""
     calls_per_iteration: int
+    """0 where this rank takes no part in it."""
     sent_per_micro_batch_bytes: int
     """What this rank sends in a ring: 2(n−1)/n of the message for an all-reduce, (n−1)/n for an all-gather, a
     reduce-scatter or an all-to-all, all of it for a send."""
@@ -185,11 +187,16 @@ class Explanation:
     """What to try first: each on top of those before it."""
     comparison: Comparison | None = None
     assumptions: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
     allocator: Allocator = field(default_factory=Allocator)
     """The settings under which a snapshot of the timeline has its segments."""
     written: tuple[str, ...] = field(default=())
     """Files that were written on request."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the findings say."""
+        return sentences(self.findings)
 
     def to_mapping(self) -> dict[str, Any]:
         """The explanation as a JSON-able mapping; of the timeline the totals, phases and labels by instant."""
@@ -201,6 +208,8 @@ class Explanation:
             {"axis": each.axis, "size": each.size, "members": list(each.members), "groups": plain(each.groups)}
             for each in self.groups
         ]
+        mapping["findings"] = [finding.to_mapping() for finding in self.findings]
+        mapping["warnings"] = list(self.warnings)
         mapping["timeline"] = {
             "allocated_bytes": timeline.totals.tolist(),
             "phases": timeline.phases.tolist(),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peakcast.bounded import exists, yaml_value
+from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.recognise import NOTHING, Beside, companions
 from peakcast.errors import SpecError
 
@@ -86,10 +87,17 @@ FLAGS = (
 """In the order in which `--help` shows them."""
 JOB_HELP = "A job file, or another project's configuration or script; the flags below change it."
 SET_HELP = "Any other field: --set loss.fused_linear_cross_entropy=true"
+VERSIONS = {
+    "versions": (str, typer.Option(help="Of packages: torch=2.9,transformers=4.45.2", rich_help_panel="Versions")),
+    "container": (str, typer.Option(help="Tag of NVIDIA's PyTorch image: 26.04", rich_help_panel="Versions")),
+    "here": (bool, typer.Option("--here", help="Those of the packages installed here.", rich_help_panel="Versions")),
+}
+"""How a command is told the versions of packages: name -> its type and option."""
 BESIDE = {
     "with_": (list[Path], typer.Option("--with", help="Another file that JOB needs, such as ds_config.json; repeatable.")),
     "num_gpus": (int, typer.Option(min=1, help="GPUs of the whole run, where JOB does not say.")),
     "dialect": (str, typer.Option(help="What JOB is written in, where its keys do not tell.")),
+    **VERSIONS,
 }
 """What may come beside JOB: name -> its type and option. A command with a parameter of that name keeps its own."""
 
@@ -106,7 +114,8 @@ class AskedJob:
     @property
     def given(self) -> bool:
         """Whether anything was said at all."""
-        return self.job is not None or bool(self.flags) or bool(self.settings) or bool(self.beside)
+        beside = bool(self.beside) or bool(self.beside.versions)
+        return self.job is not None or bool(self.flags) or bool(self.settings) or beside
 
     def other(self, against: str | None) -> object:
         """The second job that `against` names: this job with FIELD=VALUE changed, or a file or catalog name; None for none.
@@ -132,8 +141,9 @@ def takes_job(command: Callable[..., None]) -> Callable[..., None]:
         given = {flag: others.pop(flag.name) for flag in FLAGS}
         flags = {field: value for flag, value in given.items() if value is not None for field in flag.fields}
         said = {name: others.pop(name) for name in beside}
+        versions = asked_versions(*(said.pop(name) for name in VERSIONS))
         files = tuple(said.pop("with_", None) or ())
-        command(AskedJob(job, flags, set_ or [], Beside(files=files, **said)), **others)
+        command(AskedJob(job, flags, set_ or [], Beside(files=files, versions=versions, **said)), **others)
 
     def option(name: str, annotation: object) -> inspect.Parameter:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -174,9 +184,7 @@ def job_from_flags(
         if "architecture" not in pasted.values or beside:
             model = changes.pop("architecture", None)
             read = translation_of(job, replace(beside, model=str(model)) if model is not None else beside)
-            return (
-                replace(read, job=job_from_mapping(_changed(job_to_mapping(read.job), changes, job))) if changes else read
-            )
+            return read.changed(lambda found: job_from_mapping(_changed(job_to_mapping(found), changes, job)))
         values = dict(pasted.values)
     values = _changed(values, changes, job)
     if "architecture" not in values:
@@ -184,7 +192,7 @@ def job_from_flags(
             "no architecture is given; give a job file, or --model with a catalog name such as llama-3.1-8b.",
             parameter="architecture",
         )
-    return values
+    return translation_of(values, Beside(versions=beside.versions)) if beside.versions else values
 
 
 def _nothing_to_go_with(beside: Beside) -> SpecError:

@@ -70,6 +70,19 @@ class Parallelism:
         )
 
 
+def layers_beside_ends(num_layers: int, num_stages: int, first: int = 1, last: int = 1) -> tuple[int, ...]:
+    """Layers of each of `num_stages` stages where the embedding counts as `first` layers of an even split and the head as
+    `last`; the stages before the others take what is left over. 126 layers on 8 stages: 15, six times 16, and 15.
+
+    Source: torchtitan 0.2.0 distributed/pipeline_parallel.py `generate_llm_fqn_per_model_part`.
+    """
+    each, extra = divmod(num_layers + first + last, num_stages)
+    layers = [each + (stage < extra) for stage in range(num_stages)]
+    layers[0] -= first
+    layers[-1] -= last
+    return tuple(layers)
+
+
 def check_layout(layout: Parallelism, architecture: Architecture, framework: str, sequence_length: int) -> None:
     """Refuse a layout that does not divide the network or the sequence, or that nobody runs.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from peakcast.advised import Advice, plain
+from peakcast.findings import Finding, sentences
 
 SEEN_BY = {
     "peak_allocated_bytes": "torch.cuda.max_memory_allocated",
@@ -87,7 +88,18 @@ class Prediction:
     inside_calibrated_domain: bool = False
     calibration: str = "none"
     assumptions: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """Why the real peak may differ from the answer, what may move it most first."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the findings say."""
+        return sentences(self.findings)
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the ledger counts all that the job has."""
+        return not any(finding.code == "not_modelled" for finding in self.findings)
 
     def to_mapping(self) -> dict[str, Any]:
         """The answer as a JSON-able mapping (DESIGN section 5)."""
@@ -110,6 +122,7 @@ class Prediction:
             "calibration": self.calibration,
             "assumptions": list(self.assumptions),
             "warnings": list(self.warnings),
+            "findings": [finding.to_mapping() for finding in self.findings],
         }
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 from peakcast import catalog
 from peakcast.bounded import is_file
 from peakcast.catalog import Device
+from peakcast.dialects.asked_versions import with_versions
 from peakcast.dialects.opening import is_text, opened
 from peakcast.dialects.pasted import documents
 from peakcast.dialects.recognise import NOTHING, Beside, companions, translated
@@ -17,12 +18,13 @@ from peakcast.dialects.text import ENDINGS
 from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError, near_misses
 from peakcast.spec import TrainingJob
+from peakcast.versions import check_versions
 
 FORMS = ("job", "megatron", "huggingface")
 """The ways to write a job down: ours, Megatron-LM's command line, Hugging Face's objects."""
 _KEYS = {
-    "megatron": ("arguments", "num_gpus", "env"),
-    "huggingface": ("config", "training_arguments", "peft", "deepspeed", "fsdp", "num_gpus"),
+    "megatron": ("arguments", "num_gpus", "env", "versions"),
+    "huggingface": ("config", "training_arguments", "peft", "deepspeed", "fsdp", "num_gpus", "versions"),
 }
 
 Rank = Literal["worst", "last"] | int | str | None
@@ -58,7 +60,11 @@ def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
 
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
-    from peakcast.dialects.job_file import job_from_mapping
+    return with_versions(_read(job, beside), beside.versions)
+
+
+def _read(job: object, beside: Beside) -> Translation:
+    from peakcast.dialects.job_file import read_job
 
     if isinstance(job, Translation):
         return job
@@ -76,10 +82,9 @@ def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
         if form == "job":
             return translation_of(value, beside)
         if form in FORMS:
-            asked = {} if beside.num_gpus is None else {"num_gpus": beside.num_gpus}
-            return _translate(form, {**value, **asked} if isinstance(value, Mapping) else value)
+            return _translate(form, value, beside)
     if pasted is None or (not beside and "architecture" in pasted.values):
-        return Translation(job=job_from_mapping(values))  # type: ignore[arg-type]
+        return read_job(values)  # type: ignore[arg-type]
     return translated(pasted, beside)
 
 
@@ -107,7 +112,7 @@ def rank_number(rank: Rank, job: TrainingJob) -> int | None:
     return number
 
 
-def _translate(form: str, value: object) -> Translation:
+def _translate(form: str, value: object, beside: Beside) -> Translation:
     known = _KEYS[form]
     if not isinstance(value, Mapping):
         raise SpecError(f"{form}={value!r} must be a mapping with {', '.join(known)}.", parameter=form, value=value)
@@ -120,6 +125,10 @@ def _translate(form: str, value: object) -> Translation:
             )
     if known[0] not in value:
         raise SpecError(f"{form}.{known[0]} is required and missing; add it.", parameter=f"{form}.{known[0]}")
+    if beside.num_gpus is not None:
+        value = {**value, "num_gpus": beside.num_gpus}
+    if beside.versions:
+        value = {**value, "versions": beside.versions.of(form, check_versions(value.get("versions") or {}))}
     if form == "megatron":
         from peakcast.dialects.megatron import from_megatron
 

@@ -17,6 +17,24 @@ def ranks_to_trace(job: TrainingJob) -> tuple[int, ...]:
     return _ranks(job, sorted({0, stages // 2, stages - 1}))
 
 
+MOST_SHARDS = 8
+"""So many ranks of a stage are looked at for the memory that their parts of the optimizer make PyTorch reserve."""
+
+
+def ranks_by_shard(job: TrainingJob, rank: int) -> tuple[int, ...]:
+    """Ranks of the stage of `rank`, the first of it, alike but for the parameters whose states they own. Megatron's
+    distributed optimizer cuts buffers anywhere, so that ranks with equal sums of bytes have tensors of other sizes, and
+    reserve up to 5 % more or less. All of a stage up to `MOST_SHARDS`, else so many at equal distances."""
+    layout = job.parallelism
+    shards = layout.data_parallel_size * layout.context_parallel_size
+    if job.framework != "megatron" or not layout.zero_stage or shards == 1:
+        return (rank,)
+    number = min(shards, MOST_SHARDS)
+    first = rank - rank % (shards * layout.tensor_parallel_size)
+    chosen = (i * (shards - 1) // (number - 1) for i in range(number))
+    return tuple(sorted({rank, *(first + place * layout.tensor_parallel_size for place in chosen)}))
+
+
 def worst_rank(job: TrainingJob, rank: int) -> str:
     """The assumption that `rank`, whose peak is the highest, is the one asked about, as a sentence."""
     if job.parallelism.pipeline_parallel_size > 1:

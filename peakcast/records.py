@@ -33,7 +33,8 @@ class Measurement:
     """Commit of the source for published rows, our version for ours."""
     case: str = ""
     """The source's own name of the run, which tells repeats and variants of one configuration apart."""
-    rank: int = 0
+    rank: int | None = 0
+    """The rank that the numbers are of; None: each is the largest of all ranks."""
     collectives: Collectives = "none"
     outcome: Outcome = "ok"
     peak_allocated_bytes: int | None = None
@@ -80,6 +81,12 @@ class Measurement:
             {name: value for name, value in self.environment.items() if name != "readings"},
         ]
         return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:16]
+
+    @property
+    def project(self) -> str:
+        """Who measured, without the file: rows of one project share a machine, versions and faults, and are held out
+        together where an accuracy on other people's runs is claimed."""
+        return self.source.split(" ")[0]
 
     @property
     def counts(self) -> bool:

@@ -86,9 +86,7 @@ def _quantities(p: Prediction) -> str:
         bar: Interval = getattr(p, quantity)
         name = quantity.removeprefix("peak_").removesuffix("_bytes")
         span = f"{bar.lower / GIB:.2f} – {bar.upper / GIB:.2f}"
-        lines.append(
-            f"{name:<12}{bar.point / GIB:>9.2f} {span:>19} {bar.upper_95 / GIB:>12.2f}   {SEEN_BY[quantity]}"
-        )
+        lines.append(f"{name:<12}{bar.point / GIB:>9.2f} {span:>19} {bar.upper_95 / GIB:>12.2f}   {SEEN_BY[quantity]}")
     return "\n".join(lines)
 
 
@@ -143,8 +141,7 @@ def _outlook(p: Answer) -> str:
 
         lines.append(steps_text(p.first_to_try))
     else:
-        partly = any("as far as the ledger goes" in sentence for sentence in p.warnings)
-        why = NOT_COVERED if partly else "nothing that peakcast can compute lowers this peak by itself"
+        why = NOT_COVERED if not p.is_covered else "nothing that peakcast can compute lowers this peak by itself"
         lines.append(_wrapped(f"First to try: {why}."))
     if p.fits != "yes":
         lines.append("Over more GPUs: `peakcast search` with --num-gpus lists the layouts that fit.")

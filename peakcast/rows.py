@@ -209,7 +209,11 @@ def _is_count(value: object) -> bool:
 _RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     ((*_TEXTS, "config_hash", "key", *_ENUMS), "must be a text", lambda value: isinstance(value, str)),
     (("gpu", "source"), "must not be empty", bool),
-    (_COUNTS, f"must be a whole number from 0 to {MAX_COUNT}", _is_count),
+    (
+        _COUNTS,
+        f"must be a whole number from 0 to {MAX_COUNT}, or empty for the largest of all ranks",
+        lambda value: value is None or _is_count(value),
+    ),
     (
         _OPTIONAL_COUNTS,
         f"must be a whole number from 0 to {MAX_COUNT} (bytes are never negative), or empty",

@@ -60,6 +60,12 @@ class Precision:
     optimizer_states: Dtype = "bfloat16"
     main_parameters: Dtype | None = None
 
+    @property
+    def wide_compute(self) -> Dtype:
+        """The dtype of what is computed between matrix products: float8 is of the products alone, whose operands and
+        results are bfloat16 (torchao 0.18 float8/float8_linear.py; torchtitan's `mixed_precision_param` beside it)."""
+        return "bfloat16" if self.compute == "float8" else self.compute
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:

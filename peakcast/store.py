@@ -24,7 +24,9 @@ from peakcast.spec import TrainingJob, canonical_json
 T = TypeVar("T")
 
 SOURCES_FOLDER = "sources"
-"""Raw files that tables were imported from live in folders of this name and are no tables."""
+"""Raw files that tables were imported from live in folders of this name and are no tables of measurements."""
+CONSTANTS_FOLDER = "constants"
+"""Readings without a job (what a process holds before any model is there) live in folders of this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +238,8 @@ def load(folder: Path | None = None, gpu: str | None = None) -> list[Measurement
     folder = Path(folder) if folder is not None else datasets_folder()
     if not folder.is_dir():
         raise RecordError(f"{folder} is not a folder of tables; give one, or set PEAKCAST_DATASETS.")
-    tables = [table for table in sorted(folder.rglob("*.csv")) if SOURCES_FOLDER not in table.relative_to(folder).parts]
+    others = {SOURCES_FOLDER, CONSTANTS_FOLDER}
+    tables = [table for table in sorted(folder.rglob("*.csv")) if not others & {*table.relative_to(folder).parts}]
     rows = [row for table in tables for row in read_csv(table)]
     return [row for row in rows if gpu is None or row.gpu == gpu]
 

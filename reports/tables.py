@@ -19,6 +19,7 @@ HELD_OUT_NAMES = {
     "model_type": "model family",
     "layout": "parallel layout",
     "gpu": "GPU type",
+    "source": "source (who measured)",
 }
 HEADLINE_COLUMNS = (
     "GPU",

@@ -26,7 +26,7 @@ DOORS = tuple(
     f"peakcast.{name}"
     for name in (
         *("__main__", "answers", "api", "batch", "cli", "doctor", "job_flags", "places", "questions", "render"),
-        *("calibrating", "collected", "commands", "measuring", "watching"),
+        *("calibrating", "collected", "commands", "measuring", "replaying", "watching"),
     )
 )
 EXPLAINING = "peakcast.explaining"
@@ -59,7 +59,8 @@ def layer(module: str) -> str:
             return package
     if module == TRACKING:
         return TRACKING
-    texts = ("peakcast.explaining.text", "peakcast.explaining.steps")  # they name the command line's flags
+    # they name the command line's flags
+    texts = tuple(f"peakcast.explaining.{name}" for name in ("text", "steps", "beside_text"))
     if within(module, *DOORS, "peakcast.explaining.door", *texts, "peakcast.web"):
         return "doors"
     return next((package for package in (EXPLAINING, SEARCHING) if within(module, package)), "peakcast")

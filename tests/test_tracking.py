@@ -97,9 +97,6 @@ def evaluation():
         quantity="peak_allocated_bytes",
         held_out="architecture",
         overall=summary,
-        by_layout={"tp+pp": summary},
-        by_architecture={"net0": summarise(cells[:1])},
-        by_gpu={"H100-80GB": summary},
         cells=cells,
     )
     return Evaluation(
@@ -145,7 +142,7 @@ def test_an_evaluation_is_a_run_with_a_child_per_gpu_type_and_per_fold(tracker, 
         [run.info.experiment_id], filter_string=f"tags.`mlflow.parentRunId` = '{run_id}'"
     )
     by_name = {child.info.run_name: child for child in children}
-    assert set(by_name) == {"H100-80GB", "without net0"}
+    assert set(by_name) == {"H100-80GB", *(f"without net{i}" for i in range(4))}
     of_gpu, of_fold = by_name["H100-80GB"], by_name["without net0"]
     assert of_gpu.data.metrics["architecture.peak_allocated_bytes.p95_error_over_target"] == pytest.approx(0.3)
     assert of_fold.data.metrics["peak_allocated_bytes.coverage_90"] == 1

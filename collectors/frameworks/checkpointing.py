@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -23,27 +24,31 @@ def checkpoint_arguments(job: TrainingJob) -> dict[str, Any]:
     """The arguments of `torch.utils.checkpoint.checkpoint`."""
     if job.activation_checkpointing.mode == "full":
         return {"use_reentrant": job.activation_checkpointing.use_reentrant}
-    keep = int(conventions(job).get("selective_checkpointing_matmuls", 1))
+    keep, kinds = (conventions(job)[f"selective_checkpointing_{name}"] for name in ("matmuls", "keeps"))
     repeated = torchtitan_experts.repeated_product(job)
-    return {"use_reentrant": False, "context_fn": functools.partial(_keep_matmuls_and_attention, keep, repeated)}
+    return {"use_reentrant": False, "context_fn": functools.partial(_keep, keep, tuple(kinds), repeated)}
 
 
-def _keep_matmuls_and_attention(one_in: int, repeated: torch.Size | None = None) -> Any:
-    """Contexts that keep the results of attention and of one in so many matrix products; with one in several, torchtitan's
-    op policy, those of reduce-scatters, all-to-alls and the router's top k too. `repeated`: products by a matrix of that
-    shape are neither kept nor counted."""
+def _keep(one_in: int, kinds: Collection[str], repeated: torch.Size | None = None) -> Any:
+    """Contexts that keep the results of one in so many matrix products, and of operations of `kinds`. `repeated`: products
+    by a matrix of that shape are neither kept nor counted."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
     matmuls = (aten.mm.default, aten.addmm.default)
-    attention = (
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    )
     exchanges = torch.ops._c10d_functional
-    others = (exchanges.reduce_scatter_tensor.default, exchanges.all_to_all_single.default, aten.topk.default)
-    never_repeated = (*attention, *(others if one_in > 1 else ()))
+    of_kind = {
+        "attention": (
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+        ),
+        "flex": (torch.ops.higher_order.flex_attention,),
+        "reduce_scatter": (exchanges.reduce_scatter_tensor.default,),
+        "all_to_all": (exchanges.all_to_all_single.default,),
+        "topk": (aten.topk.default,),
+    }
+    never_repeated = tuple(function for kind in kinds for function in of_kind[kind])
     counts = {True: 0, False: 0}
 
     def policy(context: Any, function: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -39,14 +39,21 @@ def compile_layers(model: Any, job: TrainingJob) -> Any:
 
     `huggingface`: accelerate's `compile_regions`, which also compiles each other module without layers (embedding, final
     norm, head) by itself; before FSDP2 in place, where hooks that come later break the graph, and checkpointing is around
-    it. `torch`: torchtitan's `apply_compile`, which compiles the layers and the loss.
+    it. `torch`: torchtitan's `apply_compile`, or torchtune's `compile_model`, whose checkpoints are around what is compiled
+    in place; and the loss, where the release does that, or alone.
     """
+    chosen = conventions(job)
     if job.framework == "huggingface":
         from accelerate.utils.other import compile_regions, compile_regions_fsdp2
 
         return compile_regions_fsdp2(model) if compiles_shards(job) else compile_regions(model)
-    for layers in [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]:
+    lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
+    for layers in lists if chosen["compiled_regions"] == "layers" else ():
         for number, layer in enumerate(layers):
-            layers[number] = torch.compile(layer, fullgraph=True)
-    model.loss_function = torch.compile(model.loss_function)
+            if chosen["checkpoints_around_compiled"]:
+                layer.compile()
+            else:
+                layers[number] = torch.compile(layer, fullgraph=True)
+    if chosen["compiles_loss"]:
+        model.loss_function = torch.compile(model.loss_function)
     return model

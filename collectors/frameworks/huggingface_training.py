@@ -61,7 +61,7 @@ class HuggingFaceTraining:
         ):
             switches = {"use_cache": False} if self.job.architecture.kind in ("decoder", "hybrid") else {}
             outputs = self.model(**self.batch, **switches, **self._positions())
-        if self.job.framework == "torch":
+        if not conventions(self.job)["outputs_dropped"]:
             self._outputs = outputs  # a plain loop keeps them until it assigns them again
         return outputs.loss
 

@@ -24,9 +24,7 @@ def bert(job: TrainingJob, config: Any, common: dict[str, Any]) -> Any:
     """BertModel; its sentence pairs, told apart by token types, have a head of their own."""
     types, engine = job.architecture.type_vocab_size, conventions(job)["transformer_impl"] == "transformer_engine"
     spec = (
-        bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
-        if engine
-        else bert_layer_specs.bert_layer_local_spec
+        bert_layer_specs.get_bert_layer_with_transformer_engine_spec() if engine else bert_layer_specs.bert_layer_local_spec
     )
     return BertModel(config, types, spec, add_binary_head=bool(types), **common)
 

@@ -11,9 +11,9 @@ from peakcast.errors import CollectorError
 from peakcast.spec import Offload, Parallelism, TrainingJob
 
 
-def _offloads_with_fsdp2(job: TrainingJob) -> bool:
-    """FSDP2 moves parameters, their gradients and so the optimizer's states together."""
-    sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.num_replicas > 1
+def _offloads_with_fsdp(job: TrainingJob) -> bool:
+    """FSDP moves parameters, their gradients and so the optimizer's states together."""
+    sharded = job.parallelism.sharding in ("fsdp1", "fsdp2", "hsdp") and job.parallelism.num_replicas > 1
     return sharded and job.offload == Offload(parameters=True, optimizer=True)
 
 
@@ -25,7 +25,6 @@ LEFT_OUT = (
     "loss_chunks",
     "logits_upcast",
     "norms_in_float32",
-    "outputs_dropped",
     "trainer",
 )
 """Options of frameworks that the library decides here, whatever the job says."""
@@ -80,16 +79,14 @@ SINGLE_GPU: dict[str, Rule] = {
         "it with framework huggingface or torch, without tensor and pipeline parallelism",
     ),
     "framework_options.compiled_regions": (
-        lambda j: (
-            j.compile and not is_compiled_whole(j) and j.parallelism.world_size > 1 and not compiles_shards(j)
-        ),
+        lambda j: j.compile and not is_compiled_whole(j) and j.parallelism.world_size > 1 and not compiles_shards(j),
         lambda j: conventions(j)["compiled_regions"],
         "layers on one GPU, or with sharding: fsdp2 or hsdp; network on several GPUs otherwise",
     ),
     "offload": (
-        lambda j: (j.offload.parameters or j.offload.optimizer) and not _offloads_with_fsdp2(j),
+        lambda j: (j.offload.parameters or j.offload.optimizer) and not _offloads_with_fsdp(j),
         lambda j: j.offload,
-        "activations offloaded, or parameters and optimizer together with sharding: fsdp2, or nothing",
+        "activations offloaded, or parameters and optimizer together with FSDP, or nothing",
     ),
     "framework_options.checkpoints_around_units": (
         lambda j: j.offload.activations and bool(conventions(j).get("checkpoints_around_units")),
@@ -182,8 +179,7 @@ PIPELINE: dict[str, Rule] = {
     ),
     "parallelism.pipeline_schedule": (
         lambda j: (
-            _has_ddp(j.parallelism)
-            and j.parallelism.pipeline_schedule in ("zero_bubble", "zero_bubble_v", "dualpipe_v")
+            _has_ddp(j.parallelism) and j.parallelism.pipeline_schedule in ("zero_bubble", "zero_bubble_v", "dualpipe_v")
         ),
         lambda j: j.parallelism.pipeline_schedule,
         "another schedule under DDP, or FSDP2: weights' gradients come from torch.autograd.grad, which no hook of DDP sees",

@@ -12,17 +12,35 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from peakcast.collectors.published.counts import counts_page
+from peakcast.collectors.published.device_constants import read_device_constants, write_readings
 from peakcast.collectors.published.fms_a100 import read_fms_a100
+from peakcast.collectors.published.fms_history import read_fms_history
+from peakcast.collectors.published.lightning_thunder import read_lightning_thunder
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
+from peakcast.collectors.published.optimum_benchmark import read_optimum_benchmark
+from peakcast.collectors.published.peft_method_comparison import read_peft_method_comparison
+from peakcast.collectors.published.simumax_b200 import read_simumax_b200
+from peakcast.collectors.published.torchtitan_log import read_torchtitan_log
+from peakcast.durable import replace_file
 from peakcast.errors import PeakcastError
 from peakcast.records import Measurement
-from peakcast.store import write_csv
+from peakcast.store import CONSTANTS_FOLDER, write_csv
 
 READERS: dict[str, Callable[[Path], list[Measurement]]] = {
     "fms_a100.csv": read_fms_a100,
+    "fms_history.jsonl": read_fms_history,
+    "lightning_thunder.jsonl": read_lightning_thunder,
     "megatron_ci.jsonl": read_megatron_ci,
+    "optimum_benchmark.jsonl": read_optimum_benchmark,
+    "peft_method_comparison.jsonl": read_peft_method_comparison,
+    "simumax_b200.jsonl": read_simumax_b200,
+    "torchtitan_log.jsonl": read_torchtitan_log,
 }
 """The reader of each source file. A source has a module, a line here, and a section in `datasets/README.md`."""
+
+CONSTANTS = "device_constants_h100.jsonl"
+"""The source whose lines have no job: what a process holds on a GPU before any model is there."""
 
 
 def import_published(sources: Path, folder: Path) -> list[Measurement]:
@@ -31,8 +49,11 @@ def import_published(sources: Path, folder: Path) -> list[Measurement]:
     Raises: RecordError when a source is missing or damaged, or `folder` cannot be written.
     """
     rows_of = {name: read(sources / name) for name, read in READERS.items()}  # all are read before any table is written
+    readings = read_device_constants(sources / CONSTANTS)
     for name, rows in rows_of.items():
         write_csv(folder / Path(name).with_suffix(".csv").name, rows)
+    replace_file(folder / "README.md", counts_page({Path(name).stem: rows for name, rows in rows_of.items()}).encode())
+    write_readings(folder / CONSTANTS_FOLDER / Path(CONSTANTS).with_suffix(".csv").name, readings)
     return [row for rows in rows_of.values() for row in rows]
 
 

@@ -5,9 +5,8 @@ Source: `megatron_ci.jsonl` (each row names the commit it is from); the facts ab
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from peakcast.collectors.published.source_files import read_jsonl
 from peakcast.dialects.megatron import from_megatron
 from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError
-from peakcast.fields import FrozenMapping
 from peakcast.records import Measurement
-from peakcast.spec import TrainingJob
 
 VOCABULARIES: dict[tuple[str, int], tuple[int, str]] = {
     ("GPTSentencePieceTokenizer", 6144): (256000, "Nemotron-4's; allocated-after-step on GB200 fits 256000 to 0.01 %"),
@@ -25,70 +22,70 @@ VOCABULARIES: dict[tuple[str, int], tuple[int, str]] = {
 }
 """Vocabulary by tokenizer type and hidden size, where the type alone does not settle it, and why."""
 
-NUM_GPUS: dict[tuple[str, str], tuple[int, str]] = {
-    ("bert_release_sm", ""): (64, "the fewest that the layout needs"),
-    ("deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release", ""): (64, "the fewest that the layout needs"),
-    ("deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release", ""): (16, "the fewest that the layout needs"),
-    ("deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release_sm", ""): (16, "the fewest that the layout needs"),
-    ("gpt3_15b_8t_release", "A100-80GB"): (192, "what allocated-after-step implies"),
-    ("gpt3_15b_8t_release", "H100-80GB"): (128, "what allocated-after-step implies"),
-    ("gpt3_15b_8t_release_sm", "A100-80GB"): (192, "what allocated-after-step implies"),
-    ("gpt3_15b_8t_release_sm", ""): (128, "what allocated-after-step implies"),
-    ("gpt3_15b_8t_release_sm_gb200", ""): (64, "what allocated-after-step on GB200 implies"),
-    ("gpt_grpo_tp4_pp1_dp2_8b_cudagraphs_throughput", ""): (8, "tp4 × dp2 of the case's name"),
-    ("gpt_grpo_tp4_pp1_dp2_8b_throughput_github", ""): (8, "tp4 × dp2 of the case's name"),
-    ("mixtral_8x22b_tp2pp8ep8vpp1_release", ""): (128, "what allocated-after-step implies"),
-    ("nemotron3_super_release_gb200", ""): (64, "the fewest that the layout needs"),
-    ("nemotron3_super_release_gb200_sm", ""): (64, "the fewest that the layout needs"),
+NUM_GPUS_FROM: dict[str | None, str] = {
+    "recipe": "",
+    "8 taken": "num_gpus=8 is assumed: no recipe of this case is known, and nearly all recorded ones ran on 8 GPUs.",
+    "after-step bytes": "num_gpus is the multiple of the layout whose model states explain allocated_bytes_after_step.",
+    None: "num_gpus is the fewest that the layout needs: the recipe is not public.",
 }
-"""GPUs of the cases that ran on more nodes than the recorded one, by case and GPU type ("" for every other), and why."""
+"""What each origin of the number of GPUs leaves to be assumed, as a sentence."""
 
-FAMILY_REASONS = {
-    "hybrid": "A hybrid (Mamba) model is not modelled.",
-    "nemotron": "A hybrid (Mamba) model is not modelled.",
-    "multimodal-llava": "A multimodal model is not modelled.",
-}
+FAMILY_REASONS = {"multimodal-llava": "A multimodal model is not modelled."}
+
+COPIED_FROM_H100 = "all values are those of the H100 row, whose workspace of 32 MiB an A100 does not have"
 
 CONTRADICTIONS: dict[tuple[str, str, str], str] = {
+    (
+        "gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_multi_dist_optimizer_instances",
+        "A100-80GB",
+        "lts",
+    ): "older than num-distributed-optimizer-instances=2: what stays after a step is, to 2 MiB, that of one instance",
     ("gpt3_15b_8t_release_sm_gb200", "A100-80GB", "lts"): "all values are those of gpt3_15b_8t_release_sm, another layout",
-    ("gpt3_15b_8t_release_sm_gb200", "H100-80GB", "dev"): "its peak is two thirds of the GB200 row's of the same arguments",
+    ("gpt3_15b_8t_release_sm_gb200", "H100-80GB", "dev"): "all values are those of another case: its peak is two thirds "
+    "of the GB200 row's of the same arguments",
     ("hybrid_mr_mcore_te_tp1_pp1_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): "all values are those of a GPT case",
     ("hybrid_mr_mcore_te_tp2_pp1_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): "all values are those of a GPT case",
-    ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "H100-80GB", "dev"): "all values are those of the A100 row",
+    ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "A100-80GB", "dev"): COPIED_FROM_H100,
+    ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): COPIED_FROM_H100,
 }
 """Rows whose values cannot be their own configuration's, by case, GPU type and environment."""
 
-STALE_TOLERANCE = 0.05
-"""A row further than this from the newer container's rows of the same job and GPU type was recorded with other code."""
-
 COMMON_ASSUMPTIONS = (
     "The values are of the last rank, world size − 1, as the tests log them.",
-    "peak_allocated_bytes is the allocator's peak since the start, never reset, over all logged steps.",
     "steady_allocated_bytes is allocated_bytes.all.current after a step, which step is not recorded.",
+)
+PEAK_OF_ALL_STEPS = "peak_allocated_bytes is the allocator's peak since the start, never reset, over all logged steps."
+PEAK_OF_TEN_STEPS = (
+    "peak_allocated_bytes is the allocator's peak over the first ten steps: routing drifts over the thousands of steps of "
+    "a release case."
 )
 
 
 def read_megatron_ci(path: Path) -> list[Measurement]:
     """Every row of `megatron_ci.jsonl` as a `Measurement`, in file order. Raises: RecordError naming file and line."""
-    return _mark_stale(read_jsonl(path, _measurement))
+    return read_jsonl(path, _measurement)
 
 
 def _measurement(record: Mapping[str, Any]) -> Measurement:
-    translation, facts, unknown_size = _translate(record)
+    translation, facts = _translate(record)
     family, gpu = record["family"], record["gpu"]
-    job = _job(translation.job, record)
+    job = translation.job
+    fewest = _fewest_gpus(record["arguments"])
     reasons = list(translation.unsupported)
     if family in FAMILY_REASONS and not any(FAMILY_REASONS[family].split("(")[0] in reason for reason in reasons):
         reasons.append(FAMILY_REASONS[family])
     spoiled = []
     if record["second_run"]:
         spoiled.append("a run resumed from a checkpoint: loading it may have set the peak")
-    if unknown_size:
-        spoiled.append(f"the number of GPUs is not recorded: num_gpus={record['num_gpus']} cannot hold the job")
+    if record["num_gpus"] is None:
+        spoiled.append("the number of GPUs is not recorded")
+    elif record["num_gpus"] % fewest:
+        spoiled.append(f"num_gpus={record['num_gpus']} of its recipe cannot hold the layout, which needs {fewest}")
     contradiction = CONTRADICTIONS.get((record["case"], gpu, record["environment"]))
     if contradiction:
         spoiled.append(contradiction)
     run = "second_run" if record["second_run"] else "first_run"
+    peak = "peak_allocated_bytes_steps_to_10" if _is_release(record) else "peak_allocated_bytes"
     return Measurement(
         job=job,
         gpu=gpu,
@@ -98,7 +95,7 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
         case="/".join((record["case"], str(record["platform"]), record["environment"], run)),
         rank=job.parallelism.world_size - 1,
         collectives="nccl",
-        peak_allocated_bytes=_bytes(record, "peak_allocated_bytes"),
+        peak_allocated_bytes=_bytes(record, peak),
         first_step_peak_allocated_bytes=_bytes(record, "peak_allocated_bytes_step_1"),
         steady_allocated_bytes=_bytes(record, "allocated_bytes_after_step"),
         environment={
@@ -113,29 +110,45 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
         assumptions=(*COMMON_ASSUMPTIONS, *facts, *translation.assumptions, *translation.warnings),
         out_of_scope=" ".join(reasons),
         spoiled=tuple(spoiled),
+        observed=record["value_since"],
     )
 
 
-def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str], bool]:
-    """The translation, the sentences about what was filled in, and whether the number of GPUs was."""
+def _is_release(record: Mapping[str, Any]) -> bool:
+    return "release" in record["case"]
+
+
+def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str]]:
+    """The translation, and the sentences about what was filled in."""
     arguments = dict(record["arguments"])
-    facts = []
+    facts = [PEAK_OF_TEN_STEPS if _is_release(record) else PEAK_OF_ALL_STEPS]
     if record["family"] == "bert":  # what pretrain_bert.py trains; no flag says so
         arguments["bert-binary-head"] = True
     known = VOCABULARIES.get((str(arguments.get("tokenizer-type")), int(arguments.get("hidden-size") or 0)))
     if known and "vocab-size" not in arguments:
         arguments["vocab-size"] = known[0]
         facts.append(f"vocab-size is taken as {known[0]}: {known[1]}.")
-    case, gpu = record["case"], record["gpu"]
-    filled = NUM_GPUS.get((case, gpu)) or NUM_GPUS.get((case, ""))
-    if filled:
-        facts.append(f"num_gpus is taken as {filled[0]}: {filled[1]}.")
-    return from_megatron(arguments, filled[0] if filled else record["num_gpus"], record["env_vars"]), facts, bool(filled)
+    assumed = NUM_GPUS_FROM[record["num_gpus_from"]]
+    if assumed:
+        facts.append(assumed)
+    recorded, fewest = record["num_gpus"], _fewest_gpus(arguments)
+    num_gpus = fewest if recorded is None or recorded % fewest else recorded
+    return from_megatron(arguments, num_gpus, record["env_vars"], _versions(record)), facts
 
 
-def _job(job: TrainingJob, record: Mapping[str, Any]) -> TrainingJob:
-    options = FrozenMapping({**job.framework_options, "container": record["environment"]})
-    return job.replace(framework_options=options)
+def _fewest_gpus(arguments: Mapping[str, Any]) -> int:
+    """The fewest GPUs on which the layout of `arguments` can run."""
+    tensor, context, pipeline, experts = (
+        int(arguments.get(f"{name}-parallel-size", 1))
+        for name in ("tensor-model", "context", "pipeline-model", "expert-model")
+    )
+    expert_tensor = int(arguments.get("expert-tensor-parallel-size", tensor))
+    return pipeline * math.lcm(tensor * context, experts * expert_tensor if experts > 1 else 1)
+
+
+def _versions(record: Mapping[str, Any]) -> dict[str, str]:
+    """Of the commit that set the value: megatron-core's, and the tag of NVIDIA's PyTorch image."""
+    return {"megatron_core": record["megatron_core"], "ngc_pytorch": str(record["container"]).removesuffix("-py3")}
 
 
 def _bytes(record: Mapping[str, Any], key: str) -> int | None:
@@ -143,30 +156,3 @@ def _bytes(record: Mapping[str, Any], key: str) -> int | None:
     if value is not None and (value < 0 or int(value) != value):
         raise SpecError(f"{key}={value!r} must be a whole number of bytes, at least 0.", parameter=key, value=value)
     return None if value is None else int(value)
-
-
-def _mark_stale(rows: list[Measurement]) -> list[Measurement]:
-    """`rows`, with those marked whose peak contradicts newer rows of the same job on the same GPU type.
-
-    Golden values are renewed case by case, so an old container's may be of older code: many are those that the same job
-    has with attention-backend=unfused.
-    """
-    newer: dict[tuple[str, TrainingJob], list[int]] = defaultdict(list)
-    for row in rows:
-        if row.environment["container"] == "dev" and not row.spoiled and row.peak_allocated_bytes:
-            newer[row.gpu, _without_container(row.job)].append(row.peak_allocated_bytes)
-    marked = []
-    for row in rows:
-        peaks = sorted(newer.get((row.gpu, _without_container(row.job)), ()))
-        if peaks and row.peak_allocated_bytes and row.environment["container"] != "dev" and not row.spoiled:
-            error = row.peak_allocated_bytes / peaks[len(peaks) // 2] - 1
-            if abs(error) > STALE_TOLERANCE:
-                reason = f"its peak is {error:+.1%} from the newer container's rows of the same job: an older golden value"
-                row = replace(row, spoiled=(*row.spoiled, reason))
-        marked.append(row)
-    return marked
-
-
-def _without_container(job: TrainingJob) -> TrainingJob:
-    options = {key: value for key, value in job.framework_options.items() if key != "container"}
-    return job.replace(framework_options=FrozenMapping(options))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from peakcast.errors import RecordError
-from peakcast.records import Measurement
+
+Row = TypeVar("Row")
 
 
-def read_jsonl(path: Path, measurement: Callable[[Mapping[str, Any]], Measurement]) -> list[Measurement]:
-    """`measurement` of every line of `path`, in file order. Raises: RecordError naming file and line."""
+def read_jsonl(path: Path, row: Callable[[Mapping[str, Any]], Row]) -> list[Row]:
+    """`row` of every line of `path`, in file order. Raises: RecordError naming file and line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -20,7 +21,7 @@ def read_jsonl(path: Path, measurement: Callable[[Mapping[str, Any]], Measuremen
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(measurement(json.loads(line)))
+            rows.append(row(json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise RecordError(f"{path}, line {number}: {error!r}; restore the source file.") from error
     return rows

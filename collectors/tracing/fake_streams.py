@@ -118,6 +118,14 @@ def _install_fsdp1() -> None:
         finally:
             cuda.is_available = available
 
+    data: Any = torch.Tensor.data
+
+    def set_data(tensor: FakeTensor, value: torch.Tensor) -> None:
+        """A fake tensor's device is an attribute, which goes with its data: FSDP1 moves a flat parameter so to the host."""
+        data.__set__(tensor, value)
+        tensor.fake_device = value.device
+
+    FakeTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
     FakeTensor.data_ptr = lambda tensor: tensor.untyped_storage()._cdata  # type: ignore[method-assign,assignment]
     runtime._lazy_init = wrapper._lazy_init = initialise_with_gpu
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from peakcast import catalog
 from peakcast.collectors.tracing.trace import fake_mode, timeline_from_mapping, timeline_to_mapping
 from peakcast.errors import CollectorError, SpecError
 from peakcast.timeline import Category, Phase, Timeline
@@ -26,13 +27,15 @@ LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "binary_cross_entr
 """Of `torch.nn.functional`: from the first of these on until backward, the phase is the loss."""
 
 
-def trace_module(target: str, *, timeout_seconds: float = 600) -> dict[str, Timeline]:
-    """`{"first": ..., "steady": ...}`: the timelines of two steps of `target`, "path/to/file.py:function".
+def trace_module(target: str, gpu: str | None = None, *, timeout_seconds: float = 600) -> dict[str, Timeline]:
+    """`{"first": ..., "steady": ...}`: the timelines of two steps of `target`, "path/to/file.py:function". With a GPU of
+    the catalog also what its kernels take for themselves.
 
     Raises: SpecError for a target that is not one, CollectorError with what the traced process said.
     """
     path, function = _target(target)
     command = [sys.executable, "-P", "-m", "peakcast.collectors.tracing.module", str(path), function]
+    command += [gpu] if gpu is not None else []
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
@@ -64,7 +67,7 @@ def _target(target: str) -> tuple[Path, str]:
 # -- in the traced process ----------------------------------------------------------------------------------------------
 
 
-def trace_here(path: Path, function: str) -> dict[str, Timeline]:
+def trace_here(path: Path, function: str, gpu: str | None = None) -> dict[str, Timeline]:
     """As `trace_module`, in this process, which it changes for good."""
     import torch
 
@@ -75,6 +78,7 @@ def trace_here(path: Path, function: str) -> dict[str, Timeline]:
     fake_streams.install()
     patches.install()
     tracer = Tracer()
+    tracer.gpu = catalog.gpu(gpu) if gpu is not None else None
     spans: dict[str, tuple[int, int]] = {}
     # one thread: autograd's own would not know that tensors made in backward are fake too
     with inductor.when_asked(tracer), fake_mode(), tracer, torch.autograd.set_multithreading_enabled(False):
@@ -179,9 +183,9 @@ def _name_states(tracer: Any, model: Any, optimizers: list[Any]) -> None:
 
 def main(arguments: list[str]) -> int:
     """Exit code 0 and both timelines as a line of JSON, or 2 with one sentence on standard error."""
-    path, function = arguments
+    path, function, *gpu = arguments
     try:
-        timelines = trace_here(Path(path), function)
+        timelines = trace_here(Path(path), function, *gpu)
     except CollectorError as error:
         print(f"peakcast: {error}", file=sys.stderr)
         return 2

@@ -2,8 +2,8 @@
 
 A dispatch mode sees each operation; a storage is born at the operation that first returns it and dies when Python and
 autograd have let go of it (a finalizer). Sizes are rounded as the CUDA allocator does. What a kernel allocates inside
-itself is not visible by construction. Of a tensor made of others (a DTensor's shard) the inner ones count: the outer's
-own storage is nominal and of full size.
+itself is not visible; where a GPU is given it is worked out (`kernels.py`). Of a tensor made of others (a DTensor's shard)
+the inner ones count: the outer's own storage is nominal and of full size.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
+from peakcast.catalog import Device
+from peakcast.collectors.tracing.kernels import Taken, taken
 from peakcast.timeline import Category, Entry, Phase, Timeline
 from peakcast.units import round_up
 
@@ -44,6 +46,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.device_type = device_type
         self.phase = Phase.INIT
+        self.gpu: Device | None = None
+        """Whose kernels run: what they take for themselves is seen too. None: of no GPU, and nothing of it is."""
+        self._zeros: tuple[int, int] | None = None
+        """Operation and storage of the last zeros made to be filled."""
+        self._kept: set[tuple[str, bool]] = set()
+        """Workspaces that a library keeps: name, and whether the autograd thread's."""
         self._modules: list[str] = []
         self._phases: list[int] = []
         self._labels: list[str] = []
@@ -164,6 +172,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if func is graphsafe_run_with_rng_state:  # around an operator that compiled code runs again
             func, *args = args
             kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
+        if func is torch.ops.aten.scatter.src and self._fills_new_zeros(args[0]):
+            func = torch.ops.aten.scatter_.src
         result = func(*args, **(kwargs or {}))
         if self._fused is None:
             self._phases.append(int(self.phase))
@@ -174,7 +184,30 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self._see(leaf, instant)
         if func._schema.overload_name == "out" and isinstance(result, torch.Tensor):
             self._christen([result], self._labels[instant])
+        if func is torch.ops.aten.new_zeros.default:
+            self._zeros = instant, result.untyped_storage()._cdata
+        if self.gpu is not None:
+            for workspace in taken(func, args, result, self.gpu):
+                self._take(workspace, instant)
         return result
+
+    def _fills_new_zeros(self, target: torch.Tensor) -> bool:
+        """Whether a scatter in backward goes into zeros that were made for it. The backward of `max` over a dimension makes
+        them and then scatters in place, but out of place while a mode is on (torch 2.13 `FunctionsManual.cpp`,
+        `value_selecting_reduction_backward_symint`, `areAnyTensorSubclassLike`)."""
+        made = self._zeros == (self.now - 1, target.untyped_storage()._cdata)
+        return made and self.phase is Phase.BACKWARD
+
+    def _take(self, workspace: Taken, instant: int) -> None:
+        """Memory that an operator's kernel takes for itself, until it ends or for good."""
+        holder = workspace.name, self.phase is Phase.BACKWARD
+        if workspace.kept and holder in self._kept:
+            return
+        self._kept |= {holder} if workspace.kept else set()
+        number, self._count = self._count, self._count + 1
+        size = max(ALLOCATION_UNIT_BYTES, round_up(workspace.num_bytes, ALLOCATION_UNIT_BYTES))
+        self._entries[number] = [workspace.name, size, instant, None if workspace.kept else instant + 1, self.module]
+        self._named[number] = (Category.WORKSPACES, workspace.name)
 
     def _see(self, tensor: torch.Tensor, instant: int) -> None:
         if is_traceable_wrapper_subclass(tensor):

@@ -73,6 +73,8 @@ INDICES = {
     "FP8BwdTensors": [f"GRAD_{part}{i}" for i in (1, 2, 3) for part in ("OUTPUT", "INPUT")],
 }
 """Members that index lists, in their order (csrc/common.h)."""
+
+
 def install() -> bool:
     """Make `import transformer_engine` give its Python on kernels that do nothing; False where it is not installed."""
     for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
 from peakcast.errors import SpecError, near_misses
+from peakcast.findings import MORE, Finding, found
 from peakcast.models.analytical.adapter_targets import default_adapter_targets, has_default_targets
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.parameters import layer_parameters
@@ -27,22 +28,25 @@ STACKED_EXPERTS_ADAPTED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", 
 utils/transformers_weight_conversion.py _convert_peft_config_moe, transformers 5.17 conversion_mapping.py)."""
 
 
-def adapter_reason(job: TrainingJob) -> str:
-    """Which adapters that `finetuning.targets` asks for the ledger does not count, as one sentence; "" for none."""
+def adapter_reason(job: TrainingJob) -> Finding | None:
+    """Which adapters that `finetuning.targets` asks for the ledger does not count, as a finding; None for none."""
     targets = set(job.finetuning.targets)
     if job.finetuning.method == "full" or job.task != "train":
-        return ""
+        return None
     if ends := sorted(targets.intersection(ENDS)):
-        return f"finetuning.targets names {', '.join(ends)}: adapters on the token table or the head are not counted."
+        sentence = f"finetuning.targets names {', '.join(ends)}: adapters on the token table or the head are not counted."
+        return found(sentence, "finetuning.targets", effect=MORE)
     shared = _projections(job.architecture, ("shared_expert",))
     if targets.intersection((*shared, "all-linear") if shared else ()):
-        return f"adapters on the shared experts of {job.architecture.name!r} ({', '.join(shared)}) are not counted."
+        sentence = f"adapters on the shared experts of {job.architecture.name!r} ({', '.join(shared)}) are not counted."
+        return found(sentence, "finetuning.targets", effect=MORE)
     chosen = conventions(job)
     adapted = chosen.get("experts_implementation") == "loop" or chosen.get("quantized_experts")
     adapted = adapted or job.architecture.model_type in STACKED_EXPERTS_ADAPTED
     if job.architecture.moe is not None and adapted and targets.intersection((*EXPERTS, "gate", "all-linear")):
-        return f"adapters on the experts of {job.architecture.name!r} are not counted."
-    return ""
+        sentence = f"adapters on the experts of {job.architecture.name!r} are not counted."
+        return found(sentence, "finetuning.targets", effect=MORE)
+    return None
 
 
 def targets_taken(job: TrainingJob) -> str:

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from peakcast.models.analytical.operations import Operation, Tensor
+from peakcast.models.analytical.operations import Operation, Tensor, WeightGradient
 from peakcast.models.analytical.template import HANDED_IN, Waiting
 from peakcast.timeline import Category
 
-Row = tuple[str, int, int, int, bool, int, bool, bool, int, bool]
+Row = tuple[str, int, int, int, bool, int, bool, bool, int, bool, int]
 """Name, category, bytes, born, whether in backward, dies, whether in backward, whether a parameter's gradient, dies
-without a graph, whether selective checkpointing keeps it."""
+without a graph, whether selective checkpointing keeps it, stream."""
 TEMPORARY, GRADIENT = int(Category.TEMPORARIES), int(Category.GRADIENTS)
+
+
+def workspace_rows(weight: WeightGradient, instant: int) -> list[Row]:
+    """What the kernel that sums a parameter's gradient takes for itself, at backward instant `instant`."""
+    name, kind = f"{weight.name}.workspace", int(Category.WORKSPACES)
+    after = instant + 1
+    return [(name, kind, size, instant, True, after, True, False, after, False, 0) for size in weight.workspaces]
 
 
 class _Gradient:
     """A gradient on its way: `holders` are the tensors that it is the gradient of and that have not run backward."""
 
-    __slots__ = ("born", "holders", "name", "num_bytes")
+    __slots__ = ("born", "holders", "name", "num_bytes", "stream")
 
-    def __init__(self, num_bytes: int, born: int, name: str = HANDED_IN, holders: int = 0) -> None:
-        self.num_bytes, self.born, self.name, self.holders = num_bytes, born, name, holders
+    def __init__(self, num_bytes: int, born: int, name: str = HANDED_IN, holders: int = 0, stream: int = 0) -> None:
+        self.num_bytes, self.born, self.name, self.holders, self.stream = num_bytes, born, name, holders, stream
 
 
 class Backward:
@@ -61,14 +68,14 @@ class Backward:
             self._run(operations[index], index, instant)
         for gradient in dict.fromkeys(self._held.values()):  # the input's gradient, handed on at the end
             if gradient not in self._hooked:
-                self._live(gradient.name, gradient.num_bytes, gradient.born, len(order))
+                self._live(gradient.name, gradient.num_bytes, gradient.born, len(order), gradient.stream)
         self.waiting = [
             Waiting(one.name, TEMPORARY, one.num_bytes, one.born, True, until, until) for one, until in self._hooked.items()
         ]
 
-    def _live(self, name: str, num_bytes: int, born: int, dies: int) -> None:
+    def _live(self, name: str, num_bytes: int, born: int, dies: int, stream: int = 0) -> None:
         if num_bytes > 0:
-            self.rows.append((name, TEMPORARY, num_bytes, born, True, dies, True, False, dies, False))
+            self.rows.append((name, TEMPORARY, num_bytes, born, True, dies, True, False, dies, False, stream))
 
     def _run(self, operation: Operation, index: int, instant: int) -> None:
         held, later, after = self._held, index in self._turns, instant + 1
@@ -85,7 +92,9 @@ class Backward:
                 gradient = incoming[0]
             else:
                 num_bytes = tensor.num_bytes if size is None else size
-                gradient = _Gradient(num_bytes, made_at, f"{operation.name}.gradient")
+                gradient = _Gradient(
+                    num_bytes, made_at, f"{operation.name}.gradient", stream=operation.gradients_stream
+                )
                 touched.append(gradient)
             key = id(tensor)
             if key in self._shared:
@@ -104,10 +113,11 @@ class Backward:
         if not later:
             for weight in operation.weight_gradients:
                 if weight.num_bytes > 0:
-                    row = (weight.name, GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False)
+                    row = (weight.name, GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False, 0)
                     self.rows.append(row)
-            if operation.backward_temporary_bytes:
-                self._live(f"{operation.name}.temporary", operation.backward_temporary_bytes, instant, after)
+                    self.rows += workspace_rows(weight, instant)
+            for size, stream in operation.backward_temporaries:
+                self._live(f"{operation.name}.temporary", size, instant, after, stream)
         if self._saves_on_cpu:
             for size in operation.saved_bytes:
                 self._live(f"{operation.name}.from_cpu", size, instant, after)
@@ -120,4 +130,4 @@ class Backward:
             if gradient.holders <= 0:
                 if gradient.name == HANDED_IN and self.added_to_handed_in is None:
                     self.added_to_handed_in = after
-                self._live(gradient.name, gradient.num_bytes, gradient.born, after)
+                self._live(gradient.name, gradient.num_bytes, gradient.born, after, gradient.stream)

@@ -1,12 +1,14 @@
 """What building a network leaves in the allocator's cache before the first step.
 
 Only where the building is the framework's own, so that its order is known: FSDP1 makes one unit after the other of a
-network that lies on the host. How weights come there, are read or quantised is the loader's, and in no timeline.
+network that lies on the host; Megatron-LM makes weights on the GPU and copies them into buffers (`megatron_building.py`).
+How weights come there, are read or quantised is the loader's, and in no timeline.
 """
 
 from __future__ import annotations
 
 from peakcast.models.analytical.layouts import layout_of
+from peakcast.models.analytical.megatron_building import build_megatron
 from peakcast.models.analytical.step import Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.spec import TrainingJob
@@ -15,8 +17,9 @@ from peakcast.timeline import Timeline
 
 def building(job: TrainingJob, rank: int | None = None) -> list[Timeline]:
     """One timeline, which ends with what stands before the first step; none where nothing is known of it."""
-    if job.framework == "megatron" or job.task != "train" or job.parallelism.num_replicas == 1:
-        return []
     step = Step()
-    layout_of(job, stored_parameters(job), rank=rank).build(step)
+    if job.framework == "megatron":
+        build_megatron(step, job, rank or 0)
+    elif job.task == "train" and job.parallelism.num_replicas > 1:
+        layout_of(job, stored_parameters(job), rank=rank).build(step)
     return [step.timeline()] if step.now else []

@@ -26,9 +26,7 @@ class Recording:
     labels: tuple[str, ...] = ()
 
 
-def tensors_held(
-    tensors: Iterable[tuple[str, str, int]], category: int, born: int, dies: int
-) -> npt.NDArray[np.int64]:
+def tensors_held(tensors: Iterable[tuple[str, str, int]], category: int, born: int, dies: int) -> npt.NDArray[np.int64]:
     """The columns of (name, module, bytes) of tensors, of one category with one life, rounded as the allocator does; those
     without bytes are none."""
     rows = [row for row in tensors if row[2] > 0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from peakcast.conventions import adapter_dtype, conventions
+from peakcast.conventions import adapter_dtype, conventions, fuses_loss
+from peakcast.findings import Check, Finding, first, found
 from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers, slides_anywhere
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.spec import Batch, Offload, TrainingJob
@@ -23,10 +24,12 @@ TRACED = {
 """What changes a family's graphs, and the families whose graphs were compared with it. Plainly, all of FAMILIES were."""
 
 
-def compile_reason(job: TrainingJob) -> str:
-    """Why the ledger does not cover the compiled `job`, as one sentence; "" when it does, or nothing is compiled."""
+def compile_reason(job: TrainingJob) -> Finding | None:
+    """Why the ledger does not cover the compiled `job`, as a finding; None when it does, or nothing is compiled."""
     if not job.compile:
-        return ""
+        return None
+    if conventions(job).get("compiled_regions") == "loss":
+        return _loss_reason(job)
     from peakcast.models.analytical.blocks.compiled_layer import FAMILIES
 
     architecture, convention, checkpointing = job.architecture, conventions(job), job.activation_checkpointing
@@ -34,7 +37,7 @@ def compile_reason(job: TrainingJob) -> str:
     autocast = bool(convention.get("autocast"))
     cast = autocast and job.parallelism.world_size == 1  # the weights themselves; FSDP2 gathers them narrow
     whole, accelerate = convention.get("compiled_regions") == "network", job.framework == "huggingface"
-    checks = (
+    checks: tuple[Check, ...] = (
         (job.framework not in ("huggingface", "torch"), f"with framework={job.framework!r}"),
         (job.parallelism.world_size > 1 and not _in_shards(job), "on several ranks, but for layers that FSDP2 shards,"),
         (job.task != "train", "other than for training"),
@@ -61,6 +64,10 @@ def compile_reason(job: TrainingJob) -> str:
             gathered_dtype(job) != ("float32" if cast else "bfloat16"),
             "of other weights than bfloat16, or float32 under autocast,",
         ),
+        (
+            job.precision.compute == "float8",
+            "of products in float8, whose conversions fuse, is counted as that of products in bfloat16 and",
+        ),
         (job.precision.compute != "bfloat16", "of products in other than bfloat16"),
         (
             autocast and not (accelerate or (whole and cast)),
@@ -84,7 +91,7 @@ def compile_reason(job: TrainingJob) -> str:
             "with selective checkpointing around layers that are compiled in place",
         ),
         (job.batch != Batch() or job.offload != Offload(), "with padding, packing or offloading"),
-        (job.loss.fused_linear_cross_entropy or bool(convention.get("liger_kernels")), "with Liger's kernels"),
+        (fuses_loss(job) or bool(convention.get("liger_kernels")), "with Liger's kernels"),
         (bool(convention.get("neftune")), "with neftune"),
         (
             whole and checkpointing.mode != "none" and kinds_of_layers(architecture) > 1,
@@ -92,7 +99,13 @@ def compile_reason(job: TrainingJob) -> str:
         ),
         (slides_anywhere(architecture, job.sequence_length), "beyond the sliding window"),
     )
-    return next((f"compile=true {how} is not modelled{TRACE}" for asked, how in checks if asked), "")
+    return first(checks, "compile", start="compile=true ", end=f" is not modelled{TRACE}")
+
+
+def _loss_reason(job: TrainingJob) -> Finding | None:
+    """... where the loss alone is compiled, whose two kernels are known over whole logits."""
+    split = job.parallelism.tensor_parallel_size > 1 or job.loss.kind != "cross_entropy"
+    return found(f"compile=true of a loss over logits in parts is not modelled{TRACE}", "compile") if split else None
 
 
 def _in_shards(job: TrainingJob) -> bool:

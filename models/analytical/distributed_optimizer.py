@@ -8,8 +8,10 @@ also moves the parameters into a buffer padded alike, and owns 1/n of the fp32 m
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from peakcast.models.analytical.megatron_parameters import Parameter
 from peakcast.units import round_up
@@ -47,40 +49,50 @@ def bucket_size(overlap: bool, pipeline_rank: int, data_parallel_size: int, aske
     return asked or max(40_000_000, 1_000_000 * data_parallel_size)
 
 
-def buffer_elements(parameters: Sequence[Parameter], rules: BufferRules) -> int:
-    """Elements of the contiguous buffer of `parameters`, padding included. Without sharding there is no padding."""
-    if not rules.sharded:
-        return sum(parameter.numel for parameter in parameters)
+@lru_cache(maxsize=512)
+def laid_out(parameters: tuple[Parameter, ...], rules: BufferRules) -> tuple[list[tuple[Parameter, int]], list[int]]:
+    """(parameter, first element) of each in the order in which backward reaches them, and where each bucket ends."""
+    starts: list[tuple[Parameter, int]] = []
+    ends: list[int] = []
     start = bucket_start = end = 0
-    open_bucket = False
-    for parameter in reversed(parameters):  # the order in which backward reaches them
-        start = round_up(start, PARAMETER_ALIGNMENT)
-        if parameter.own_bucket and open_bucket:
-            start = bucket_start = round_up(start, rules.bucket_divisor)
+    for parameter in reversed(parameters):
+        if rules.sharded:
+            start = round_up(start, PARAMETER_ALIGNMENT)
+        if parameter.own_bucket and bucket_start < end:
+            start = bucket_start = round_up(start, rules.bucket_divisor) if rules.sharded else start
+            ends.append(start)
+        starts.append((parameter, start))
         end = start + parameter.numel
-        open_bucket = True
         full = rules.bucket_size is not None and end - bucket_start >= rules.bucket_size
         if full or parameter.own_bucket:
-            end = bucket_start = round_up(end, rules.bucket_divisor)
-            open_bucket = False
+            end = bucket_start = round_up(end, rules.bucket_divisor) if rules.sharded else end
+            ends.append(end)
         start = end
-    return round_up(end, rules.bucket_divisor) if open_bucket else end
+    if bucket_start < end:
+        ends.append(round_up(end, rules.bucket_divisor) if rules.sharded else end)
+    return starts, ends
 
 
-def shard_pieces(parameters: Sequence[Parameter], rules: BufferRules) -> list[tuple[Parameter, int]]:
-    """(parameter, elements) that this rank's optimizer owns: all of them, or one part of `shards` of the buffer.
+def buffer_elements(parameters: Sequence[Parameter], rules: BufferRules) -> int:
+    """Elements of the contiguous buffer of `parameters`, padding included. Without sharding there is no padding."""
+    return max(laid_out(tuple(parameters), rules)[1], default=0)
 
-    The share of an average rank: Megatron cuts the buffer, not the parameters, so a real rank owns a few whole parameters.
-    """
+
+def shard_pieces(parameters: Sequence[Parameter], rules: BufferRules, shard: int = 0) -> list[tuple[Parameter, int]]:
+    """(parameter, elements) that the optimizer of a rank owns: all of them, or of every bucket part `shard` of `shards`.
+    Megatron cuts buckets, not parameters: a rank owns whole parameters but for the first and the last."""
     if not rules.sharded:
         return [(parameter, parameter.numel) for parameter in parameters]
-    owned = buffer_elements(parameters, rules) // rules.shards
-    pieces = []
-    for parameter in reversed(parameters):  # the last rank's end of the buffer is the model's beginning
-        if not owned:
-            break
-        taken = min(parameter.numel, owned)
-        if taken:
-            pieces.append((parameter, taken))
-        owned -= taken
-    return pieces
+    starts, ends = laid_out(tuple(parameters), rules)
+    owned: Counter[int] = Counter()
+    bucket_start = 0
+    begun = 0
+    for end in ends:
+        part = (end - bucket_start) // rules.shards
+        first = bucket_start + shard % rules.shards * part
+        while begun < len(starts) and starts[begun][1] < end:
+            parameter, start = starts[begun]
+            owned[begun] = max(0, min(first + part, start + parameter.numel) - max(first, start))
+            begun += 1
+        bucket_start = end
+    return [(starts[i][0], numel) for i, numel in sorted(owned.items()) if numel]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from peakcast.architecture import Architecture
 from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
-from peakcast.models.analytical.blocks.hf_context import HFContext
+from peakcast.models.analytical.blocks.hf_context import HFContext, Kernels
 from peakcast.models.analytical.blocks.hf_ends import embedding
 from peakcast.models.analytical.blocks.hf_traits import rotates, slides, traits
 from peakcast.models.analytical.blocks.hybrid import layer_template
@@ -16,6 +17,7 @@ from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
 from peakcast.models.analytical.hf_checkpoint import recompute
 from peakcast.models.analytical.layouts import (
     adapters_are_units,
+    adapters_are_whole,
     expert_ranks,
     finds_final_norm,
     gathered_dtype,
@@ -34,6 +36,7 @@ COMPILED: dict[tuple[str, str], frozenset[str]] = {
     ("network", "torch"): frozenset({"layers", "ends", "loss", "mask"}),
     ("layers", "huggingface"): frozenset({"layers", "ends"}),
     ("layers", "torch"): frozenset({"layers", "loss"}),
+    ("loss", "torch"): frozenset({"loss"}),
 }
 """(regions, stack) -> what is compiled: layers; embedding and final norm; the loss; the making of the mask
 (`collectors/frameworks/compiled.py`)."""
@@ -55,6 +58,7 @@ class Blocks:
         self.compiled = _compiled_alone(job, self.contexts)
         # accelerate's FSDP2 compiles layers in place: their hooks break the graph, inside the checkpoint
         around = job.framework == "huggingface" and job.parallelism.world_size > 1
+        around = around or bool(conventions(job).get("checkpoints_around_compiled"))
         self.checkpointed = [
             again and (around or not compiled) for again, compiled in zip(recomputed, self.compiled, strict=True)
         ]
@@ -140,16 +144,20 @@ def _compiled(context: HFContext, recomputes: bool) -> Template:
     return compiled_layer(context, recomputes)
 
 
-def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> HFContext:
-    """What every block of `job` depends on, on global `rank`. `kernel_temporaries`: also what kernels allocate
-    inside themselves."""
+def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) -> HFContext:
+    """What every block of `job` depends on, on global `rank`. `gpu` (multiprocessors, threads of each): also what its
+    kernels allocate inside themselves."""
     convention, stack = conventions(job), DRIVEN_BY.get(job.framework, job.framework)
     compiled = COMPILED[convention["compiled_regions"], stack] if job.compile else frozenset()
+    if not convention.get("compiles_loss", True):
+        compiled -= {"loss"}
     weight = int(DTYPE_BYTES[gathered_dtype(job)])
     autocast = bool(convention.get("autocast"))
-    adapter = gathered_dtype(job) if mixes_precision(job) else adapter_dtype(job)
+    gathered = mixes_precision(job) and not adapters_are_whole(job)
+    adapter = gathered_dtype(job) if gathered else adapter_dtype(job)
     group = tensor_parallel(job)
     joined = job.batch.form == "padding_free"
+    kernels = _kernels(convention)
     return HFContext(
         architecture=group.layer(job.architecture),
         group=group,
@@ -160,32 +168,48 @@ def block_context(job: TrainingJob, kernel_temporaries: bool, rank: int = 0) -> 
         valid_rows=job.num_tokens if job.batch.form == "masked" else 0,
         num_sequences=job.micro_batch_size if joined else 0,
         weight_bytes=weight,
-        compute_bytes=int(DTYPE_BYTES[job.precision.compute]) if autocast else weight,
+        compute_bytes=int(DTYPE_BYTES[job.precision.wide_compute]) if autocast else weight,
         autocast=autocast,
-        float16=(job.precision.compute if autocast else gathered_dtype(job)) == "float16",
+        float16=(job.precision.wide_compute if autocast else gathered_dtype(job)) == "float16",
+        end_weight_bytes=FP32 if convention.get("ends_in_float32") else weight,
         norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
         attention=str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention,
+        repeats_key_value=bool(convention.get("flash_attention_repeats_key_value")),
         finetuning=job.finetuning,
+        unpacks_in_place=bool(convention.get("gptq_kernel")),
         adapter_bytes=int(DTYPE_BYTES[adapter]),
         adapter_input_bytes=_adapter_input_bytes(job),
         logits_upcast=str(convention.get("logits_upcast", "loss")),
         expert_ranks=expert_ranks(job),
         experts=str(convention.get("experts_implementation", "grouped_mm")),
-        liger=bool(convention.get("liger_kernels")) or "ends" in compiled,
+        kernels=kernels.layer_compiled() if "ends" in compiled else kernels,
         compiled=compiled,
-        fused_loss=job.loss.fused_linear_cross_entropy,
         reduced_bytes=reduced_bytes(job) or 0 if convention.get("loss_chunks") else 0,
         latent_cache=bool(convention.get("latent_cache", True)),
+        logits_chunks_apart=bool(convention.get("logits_chunks_apart")),
+        logits_chunks=max(1, int(convention.get("logits_chunks", 1))),
         loss_chunks=int(convention.get("loss_chunks", 0)),
         loss="cross_entropy" if makes_whole_logits(job) else job.loss.kind,
         fused_loss_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
+        quantized_linears_keep_input=bool(convention.get("quantized_linears_keep_input")),
         linears_keep_input=job.parallelism.zero_stage == 3,
         saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
         narrows_final_norm=_narrows_final_norm(job),
-        kernel_temporaries=kernel_temporaries,
+        gpu=gpu,
         in_stages=job.parallelism.pipeline_parallel_size > 1,
         neftune=bool(convention.get("neftune")),
-        float8=job.precision.compute == "float8",
+        cached_kinds=frozenset(convention["selective_checkpointing_keeps"]),
+        float8=job.precision.compute == "float8" and not job.compile,
+    )
+
+
+def _kernels(convention: Mapping[str, Any]) -> Kernels:
+    return Kernels(
+        norm=convention.get("norm_kernel") == "fused",
+        rotary=convention.get("rotary_kernel") == "fused",
+        gated_activation=convention.get("gated_activation_kernel") == "fused",
+        loss=str(convention.get("loss_kernel", "eager")),
+        lora=str(convention.get("lora_kernel", "eager")),
     )
 
 
@@ -248,13 +272,13 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         skips |= {f"self_attn.{_first_linear(context.architecture)}"}
     return replace(
         context,
-        first_layer=index == 0 and context.stream_bytes != context.weight_bytes,
+        first_layer=index == 0 and context.stream_bytes != context.end_weight_bytes,
         # peft's enable_input_require_grads comes with checkpointing only
         input_requires_grad=index > 0 or not adapters_alone,
         routed=context.architecture.is_moe_layer(index),
         rotates=rotates(context.architecture, index),
         parts=context.architecture.layer_types[index] if context.architecture.layer_types else "",
-        liger=context.liger or "layers" in context.compiled,
+        kernels=context.kernels.layer_compiled() if "layers" in context.compiled else context.kernels,
         masked=context.mask_of_batch
         or "mask" in context.compiled
         or traits(context.architecture).always_masked

@@ -21,6 +21,7 @@ from peakcast.models.analytical.blocks.hybrid import layer_template
 from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category
+from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
 INT64 = 8
@@ -34,6 +35,10 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
     buffers += [("attention.bias", layer, longest**2) for layer in layers if family.causal_mask_buffers]
     tables = longest * rotated_width(job.architecture) * FP32 * family.position_tables
     buffers += [("attention.embed_positions", layer, tables) for layer in layers if tables]
+    if conventions(job).get("rotary_tables_in_layers") and job.architecture.position_embedding == "rope":
+        size = longest * rotated_width(job.architecture) * int(DTYPE_BYTES[job.precision.parameters])
+        names = ("rotary_emb.cos_cached", "rotary_emb.sin_cached")
+        buffers += [(name, layer, size) for layer in layers for name in names]
     timeline.hold_all(buffers, Category.PARAMETERS, 0)
 
 
@@ -164,9 +169,7 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: i
         timeline.hold("attention_mask", Category.INPUTS, size, start, end)
 
 
-def hold_masks_from_host(
-    timeline: Step, layers: Sequence[HFContext], checkpointed: Iterable[Run], reentrant: bool
-) -> None:
+def hold_masks_from_host(timeline: Step, layers: Sequence[HFContext], checkpointed: Iterable[Run], reentrant: bool) -> None:
     """Copies of an offloaded mask that a checkpoint has saved: each layer that runs again gets its own; a reentrant one's
     function names it to its end."""
     sizes, taken = mask_bytes(layers)
@@ -253,9 +256,7 @@ def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: 
     return dies
 
 
-def hold_rotary_tables(
-    timeline: Step, job: TrainingJob, context: HFContext, start: int, dies: Sequence[int] = ()
-) -> None:
+def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, start: int, dies: Sequence[int] = ()) -> None:
     """cos and sin of every position, shared by all layers of a kind until `dies`, or until now."""
     for index, (name, _, size) in enumerate(_rotary_tables_of(job, context)):
         timeline.hold(name, Category.ACTIVATIONS, size, start, dies[index // 2] if dies else timeline.now)

@@ -53,7 +53,7 @@ from peakcast.models.analytical.preference import (
 )
 from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters, weights_job
-from peakcast.models.analytical.workspaces import training_workspaces
+from peakcast.models.analytical.workspaces import kernels_of, training_workspaces
 from peakcast.spec import Optimizer, TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 
@@ -74,7 +74,7 @@ def huggingface_ledger(
     alone = job.parallelism.world_size == 1 and not job.parallelism.zero_stage
     if alone and job.gradient_accumulation_steps == 1 and job.task != "inference":
         return _on_one_gpu(job, device, step).timeline()
-    context = block_context(job, device is not None, rank or 0)
+    context = block_context(job, kernels_of(device), rank or 0)
     returned = [logits_bytes_kept_by_outputs(target_context(context, job), widened=False)]
     if job.architecture.kind == "encoder_decoder":
         returned.append(context.input_bytes)  # the encoder's states
@@ -82,7 +82,7 @@ def huggingface_ledger(
     if job.task == "inference":
         from peakcast.models.analytical.inference import inference_ledger
 
-        weights = [(t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors]
+        weights = tuple((t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors)
         return inference_ledger(job, context, weights, device)
     layout.first_step = step == "first"
     hand_updates(job, layout, step)
@@ -101,7 +101,7 @@ def huggingface_ledger(
 
 def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
     """A step of one micro-batch, of parts that many jobs have in common."""
-    before, context, start, ended = _one_micro_batch(_graph_job(job), device is not None)
+    before, context, start, ended = _one_micro_batch(_graph_job(job), kernels_of(device))
     timeline = before.fork(_resident(weights_job(job)), _workspaces(device, job.versions))
     if step == "steady":
         _hold_previous_outputs(timeline, job, context, start, ended)
@@ -144,10 +144,10 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
 
 
 @lru_cache(maxsize=8)
-def _one_micro_batch(job: TrainingJob, kernel_temporaries: bool) -> tuple[Step, HFContext, int, int]:
+def _one_micro_batch(job: TrainingJob, gpu: tuple[int, int] | None) -> tuple[Step, HFContext, int, int]:
     """A step of one GPU and one micro-batch up to its optimizer, which a first step and any later one have in common, less
     what stands before it; its context; the instants at which the micro-batch starts and at which its loss is there."""
-    context, timeline = block_context(job, kernel_temporaries), Step()
+    context, timeline = block_context(job, gpu), Step()
     _hold_before_forward(timeline, job)
     start = timeline.now
     loss = _micro_batch(timeline, job, context, keeps_gradients=True, last=True)
@@ -227,9 +227,7 @@ def _hold_before_forward(timeline: Step, job: TrainingJob) -> None:
     hold_buffers(timeline, job)
 
 
-def _micro_batch(
-    timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool
-) -> Run:
+def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool) -> Run:
     """Forward, loss and backward of one micro-batch; returns the run of its head."""
     if job.architecture.kind == "encoder_decoder":
         from peakcast.models.analytical.encoder_decoder import encoder_decoder_micro_batch
@@ -264,9 +262,7 @@ def _micro_batch(
     bare = {0: runs[0]} if 0 not in checkpointed and attends_without_graph(runs[0]) else {}
     ungraphed = runs if job.offload.activations else bare | checkpointed  # whose graph keeps nothing on the GPU
     hold_attention_weights(timeline, blocks.contexts[0], ungraphed, runs)
-    hold_embeddings(
-        timeline, blocks.contexts, embedded, blocks.checkpointed[0], job.offload.activations, model_ends(loss)
-    )
+    hold_embeddings(timeline, blocks.contexts, embedded, blocks.checkpointed[0], job.offload.activations, model_ends(loss))
     if job.loss.kind != "cross_entropy":
         reference_forward(timeline, job, context, start)
     timeline.run_backward(loss)
@@ -348,7 +344,7 @@ def pinned_activation_bytes(job: TrainingJob) -> list[int]:
     """Sizes of the host copies that offloaded activations are, at the end of forward: the inputs of checkpointed layers, or
     without checkpointing everything that autograd keeps (`save_on_cpu`: a tensor kept twice is copied twice, and
     parameters are copied as well)."""
-    checkpointing, blocks = job.activation_checkpointing, Blocks(job, block_context(job, False))
+    checkpointing, blocks = job.activation_checkpointing, Blocks(job, block_context(job, None))
     if checkpointing.mode != "none":
         return [one.input_bytes for one, held in zip(blocks.contexts, blocks.checkpointed, strict=True) if held]
     templates = [blocks.embedding(), *(layer_template(layer) for layer in blocks.contexts), head(blocks.context)]

@@ -9,11 +9,19 @@ from typing import Any
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.errors import SpecError
-from peakcast.models.analytical.blocks.megatron_context import AttentionCore, ExpertContext, LatentContext, MegatronContext
+from peakcast.models.analytical.blocks.megatron_context import (
+    AttentionCore,
+    ExpertContext,
+    LatentContext,
+    MambaContext,
+    MegatronContext,
+)
 from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES, round_up
 
 ROUTINGS = ("balanced", "worst_case")
+PARTS = frozenset({"mamba", "attention", "mlp", "moe"})
+"""What a layer of a hybrid may be."""
 FUSED_SOFTMAX_LONGEST = {True: 16384, False: 4096}
 """Longest keys of the fused softmax, by "is Transformer Engine": its `softmax.py`, megatron-core `fused_softmax.py`."""
 
@@ -26,7 +34,10 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
     core = attention_core(job, device)
     sequence = job.sequence_length // layout.context_parallel_size
     activation = {"gelu": "gelu", "gelu_new": "gelu", "relu2": "squared_relu"}.get(architecture.hidden_act, "other")
+    legacy = bool(convention.get("use_legacy_models"))
     fusion = convention.get("bias_swiglu_fusion" if architecture.gated_mlp else "bias_gelu_fusion", True)
+    if legacy and architecture.gated_mlp:  # `ParallelMLP` knows bias_gelu_impl alone
+        fusion = False
     rotary = architecture.position_embedding == "rope" and architecture.mla is None
     exchange = str(convention.get("cp_comm_type", "p2p")).split()[0]
     groups = str(convention.get("hierarchical_context_parallel_sizes", "")).split() or ["1"]
@@ -59,32 +70,37 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         hidden_dropout=architecture.hidden_dropout,
         transformer_engine=engine,
         attention=core,
+        expands_groups=legacy and architecture.num_key_value_heads != architecture.num_attention_heads,
         fused_softmax=_fused_softmax(engine, convention, sequence, job),
         wide_softmax=engine or job.precision.parameters == "float32" or _softmax_in_fp32(convention),
         bias_activation_fusion=bool(fusion)
         and (architecture.gated_mlp or (activation == "gelu" and architecture.mlp_bias)),
-        glu_adds_offset=bool(convention.get("glu_adds_offset", True)),
+        glu_adds_offset=bool(convention.get("glu_adds_offset", True)) and not legacy,
         bias_dropout_fusion=bool(convention.get("bias_dropout_fusion", True)),
         gradient_accumulation_fusion=bool(convention.get("gradient_accumulation_fusion", True)),
         cached_placeholders=bool(convention.get("cached_weight_gradient_placeholders", True)),
         cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)),
+        cross_entropy_copies_logits=bool(convention.get("cross_entropy_copies_logits")),
         fused_cross_entropy=bool(convention.get("cross_entropy_loss_fusion")),
         cross_entropy_in_place=convention.get("cross_entropy_fusion_impl") == "te",
+        cross_entropy_wide_gradient=bool(convention.get("te_cross_entropy_wide_gradient")),
         recompute_attention=job.activation_checkpointing.mode == "selective"
         and (not job.activation_checkpointing.modules or "core_attn" in job.activation_checkpointing.modules),
         checkpointed=False,
         kernel_temporaries=device is not None,
         fp8_recipe=str(convention.get("fp8_recipe", "delayed")) if job.precision.compute == "float8" else "",
+        recompute_norms=recomputes(job, "layernorm"),
         recompute_feed_forward=recomputes(job, "mlp"),
         experts=expert_context(job) if architecture.moe is not None else None,
         latent=latent_context(job) if architecture.mla is not None else None,
-        padding=architecture.kind != "decoder",
+        padding=architecture.kind not in ("decoder", "hybrid"),
         masked_tokens=architecture.kind == "encoder",
         output_bias=architecture.kind == "encoder"
         or (architecture.kind == "encoder_decoder" and architecture.tie_word_embeddings),
         # a T5's are Transformer Engine's or none (megatron-core 0.16.1 `t5_spec.py`, TENorm)
         final_norms=architecture.kind != "encoder_decoder" or convention.get("adam_library") != "torch",
         token_types=architecture.type_vocab_size,
+        mamba=mamba_context(job) if architecture.ssm is not None else None,
     )
 
 
@@ -119,6 +135,7 @@ def expert_context(job: TrainingJob) -> ExpertContext:
         expert_tensor_parallel_size=expert_tensor,
         dispatcher=str(convention.get("moe_token_dispatcher_type", "allgather")),  # type: ignore[arg-type]
         grouped=bool(convention.get("moe_grouped_gemm")),
+        joined_weights=bool(convention.get("moe_grouped_gemm")) and bool(convention.get("moe_use_legacy_grouped_gemm")),
         placeholders_anew=bool(convention.get("moe_grouped_gemm"))
         and not bool(convention.get("cached_grouped_placeholders", True)),
         permute_fusion=bool(convention.get("moe_permute_fusion")),
@@ -165,7 +182,30 @@ def latent_context(job: TrainingJob) -> LatentContext:
         v_dim=mla.v_head_dim,
         qk_norm=bool(convention.get("qk_layernorm")),
         rotary_fused=bool(convention.get("apply_rope_fusion", True)),
+        recompute_up_projection=recomputes(job, "mla_up_proj"),
     )
+
+
+def mamba_context(job: TrainingJob) -> MambaContext:
+    """The Mamba-2 mixer of `job` on one rank."""
+    ssm, tensor = job.architecture.ssm, job.parallelism.tensor_parallel_size
+    assert ssm is not None
+    return MambaContext(
+        inner=ssm.inner_size // tensor,
+        heads=ssm.num_heads // tensor,
+        groups=ssm.num_groups // tensor,
+        state=ssm.state_size,
+        kernel=ssm.conv_kernel,
+    )
+
+
+def part_context(context: MegatronContext, part: str) -> MegatronContext:
+    """The context of a hybrid's layer that is `part`, one of `PARTS`; of any other the whole layer's."""
+    if part == "moe":
+        return replace(context, part="mlp")
+    if part not in PARTS:
+        return context
+    return replace(context, part=part, experts=None)  # type: ignore[arg-type]
 
 
 def recomputes(job: TrainingJob, module: str) -> bool:
@@ -178,7 +218,7 @@ def attention_core(job: TrainingJob, device: Device | None) -> AttentionCore:
     """Which attention runs. `auto` is Transformer Engine's choice, by the GPU and by whether it must be deterministic."""
     convention = conventions(job)
     if convention.get("transformer_impl", "transformer_engine") == "local":
-        return "local"
+        return "flash" if convention.get("use_legacy_models") and convention.get("use_flash_attn") else "local"
     backend = str(convention.get("attention_backend", "auto"))
     if backend != "auto":
         choices: Mapping[str, AttentionCore] = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
-from peakcast.models.analytical.blocks.megatron_context import ExpertContext, LatentContext, MegatronContext
+from peakcast.models.analytical.blocks.megatron_context import ExpertContext, LatentContext, MambaContext, MegatronContext
 from peakcast.models.analytical.pipeline import Chunk
 
 
@@ -27,10 +27,17 @@ class Parameter:
     """The distributed optimizer gives an embedding that two stages share a bucket of its own."""
     expert: bool = False
     """Whether it is replicated over the expert data-parallel group only, and lies in that group's buffers."""
+    tensors: int = 1
+    """How many tensors of one size it is: one for each local expert, unless a grouped product reads them as one."""
 
     @property
     def numel(self) -> int:
         return _product(self.shape)
+
+    def parts(self, numel: int) -> list[int]:
+        """The elements of each of its tensors, of which the first `numel` are wanted: whole tensors and what is left."""
+        one = self.numel // self.tensors
+        return [one] * (numel // one) + ([numel % one] if numel % one else [])
 
 
 _product = cache(math.prod)
@@ -38,7 +45,13 @@ _product = cache(math.prod)
 
 @lru_cache(maxsize=512)
 def layer_parameters(context: MegatronContext) -> tuple[Parameter, ...]:
-    """Parameters of one decoder layer."""
+    """Parameters of one decoder layer, or of the one part that a hybrid's layer is."""
+    if context.part == "mamba" and context.mamba is not None:
+        return tuple(_mamba(context, context.mamba))
+    if context.part == "mlp":
+        return tuple(_dense(context) if context.experts is None else _routed(context, context.experts))
+    if context.part == "attention":
+        return tuple(_attention(context))
     attention = _attention(context) if context.latent is None else _latent_attention(context, context.latent)
     cross = _cross_attention(context) if context.source_sequence else ()
     return (*attention, *cross, *(_dense(context) if context.experts is None else _routed(context, context.experts)))
@@ -56,6 +69,18 @@ def _attention(context: MegatronContext) -> Iterator[Parameter]:
     if context.qk_norm:
         yield from _norm(context, "self_attention.q_layernorm", context.head_dim)
         yield from _norm(context, "self_attention.k_layernorm", context.head_dim)
+
+
+def _mamba(context: MegatronContext, mamba: MambaContext) -> Iterator[Parameter]:
+    """Source: megatron-core 0.18 `ssm/mamba_mixer.py`; A_log and D become as narrow as the model."""
+    yield Parameter("mixer.conv1d.weight", "", (mamba.convolved, 1, mamba.kernel))
+    yield Parameter("mixer.conv1d.bias", "", (mamba.convolved,))
+    for name in ("dt_bias", "A_log", "D"):
+        yield Parameter(f"mixer.{name}", "", (mamba.heads,))
+    yield from _norm(context, "mixer.linear_in_proj.layer_norm", context.hidden)
+    yield Parameter("mixer.linear_in_proj.weight", "", (mamba.input, context.hidden))
+    yield Parameter("mixer.norm.weight", "", (mamba.inner,))
+    yield Parameter("mixer.linear_out_proj.weight", "", (context.hidden, mamba.inner))
 
 
 def _cross_attention(context: MegatronContext) -> Iterator[Parameter]:
@@ -98,7 +123,9 @@ def _routed(context: MegatronContext, experts: ExpertContext) -> Iterator[Parame
     yield from _norm(context, "pre_mlp_layernorm", context.hidden)
     yield Parameter("mlp.router.weight", "", (experts.num_experts, context.hidden))
     for p in _feed_forward(context, "mlp.experts", experts.ffn):  # all local experts' matrices as one
-        yield replace(p, shape=(experts.local_experts, *p.shape), expert=experts.expert_parallel_size > 1)
+        tensors = 1 if experts.joined_weights else experts.local_experts
+        shape, replicated = (experts.local_experts, *p.shape), experts.expert_parallel_size > 1
+        yield replace(p, shape=shape, expert=replicated, tensors=tensors)
     if experts.shared_ffn:
         yield from _feed_forward(context, "mlp.shared_experts", experts.shared_ffn)
         if experts.shared_gate:
@@ -150,7 +177,7 @@ def chunk_parameters(
             parameters.append(Parameter("tokentype_embeddings.weight", "embedding", types))
     for layer in chunk.layers:
         module = f"layers.{layer}"
-        parameters += [Parameter(p.name, module, p.shape, expert=p.expert) for p in layer_parameters(contexts(layer))]
+        parameters += [replace(p, module=module) for p in layer_parameters(contexts(layer))]
     if context.final_norms and chunk.layers and contexts(chunk.layers[-1]).source_sequence:
         parameters += [Parameter(p.name, "encoder", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
     if chunk.is_last:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ from peakcast.models.analytical.workspaces import cublas_workspace_bytes
 from peakcast.timeline import Category, Phase
 from peakcast.units import DTYPE_BYTES
 
-FP32 = 4
+FP8, FP32 = 1, 4
 MXFP8_BLOCK = 32
 """Elements that share a one-byte scale."""
 FP8_STATE_TENSORS = 5
@@ -78,6 +78,21 @@ def buffer_rules(share: RankShare, *, expert: bool = False) -> BufferRules:
     )
 
 
+def _place_among_replicas(share: RankShare, *, expert: bool) -> int:
+    """The rank's number among those that hold the same parameters, or the same routed experts (megatron-core 0.16.1
+    `parallel_state.py`: orders tp-cp-ep-dp-pp and, for experts, tp-ep-dp-pp)."""
+    experts = share.context.experts
+    if expert and experts is not None:
+        return share.shard // experts.group_size
+    return share.shard // share.job.parallelism.tensor_parallel_size
+
+
+def is_fp8_parameter(share: RankShare, parameter: Parameter) -> bool:
+    """Whether the parameter itself is FP8: the weight of a projection of Transformer Engine, if asked for."""
+    asked = bool(share.context.fp8_recipe) and bool(share.convention.get("fp8_param_gather"))
+    return asked and ".linear_" in parameter.name and parameter.name.endswith("weight") and len(parameter.shape) > 1
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A contiguous buffer: its parameters, how it is laid out, its elements, and what this rank's optimizer owns of it."""
@@ -86,19 +101,29 @@ class Buffer:
     rules: BufferRules
     elements: int
     pieces: list[tuple[Parameter, int]]
+    width: int
+    """Bytes of an element of its parameters."""
+
+    @property
+    def whole(self) -> list[tuple[Parameter, int]]:
+        """Every parameter with all its elements."""
+        return [(p, p.numel) for p in self.parameters]
 
 
 @lru_cache(maxsize=64)
 def buffers(share: RankShare) -> list[Buffer]:
     """The contiguous buffers of the rank: one per chunk for the parameters that every data-parallel rank has, one for those
-    of the routed experts (`distributed_data_parallel.py`: `dense_params`, `expert_parallel_params`)."""
+    of the routed experts (`distributed_data_parallel.py`: `dense_params`, `expert_parallel_params`), and of either one for
+    each dtype (`fp8-param-gather`)."""
     found = []
+    width = int(DTYPE_BYTES[share.job.precision.parameters])
     for parameters in owned_parameters(share):
-        for expert in (False, True):
-            members = [p for p in parameters if p.expert == expert]
+        for expert, eight in ((False, False), (False, True), (True, False), (True, True)):
+            members = [p for p in parameters if p.expert == expert and is_fp8_parameter(share, p) == eight]
             if members:
                 rules = buffer_rules(share, expert=expert)
-                found.append(Buffer(members, rules, buffer_elements(members, rules), shard_pieces(members, rules)))
+                pieces = shard_pieces(members, rules, _place_among_replicas(share, expert=expert))
+                found.append(Buffer(members, rules, buffer_elements(members, rules), pieces, FP8 if eight else width))
     return found
 
 
@@ -108,13 +133,17 @@ def hold_parameters(step: Step, share: RankShare) -> None:
     weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
     for buffer in buffers(share):
         if buffer.rules.sharded:
-            step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * weight, 0, module="model")
+            step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * buffer.width, 0, module="model")
         else:
-            step.hold_all([(p.name, p.module, p.numel * weight) for p in buffer.parameters], Category.PARAMETERS)
+            step.hold_all(tensors_of(buffer.whole, "", buffer.width), Category.PARAMETERS)
         step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, 0, module="model")
         if weight != FP32:
-            main = [(f"{p.name}.main", p.module, owned * FP32) for p, owned in buffer.pieces]
-            step.hold_all(main, Category.MAIN_PARAMETERS)
+            step.hold_all(tensors_of(buffer.pieces, ".main", FP32), Category.MAIN_PARAMETERS)
+
+
+def tensors_of(pieces: Iterable[tuple[Parameter, int]], suffix: str, width: int) -> list[tuple[str, str, int]]:
+    """(name, module, bytes) of the tensors of `width` bytes an element for the first elements of each parameter."""
+    return [(f"{p.name}{suffix}", p.module, part * width) for p, numel in pieces for part in p.parts(numel)]
 
 
 def widens_gradients(share: RankShare) -> bool:
@@ -125,8 +154,8 @@ def widens_gradients(share: RankShare) -> bool:
 
 def hold_previous_gradients(step: Step, share: RankShare) -> None:
     """Those of the step before, until `zero_grad`, with which a step begins once the buffers are zero."""
-    wide = ((f"{p.name}.main_grad", p.module, owned * FP32) for b in buffers(share) for p, owned in b.pieces)
-    step.hold_all(wide, Category.GRADIENTS, 0, 1)
+    for buffer in buffers(share):
+        step.hold_all(tensors_of(buffer.pieces, ".main_grad", FP32), Category.GRADIENTS, 0, 1)
 
 
 def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
@@ -141,13 +170,12 @@ def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
     for buffer in buffers(share):
         for p, owned in buffer.pieces:
             groups[len(p.shape) > 1] += owned * width
-        for p, owned in buffer.pieces if widened else ():
-            for name in names:
-                step.hold(f"{p.name}.{name}", Category.OPTIMIZER_STATES, owned * width, born, module=p.module)
-            step.hold(f"{p.name}.main_grad", Category.GRADIENTS, owned * FP32, now, FOREVER, p.module)
-        if not widened:
-            states = [(f"{p.name}.{name}", p.module, owned * width) for p, owned in buffer.pieces for name in names]
-            step.hold_all(states, Category.OPTIMIZER_STATES, born)
+        for p, owned in buffer.pieces:
+            for part in p.parts(owned):
+                for name in names:
+                    step.hold(f"{p.name}.{name}", Category.OPTIMIZER_STATES, part * width, born, module=p.module)
+                if widened:
+                    step.hold(f"{p.name}.main_grad", Category.GRADIENTS, part * FP32, now, FOREVER, p.module)
     if share.convention.get("adam_library") == "torch" and groups:
         # AdamW's foreach path: the square roots of a group's second moments; vectors and biases are a group of their own,
         # without weight decay (`get_standard_config_overrides`)
@@ -189,6 +217,9 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
     routes = experts is not None and bool(share.convention.get("moe_router_uses_transformer_engine", True))
     if context.transformer_engine or routes:
         step.hold("transformer_engine_workspace", Category.WORKSPACES, size, 0)
+    if context.transformer_engine and context.tensor_parallel_size > 1 and share.convention.get("tp_comm_overlap"):
+        streams = int(share.convention.get("overlap_workspaces", 0))
+        step.hold("userbuffers_workspace", Category.WORKSPACES, streams * size, 0, module="transformer_engine")
     legacy = bool(share.convention.get("moe_use_legacy_grouped_gemm"))
     if context.transformer_engine and experts is not None and experts.grouped and not legacy:
         for _ in range(GROUPED_PRODUCT_STREAMS):
@@ -220,7 +251,8 @@ def hold_fp8_weights(step: Step, share: RankShare, first_recomputed: Mapping[int
                 if ".linear_" in p.name and len(p.shape) > 1:
                     module = f"layers.{layer}"
                     again = 0 if p.name.endswith(at_once) else first_recomputed.get(layer, 0)
-                    for born in (0,) if either else (0, again):
+                    copies = (0,) if either else (0, again)  # by rows and by columns, or in a layout that serves both
+                    for born in copies[1:] if is_fp8_parameter(share, p) else copies:
                         step.hold(f"{p.name}.fp8", Category.OTHER, p.numel, born, module=module)
                         if recipe == "mxfp8":
                             step.hold(f"{p.name}.scales", Category.OTHER, p.numel // MXFP8_BLOCK, born, module=module)
@@ -250,7 +282,8 @@ def memory_buffer_bytes(share: RankShare) -> int:
     projections under sequence parallelism, and the local attention's scores."""
     context = share.context
     gathers = context.sequence_parallel and (not context.transformer_engine or share.has_head)
-    scores = 0 if context.transformer_engine else context.score_elements * context.element_bytes
+    own = context.attention == "local"  # which writes its scores there
+    scores = context.score_elements * context.element_bytes if own else 0
     experts = context.experts
     dispatched = 0
     if experts is not None and experts.dispatcher == "allgather" and experts.group_size > 1 and share.has_experts:

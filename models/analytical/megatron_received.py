@@ -89,9 +89,7 @@ def _released(spans: Sequence[Span], backward: Span, exchange: Exchange) -> int:
     return backward.end + 1
 
 
-def _hold_output_gradients(
-    step: Step, forwards: Sequence[Span], backwards: Sequence[Span], exchange: Exchange
-) -> None:
+def _hold_output_gradients(step: Step, forwards: Sequence[Span], backwards: Sequence[Span], exchange: Exchange) -> None:
     """While a backward runs, its own tensors count the gradient that was handed in until it was added to another one."""
     for index, span in enumerate(backwards):
         if exchange.chunks[span.turn.chunk].is_last:

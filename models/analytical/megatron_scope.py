@@ -5,25 +5,46 @@ from __future__ import annotations
 
 from typing import get_args
 
+from peakcast.architecture import Architecture
 from peakcast.conventions import conventions
+from peakcast.findings import FAILS, LESS, MORE, UNKNOWN, Check, Finding, first, sentences
 from peakcast.models.analytical.blocks.megatron_context import Exchange
+from peakcast.models.analytical.megatron_context import PARTS
 from peakcast.spec import TrainingJob
 
-RECOMPUTABLE_MODULES = frozenset({"core_attn", "mlp", "moe", "moe_act", "shared_experts"})
+RECOMPUTABLE_MODULES = frozenset({"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"})
 EXCHANGES = frozenset(get_args(Exchange))
 
 
+def megatron_findings(job: TrainingJob) -> tuple[Finding, ...]:
+    """Why the Megatron-LM ledger does not cover `job`; empty when it does."""
+    reasons = (_architecture_reason(job), _training_reason(job), _option_reason(job), _expert_reason(job))
+    return tuple(reason for reason in reasons if reason)
+
+
 def megatron_out_of_scope(job: TrainingJob) -> str:
-    """Why the Megatron-LM ledger does not cover `job`, as one sentence; "" when it does."""
-    return _architecture_reason(job) or _training_reason(job) or _option_reason(job) or _expert_reason(job)
+    """The first sentence of `megatron_findings`; "" when there is none."""
+    return next(iter(sentences(megatron_findings(job))), "")
 
 
-def _architecture_reason(job: TrainingJob) -> str:
+def _architecture_reason(job: TrainingJob) -> Finding | None:
     architecture = job.architecture
-    checks = [
+    checks: list[Check] = [
         (
-            architecture.kind not in ("decoder", "encoder", "encoder_decoder"),
-            f"{architecture.name!r} is neither a GPT nor a BERT or T5 (kind={architecture.kind!r}).",
+            architecture.kind not in ("decoder", "encoder", "encoder_decoder") and not _is_known_hybrid(architecture),
+            f"{architecture.name!r} is neither a GPT nor a BERT or T5, nor a hybrid of Mamba-2, attention and feed-forward "
+            f"layers (kind={architecture.kind!r}).",
+        ),
+        (
+            architecture.kind == "hybrid"
+            and (
+                job.parallelism.context_parallel_size > 1
+                or job.activation_checkpointing.mode == "full"
+                or job.precision.compute == "float8"
+                or conventions(job).get("transformer_impl", "transformer_engine") != "transformer_engine"
+            ),
+            "A hybrid (Mamba) model is modelled with Transformer Engine in 16 bits, without context parallelism and full "
+            "recomputation only.",
         ),
         (
             architecture.kind == "encoder_decoder"
@@ -37,21 +58,35 @@ def _architecture_reason(job: TrainingJob) -> str:
             architecture.mla is None and architecture.num_key_value_heads < job.parallelism.tensor_parallel_size,
             f"tensor_parallel_size={job.parallelism.tensor_parallel_size} above the {architecture.num_key_value_heads} key "
             "and value heads is not modelled: megatron-core then gathers the whole projection.",
+            MORE,
+            "parallelism.tensor_parallel_size",
         ),
         (architecture.parallel_block, "Parallel attention and feed-forward blocks are not Megatron-LM's."),
     ]
-    return _first(checks)
+    return first(checks, "architecture")
 
 
-def _training_reason(job: TrainingJob) -> str:
+def _is_known_hybrid(architecture: Architecture) -> bool:
+    mixer, parts = architecture.ssm, set(architecture.layer_types)
+    return architecture.kind == "hybrid" and mixer is not None and mixer.version == 2 and bool(parts) and parts <= PARTS
+
+
+def _training_reason(job: TrainingJob) -> Finding | None:
     layout, recompute = job.parallelism, job.activation_checkpointing
     others = set(recompute.modules) - RECOMPUTABLE_MODULES if recompute.mode != "none" else set()
-    checks = [
-        (job.task != "train", f"task={job.task!r} is not modelled; only training is."),
-        (job.finetuning.method != "full", f"finetuning.method={job.finetuning.method!r} is not modelled; full is."),
+    checks: list[Check] = [
+        (job.task != "train", f"task={job.task!r} is not modelled; only training is.", UNKNOWN, "task"),
+        (
+            job.finetuning.method != "full",
+            f"finetuning.method={job.finetuning.method!r} is not modelled; full is.",
+            UNKNOWN,
+            "finetuning.method",
+        ),
         (
             job.optimizer.name not in ("adam", "adamw"),
             f"optimizer.name={job.optimizer.name!r} is not modelled with Megatron-LM; adam is.",
+            UNKNOWN,
+            "optimizer.name",
         ),
         *_float8_checks(job),
         (
@@ -62,8 +97,15 @@ def _training_reason(job: TrainingJob) -> str:
         (
             layout.pipeline_schedule not in ("1f1b", "interleaved_1f1b"),
             f"pipeline_schedule={layout.pipeline_schedule!r} is not modelled; 1f1b and interleaved_1f1b are.",
+            UNKNOWN,
+            "parallelism.pipeline_schedule",
         ),
-        (any((job.offload.parameters, job.offload.optimizer, job.offload.activations)), "offload is not modelled."),
+        (
+            any((job.offload.parameters, job.offload.optimizer, job.offload.activations)),
+            "offload is not modelled.",
+            LESS,
+            "offload",
+        ),
         (
             recompute.mode == "selective" and "mlp" in recompute.modules and job.architecture.mlp_bias,
             "Recomputing a feed-forward with biases was seen in no trace: its checkpoint returns the bias, a parameter, "
@@ -75,17 +117,22 @@ def _training_reason(job: TrainingJob) -> str:
             f"Recomputing {', '.join(sorted(others))} is not modelled; {', '.join(sorted(RECOMPUTABLE_MODULES))} are.",
         ),
     ]
-    return _first(checks)
+    return first(checks, "framework")
 
 
-def _float8_checks(job: TrainingJob) -> list[tuple[bool, str]]:
+def _float8_checks(job: TrainingJob) -> list[Check]:
     """What of float8 compute is not covered: traces show dense layers of Transformer Engine (models/README.md)."""
     architecture, eight, recompute = job.architecture, job.precision.compute == "float8", job.activation_checkpointing
     own = conventions(job).get("transformer_impl", "transformer_engine") == "local"
     recipe = conventions(job).get("fp8_recipe", "delayed")
     rest = "is not modelled in float8; dense layers of Transformer Engine are."
     return [
-        (eight and own, "transformer-impl=local has no float8 compute; transformer_engine has."),
+        (
+            eight and own,
+            "transformer-impl=local has no float8 compute; transformer_engine has.",
+            FAILS,
+            "precision.compute",
+        ),
         (eight and architecture.moe is not None, f"A mixture of experts {rest}"),
         (eight and architecture.kind == "encoder_decoder", f"A T5 {rest}"),
         (eight and architecture.mla is not None, f"Multi-latent attention {rest}"),
@@ -94,6 +141,8 @@ def _float8_checks(job: TrainingJob) -> list[tuple[bool, str]]:
             eight and recompute.mode == "full" and recipe == "tensorwise",
             "Full recomputation in float8 fails with fp8-recipe=tensorwise (the attention of Transformer Engine 2.8 looks "
             "for delayed scales that were never kept); delayed and blockwise are modelled.",
+            FAILS,
+            "framework_options.fp8_recipe",
         ),
         (
             eight and recompute.mode == "selective" and job.attention == "eager",
@@ -102,7 +151,7 @@ def _float8_checks(job: TrainingJob) -> list[tuple[bool, str]]:
     ]
 
 
-def _option_reason(job: TrainingJob) -> str:
+def _option_reason(job: TrainingJob) -> Finding | None:
     convention = conventions(job)
     names = (
         "use_precision_aware_optimizer",
@@ -111,7 +160,10 @@ def _option_reason(job: TrainingJob) -> str:
         "use_transformer_engine_op_fuser",
         "apply_residual_connection_post_layernorm",
     )
-    checks = [(bool(convention.get(name)), f"framework_options.{name} is not modelled.") for name in names]
+    checks: list[Check] = [
+        (bool(convention.get(name)), f"framework_options.{name} is not modelled.", UNKNOWN, f"framework_options.{name}")
+        for name in names
+    ]
     checks.append(
         (
             bool(convention.get("distribute_saved_activations"))
@@ -119,6 +171,8 @@ def _option_reason(job: TrainingJob) -> str:
             and job.activation_checkpointing.mode == "full",
             "framework_options.distribute_saved_activations is not modelled with pipeline parallelism, where it cuts what "
             "a stage received too.",
+            LESS,
+            "framework_options.distribute_saved_activations",
         )
     )
     kinds = set(str(convention.get("cp_comm_type") or "p2p").split())
@@ -128,15 +182,15 @@ def _option_reason(job: TrainingJob) -> str:
             f"cp-comm-type={' '.join(sorted(kinds))} is not modelled; {', '.join(sorted(EXCHANGES))} in every layer is.",
         )
     )
-    return _first(checks)
+    return first(checks, "framework_options")
 
 
-def _expert_reason(job: TrainingJob) -> str:
+def _expert_reason(job: TrainingJob) -> Finding | None:
     architecture, convention, layout = job.architecture, conventions(job), job.parallelism
     local = convention.get("transformer_impl", "transformer_engine") == "local"
     full = job.activation_checkpointing.mode == "full"
     routed = architecture.moe is not None
-    checks = [
+    checks: list[Check] = [
         (local and architecture.mla is not None, "Multi-latent attention with transformer-impl=local is not modelled."),
         (
             architecture.mla is not None and layout.context_parallel_size > 1,
@@ -150,6 +204,8 @@ def _expert_reason(job: TrainingJob) -> str:
             bool(convention.get("defer_embedding_wgrad_compute")) and architecture.num_nextn_predict_layers > 0,
             "framework_options.defer_embedding_wgrad_compute is not modelled with multi-token prediction, whose output "
             "layer runs more than once for a micro-batch.",
+            UNKNOWN,
+            "framework_options.defer_embedding_wgrad_compute",
         ),
         (
             full and architecture.num_nextn_predict_layers > 0,
@@ -158,22 +214,24 @@ def _expert_reason(job: TrainingJob) -> str:
         (
             routed and convention.get("moe_token_dispatcher_type") == "flex",
             "The flex token dispatcher is not modelled: DeepEP and HybridEP keep communication buffers of their own.",
+            MORE,
+            "framework_options.moe_token_dispatcher_type",
         ),
         (
             routed and bool(convention.get("overlap_moe_expert_parallel_comm")),
             "framework_options.overlap_moe_expert_parallel_comm is not modelled: it runs two micro-batches at once.",
+            MORE,
+            "framework_options.overlap_moe_expert_parallel_comm",
         ),
         (
             routed and bool(convention.get("moe_router_padding_for_quantization")),
             "framework_options.moe_router_padding_for_quantization is not modelled.",
+            MORE,
+            "framework_options.moe_router_padding_for_quantization",
         ),
         (
             architecture.moe is not None and architecture.moe.expert_bias and bool(convention.get("moe_grouped_gemm")),
             "Grouped experts with biases are not modelled.",
         ),
     ]
-    return _first(checks)
-
-
-def _first(checks: list[tuple[bool, str]]) -> str:
-    return next((sentence for fails, sentence in checks if fails), "")
+    return first(checks, "framework_options")

@@ -11,8 +11,8 @@ from peakcast.allocator import Allocator
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
-from peakcast.models.analytical.megatron_context import layer_context, target_context
-from peakcast.models.analytical.pipeline import Chunk, pipeline_rank, stage_chunks
+from peakcast.models.analytical.megatron_context import layer_context, part_context, target_context
+from peakcast.models.analytical.pipeline import Chunk, pipeline_rank, place_in_stage, stage_chunks
 from peakcast.spec import ActivationCheckpointing, TrainingJob
 
 
@@ -26,6 +26,8 @@ class RankShare:
     stage: int
     place: int
     """Among the ranks that share a sequence (context parallelism)."""
+    shard: int
+    """Among the ranks of its stage: it says which part of the buffers its distributed optimizer owns."""
     chunks: tuple[Chunk, ...]
     context: MegatronContext
     dense: MegatronContext
@@ -33,6 +35,8 @@ class RankShare:
     target: MegatronContext | None
     """As `context`, of an encoder-decoder's decoder."""
     convention: Mapping[str, Any]
+    parts: Mapping[str, MegatronContext]
+    """As `context`, of each kind of a hybrid's layers."""
 
     @property
     def has_head(self) -> bool:
@@ -41,6 +45,8 @@ class RankShare:
     def layer_context(self, layer: int) -> MegatronContext:
         """The context of layer `layer`: the leading layers of a mixture of experts may be dense; an encoder's layers come
         before its decoder's."""
+        if self.parts:
+            return self.parts[self.job.architecture.layer_types[layer]]
         if self.target is not None and layer >= self.job.architecture.num_hidden_layers:
             return self.target
         return self.context if self.job.architecture.is_moe_layer(layer) else self.dense
@@ -72,22 +78,24 @@ def rank_share(job: TrainingJob, device: Device | None, rank: int) -> RankShare:
     """The share of global `rank`. Raises: SpecError for a rank that does not exist."""
     innermost, layout = bool(conventions(job).get("use_tp_pp_dp_mapping")), job.parallelism
     place = rank // layout.tensor_parallel_size % layout.context_parallel_size
-    return _stage_share(job, device, pipeline_rank(layout, rank, pipeline_innermost=innermost), place)
+    stage = pipeline_rank(layout, rank, pipeline_innermost=innermost)
+    return _stage_share(job, device, stage, place, place_in_stage(layout, rank, pipeline_innermost=innermost))
 
 
 @lru_cache(maxsize=8192)
-def _stage_share(job: TrainingJob, device: Device | None, stage: int, place: int = 0) -> RankShare:
+def _stage_share(job: TrainingJob, device: Device | None, stage: int, place: int = 0, shard: int = 0) -> RankShare:
     convention = conventions(job)
     chunks = stage_chunks(job.architecture.num_layers, job.parallelism, stage)
     context = layer_context(job, device, place)
     dense = context if context.experts is None else replace(context, experts=None)
     target = target_context(job, context) if job.architecture.num_decoder_layers else None
-    return RankShare(job, device, stage, place, chunks, context, dense, target, convention)
+    parts = {part: part_context(context, part) for part in dict.fromkeys(job.architecture.layer_types)}
+    return RankShare(job, device, stage, place, shard, chunks, context, dense, target, convention, parts)
 
 
 def weights_share(share: RankShare) -> RankShare:
     """The share of the job with what does not change its parameters set aside: jobs alike in the rest share it."""
-    return _stage_share(_weights_job(share.job), None, share.stage)
+    return _stage_share(_weights_job(share.job), None, share.stage, shard=share.shard)
 
 
 @lru_cache(maxsize=1024)

@@ -69,4 +69,3 @@ def optimizer_options(job: TrainingJob, step: str) -> Options:
         first_step=step == "first",
         trainer=bool(conventions(job).get("trainer")),
     )
-

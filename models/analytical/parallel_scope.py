@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import conventions
+from peakcast.conventions import conventions, fuses_loss
+from peakcast.findings import FAILS, LESS, MORE, NEARLY_MORE, UNKNOWN, Check, Finding, first, found
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.data_parallel_scope import data_parallel_reason, matrix_optimizer_reason
@@ -29,13 +30,14 @@ TENSOR_PARALLEL_FAMILIES = frozenset(
 """`model_type` of families with other layers than Llama's whose `base_model_tp_plan` of transformers 5.17 was traced."""
 
 
-def parallel_reason(job: TrainingJob) -> str:
-    """Why the ledger does not cover the job's layout beyond data parallelism, as one sentence; "" when it does."""
+def parallel_reason(job: TrainingJob) -> Finding | None:
+    """Why the ledger does not cover the job's layout beyond data parallelism, as a finding; None when it does."""
     layout, reasons = job.parallelism, [data_parallel_reason(job)]
     if layout.tensor_parallel_size > 1:
         reasons.append(_tensor_reason(job))
     if layout.tensor_parallel_size * layout.pipeline_parallel_size > 1 and job.batch.form != "rows":
-        reasons.append(f"batch.form={job.batch.form!r} under tensor or pipeline parallelism is not modelled.")
+        said = f"batch.form={job.batch.form!r} under tensor or pipeline parallelism is not modelled."
+        reasons.append(found(said, "batch.form"))
     if layout.expert_parallel_size > 1:
         reasons.append(_expert_reason(job))
     if layout.context_parallel_size > 1:
@@ -43,13 +45,13 @@ def parallel_reason(job: TrainingJob) -> str:
     if layout.pipeline_parallel_size > 1:
         reasons.append(_pipeline_reason(job))
     reasons.append(matrix_optimizer_reason(job))
-    return next(filter(None, reasons), "")
+    return next(filter(None, reasons), None)
 
 
-def _tensor_reason(job: TrainingJob) -> str:
+def _tensor_reason(job: TrainingJob) -> Finding | None:
     architecture, layout, ranks = job.architecture, job.parallelism, job.parallelism.tensor_parallel_size
     library = job.framework == "huggingface"
-    checks = [
+    checks: list[Check] = [
         (
             not (_like_llama(architecture) or (library and architecture.model_type in TENSOR_PARALLEL_FAMILIES)),
             f"tensor parallelism of {architecture.model_type!r} under framework={job.framework!r} is not modelled: that of "
@@ -68,11 +70,15 @@ def _tensor_reason(job: TrainingJob) -> str:
         (
             bool(job.finetuning.quantization),
             f"finetuning.quantization={job.finetuning.quantization!r} under tensor parallelism is not modelled; lora is.",
+            UNKNOWN,
+            "finetuning.quantization",
         ),
         (
             job.finetuning.method != "full" and _adapts_whole_parts(job),
             f"adapters of {architecture.model_type!r} under tensor parallelism fail in peft 0.21, which knows no matrix "
             f"whose result is gathered (in {', '.join(sorted(traits(architecture).whole_parts))}); name other targets.",
+            FAILS,
+            "finetuning.targets",
         ),
         (
             bool(architecture.num_key_value_heads % ranks or architecture.intermediate_size % ranks),
@@ -82,6 +88,8 @@ def _tensor_reason(job: TrainingJob) -> str:
         (
             job.framework == "huggingface" and bool(architecture.vocab_size % ranks),
             f"tensor_parallel_size={ranks} does not divide vocab_size={architecture.vocab_size}: transformers refuses it.",
+            FAILS,
+            "parallelism.tensor_parallel_size",
         ),
         (
             job.framework == "huggingface" and layout.num_replicas > 1,
@@ -96,6 +104,8 @@ def _tensor_reason(job: TrainingJob) -> str:
             job.framework == "huggingface" and job.optimizer.name != "adamw",
             f"optimizer.name={job.optimizer.name!r} cannot step over the mixture of tensors that tensor parallelism leaves "
             "to the Trainer; adamw can.",
+            FAILS,
+            "optimizer.name",
         ),
         (
             layout.num_replicas > 1 and layout.sharding not in ("none", "fsdp2", "hsdp"),
@@ -105,25 +115,48 @@ def _tensor_reason(job: TrainingJob) -> str:
             layout.num_replicas > 1 and layout.sharding == "none" and architecture.tie_word_embeddings,
             f"{architecture.name!r} shares its token table with the head, of which torch's DDP over tensor parallelism "
             "makes plain tensors at one end only: torch 2.13 fails, and how others hold it is not modelled; fsdp2 is.",
+            UNKNOWN,
+            "parallelism.sharding",
         ),
-        (job.loss.fused_linear_cross_entropy, "a fused loss under tensor parallelism is not modelled."),
+        (
+            fuses_loss(job),
+            "a fused loss under tensor parallelism is not modelled.",
+            UNKNOWN,
+            "loss.fused_linear_cross_entropy",
+        ),
         (
             job.framework == "torch" and bool(conventions(job).get("liger_kernels")),
             "Liger's kernels under torch's tensor parallelism fail: they give whole tensors where the plan has parts.",
+            FAILS,
+            "framework_options.liger_kernels",
         ),
         (
             layout.sequence_parallel and job.attention == "eager",
             "attention='eager' under sequence_parallel fails: transformers makes the mask for a rank's part; use sdpa.",
+            FAILS,
+            "attention",
         ),
         (
             library and bool(conventions(job).get("autocast")) and job.precision.compute == "float16",
             "fp16 under transformers' tensor parallelism fails: GradScaler takes no mixture of tensors; use bf16.",
+            FAILS,
+            "precision.compute",
         ),
-        (job.attention == "flex", "flex attention under tensor parallelism is not modelled."),
-        (job.precision.compute == "float8", "float8 under tensor parallelism is not modelled."),
-        (job.offload.activations, "offloaded activations under tensor parallelism are not modelled."),
+        (job.attention == "flex", "flex attention under tensor parallelism is not modelled.", UNKNOWN, "attention"),
+        (
+            job.precision.compute == "float8",
+            "float8 under tensor parallelism is not modelled.",
+            UNKNOWN,
+            "precision.compute",
+        ),
+        (
+            job.offload.activations,
+            "offloaded activations under tensor parallelism are not modelled.",
+            UNKNOWN,
+            "offload.activations",
+        ),
     ]
-    return next((sentence for fails, sentence in checks if fails), "")
+    return first(checks, "parallelism.tensor_parallel_size")
 
 
 def _adapters_left_out(job: TrainingJob) -> str:
@@ -140,7 +173,7 @@ def _adapters_left_out(job: TrainingJob) -> str:
         (job.optimizer.name != "adamw", f"with AdamW only, not optimizer.name={job.optimizer.name!r}."),
         (job.activation_checkpointing.use_reentrant, "without reentrant checkpointing only."),
     ]
-    return next((sentence for fails, sentence in checks if fails), "")
+    return next((sentence for left_out, sentence in checks if left_out), "")
 
 
 def _adapts_whole_parts(job: TrainingJob) -> bool:
@@ -149,14 +182,22 @@ def _adapts_whole_parts(job: TrainingJob) -> bool:
     return any(name.partition(".")[0] in traits(job.architecture).whole_parts for name in adapted)
 
 
-def _expert_reason(job: TrainingJob) -> str:
+def _expert_reason(job: TrainingJob) -> Finding | None:
     layout = job.parallelism
     size = f"expert_parallel_size={layout.expert_parallel_size} is modelled for Megatron and torchtitan's experts"
     if expert_ranks(job) == 1:
-        return f"{size}; with ZeRO or FSDP1 every rank is taken to have all experts."
+        return found(
+            f"{size}; with ZeRO or FSDP1 every rank is taken to have all experts.",
+            "parallelism.expert_parallel_size",
+            effect=LESS,
+        )
     if job.framework != "torch" or conventions(job).get("experts_implementation") != "torchtitan":
-        return f"{size}; for others experts are divided, and what the exchange of tokens allocates is left out."
-    checks = [
+        return found(
+            f"{size}; for others experts are divided, and what the exchange of tokens allocates is left out.",
+            "parallelism.expert_parallel_size",
+            effect=MORE,
+        )
+    checks: list[Check] = [
         (
             layout.sharding != "fsdp2" or layout.world_size > layout.data_parallel_size,
             "under FSDP2 beside no other parallelism only.",
@@ -167,17 +208,17 @@ def _expert_reason(job: TrainingJob) -> str:
         (job.batch.form != "rows", "with full rows only."),
         (job.precision.compute != "bfloat16", "computed in bfloat16 only."),
         (job.activation_checkpointing.use_reentrant, "without reentrant checkpointing only."),
-        (job.loss.fused_linear_cross_entropy, "without a fused loss only."),
+        (fuses_loss(job), "without a fused loss only."),
     ]
-    return next((f"{size}: compared with its trace {sentence}" for fails, sentence in checks if fails), "")
+    return first(checks, "parallelism.expert_parallel_size", start=f"{size}: compared with its trace ")
 
 
-def _context_reason(job: TrainingJob) -> str:
+def _context_reason(job: TrainingJob) -> Finding | None:
     architecture, layout, ranks = job.architecture, job.parallelism, job.parallelism.context_parallel_size
     half = ("bfloat16", "float16")
     autocast = bool(job.framework_options.get("autocast"))
     computed = job.precision.compute if autocast or gathered_dtype(job) != job.precision.parameters else None
-    checks = [
+    checks: list[Check] = [
         (
             job.framework not in ("huggingface", "torch"),
             f"context parallelism is not modelled for framework={job.framework!r}; for megatron, huggingface, torch it is.",
@@ -194,23 +235,45 @@ def _context_reason(job: TrainingJob) -> str:
         (
             architecture.sliding_window is not None,
             f"{architecture.name!r} attends within a sliding window, which torch's context parallelism cannot; use 1 rank.",
+            FAILS,
+            "parallelism.context_parallel_size",
         ),
         (
             bool(job.sequence_length % (2 * ranks)),
             f"sequence_length={job.sequence_length} is no multiple of 2 × context_parallel_size={ranks}: torch gives ranks "
             "unequal work then, which is not modelled; use one.",
         ),
-        (job.batch.form != "rows", f"batch.form={job.batch.form!r} under context parallelism is not modelled; use rows."),
+        (
+            job.batch.form != "rows",
+            f"batch.form={job.batch.form!r} under context parallelism is not modelled; use rows.",
+            UNKNOWN,
+            "batch.form",
+        ),
         (
             layout.sharding not in ("fsdp2", "hsdp") and (job.framework == "huggingface" or layout.sharding != "none"),
             f"context parallelism with sharding={layout.sharding!r} is not modelled; accelerate has it with fsdp2, hsdp, a "
             "plain loop also without sharding.",
         ),
-        (job.loss.fused_linear_cross_entropy, "a fused loss under context parallelism is not modelled."),
-        (job.precision.compute == "float8", "float8 under context parallelism is not modelled."),
-        (job.offload.activations, "offloaded activations under context parallelism are not modelled."),
+        (
+            fuses_loss(job),
+            "a fused loss under context parallelism is not modelled.",
+            UNKNOWN,
+            "loss.fused_linear_cross_entropy",
+        ),
+        (
+            job.precision.compute == "float8",
+            "float8 under context parallelism is not modelled.",
+            UNKNOWN,
+            "precision.compute",
+        ),
+        (
+            job.offload.activations,
+            "offloaded activations under context parallelism are not modelled.",
+            UNKNOWN,
+            "offload.activations",
+        ),
     ]
-    return next((sentence for fails, sentence in checks if fails), "")
+    return first(checks, "parallelism.context_parallel_size")
 
 
 def rounds(job: TrainingJob) -> int:
@@ -218,11 +281,11 @@ def rounds(job: TrainingJob) -> int:
     return max(1, job.gradient_accumulation_steps // job.parallelism.pipeline_parallel_size)
 
 
-def _pipeline_reason(job: TrainingJob) -> str:
+def _pipeline_reason(job: TrainingJob) -> Finding | None:
     architecture, layout = job.architecture, job.parallelism
     several, split = layout.virtual_pipeline_stages > 1, layout.pipeline_schedule in SPLIT_BACKWARD
     beside = layout.num_replicas > 1
-    checks = [
+    checks: list[Check] = [
         (
             job.framework != "torch",
             f"pipeline parallelism is modelled for framework='megatron' and 'torch', not {job.framework!r}.",
@@ -236,6 +299,8 @@ def _pipeline_reason(job: TrainingJob) -> str:
         (
             job.finetuning.method != "full",
             f"finetuning.method={job.finetuning.method!r} in pipeline stages is not modelled: all weights train.",
+            UNKNOWN,
+            "finetuning.method",
         ),
         (
             architecture.tie_word_embeddings,
@@ -258,10 +323,14 @@ def _pipeline_reason(job: TrainingJob) -> str:
             split and job.precision.compute == "float32",
             "zero_bubble computed in float32 is not modelled: traced stages need up to 1.4 % more; use bfloat16, or "
             "another schedule.",
+            NEARLY_MORE,
+            "precision.compute",
         ),
         (
             0 in layout.pipeline_layers,
             f"parallelism.pipeline_layers={list(layout.pipeline_layers)} leaves a stage without layers: not modelled.",
+            UNKNOWN,
+            "parallelism.pipeline_layers",
         ),
         (
             beside and (layout.sharding not in ("none", "fsdp2", "hsdp") or layout.zero_stage > 0),
@@ -282,25 +351,46 @@ def _pipeline_reason(job: TrainingJob) -> str:
             and bool(job.gradient_accumulation_steps % rounds(job)),
             f"gradient_accumulation_steps={job.gradient_accumulation_steps} is no multiple of the {rounds(job)} rounds in "
             "which torch's interleaved schedules take them: they refuse that.",
+            FAILS,
+            "gradient_accumulation_steps",
         ),
         (
             layout.pipeline_schedule == "1f1b" and job.gradient_accumulation_steps < layout.pipeline_parallel_size,
             f"gradient_accumulation_steps={job.gradient_accumulation_steps} is fewer than pipeline_parallel_size="
             f"{layout.pipeline_parallel_size}: torch's Schedule1F1B refuses that; gpipe takes it.",
+            FAILS,
+            "gradient_accumulation_steps",
         ),
         (
             layout.pipeline_schedule == "dualpipe_v"
             and job.gradient_accumulation_steps < 2 * layout.pipeline_parallel_size,
             f"gradient_accumulation_steps={job.gradient_accumulation_steps} is fewer than the stages, of which dualpipe_v "
             f"has 2 × pipeline_parallel_size={layout.pipeline_parallel_size}: torch refuses that.",
+            FAILS,
+            "gradient_accumulation_steps",
         ),
-        (bool(job.framework_options.get("autocast")), "autocast in pipeline stages is not modelled."),
-        (job.precision.compute == "float8", "float8 in pipeline stages is not modelled."),
-        (job.loss.fused_linear_cross_entropy, "a fused loss in pipeline stages is not modelled."),
-        (job.offload != Offload(), "offload in pipeline stages is not modelled."),
-        (bool(job.framework_options.get("liger_kernels")), "Liger's kernels in pipeline stages are not modelled."),
+        (
+            bool(job.framework_options.get("autocast")),
+            "autocast in pipeline stages is not modelled.",
+            UNKNOWN,
+            "framework_options.autocast",
+        ),
+        (job.precision.compute == "float8", "float8 in pipeline stages is not modelled.", UNKNOWN, "precision.compute"),
+        (
+            fuses_loss(job),
+            "a fused loss in pipeline stages is not modelled.",
+            UNKNOWN,
+            "loss.fused_linear_cross_entropy",
+        ),
+        (job.offload != Offload(), "offload in pipeline stages is not modelled.", UNKNOWN, "offload"),
+        (
+            bool(job.framework_options.get("liger_kernels")),
+            "Liger's kernels in pipeline stages are not modelled.",
+            UNKNOWN,
+            "framework_options.liger_kernels",
+        ),
     ]
-    return next((sentence for fails, sentence in checks if fails), "")
+    return first(checks, "parallelism.pipeline_parallel_size")
 
 
 def _like_llama(architecture: Architecture) -> bool:

@@ -63,6 +63,14 @@ def pipeline_rank(layout: Parallelism, rank: int, *, pipeline_innermost: bool = 
     return rank // (inside * layout.data_parallel_size)
 
 
+def place_in_stage(layout: Parallelism, rank: int, *, pipeline_innermost: bool = False) -> int:
+    """The number of global `rank` among the ranks of its pipeline stage, in the order tp-cp-ep-dp."""
+    inside = layout.tensor_parallel_size * layout.context_parallel_size
+    if pipeline_innermost:
+        return rank // (inside * layout.pipeline_parallel_size) * inside + rank % inside
+    return rank % (inside * layout.data_parallel_size)
+
+
 @lru_cache(maxsize=4096)
 def stage_chunks(num_layers: int, layout: Parallelism, pipeline_rank: int) -> tuple[Chunk, ...]:
     """The chunks of stage `pipeline_rank` in model order."""

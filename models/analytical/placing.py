@@ -86,6 +86,8 @@ def place(runs: Sequence[Run]) -> Placed:
         of_runs[: NUM_BYTES + 1] = template.descriptions[:, None]
         if not template.modules:
             of_runs[MODULE] = Texts.of([run.module for run in members]).numbers[:, None]
+        if template.streams is not None:
+            of_runs[STREAM] = template.streams
         keeping = _place(template, members, of_runs[BORN], of_runs[DIES])
         for row, run in enumerate(members):
             if run.gradients_reusable is not None:

@@ -97,7 +97,7 @@ def forward_beforehand(timeline: Step, job: TrainingJob) -> None:
 
 def _run(timeline: Step, job: TrainingJob, prefix: str, phase: Phase = Phase.LOSS) -> None:
     """A network's forward of which nothing is kept. `prefix`: "" for the policy's own, whose layout gathers it."""
-    context = block_context(job, False)
+    context = block_context(job, None)
     blocks, start = Blocks(job, context), timeline.now
     shards = _gathered_whole(timeline, job) if prefix == NAME else None
     embedded = timeline.run_without_graph(blocks.embedding(), f"{prefix}embedding", phase)
@@ -180,4 +180,3 @@ def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list
         wide = [t for t in of_run if is_cast_by_autocast(context, t.name, t.shape)]
         cached = size * sum(t.numel for t in wide)
         timeline.hold("autocast_cache", Category.TEMPORARIES, cached, born, timeline.now, run.module)
-

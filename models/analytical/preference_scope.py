@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from peakcast.conventions import conventions
+from peakcast.conventions import conventions, fuses_loss
+from peakcast.findings import FAILS, Check, Finding, first
 from peakcast.loss import PAIRS, REFERRING
 from peakcast.spec import Batch, Offload, Parallelism, TrainingJob
 
@@ -13,14 +14,19 @@ def makes_whole_logits(job: TrainingJob) -> bool:
     return job.loss.kind in REFERRING and conventions(job).get("preference_logits") == "whole"
 
 
-def preference_reason(job: TrainingJob) -> str:
-    """Why the ledger does not cover `job`'s loss, as one sentence; "" when it does, or when it is the plain one."""
+def preference_reason(job: TrainingJob) -> Finding | None:
+    """Why the ledger does not cover `job`'s loss, as a finding; None when it does, or when it is the plain one."""
     kind = job.loss.kind
     if kind == "cross_entropy":
-        return ""
+        return None
     name = f"loss.kind={kind!r}"
-    checks = (
-        (kind in PAIRS and job.micro_batch_size % 2 == 1, "counts both of a pair: give an even micro_batch_size."),
+    checks: tuple[Check, ...] = (
+        (
+            kind in PAIRS and job.micro_batch_size % 2 == 1,
+            "counts both of a pair: give an even micro_batch_size.",
+            FAILS,
+            "micro_batch_size",
+        ),
         (job.task != "train", "is a training's."),
         (
             job.framework not in ("huggingface", "deepspeed"),
@@ -33,14 +39,14 @@ def preference_reason(job: TrainingJob) -> str:
         (job.batch != Batch(), "is modelled for full rows: TRL pads to the longest sequence of both halves."),
         (job.compile, "is not modelled with torch.compile."),
         (job.offload != Offload(), "is not modelled with offload."),
-        (job.loss.fused_linear_cross_entropy, "has a head of its own: leave loss.fused_linear_cross_entropy out."),
+        (fuses_loss(job), "has a head of its own: leave loss.fused_linear_cross_entropy out."),
         (bool(job.finetuning.quantization), "over quantised weights was compared with no trace."),
         (job.activation_checkpointing.every_n_layers > 1, "was compared with every layer checkpointed only."),
         (job.precision.compute == "float8", "is not modelled in float8."),
         (job.attention == "flex", "was compared with sdpa and eager, and not with attention='flex'."),
         (bool(conventions(job).get("neftune")), "is not modelled with neftune."),
     )
-    return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")
+    return first(checks, "loss.kind", start=f"{name} ")
 
 
 def _shards(job: TrainingJob) -> str:

@@ -6,6 +6,8 @@ Sources: bitsandbytes 0.43-0.50 `functional.py` (quantize_4bit, QuantState), `nn
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from peakcast.spec import Finetuning
 
 NF4_BLOCK = 64
@@ -15,10 +17,27 @@ PARAMETERS = frozenset({"weight", "qweight", "qzeros"})
 fms-acceleration makes parameters of qweight and qzeros (`framework_plugin_autogptq.py`, PATCH_FOR_FSDP_TRITON_V2). What
 published runs of Mistral-7B hold after a step on two GPUs confirms both to 0.1 MB."""
 
+EXLLAMA_ROWS, EXLLAMA_BATCHES, FP32 = 2048, 8, 4
+"""Tokens and sequences for which exllama v2 has room where nothing else is asked for."""
 
-def quantized_linear_bytes(shape: tuple[int, int], tuning: Finetuning, gptq_group_size: int = 128) -> list[tuple[str, int]]:
+
+def scratch_bytes(kernel: str, shapes: Iterable[tuple[int, ...]]) -> int:
+    """Bytes that `kernel` keeps for unpacked matrices of `shapes`, (out_features, in_features) each, shared by all of them;
+    v2 has room for results too.
+
+    Source: AutoGPTQ 0.5 modeling/_utils.py autogptq_post_init (temp_dq, in half precision), nn_modules/qlinear/
+    qlinear_exllamav2.py temp_dq_size, temp_fwd_size.
+    """
+    matrices = [(out_features * in_features * 2, out_features) for out_features, in_features in shapes]
+    room = EXLLAMA_ROWS * EXLLAMA_BATCHES * FP32 * (kernel == "exllamav2")
+    return max((matrix + out_features * room for matrix, out_features in matrices), default=0) if kernel else 0
+
+
+def quantized_linear_bytes(
+    shape: tuple[int, int], tuning: Finetuning, gptq_group_size: int = 128, *, gptq_biased: bool = False
+) -> list[tuple[str, int]]:
     """(name, bytes) of the tensors that stand for a [out_features, in_features] weight. `gptq_group_size`: input
-    features that share a scale; -1 for all of them."""
+    features that share a scale; -1 for all of them. `gptq_biased`: with the bias that optimum gives every QuantLinear."""
     out_features, in_features = shape
     numel = out_features * in_features
     if tuning.quantization == "gptq":
@@ -28,6 +47,7 @@ def quantized_linear_bytes(shape: tuple[int, int], tuning: Finetuning, gptq_grou
             ("scales", groups * out_features * 2),
             ("qzeros", groups * out_features // 2),
             ("g_idx", in_features * 4),
+            *([("bias", out_features * 2)] if gptq_biased else []),
         ]
     if tuning.quantization == "int8":
         return [("weight", numel), ("SCB", out_features * 4)]

@@ -357,8 +357,6 @@ class Step:
         )
         if self.update_in_backward is None:
             return timeline
-        gradients = np.concatenate(
-            [none[0], *(first + runs.gradients for first, runs in zip(firsts, placed, strict=True))]
-        )
+        gradients = np.concatenate([none[0], *(first + runs.gradients for first, runs in zip(firsts, placed, strict=True))])
         made = gradients[timeline.born[gradients] < n]
         return updated_in_backward(timeline, made, self._backward_ends, self.update_in_backward)

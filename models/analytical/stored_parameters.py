@@ -12,7 +12,7 @@ from peakcast.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.micro_batch import Batch
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.blocks.tensor_parallel import tensor_parallel
-from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
+from peakcast.models.analytical.layouts import adapters_are_whole, expert_ranks, gathered_dtype
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.parameter_tensor import ParameterTensor
 from peakcast.models.analytical.parameters import (
@@ -60,7 +60,7 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     waits = group.table and job.parallelism.num_replicas > 1 and not group.table_reduced
     # a table that the lm_head shares gets its gradient from there too, split: the sum is
     alone = group.table and job.parallelism.num_replicas == 1 and not job.architecture.tie_word_embeddings
-    if job.finetuning.method == "full":
+    if job.finetuning.method == "full" and not (job.task == "inference" and job.finetuning.quantization):
         return tuple(
             StoredTensor(
                 tensor.name,
@@ -78,18 +78,18 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
         )
     stored = [part for module, tensor in everything for part in _frozen(tensor, module, job, size, used)]
     rank, width = job.finetuning.rank or 0, int(DTYPE_BYTES[adapter_dtype(job)])
-    mixed = used if mixes_precision(job) else width
-    for module, tensor in everything:
+    whole = adapters_are_whole(job)
+    mixed = used if mixes_precision(job) and not whole else width
+    for module, tensor in everything if job.finetuning.method != "full" else ():
         name = tensor.name.removesuffix(".weight")
         if len(tensor.shape) == 2 and tensor.role in ("attention", "mlp") and _adapted(name, job):
             out_features, in_features = group.shape(tensor)
             sums = group.sequence and tensor.tensor_parallel_dim == 1 and job.parallelism.num_replicas == 1
-            stored.append(StoredTensor(f"{name}.lora_A", module, (rank, in_features), width, mixed, trains=True))
-            stored.append(
-                StoredTensor(
-                    f"{name}.lora_B", module, (out_features, rank), width, mixed, trains=True, sums_gradient=sums
-                )
+            first = StoredTensor(f"{name}.lora_A", module, (rank, in_features), width, mixed, trains=True)
+            second = StoredTensor(
+                f"{name}.lora_B", module, (out_features, rank), width, mixed, trains=True, sums_gradient=sums
             )
+            stored += [replace(tensor, sharded=not whole) for tensor in (first, second)]
         elif name == "score":  # of a classifier peft trains a copy of the head itself (`modules_to_save`)
             stored.append(StoredTensor(f"{name}.copy", module, tensor.shape, size, used, trains=True))
     return tuple(stored)
@@ -107,8 +107,12 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
     """What stands in memory for a weight that does not train: quantised when it is a Linear inside a layer."""
     if len(tensor.shape) >= 2 and tensor.role in quantised_roles(job):
         *stacked, out_features, in_features = tensor.shape  # experts may be stacked along a first dimension
+        chosen = conventions(job)
         parts = quantized_linear_bytes(
-            (out_features, in_features), job.finetuning, int(conventions(job).get("gptq_group_size", 128))
+            (out_features, in_features),
+            job.finetuning,
+            int(chosen.get("gptq_group_size", 128)),
+            gptq_biased=bool(chosen.get("gptq_kernel")),
         )
         return [
             StoredTensor(f"{tensor.name}.{name}", module, (num_bytes,), 1, 1, trains=False, sharded=name in PARAMETERS)
@@ -116,6 +120,8 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
         ] * math.prod(stacked)
     ranks = expert_ranks(job) if tensor.role == "expert" else 1
     if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
+        size = used = FP32
+    if module in ("embedding", "head") and tensor.role != "norm" and conventions(job).get("ends_in_float32"):
         size = used = FP32
     shape = tensor_parallel(job).shape(tensor)
     return [StoredTensor(tensor.name, module, shape, size, used, trains=False, expert_ranks=ranks)]
@@ -132,6 +138,12 @@ def quantised_roles(job: TrainingJob) -> tuple[str, ...]:
         return ()
     routed = method == "gptq" or bool(conventions(job).get("quantized_experts"))
     return (*QUANTISED_ROLES, *(ROUTED_ROLES if routed else ()))
+
+
+def quantised_shapes(job: TrainingJob) -> list[tuple[int, ...]]:
+    """[out_features, in_features] of every matrix that is quantised, experts apart."""
+    roles = quantised_roles(job)
+    return [tensor.shape[-2:] for _, tensor in _all_parameters(job) if len(tensor.shape) > 1 and tensor.role in roles]
 
 
 def _adapted(name: str, job: TrainingJob) -> bool:

@@ -19,9 +19,18 @@ from dataclasses import replace
 
 import numpy as np
 
+from peakcast.kernel_workspaces import reduction
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
-from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row
-from peakcast.models.analytical.operations import KEPT_KINDS, Operation, Storage, Tensor, WeightGradient
+from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row, workspace_rows
+from peakcast.models.analytical.operations import (
+    NO_SIDE_STREAM,
+    SIDE_STREAM,
+    Operation,
+    SideStream,
+    Storage,
+    Tensor,
+    WeightGradient,
+)
 from peakcast.models.analytical.split_backward import waits_until, weight_turns
 from peakcast.models.analytical.template import HANDED_IN, Elsewhere, Later, Template, Waiting
 from peakcast.timeline import Category
@@ -38,7 +47,10 @@ class Tape:
     `splits_backward`: inputs' gradients first, weights' later (`split_backward.py`); a hook keeps what comes to each.
     """
 
-    def __init__(self, *, saves_on_cpu: bool = False, splits_backward: bool = False) -> None:
+    def __init__(
+        self, *, saves_on_cpu: bool = False, splits_backward: bool = False, gpu: tuple[int, int] | None = None
+    ) -> None:
+        self._gpu = gpu
         self._saves_on_cpu = saves_on_cpu
         self._splits_backward = splits_backward
         self._savers: dict[int, list[int]] = {}
@@ -47,6 +59,14 @@ class Tape:
         self._input: Tensor | None = None
         self._elsewhere: dict[str, Tensor] = {}
         self._loss_from: int | None = None
+
+    def summed(self, name: str, columns: int, rows: int, num_bytes: int) -> WeightGradient:
+        """The gradient of a vector of `columns`, which torch sums over `rows`; where the tape is for a GPU
+        (multiprocessors, threads of each), with what the kernel takes for itself."""
+        workspaces: tuple[int, ...] = ()
+        if self._gpu is not None and (taken := reduction(columns, rows, *self._gpu, reduced_is_contiguous=False)):
+            workspaces = taken.buffer_bytes, taken.semaphore_bytes
+        return WeightGradient(name, num_bytes, workspaces)
 
     # -- building -----------------------------------------------------------------------------------------------------
 
@@ -78,8 +98,8 @@ class Tape:
         extra_saved_bytes: Sequence[int] = (),
         gradients: Sequence[tuple[Tensor, int | None]] | None = None,
         weight_gradients: Sequence[WeightGradient] = (),
-        forward_temporary_bytes: int = 0,
-        backward_temporary_bytes: int = 0,
+        forward_temporary_bytes: int | Sequence[int] = 0,
+        backward_temporary_bytes: int | Sequence[int] = 0,
         view_of: Tensor | None = None,
         category: Category = Category.ACTIVATIONS,
         output_name: str | None = None,
@@ -87,14 +107,16 @@ class Tape:
         gradients_in_place: bool = False,
         saved_parameter_bytes: int = 0,
         is_function: bool = False,
+        side: SideStream = NO_SIDE_STREAM,
     ) -> Tensor:
         """Append an operation and return its output.
 
         `reads`: tensors it reads. `saves`: those of them that autograd keeps; `saves_output`: its own result too;
         `extra_saved_bytes`: further tensors made and kept (softmax statistics, dropout masks). `gradients`: which inputs
         get a gradient, default each read that needs one, of its own size. `view_of`: the output shares that storage.
-        Temporaries live during the operation only. `kind` ("matmul" or one of `KEPT_KINDS`): what selective checkpointing
-        goes by. `is_function`: a `torch.autograd.Function`, which keeps tensors when it has run.
+        Temporaries live during the operation only. `kind` ("matmul" or one of `KINDS`): what selective checkpointing
+        goes by. `is_function`: a `torch.autograd.Function`, which keeps tensors when it has run. `side`: what it allocates
+        on a second stream.
         """
         index = len(self._operations)
         needs_grad = bool(weight_gradients)
@@ -104,14 +126,17 @@ class Tape:
         if needs_grad:
             for tensor in saves:
                 self._keep(tensor.storage, index)
-            for size in extra_saved_bytes:
-                extra = Storage(f"{name}.saved", size, category, index, kind)
-                self._storages.append(extra)
-                self._keep(extra, index)
+            for stream, sizes in ((0, extra_saved_bytes), (SIDE_STREAM, side.saved_bytes)):
+                for size in sizes:
+                    extra = Storage(f"{name}.saved", size, category, index, kind)
+                    extra.stream = stream
+                    self._storages.append(extra)
+                    self._keep(extra, index)
         if view_of is not None:
             output = Tensor(view_of.storage, output_bytes, needs_grad)
         else:
             storage = Storage(output_name or name, output_bytes, category, index, kind)
+            storage.stream = SIDE_STREAM * side.result
             self._storages.append(storage)
             output = Tensor(storage, output_bytes, needs_grad)
         if needs_grad and saves_output:
@@ -123,7 +148,7 @@ class Tape:
         saved_bytes = [tensor.num_bytes for tensor in saves]
         if saves_output:
             saved_bytes.append(output_bytes)
-        saved_bytes += extra_saved_bytes
+        saved_bytes += [*extra_saved_bytes, *side.saved_bytes]
         saved_bytes.append(saved_parameter_bytes)
         self._operations.append(
             Operation(
@@ -131,14 +156,46 @@ class Tape:
                 [output],
                 needed,
                 weight_gradients,
-                forward_temporary_bytes,
-                backward_temporary_bytes,
+                _temporaries(forward_temporary_bytes, side.forward_temporaries),
+                _temporaries(backward_temporary_bytes, side.backward_temporaries),
                 gradients_in_place,
                 saved_bytes,
                 is_function or saves_output or any(extra_saved_bytes),
+                SIDE_STREAM * side.gradients,
             )
         )
         return output
+
+    def function(
+        self,
+        name: str,
+        made: Sequence[Tensor],
+        reads: Sequence[Tensor],
+        *,
+        saves: Sequence[Tensor],
+        weight_gradients: Sequence[WeightGradient] = (),
+        backward_temporary_bytes: int = 0,
+        gradients_in_place: bool = False,
+    ) -> list[Tensor]:
+        """A `torch.autograd.Function` whose forward is the operations appended before, which are in no graph: its results,
+        `made` by them, of `reads`. Its backward runs when the gradients of all of them are there."""
+        index = len(self._operations)
+        for tensor in (*made, *reads):
+            tensor.storage.last_read = max(tensor.storage.last_read, index)
+        for tensor in saves:
+            self._keep(tensor.storage, index)
+        outputs = [Tensor(tensor.storage, tensor.num_bytes, requires_grad=True) for tensor in made]
+        gradients: list[tuple[Tensor, int | None]] = [(x, x.num_bytes) for x in reads if x.requires_grad]
+        saved_bytes = [tensor.num_bytes for tensor in saves]
+        self._operations.append(
+            Operation(
+                *(name, outputs, gradients, weight_gradients, (), _temporaries(backward_temporary_bytes, ())),
+                gradients_in_place=gradients_in_place,
+                saved_bytes=saved_bytes,
+                keeps_results=True,
+            )
+        )
+        return outputs
 
     def split(self, tensor: Tensor, sizes: Sequence[int], name: str = "split") -> list[Tensor]:
         """Views of `tensor` of the given bytes; their gradients are concatenated into a new one in backward."""
@@ -146,7 +203,7 @@ class Tape:
         tensor.storage.last_read = index
         views = [Tensor(tensor.storage, size, tensor.requires_grad) for size in sizes]
         gradients: list[tuple[Tensor, int | None]] = [(tensor, tensor.num_bytes)] if tensor.requires_grad else []
-        self._operations.append(Operation(name, views, gradients, (), 0, 0))
+        self._operations.append(Operation(name, views, gradients, (), (), ()))
         return views
 
     def hold(self, tensor: Tensor) -> None:
@@ -156,6 +213,22 @@ class Tape:
     def keep(self, tensor: Tensor) -> None:
         """Autograd keeps `tensor` until the backward of the operation that was appended last has run."""
         self._keep(tensor.storage, len(self._operations) - 1)
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors made so far: marks a place on the tape for `make_again`."""
+        return len(self._storages)
+
+    def make_again(self, begin: int, end: int) -> None:
+        """The tensors made from `num_tensors` = `begin` to `end` are let go now, and made again when the operation appended
+        last runs backward (megatron-core's `CheckpointWithoutOutput`). What is gone again in that pass itself is
+        not counted."""
+        for storage in self._storages[begin:end]:
+            storage.made_again = len(self._operations) - 1
+
+    def keep_with_graph(self, tensor: Tensor) -> None:
+        """A node of the graph has `tensor` as an attribute, which nothing releases before the graph goes."""
+        tensor.storage.of_graph = True
 
     def begin_loss(self) -> None:
         """The operations from here on are the loss."""
@@ -168,12 +241,17 @@ class Tape:
     # -- finishing ----------------------------------------------------------------------------------------------------
 
     def finish(
-        self, output: Tensor | None = None, *, cached_matmuls: int = 0, beside: Tensor | None = None
+        self,
+        output: Tensor | None = None,
+        *,
+        cached_matmuls: int = 0,
+        cached_kinds: frozenset[str] = frozenset({"attention"}),
+        beside: Tensor | None = None,
     ) -> Template:
         """The block's entries. `output` is handed to the next block and its gradient comes from there. `cached_matmuls`:
-        selective checkpointing keeps the results of attention and of one in so many matrix products (0: nothing); with one
-        in several, torchtitan's policy, those of reduce-scatters too. `beside`: what a reentrant checkpoint's function
-        returns beside it, as `Template.beside_bytes` says."""
+        selective checkpointing keeps the results of one in so many matrix products (0: nothing at all) and of operations of
+        `cached_kinds`. `beside`: what a reentrant checkpoint's function returns beside it, as `Template.beside_bytes`
+        says."""
         num_forward = len(self._operations)
         backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
         ends = {index: instant + 1 for instant, index in enumerate(backward)}
@@ -183,20 +261,25 @@ class Tape:
         turns = weight_turns(trained) if self._splits_backward else {}
         if output is not None:
             output.storage.last_read = num_forward - 1
-        cached = self._cached(cached_matmuls) if cached_matmuls else set()
+        cached = self._cached(cached_matmuls, cached_kinds) if cached_matmuls else set()
         savers = [index for index, operation in enumerate(self._operations) if any(operation.saved_bytes)]
         last_saver = max(savers, default=0)
         for index, operation in enumerate(self._operations):
-            size = operation.forward_temporary_bytes
-            if size > 0:
+            for size, stream in operation.forward_temporaries:
                 last = index + 1
                 name = f"{operation.name}.temporary"
-                rows.append((name, TEMPORARY, size, index, False, last, False, False, last, False))
+                rows.append((name, TEMPORARY, size, index, False, last, False, False, last, False, stream))
         released: dict[int, int] = {}
         for storage in self._storages:
             if storage.num_bytes <= 0:
                 continue
             saver = None if self._saves_on_cpu or storage.last_saver is None else ends.get(storage.last_saver)
+            if storage.made_again is not None:
+                storage.last_read = min(storage.last_read, storage.made_again)
+                if saver is not None:
+                    again = ends[storage.made_again] - 1
+                    self._made_again(rows, storage, again, saver)
+                    saver = None
             last, kept = storage.last_read + 1, id(storage) in cached
             dies, in_backward = (last, False) if saver is None else (saver, True)
             if self._splits_backward and in_backward:
@@ -206,14 +289,14 @@ class Tape:
                 continue
             if kept and storage.born >= last_saver:
                 dies, in_backward = len(backward), True  # a recomputation stops there and never asks for it
-            if beside is not None and storage is beside.storage:
+            if storage.of_graph or (beside is not None and storage is beside.storage):
                 dies, in_backward = len(backward), True
             if in_backward and dies == saver and storage.last_saver is not None:
                 released[storage.last_saver] = released.get(storage.last_saver, 0) + storage.num_bytes
             rows.append(
                 (
                     *(storage.name, storage.category, storage.num_bytes),
-                    *(storage.born, False, dies, in_backward, False, last, kept),
+                    *(storage.born, False, dies, in_backward, False, last, kept, storage.stream),
                 )
             )
         shared = frozenset(map(id, self._elsewhere.values()))
@@ -241,19 +324,24 @@ class Tape:
         for index in turns:
             operation = self._operations[index]
             rows: list[Row] = [
-                (weight.name, GRADIENT, weight.num_bytes, 0, True, 1, True, True, 1, False)
+                (weight.name, GRADIENT, weight.num_bytes, 0, True, 1, True, True, 1, False, 0)
                 for weight in operation.weight_gradients
             ]
-            if size := operation.backward_temporary_bytes:
-                rows.append((f"{operation.name}.temporary", TEMPORARY, size, 0, True, 1, True, False, 1, False))
+            rows += [row for weight in operation.weight_gradients for row in workspace_rows(weight, 0)]
+            for size, stream in operation.backward_temporaries:
+                rows.append((f"{operation.name}.temporary", TEMPORARY, size, 0, True, 1, True, False, 1, False, stream))
             made = self._template(rows, [index], {})
             weights.append(replace(made, num_forward=0, forward_labels=[], loss_from=0, saved_bytes=[]))
         rounded = [replace(one, num_bytes=round_up(one.num_bytes, MIN_BLOCK_BYTES)) for one in waiting]
         return Later(tuple(weights), tuple(rounded))
 
-    def _cached(self, cached_matmuls: int) -> set[int]:
+    @staticmethod
+    def _made_again(rows: list[Row], storage: Storage, born: int, dies: int) -> None:
+        life = (born, True, dies, True, False, dies, False)
+        rows.append((storage.name, storage.category, storage.num_bytes, *life, storage.stream))
+
+    def _cached(self, cached_matmuls: int, kept: frozenset[str]) -> set[int]:
         matmuls, cached = 0, set()
-        kept = KEPT_KINDS if cached_matmuls > 1 else KEPT_KINDS[:1]
         for storage in self._storages:
             if storage.kind == "matmul":
                 matmuls += 1
@@ -270,8 +358,8 @@ class Tape:
     def _template(
         self, rows: list[Row], backward: list[int], elsewhere: dict[str, Elsewhere], added: int | None = None
     ) -> Template:
-        columns = list(zip(*rows, strict=True)) if rows else [()] * 10
-        names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph, cached = columns
+        columns = list(zip(*rows, strict=True)) if rows else [()] * 11
+        names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph, cached, streams = columns
         instants = np.array((sizes, born, dies, without_graph), dtype=np.int64)
         flags = np.array((born_b, dies_b, weights, cached), dtype=bool)
         asks = next((i for i, index in enumerate(backward) if any(self._operations[index].saved_bytes)), 0)
@@ -286,6 +374,7 @@ class Tape:
             weight_gradient=flags[2],
             dies_without_graph=instants[3],
             cached=flags[3],
+            streams=np.array(streams, dtype=np.int64) if any(streams) else None,
             num_forward=len(self._operations),
             num_recomputed=self._recomputed(backward),
             num_backward=len(backward),
@@ -303,3 +392,9 @@ class Tape:
             elsewhere=elsewhere,
             added_to_handed_in=len(backward) if added is None else added,
         )
+
+
+def _temporaries(own: int | Sequence[int], aside: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(bytes, stream) of an operation's temporaries on the stream that computes and on the side stream."""
+    sizes = (own,) if isinstance(own, int) else own
+    return (*((size, 0) for size in sizes if size > 0), *((size, SIDE_STREAM) for size in aside if size > 0))

@@ -96,6 +96,8 @@ class Template:
     beside a gradient of zeros that autograd makes for it (torch `csrc/autograd/python_function.cpp` materialize_grads)."""
     elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
     """By name, what becomes here of the tensors that other blocks own."""
+    streams: npt.NDArray[np.int64] | None = None
+    """Of every entry, the stream on which it is allocated; None: all are of the stream that computes."""
     modules: list[str] = field(default_factory=list)
     """Of every entry, where the block is more than one module; empty: all are of the module as which it is placed."""
     later: Later | None = None

@@ -46,7 +46,7 @@ from peakcast.models.analytical.pipeline import (
 from peakcast.models.analytical.step import Run, Step
 from peakcast.models.analytical.stored_parameters import stored_parameters
 from peakcast.models.analytical.template import HANDED_IN, INPUTS_DONE, Template, Waiting
-from peakcast.models.analytical.workspaces import training_workspaces
+from peakcast.models.analytical.workspaces import kernels_of, training_workspaces
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 
@@ -68,7 +68,7 @@ def pipeline_ledger(
         timeline.hold(name, Category.INPUTS, sequences * job.sequence_length * INT64, 0)
     whole_step, start = job.replace(micro_batch_size=sequences), timeline.now
     hold_shared_inputs(timeline, whole_step)
-    _Turns(job, block_context(job, device is not None, rank or 0), chunks, timeline, held).run(stage)
+    _Turns(job, block_context(job, kernels_of(device), rank or 0), chunks, timeline, held).run(stage)
     hold_parts_of_inputs(timeline, whole_step, start)
     place_optimizer_step(timeline, job, held, step)
     return timeline.timeline()
@@ -133,9 +133,7 @@ def kept(template: Template) -> list[Waiting]:
 class _Turns:
     """Runs the turns of one rank."""
 
-    def __init__(
-        self, job: TrainingJob, context: HFContext, chunks: tuple[Chunk, ...], step: Step, layout: Layout
-    ) -> None:
+    def __init__(self, job: TrainingJob, context: HFContext, chunks: tuple[Chunk, ...], step: Step, layout: Layout) -> None:
         self.job = job
         self.layout = layout
         self.chunks = chunks

@@ -1,31 +1,16 @@
-"""Library workspaces that PyTorch takes from its own allocator: counted in `memory_allocated`, seen by no trace.
-
-Source: torch 2.11 / 2.13 shipped binaries, `getChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp
-(where-memory-goes C). Confirmed on published runs: an A100 with torch 2.4.1 holds 17,039,360 B after the step beyond
-its tensors, which is 2 × 8,519,680.
-"""
+"""Library workspaces that PyTorch takes from its own allocator and keeps: counted in `memory_allocated`, of no tensor."""
 
 from __future__ import annotations
-
-import re
 
 from peakcast.catalog import Device
 from peakcast.conventions import torch_release
 from peakcast.fields import FrozenMapping
-
-DEFAULT_WORKSPACE_BYTES = 8_519_680
-"""":4096:2:16:8": 2 × 4096 KiB + 8 × 16 KiB."""
-HOPPER_WORKSPACE_BYTES = 32 * 2**20
-"""":4096:8" worth, chosen by torch where the compute capability asks for it."""
+from peakcast.kernel_workspaces import cublas_bytes
 
 
 def cublas_workspace_bytes(device: Device, versions: FrozenMapping, config: str | None = None) -> int:
     """Bytes of one cuBLAS workspace on `device`; `config` is CUBLAS_WORKSPACE_CONFIG where set."""
-    if config:
-        pairs = re.findall(r":(\d+):(\d+)", config)
-        return sum(int(kib) * 1024 * int(count) for kib, count in pairs)
-    large = {9} if torch_release(versions) < (2, 12) else {9, 10, 12}
-    return HOPPER_WORKSPACE_BYTES if device.compute_capability[0] in large else DEFAULT_WORKSPACE_BYTES
+    return cublas_bytes(device, torch_release(versions), config)
 
 
 def training_workspaces(
@@ -37,3 +22,8 @@ def training_workspaces(
         return []
     size = cublas_workspace_bytes(device, versions, config)
     return [("cublas_workspace", "forward thread", size), ("cublas_workspace", "autograd thread", size)]
+
+
+def kernels_of(device: Device | None) -> tuple[int, int] | None:
+    """What of a device decides what kernels take: multiprocessors and threads of each. None without a device."""
+    return None if device is None else (device.num_sms, device.max_threads_per_sm)

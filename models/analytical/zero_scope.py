@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from peakcast.conventions import conventions
+from peakcast.findings import MORE, NEARLY_MORE, UNKNOWN, Check, Finding, first
 from peakcast.models.analytical.layouts import LEAVES
 from peakcast.spec import Offload, TrainingJob
 
 
-def zero_reason(job: TrainingJob) -> str:
-    """What of DeepSpeed's ZeRO no trace has confirmed, as one sentence; "" where one has."""
+def zero_reason(job: TrainingJob) -> Finding | None:
+    """What of DeepSpeed's ZeRO no trace has confirmed, as a finding; None where one has."""
     layout, optimizer = job.parallelism, job.optimizer
     if layout.zero_stage == 0:
-        return ""
+        return None
     quantized, name = job.finetuning.quantization, f"zero_stage={layout.zero_stage} is compared with DeepSpeed's trace"
-    checks = [
-        (job.offload.activations, "without offloaded activations only."),
-        (job.task != "train", "in training only."),
+    checks: list[Check] = [
+        (job.offload.activations, "without offloaded activations only.", UNKNOWN, "offload.activations"),
+        (job.task != "train", "in training only.", UNKNOWN, "task"),
         (
             quantized not in (None, "nf4"),
             f"with nf4 or whole weights only, not finetuning.quantization={quantized!r}.",
@@ -24,6 +25,7 @@ def zero_reason(job: TrainingJob) -> str:
         (
             job.offload.parameters and layout.num_replicas == 1,
             "on one rank with its weights on the GPU only: from the host, first steps are counted up to 0.5 % too low.",
+            NEARLY_MORE,
         ),
         (
             layout.zero_stage == 1 and conventions(job).get("overlap_comm") is True and _beside_early_reduction(job),
@@ -41,10 +43,14 @@ def zero_reason(job: TrainingJob) -> str:
         (
             layout.zero_stage < 3 and conventions(job).get("overlap_comm") is True and job.offload.optimizer,
             "without overlap_comm beside an optimizer on the host only: gradients larger than a bucket then stay longer.",
+            MORE,
+            "framework_options.overlap_comm",
         ),
         (
             layout.zero_stage == 3 and job.architecture.model_type == "gpt_neo" and job.finetuning.method != "full",
             "without adapters on GPT-Neo only, whose frozen weights stay gathered longer in backward.",
+            MORE,
+            "finetuning.method",
         ),
         (
             layout.zero_stage == 3 and job.architecture.moe is not None and job.activation_checkpointing.every_n_layers > 1,
@@ -59,11 +65,21 @@ def zero_reason(job: TrainingJob) -> str:
             job.architecture.moe is not None and layout.zero_stage == 3 and job.architecture.model_type not in LEAVES,
             f"with experts of {', '.join(LEAVES)} only, whose feed-forwards are modules without parts.",
         ),
-        (optimizer.name not in ("adamw", "adam"), f"with torch's AdamW only, not optimizer.name={optimizer.name!r}."),
-        (job.activation_checkpointing.mode == "selective", "without selective checkpointing only."),
+        (
+            optimizer.name not in ("adamw", "adam"),
+            f"with torch's AdamW only, not optimizer.name={optimizer.name!r}.",
+            UNKNOWN,
+            "optimizer.name",
+        ),
+        (
+            job.activation_checkpointing.mode == "selective",
+            "without selective checkpointing only.",
+            UNKNOWN,
+            "activation_checkpointing.mode",
+        ),
         (layout.world_size > layout.data_parallel_size, "beside no other parallelism."),
     ]
-    return next((f"{name} {sentence}" for fails, sentence in checks if fails), "")
+    return first(checks, "parallelism.zero_stage", start=f"{name} ")
 
 
 def _beside_scattered_gradients(job: TrainingJob) -> bool:

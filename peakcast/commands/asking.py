@@ -10,7 +10,7 @@ import typer
 
 from peakcast.commands.application import Gpu, Json, app
 from peakcast.errors import SpecError
-from peakcast.job_flags import AskedJob, takes_job
+from peakcast.job_flags import VERSIONS, AskedJob, takes_job
 
 FITS_EXIT_CODES = {"yes": 0, "no": 3, "uncertain": 4}
 """What `peakcast predict` exits with; 2 is a question that cannot be answered."""
@@ -61,14 +61,18 @@ def megatron(
     gpu: Gpu = None,
     num_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the whole run; default: WORLD_SIZE.")] = None,
     rank: Annotated[str, typer.Option(help="worst, last, or a number.")] = "worst",
+    versions: Annotated[str | None, VERSIONS["versions"][1]] = None,
+    container: Annotated[str | None, VERSIONS["container"][1]] = None,
+    here: Annotated[bool, VERSIONS["here"][1]] = False,
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
     print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
     json: Json = False,
 ) -> None:
     """Predict the peak memory of a Megatron-LM run: put `peakcast megatron` in the place of `pretrain_gpt.py`."""
+    from peakcast.dialects.asked_versions import asked_versions
     from peakcast.dialects.recognise import from_arguments
 
-    asked = from_arguments(arguments or [], os.environ, num_gpus)
+    asked = from_arguments(arguments or [], os.environ, num_gpus, asked_versions(versions, container, here))
     _answer(asked, gpu, rank, calibration, print_job=print_job, json=json)
 
 

@@ -25,7 +25,7 @@ _DEEPSPEED = {
     "offload_param_device": ("offload_param", "device"),
 }
 _IGNORED = words("""
-    command_file commands compute_environment debug deepspeed_hostfile dynamo_config enable_cpu_affinity gpu_ids
+    command_file commands compute_environment debug deepspeed_hostfile enable_cpu_affinity gpu_ids
     machine_rank main_process_ip main_process_port main_training_function mpirun_config num_machines rdzv_backend
     same_network downcast_bf16 tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_zone use_cpu ipex_config
     deepspeed_config.deepspeed_multinode_launcher deepspeed_config.deepspeed_hostfile
@@ -75,7 +75,12 @@ def launcher_of(values: Mapping[str, Any], pasted: Pasted, notes: Notes) -> Laun
         raise settings.refuse("parallelism_config", "must map sizes, such as parallelism_config_dp_shard_size: 8")
     for key in ("fp8_config", "megatron_lm_config"):
         if settings.raw(key):
-            notes.unsupported.append(f"accelerate's {key} is not modelled.")
+            notes.unsupported.append(f"accelerate's {key} is not modelled.", key)
+    dynamo = settings.raw("dynamo_config") or {}
+    backend = str(dynamo.get("dynamo_backend", "NO") if isinstance(dynamo, Mapping) else dynamo)
+    if backend.upper() not in ("NO", "FALSE", ""):
+        sentence = f"accelerate's own compilation (dynamo_backend={backend}) is not modelled."
+        notes.unsupported.append(sentence, "dynamo_config.dynamo_backend")
     settings.raw("deepspeed_config")
     for key in settings.left():
         (notes.ignored if key in _IGNORED else notes.unknown).append(key)

@@ -74,7 +74,14 @@ def from_axolotl(pasted: Pasted) -> Translation:
         training["parallelism_config"] = launcher.mesh
     _rest(settings)
     translation = from_huggingface(
-        model, training, adapter, deepspeed, fsdp or launcher.fsdp, num_gpus, spell=speller(keys.TRAINING, keys.ADAPTER)
+        model,
+        training,
+        adapter,
+        deepspeed,
+        fsdp or launcher.fsdp,
+        num_gpus,
+        versions=pasted.versions.of("huggingface"),
+        spell=speller(keys.TRAINING, keys.ADAPTER),
     )
     job = notes.include(translation)
     job = _experts(job, settings)
@@ -97,7 +104,9 @@ def _experts(job: TrainingJob, settings: Settings) -> TrainingJob:
     if job.architecture.moe is None:
         return job
     if word and word not in keys.EXPERTS:
-        settings.notes.unsupported.append(f"experts_implementation={word} is not modelled; grouped_mm is taken.")
+        settings.notes.unsupported.append(
+            f"experts_implementation={word} is not modelled; grouped_mm is taken.", "experts_implementation"
+        )
     if keys.EXPERTS.get(word, "grouped_mm") != "grouped_mm":
         options["experts_implementation"] = keys.EXPERTS[word]
     if settings.switch("quantize_moe_experts") and job.finetuning.quantization:
@@ -152,7 +161,10 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
         training["attn_implementation"] = keys.SHORT.get(named, named)
     word = settings.text("gradient_checkpointing", "false").lower()
     if word in ("offload", "offload_disk", "unsloth"):
-        settings.notes.unsupported.append(f"gradient_checkpointing={word} is taken as checkpoints that go to host memory.")
+        settings.notes.unsupported.append(
+            f"gradient_checkpointing={word} is taken as checkpoints that go to host memory.",
+            "gradient_checkpointing",
+        )
         training["activation_offloading"] = True
     if word in ("offload", "offload_disk", "unsloth") or settings.switch("gradient_checkpointing"):
         training["gradient_checkpointing"] = True
@@ -168,7 +180,7 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
         settings.notes.assumptions.append(f"optimizer is not given; the default of axolotl, {optimizer}, is taken.")
     if optimizer in keys.OPTIMIZERS and optimizer not in keys.SAME:
         settings.notes.unsupported.append(
-            f"optimizer={optimizer} is not modelled; {keys.OPTIMIZERS[optimizer]} is taken in its place."
+            f"optimizer={optimizer} is not modelled; {keys.OPTIMIZERS[optimizer]} is taken in its place.", "optimizer"
         )
     training["optim"] = keys.OPTIMIZERS.get(optimizer, optimizer)
     if all(settings.switch(key) for key in keys.LIGER):
@@ -178,7 +190,9 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     plugged = any("CutCrossEntropyPlugin" in name for name in settings.words("plugins"))
     if settings.switch("cut_cross_entropy", plugged):  # integrations/cut_cross_entropy/args.py: on by the plugin alone
         training["fused_linear_cross_entropy"] = True
-        settings.notes.unsupported.append("Cut cross entropy is taken as Liger's fused linear cross entropy.")
+        settings.notes.unsupported.append(
+            "Cut cross entropy is taken as Liger's fused linear cross entropy.", "cut_cross_entropy"
+        )
 
 
 def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | None:
@@ -194,7 +208,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
             )
         return None
     if kind not in ("lora", "qlora"):
-        settings.notes.unsupported.append(f"adapter={kind} is not modelled; LoRA is taken in its place.")
+        settings.notes.unsupported.append(f"adapter={kind} is not modelled; LoRA is taken in its place.", "adapter")
     if linear:
         adapter["target_modules"] = "all-linear"
     if "r" not in adapter:
@@ -204,7 +218,9 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
         training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
         settings.notes.assumptions.append("4-bit weights are NF4 with double quantization, axolotl's default.")
         if settings.raw("bnb_config_kwargs"):
-            settings.notes.unsupported.append("bnb_config_kwargs are not modelled; axolotl's defaults are taken.")
+            settings.notes.unsupported.append(
+                "bnb_config_kwargs are not modelled; axolotl's defaults are taken.", "bnb_config_kwargs"
+            )
     elif eight:
         training["quantization_config"] = {"load_in_8bit": True}
     return adapter
@@ -215,13 +231,16 @@ def _rest(settings: Settings) -> None:
     note_unsupported(settings, {key: what for key, what in keys.KERNELS.items() if not (together and key in keys.LIGER)})
     for key, what in keys.LESS.items():
         if settings.raw(key):
-            settings.notes.unsupported.append(f"{what} needs less than the answer, which is for all of it at once.")
+            settings.notes.unsupported.append(
+                f"{what} needs less than the answer, which is for all of it at once.", key, "less"
+            )
     for name in ("overrides_of_model_config", "model_config"):
         given = settings.raw(name)
         others = sorted(set(given) - keys.OVERRIDES) if isinstance(given, Mapping) else []
         if others:
             settings.notes.unsupported.append(
-                f"Another shape of the network ({name}: {', '.join(map(str, others))}) is not read; give it by --model."
+                f"Another shape of the network ({name}: {', '.join(map(str, others))}) is not read; give it by --model.",
+                name,
             )
     for key in (*keys.READ_LATER, *keys.MESH.values()):
         settings.given(key)

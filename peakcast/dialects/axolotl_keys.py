@@ -20,6 +20,9 @@ TRAINING = {
     "neftune_noise_alpha": "neftune_noise_alpha",
     "noisy_embedding_alpha": "neftune_noise_alpha",
     "torch_empty_cache_steps": "torch_empty_cache_steps",
+    "ddp_bucket_cap_mb": "ddp_bucket_cap_mb",
+    "torch_compile_backend": "torch_compile_backend",
+    "torch_compile_mode": "torch_compile_mode",
 }
 ADAPTER = {
     "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target_modules": "target_modules",
@@ -60,6 +63,8 @@ KERNELS = {
     "tensor_parallel_size": "the Trainer's tensor parallelism beside sharding",
     "context_parallel_size": "what ring-flash-attn keeps and passes on",
     "sequence_parallel_degree": "what ring-flash-attn keeps and passes on",
+    "s2_attention": "LongLoRA's attention", "flash_optimum": "optimum's BetterTransformer",
+    "device_map": "a network spread over GPUs by accelerate",
     "process_reward_model": "process reward modelling", "resize_token_embeddings_to_32x": "a padded vocabulary",
     "gradient_checkpointing_offload": "activation offloading",
     "shrink_embeddings": "a shrunk vocabulary", "unsloth_rope": "Unsloth's kernels",
@@ -95,11 +100,11 @@ IGNORED = words("""
     cosine_min_lr_ratio cpo_alpha curriculum_sampling dataloader_drop_last dataloader_num_workers
     dataloader_pin_memory dataloader_prefetch_factor dataset_exact_deduplication dataset_keep_in_memory
     dataset_num_proc dataset_prepared_path dataset_processes dataset_shard_idx dataset_shard_num dataset_shuffle
-    datasets ddp ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_timeout debug
-    default_system_message device device_map do_bench_eval do_causal_lm_eval dpo_beta dpo_use_logits_to_keep
+    datasets ddp ddp_broadcast_buffers ddp_find_unused_parameters ddp_timeout debug
+    default_system_message device do_bench_eval do_causal_lm_eval dpo_beta dpo_use_logits_to_keep
     dpo_use_weighting early_stopping_patience embeddings_skip_upcast eot_tokens eval_batch_size eval_causal_lm_metrics
     eval_max_new_tokens eval_sample_packing eval_steps eval_strategy eval_table_size evals_per_epoch
-    evaluation_strategy excess_length_strategy fix_untrained_tokens flash_attn_fuse_qkv flash_optimum
+    evaluation_strategy excess_length_strategy fix_untrained_tokens flash_attn_fuse_qkv
     flex_attn_compile_kwargs float32 fp8_enable_fsdp_float8_all_gather
     fsdp_final_state_dict_type gc_collect_steps gc_steps gpu_memory_limit
     greater_is_better group_by_length heads_k_stride hf_use_auth_token hub_model_id hub_strategy include_tkps
@@ -113,11 +118,11 @@ IGNORED = words("""
     pose_max_context_len pose_num_chunks pose_split_on_token_ids preprocess_iterable pretrain_multipack_attn
     pretrain_multipack_buffer_size pretraining_dataset pretraining_sample_concatenation profiler_steps
     push_dataset_to_hub quantization remove_unused_columns resume_from_checkpoint revision_of_model ring_attn_func
-    rl_beta rpo_alpha s2_attention sample_packing_bin_size sample_packing_eff_est sample_packing_group_size
+    rl_beta rpo_alpha sample_packing_bin_size sample_packing_eff_est sample_packing_group_size
     sample_packing_sequentially save_first_step save_only_model save_safetensors save_steps save_strategy
     save_total_limit saves_per_epoch seed shuffle_before_merging_datasets shuffle_merged_datasets simpo_gamma
     skip_prepare_dataset special_tokens streaming strict test_datasets test_value tf32 tokenizer_config
-    tokenizer_legacy tokenizer_type tokenizer_use_fast tokens torch_compile_backend torch_compile_mode
+    tokenizer_legacy tokenizer_type tokenizer_use_fast tokens
     total_num_tokens total_supervised_tokens train_on_inputs trl.beta trust_remote_code trust_remote_code_revision
     type_of_model use_mlflow use_pose use_tensorboard use_wandb val_set_size vllm wandb_entity wandb_log_model
     wandb_mode wandb_name wandb_project wandb_run_id wandb_watch warmup_ratio warmup_steps weight_decay world_size

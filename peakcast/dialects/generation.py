@@ -54,7 +54,7 @@ def generation_of(settings: Settings, batch: str) -> Generation:
         f"completions, {settings.integer('num_generations', 8)} of which answer one prompt (num_generations)."
     )
     held, sentence = _beside_the_step(settings)
-    notes.warnings.append(f"The number is that of GRPO's optimisation step; {sentence}.")
+    notes.warnings.append(f"The number is that of GRPO's optimisation step; {sentence}.", "vllm", "more")
     return Generation(
         sequence_length=length, refers=bool(settings.number("beta", 0.0)), other_memory_fraction=held
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,9 @@ from peakcast.dialects.hf_families import FAMILIES, OTHER_KINDS
 from peakcast.dialects.hf_rotary import read_rotary
 from peakcast.dialects.hf_rules import REQUIRED, Choice, Family, Key, Product, Row, Rules, llama
 from peakcast.dialects.hf_undescribed import may_be_undescribed, undescribed
+from peakcast.dialects.hf_unread import Seen, Unread, unread
 from peakcast.dialects.hf_windows import read_windows
+from peakcast.dialects.pasted import flat
 from peakcast.errors import SpecError, near_misses
 
 LLAMA_KEYS = (
@@ -25,23 +28,12 @@ LLAMA_KEYS = (
 )
 """The keys by which an unknown `model_type` is recognised as a relative of Llama."""
 
-FOREIGN_KEYS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_intermediate_size",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "vision_config",
-    "audio_config",
-    "num_decoder_layers",
-    "state_size",
-    "mamba_d_state",
-    "linear_num_key_heads",
-    "attn_layer_period",
-    "conv_L_cache",
+FOREIGN_KEYS = re.compile(
+    r"(\w+\.)*(moe_\w+|\w*num_(local_|routed_|shared_)?experts\w*|n_(routed_|shared_)?experts|(kv|q)_lora_rank|vision_config"
+    r"|audio_config|num_decoder_layers|\w*state_size|(mamba|ssm)_\w+|\w*d_state|linear_num_\w+|attn_layer_period|conv_L_cache"
+    r"|ffn_config|attn_config)(\.\w+)*"
 )
-"""Keys of shapes that Llama has not; one of them, and an unknown `model_type` is not a relative."""
+"""Keys of shapes that Llama has not, at any depth; one of them, and an unknown `model_type` is not a relative."""
 
 _OTHER_NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -71,39 +63,55 @@ def architecture_from_hf_config(config: Mapping[str, Any], name: str | None = No
     `text_config` and marked `kind="multimodal"`.
     Raises: SpecError naming the key, its value, the rule and the way out.
     """
+    return read_hf_config(config, name)[0]
+
+
+def left_out_of(config: Mapping[str, Any]) -> Unread:
+    """What of the mapping of a `config.json` is in no `Architecture`, and may matter. Raises: SpecError."""
+    return read_hf_config(config)[1]
+
+
+def is_relative(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of no family that is known here, and is read as one like Llama's."""
+    return isinstance(config.get("model_type"), str) and config["model_type"] not in FAMILIES
+
+
+def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[Architecture, Unread]:
+    """The `Architecture` of a configuration, and what of it is left out. Raises: SpecError."""
     if not isinstance(config, Mapping):
         raise SpecError(
             f"the configuration must be a mapping of keys to values (a parsed config.json), not {type(config).__name__}.",
             value=config,
         )
-    flat, multimodal = _language_part(config)
-    model_type = flat.get("model_type")
+    language, multimodal = _language_part(config)
+    seen = Seen(language)
+    model_type = seen.get("model_type")
     try:
-        family = _family(model_type, flat)
+        family = _family(model_type, language)
     except SpecError:
         if not may_be_undescribed(model_type):
             raise
-        return undescribed(config, name)
+        return undescribed(config, name), Unread((), ())
     called = name or config.get("name") or config.get("_name_or_path") or model_type
-    values = _read(family.rules, flat)
-    _check_demands(family, flat)
+    values = _read(family.rules, seen)
+    _check_demands(family, seen)
     if family.moe is not None:
-        values["moe"] = _read(family.moe, flat)
+        values["moe"] = _read(family.moe, seen)
     if family.adjust is not None:
-        family.adjust(flat, values)
+        family.adjust(seen, values)
     if "refusal" in values:
         key, value, rule = values["refusal"]
         raise _refuse(key, value, f"must be {rule}", "other patterns are not modelled; trace it instead")
-    _complete(values, flat)
-    read_windows(flat, values)
-    read_rotary(flat, values)
+    _complete(values, seen)
+    read_windows(seen, values)
+    read_rotary(seen, values)
     if values.get("moe") is not None:
         values["moe"] = _experts(values["moe"])
     if family.mla is not None:
-        values |= _latent_attention(_read(family.mla, flat), values)
+        values |= _latent_attention(_read(family.mla, seen), values)
     if multimodal:
         values["kind"] = "multimodal"
-    return Architecture(name=str(called), model_type=str(model_type), **values)
+    return Architecture(name=str(called), model_type=str(model_type), **values), unread(seen, known=model_type in FAMILIES)
 
 
 def _language_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
@@ -133,12 +141,14 @@ def _family(model_type: object, config: Mapping[str, Any]) -> Family:
             parameter="model_type",
             value=model_type,
         )
-    relative = all(config.get(key) is not None for key in LLAMA_KEYS) and not any(config.get(k) for k in FOREIGN_KEYS)
+    foreign = next((key for key, value in flat(config).items() if value and FOREIGN_KEYS.fullmatch(key)), "")
+    relative = all(config.get(key) is not None for key in LLAMA_KEYS) and not foreign
     if relative and not may_be_undescribed(model_type):  # a trace need not guess
         return Family(llama())
+    why = f" ({foreign} says that it is not like Llama)" if foreign else ""
     raise SpecError(
-        f"model_type={model_type!r} is not a known family{near_misses(model_type, FAMILIES) or '.'} Describe it with a "
-        "known model_type, or trace it (`peakcast explain --trace`).",
+        f"model_type={model_type!r} is not a known family{why}{near_misses(model_type, FAMILIES) or '.'} Describe it with "
+        "a known model_type, or trace it (`peakcast explain --trace`).",
         parameter="model_type",
         value=model_type,
     )

@@ -9,17 +9,19 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import check_framework_options, conventions, release
+from peakcast.conventions import check_framework_options, conventions
 from peakcast.dialects import huggingface_keys as keys
 from peakcast.dialects.huggingface_batch import batch_of, sequence_length
 from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
 from peakcast.dialects.huggingface_quantization import quantization_of
-from peakcast.dialects.job_file import resolve_architecture
+from peakcast.dialects.huggingface_unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
+from peakcast.dialects.job_file import note_network, resolve_architecture
 from peakcast.dialects.mesh import of_training
 from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
+from peakcast.findings import Direction
 from peakcast.spec import (
     ActivationCheckpointing,
     Dtype,
@@ -30,6 +32,7 @@ from peakcast.spec import (
     Precision,
     TrainingJob,
 )
+from peakcast.versions import check_versions, release, resolved
 
 ATTENTIONS: dict[str, Literal["eager", "sdpa", "flash_attention_2", "flex"]] = {
     "eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash_attention_2", "flash_attention_3": "flash_attention_2",
@@ -45,7 +48,7 @@ def from_huggingface(
     fsdp: Mapping[str, Any] | str | None = None,
     num_gpus: int = 1,
     *,
-    versions: Mapping[str, str] | None = None,
+    versions: Mapping[str, Any] | None = None,
     spell: Callable[[str], str] = str,
 ) -> Translation:
     """The job of a Trainer (or SFTTrainer) run on `num_gpus` GPUs.
@@ -58,10 +61,16 @@ def from_huggingface(
     """
     num_gpus = gpu_count(num_gpus)
     notes = Notes()
+    unsloths = is_unsloths(versions, training_arguments, peft)
+    if unsloths and isinstance(training_arguments or {}, Mapping) and isinstance(peft or {}, Mapping):
+        training_arguments, peft = in_words_of_the_trainer(training_arguments, peft)
+        versions = {"unsloth": NEWEST_UNSLOTH, **(versions or {})}
     model = dict(config) if isinstance(config, Mapping) else {}
     architecture = resolve_architecture(config)
+    note_network(config, notes)
     training = _settings("training_arguments", training_arguments, notes, spell)
-    modern = release((versions or {}).get("transformers", "5"))[:1] >= (5,)
+    versions = check_versions(versions or {})
+    modern = (release(resolved(versions).get("transformers", "")) or (5,)) >= (5,)
     adapter = _settings("peft", peft, notes, spell) if peft is not None else None
     strategy = training.raw("deepspeed") if deepspeed is None else deepspeed
     engine = _settings("deepspeed", strategy, notes) if isinstance(strategy, Mapping) else None
@@ -78,8 +87,11 @@ def from_huggingface(
     weights = _weights_dtype(model, training, notes)
     half = _half(training, engine, shards, notes)
     loaded = half if engine is not None and half is not None else weights
-    finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options), half, shards, notes)
+    widens = release((versions or {}).get("peft", "0.12")) >= (0, 12)
+    finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options, widens), half, shards, notes)
     precision = _precision(weights, half, engine, shards, finetuning, notes, options)
+    if training.given("ddp_bucket_cap_mb"):
+        options["ddp_bucket_cap_mib"] = training.integer("ddp_bucket_cap_mb")
     if training.number("neftune_noise_alpha", None) is not None:
         options["neftune"] = True
     framework: Framework = "deepspeed" if engine is not None else "huggingface"
@@ -90,10 +102,10 @@ def from_huggingface(
     job = TrainingJob(
         architecture=architecture,
         framework=framework,
-        versions=FrozenMapping(versions or {}),
+        versions=FrozenMapping(versions),
         micro_batch_size=_batch(training, engine, "per_device_train_batch_size", "train_micro_batch_size_per_gpu", 8),
         sequence_length=sequence_length(training, notes),
-        batch=batch_of(training, attention, versions or {}, notes),
+        batch=batch_of(training, attention, versions, notes),
         gradient_accumulation_steps=_batch(
             training, engine, "gradient_accumulation_steps", "gradient_accumulation_steps", 1
         ),
@@ -107,6 +119,8 @@ def from_huggingface(
         parallelism=parallelism,
         offload=offload,
     )
+    if unsloths and not offloads(training, job.num_tokens, architecture.hidden_size):
+        job = job.replace(offload=replace(job.offload, activations=False))
     known = conventions(job)
     for name in [name for name in options if name not in known]:
         notes.assumptions.append(f"{name}={options.pop(name)!r} is left to the default of framework={framework!r}.")
@@ -128,8 +142,14 @@ def _settings(name: str, mapping: object, notes: Notes, spell: Callable[[str], s
 
 
 def _finetuning(
-    adapter: Settings | None, weights: Dtype, quantization: Mapping[str, Any], notes: Notes, options: dict[str, Any]
+    adapter: Settings | None,
+    weights: Dtype,
+    quantization: Mapping[str, Any],
+    notes: Notes,
+    options: dict[str, Any],
+    widens: bool,
 ) -> Finetuning:
+    """`widens`: whether peft makes adapters in float32 unless told otherwise, as it has since 0.12."""
     kind: Literal["nf4", "gptq", "int8"] | None = None
     if quantization.get("load_in_8bit"):
         kind = "int8"
@@ -139,23 +159,30 @@ def _finetuning(
     elif quantization.get("load_in_4bit"):
         kind = "nf4"
     elif quantization:
-        notes.unsupported.append(f"Quantization {quantization.get('quant_method', dict(quantization))!r} is not modelled.")
+        notes.unsupported.append(
+            f"Quantization {quantization.get('quant_method', dict(quantization))!r} is not modelled.", "quantization_config"
+        )
     if adapter is None:
         if kind:
-            notes.warnings.append("quantized weights cannot train without peft; they are taken as unquantized.")
+            notes.warnings.append(
+                "quantized weights cannot train without peft; they are taken as unquantized.", "quantization_config", "less"
+            )
         return Finetuning()
     method = adapter.text("peft_type", "LORA").rpartition(".")[2].upper()
     if method != "LORA":
-        notes.unsupported.append(f"peft_type={method} is not modelled; LoRA is taken in its place.")
+        notes.unsupported.append(f"peft_type={method} is not modelled; LoRA is taken in its place.", "peft_type")
     if adapter.text("bias", "none") != "none":
-        notes.unsupported.append(f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.")
+        notes.unsupported.append(
+            f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.", "bias", "more"
+        )
     for key, what in keys.UNSUPPORTED_PEFT.items():
         if adapter.raw(key) not in (None, False, [], {}, ()):
-            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.")
+            direction: Direction = "less" if key in ("exclude_modules", "layers_to_transform") else "more"
+            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key, direction)
     targets = adapter.words("target_modules")
     if any(character in target for target in targets for character in "*|.$^\\"):
         pattern = adapter.text("target_modules")
-        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.")
+        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.", "target_modules")
         targets = ()
     if not targets:
         notes.assumptions.append("target_modules is not given; peft's usual targets of the family are taken.")
@@ -166,10 +193,20 @@ def _finetuning(
         alpha=None if alpha is None else float(alpha),
         targets=targets,
         dropout=float(adapter.number("lora_dropout", 0.0) or 0.0),
-        adapter_dtype=None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization),
+        adapter_dtype=_adapter_dtype(adapter, kind, weights, quantization, widens),
         quantization=kind,
         double_quantization=kind == "nf4" and bool(quantization.get("bnb_4bit_use_double_quant", False)),
     )
+
+
+def _adapter_dtype(
+    adapter: Settings, kind: str | None, weights: Dtype, quantization: Mapping[str, Any], widens: bool
+) -> Dtype | None:
+    """The dtype of adapters; None for float32 by peft's default. Before peft 0.12 they took the dtype of the weight that
+    they are on, if that has floating point (peft 0.11.1 `tuners/lora/layer.py` update_layer)."""
+    if not widens:
+        return weights if kind is None else None
+    return None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization)
 
 
 def _base_dtype(kind: str | None, weights: Dtype, quantization: Mapping[str, Any]) -> Dtype:
@@ -200,7 +237,7 @@ def _half(training: Settings, engine: Settings | None, shards: Settings | None, 
     if bf16 and fp16:
         raise training.refuse("fp16", "cannot be given together with bf16; keep one", True)
     if mixed == "fp8":
-        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.")
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
     return "bfloat16" if bf16 else "float16" if fp16 else None
 
 
@@ -224,11 +261,7 @@ def _precision(
     trained: Dtype = weights
     if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype in (None, "float32"):
         trained = "float32"  # peft's autocast_adapter_dtype
-    if half is not None and (weights == "float32" or trained == "float32"):
-        options["autocast"] = True
-    elif half is not None:
-        asked = "bf16" if half == "bfloat16" else "fp16"
-        notes.assumptions.append(f"{asked}=True changes nothing: the weights are {weights} already.")
+    options["autocast"] = half is not None  # beside narrow weights too: norms and losses are on its fp32 list
     compute = half if options.get("autocast") and half else weights
     return Precision(parameters=weights, compute=compute, gradients=trained, optimizer_states=trained)
 
@@ -264,7 +297,9 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
         notes.assumptions.append(f"optim is not given; the default of transformers {version}, {default}, is taken.")
     name = training.one_of("optim", default, {**keys.OPTIMIZERS, **keys.OTHER_OPTIMIZERS})
     if name in keys.OTHER_OPTIMIZERS:
-        notes.unsupported.append(f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.")
+        notes.unsupported.append(
+            f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.", "optim"
+        )
     choice = keys.OPTIMIZERS.get(name) or keys.OTHER_OPTIMIZERS[name]
     if choice.library:
         options[f"{choice.name}_library"] = choice.library
@@ -285,10 +320,15 @@ def _attention(
         default = "flash_attention_2"
     value = training.text("attn_implementation", default)
     if value not in ATTENTIONS:
-        notes.unsupported.append(f"attn_implementation={value!r} is not modelled; flash_attention_2 is taken in its place.")
+        notes.unsupported.append(
+            f"attn_implementation={value!r} is not modelled; flash_attention_2 is taken in its place.",
+            "attn_implementation",
+        )
         return "flash_attention_2"
     if value == "flash_attention_3":
-        notes.unsupported.append("FlashAttention 3's workspaces are not modelled; those of FlashAttention 2 are taken.")
+        notes.unsupported.append(
+            "FlashAttention 3's workspaces are not modelled; those of FlashAttention 2 are taken.", "attn_implementation"
+        )
     return ATTENTIONS[value]
 
 
@@ -321,7 +361,16 @@ def _account_for_the_rest(
     notes: Notes, training: Settings, adapter: Settings | None, engine: Settings | None, shards: Settings | None
 ) -> None:
     if training.switch("auto_find_batch_size"):
-        notes.warnings.append("auto_find_batch_size lowers the batch when memory runs out; the one given is taken.")
+        notes.warnings.append(
+            "auto_find_batch_size lowers the batch when memory runs out; the one given is taken.",
+            "auto_find_batch_size",
+            "less",
+        )
+    for key, (usual, what) in keys.UNLESS.items():
+        if training.given(key) and training.text(key).lower() not in usual:
+            name = training.spell(key)
+            direction: Direction = "more" if key == "label_smoothing_factor" else "either"
+            notes.unsupported.append(f"{what} ({name}={training.text(key)}) is not modelled.", name, direction)
     if training.given("torch_empty_cache_steps"):
         notes.assumptions.append("torch_empty_cache_steps lowers reserved memory between steps only; it is left out.")
     if not isinstance(training.raw("parallelism_config", {}), Mapping):
@@ -330,7 +379,7 @@ def _account_for_the_rest(
         engine.given("bf16"), engine.given("fp16")
         for key, what in keys.UNSUPPORTED_DEEPSPEED.items():
             if engine.raw(key) not in (None, False, {}, 1):
-                notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.")
+                notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key)
     for settings, ignored in (
         (training, keys.IGNORED_TRAINING),
         (adapter, keys.IGNORED_PEFT),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from peakcast.conventions import release
 from peakcast.dialects.translation import Notes, Settings
 from peakcast.spec import Batch
+from peakcast.versions import release
 
 STRATEGIES = ("bfd", "bfd_split", "bfd-requeue", "ffd", "wrapped")
 """trl's packing strategies. All but `wrapped` keep sequences whole and join them without padding (trl 0.18-1.16
@@ -37,8 +37,8 @@ def batch_of(training: Settings, attention: str, versions: Mapping[str, object],
         notes.assumptions.append("neat_packing keeps packed sequences apart by a mask of each row, which is counted.")
         return Batch(form="masked")
     whole = bool(strategy) and strategy != "wrapped"
-    if not strategy and "trl" in versions:
-        whole = release(str(versions["trl"])) >= (0, 18)
+    if not strategy and (trl := release(versions.get("trl", ""))):
+        whole = trl >= (0, 18)
     if not (free or (packing and whole)):
         return Batch()
     if not packing:
@@ -46,6 +46,6 @@ def batch_of(training: Settings, attention: str, versions: Mapping[str, object],
     if attention != "flash_attention_2":
         notes.warnings.append(
             f"A padding-free batch with attention={attention} needs a mask of tokens × tokens, which is counted; flash "
-            "attention needs none."
+            "attention needs none.", "attn_implementation"
         )
     return Batch(form="padding_free")

@@ -59,7 +59,9 @@ def engine_optimizer(engine: Settings | None, notes: Notes) -> Optimizer | None:
     if not kind:
         raise engine.refuse("optimizer", 'must be a mapping with a type, such as {"type": "AdamW"}')
     if kind not in OPTIMIZERS:
-        notes.unsupported.append(f"DeepSpeed's optimizer {given['type']} is not modelled; AdamW is taken in its place.")
+        notes.unsupported.append(
+            f"DeepSpeed's optimizer {given['type']} is not modelled; AdamW is taken in its place.", "optimizer.type"
+        )
     params = given.get("params") if isinstance(given, Mapping) else None
     momentum = params.get("momentum", 0.0) if isinstance(params, Mapping) else 0.0
     name = OPTIMIZERS.get(kind, "adamw")

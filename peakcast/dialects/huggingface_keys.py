@@ -79,28 +79,37 @@ IGNORED_TRAINING = _words("""
     batch_eval_metrics bf16_full_eval chars_per_token chat_template_path completion_only_loss data_seed
     dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
     dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_kwargs dataset_num_proc
-    dataset_text_field ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph
+    dataset_text_field ddp_backend ddp_broadcast_buffers ddp_find_unused_parameters ddp_static_graph
     ddp_timeout debug disable_tqdm do_eval do_predict do_train enable_jit_checkpoint eos_token eval_accumulation_steps
     eval_delay eval_do_concat_batches eval_on_start eval_packing eval_steps eval_strategy eval_use_gather_object
-    evaluation_strategy fp16_backend fp16_full_eval fp16_opt_level full_determinism greater_is_better group_by_length
-    half_precision_backend hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token
+    evaluation_strategy fp16_full_eval fp16_opt_level full_determinism greater_is_better group_by_length
+    hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token
     ignore_data_skip include_for_metrics include_inputs_for_metrics include_num_input_tokens_seen
-    include_tokens_per_second label_names label_smoothing_factor learning_rate length_column_name liger_kernel_config
+    include_tokens_per_second label_names learning_rate length_column_name liger_kernel_config
     load_best_model_at_end local_rank log_level log_level_replica log_on_each_node logging_dir logging_first_step
     logging_nan_inf_filter logging_steps logging_strategy lr_scheduler_kwargs lr_scheduler_type max_grad_norm
     max_prompt_length max_steps metric_for_best_model num_of_sequences num_train_epochs output_dir
     overwrite_output_dir pad_token per_device_eval_batch_size prediction_loss_only project push_to_hub
     remove_unused_columns report_to restore_callback_states_from_checkpoint resume_from_checkpoint run_name
     save_on_each_node save_only_model save_safetensors save_steps save_strategy save_total_limit seed shuffle_dataset
-    skip_memory_metrics tf32 torch_compile_backend torch_compile_mode trackio_bucket_id trackio_space_id
+    skip_memory_metrics tf32 trackio_bucket_id trackio_space_id
     trackio_static_space_id train_sampling_strategy truncation_mode trust_remote_code use_cache use_cpu
+    fast_inference float8_kv_cache full_finetuning gpu_memory_utilization max_lora_rank token
     use_legacy_prediction_loop warmup_ratio warmup_steps weight_decay
 """)
+UNLESS: dict[str, tuple[tuple[str, ...], str]] = {
+    "label_smoothing_factor": (("0", "0.0"), "The label smoother's loss, on log-probabilities of all logits,"),
+    "torch_compile_mode": (("default",), "Compilation in another mode, which may record CUDA graphs,"),
+    "torch_compile_backend": (("inductor",), "Compilation by another backend"),
+    "fp16_backend": (("auto", "amp", "cuda_amp"), "Mixed precision by apex"),
+    "half_precision_backend": (("auto", "amp", "cuda_amp"), "Mixed precision by apex"),
+}
+"""Training arguments that change what is computed -> the values with which they do not, and what else they ask for."""
 IGNORED_PEFT = _words("""
     alpha_pattern arrow_config auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
-    exclude_modules fan_in_fan_out inference_mode init_lora_weights kasa_config layers_pattern loftq_config
+    fan_in_fan_out inference_mode init_lora_weights kasa_config layers_pattern loftq_config
     lora_ga_config megatron_config megatron_core monteclora_config peft_version qalora_group_size revision
-    runtime_config task_type use_rslora velora_config
+    random_state runtime_config task_type temporary_location use_rslora velora_config
 """)
 UNSUPPORTED_PEFT: dict[str, str] = {
     "layer_replication": "replicated layers",
@@ -114,6 +123,7 @@ UNSUPPORTED_PEFT: dict[str, str] = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "alora_invocation_tokens": "activated LoRA",
+    "exclude_modules": "modules left without adapters",
 }
 IGNORED_DEEPSPEED = _words("""
     aio checkpoint comms_logger csv_monitor dump_state elasticity flops_profiler
@@ -126,6 +136,11 @@ ZERO_DETAILS = _words("""
     overlap_comm reduce_scatter round_robin_gradients sub_group_size
 """)
 """Keys of zero_optimization whose DeepSpeed defaults are taken (as are those that begin with stage3_)."""
+OFFLOAD_DETAILS = _words("""
+    device pin_memory ratio super_offload cpuadam_cores_perc nvme_path buffer_count buffer_size max_in_cpu fast_init
+    pipeline_read pipeline_write
+""")
+"""Keys of offload_optimizer and offload_param that are read, or that only say how fast states move."""
 UNSUPPORTED_DEEPSPEED: dict[str, str] = {
     "activation_checkpointing": "DeepSpeed's own activation checkpointing",
     "amp": "apex AMP",

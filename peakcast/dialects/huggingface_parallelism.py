@@ -29,6 +29,8 @@ def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, note
     """FSDP's settings from `fsdp`, or from TrainingArguments' fsdp and fsdp_config; None without FSDP."""
     words = [word.lower() for word in training.words("fsdp") if word.lower() != "false"]
     inside = training.raw("fsdp_config")
+    if isinstance(inside, str):
+        raise training.refuse("fsdp_config", "is a path; give the mapping in that file as `fsdp_config`")
     merged: dict[str, Any] = dict(inside) if isinstance(inside, Mapping) else {}
     if isinstance(fsdp, str):
         words += fsdp.lower().split()
@@ -79,17 +81,21 @@ def layout_and_offload(
     if strategy in ("shard_grad_op", "2", "hybrid_shard_zero2", "5") or (version == 2 and "false" in reshards):
         options["fsdp_reshard_after_forward"] = False
     if shards.switch("fsdp_forward_prefetch") or shards.switch("forward_prefetch"):
-        notes.unsupported.append("Units gathered ahead in forward (fsdp_forward_prefetch) are not modelled.")
+        notes.unsupported.append(
+            "Units gathered ahead in forward (fsdp_forward_prefetch) are not modelled.", "fsdp_forward_prefetch", "more"
+        )
     if version == 2 and sharding == "fsdp1":
         sharding = "fsdp2"
     if sharding == "fsdp1":
         _fsdp1_options(shards, options)
     policy = shards.text("fsdp_auto_wrap_policy") or shards.text("auto_wrap_policy")
     if policy.upper() not in ("", "TRANSFORMER_BASED_WRAP"):
-        notes.unsupported.append(f"Units by another rule than layers (auto_wrap_policy={policy}) are not modelled.")
+        notes.unsupported.append(
+            f"Units by another rule than layers (auto_wrap_policy={policy}) are not modelled.", "fsdp_auto_wrap_policy"
+        )
     offloads = shards.switch("fsdp_offload_params") or shards.switch("offload_params") or shards.switch("cpu_offload")
     if num_gpus == 1:
-        notes.warnings.append("FSDP on one GPU shards nothing; it is taken as not used.")
+        notes.warnings.append("FSDP on one GPU shards nothing; it is taken as not used.", "fsdp")
         sharding = "no_shard"
     layout = Parallelism(data_parallel_size=num_gpus, sharding=sharding)
     return layout, Offload(parameters=offloads, optimizer=offloads, activations=activations)
@@ -139,9 +145,24 @@ def _zero(
         options["offload_pin_memory"] = False
     for key, place in moved.items():
         if place == "nvme":
-            notes.unsupported.append(f"zero_optimization.{key} to NVMe is not modelled; host memory is taken.")
+            notes.unsupported.append(
+                f"zero_optimization.{key} to NVMe is not modelled; host memory is taken.", f"zero_optimization.{key}"
+            )
     if moved["offload_optimizer"] != "none" and (ratio := mapping_at(zero, "offload_optimizer").get("ratio", 1)) != 1:
-        notes.unsupported.append(f"zero_optimization.offload_optimizer.ratio={ratio!r} is not modelled; all is taken.")
+        notes.unsupported.append(
+            f"zero_optimization.offload_optimizer.ratio={ratio!r} is not modelled: all states are taken to be in host "
+            "memory, and what stays on the GPU comes on top.",
+            "zero_optimization.offload_optimizer.ratio",
+            "more",
+        )
+    for where in moved:
+        inner = mapping_at(zero, where)
+        if inner.get("super_offload"):
+            name = f"zero_optimization.{where}.super_offload"
+            notes.unsupported.append(f"SuperOffload ({name}) is not modelled.", name, "more")
+        for key in inner:
+            if key not in keys.OFFLOAD_DETAILS:
+                notes.unknown.append(f"zero_optimization.{where}.{key}")
     for key in zero.left():
         if key in keys.ZERO_DETAILS or key.startswith("stage3_"):
             value = zero.raw(key)
@@ -152,7 +173,9 @@ def _zero(
             elif value != "auto":
                 notes.assumptions.append(f"zero_optimization.{key}={value!r} is left to DeepSpeed's default.")
         elif key.startswith("zero_"):
-            notes.unsupported.append(f"zero_optimization.{key}={zero.raw(key)!r} is not modelled.")
+            notes.unsupported.append(
+                f"zero_optimization.{key}={zero.raw(key)!r} is not modelled.", f"zero_optimization.{key}"
+            )
         else:
             notes.unknown.append(f"zero_optimization.{key}")
     offload = Offload(

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from peakcast import catalog
 from peakcast.architecture import Architecture
 from peakcast.bounded import exists, is_file, is_folder
-from peakcast.conventions import check_framework_options
+from peakcast.conventions import check_framework_options, conventions, conventions_of
 from peakcast.dialects import hub, text
-from peakcast.dialects.hf_config import architecture_from_hf_config
+from peakcast.dialects.hf_config import architecture_from_hf_config, is_relative, left_out_of
+from peakcast.dialects.litgpt_targets import PROJECTIONS, litgpt_targets
 from peakcast.dialects.pasted import Pasted
-from peakcast.dialects.translation import Translation
+from peakcast.dialects.translation import Notes, Translation
 from peakcast.errors import CatalogError, SpecError, near_misses
-from peakcast.fields import build
+from peakcast.fields import FrozenMapping, build
+from peakcast.parallelism import layers_beside_ends
 from peakcast.spec import TrainingJob
+from peakcast.versions import check_versions
 
 
 def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
@@ -34,15 +38,51 @@ def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
             parameter="architecture",
         )
     values["architecture"] = resolve_architecture(values["architecture"])
-    job = build(TrainingJob, values)
+    if "versions" in values:
+        values["versions"] = check_versions(values["versions"])
+    job = _checkpointing_as_released(build(TrainingJob, _with_stage_layers(values)), values)
+    if set(job.finetuning.targets) & set(PROJECTIONS):
+        named = litgpt_targets(job.finetuning.targets, job.architecture)
+        job = job.replace(finetuning=replace(job.finetuning, targets=named))
     check_framework_options(job)
     return job
+
+
+def _checkpointing_as_released(job: TrainingJob, values: Mapping[str, Any]) -> TrainingJob:
+    """`job` with checkpoints that are reentrant, or not, as its release makes them where nothing is said of that."""
+    said = values.get("activation_checkpointing")
+    if job.activation_checkpointing.mode == "none" or (isinstance(said, Mapping) and "use_reentrant" in said):
+        return job
+    reentrant = bool(conventions(job).get("reentrant_checkpoints", False))
+    return job.replace(activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=reentrant))
+
+
+def _with_stage_layers(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with the layers of each pipeline stage, where they are not given and the stack has a split of its own
+    (the convention `pipeline_split`), as torchtitan has, for which 126 layers on 8 stages are an ordinary job."""
+    layout = values.get("parallelism")
+    if values.get("framework") != "torch" or not isinstance(layout, Mapping) or layout.get("pipeline_layers"):
+        return values
+    sizes = layout.get("pipeline_parallel_size", 1), layout.get("virtual_pipeline_stages", 1)
+    if not all(isinstance(size, int) and size > 0 for size in sizes) or sizes[0] == 1:
+        return values
+    versions, options = (
+        FrozenMapping(given if isinstance(given := values.get(key), Mapping) else {})
+        for key in ("versions", "framework_options")
+    )
+    network = values["architecture"]
+    facts = FrozenMapping({"model_type": network.model_type})
+    if conventions_of("torch", versions, facts, options)["pipeline_split"] != "ends":
+        return values
+    layers = layers_beside_ends(network.num_hidden_layers, sizes[0] * sizes[1])
+    return {**values, "parallelism": {**layout, "pipeline_layers": layers}}
 
 
 def from_job(pasted: Pasted) -> Translation:
     """The job of a job file, as other configurations are read. Raises: SpecError."""
     changed = {} if pasted.model is None else {"architecture": pasted.model}
-    job = job_from_mapping({**pasted.values, **changed})
+    read = read_job({**pasted.values, **changed})
+    job = read.job
     if pasted.num_gpus is not None and pasted.num_gpus != job.parallelism.world_size:
         raise SpecError(
             f"num_gpus={pasted.num_gpus} is not the {job.parallelism.world_size} ranks of {pasted.where}, which says its "
@@ -50,7 +90,7 @@ def from_job(pasted: Pasted) -> Translation:
             parameter="num_gpus",
             value=pasted.num_gpus,
         )
-    return Translation(job=job)
+    return read
 
 
 def load_job(path: Path) -> TrainingJob:
@@ -75,14 +115,48 @@ def resolve_architecture(value: object) -> Architecture:
     )
 
 
-def _architecture_named(name: str) -> Architecture:
-    """The network in the file or folder `name`, else of that catalog name, else of that hub id."""
+def note_network(value: object, notes: Notes) -> None:
+    """Note what of the `config.json` that `value` is, or names, no `Architecture` has. Raises: SpecError."""
+    path = _file_named(value) if isinstance(value, str) else None
+    config = read_mapping(path) if path is not None else value
+    if not isinstance(config, Mapping) or "norm_placement" in config:
+        return
+    relative, left = is_relative(config), left_out_of(config)
+    if relative:
+        notes.warnings.append(
+            f"model_type={config['model_type']!r} is no family that is known here; by its keys it is read as one like "
+            "Llama's.",
+            "model_type",
+        )
+        notes.unknown += left.keys
+    elif left.keys:
+        notes.assumptions.append(f"keys of the network's configuration that are not read: {', '.join(left.keys)}.")
+    for key in left.deviating:
+        notes.unsupported.append(f"{key} of the network's configuration is not modelled.", key.partition("=")[0])
+
+
+def read_job(mapping: Mapping[str, Any]) -> Translation:
+    """The job of `job_from_mapping`, with what of its network's configuration is left out. Raises: SpecError."""
+    notes = Notes()
+    job = job_from_mapping(mapping)
+    note_network(mapping["architecture"], notes)
+    return notes.finish(job)
+
+
+def _file_named(name: str) -> Path | None:
+    """The config.json that `name` is the path of, or of its folder."""
     path = Path(name)
     if is_folder(path) and is_file(path / "config.json"):
         path = path / "config.json"
-    if path.suffix == ".json" or is_file(path):
-        called = path.absolute().parent.name if path.stem == "config" else ""
-        return architecture_from_hf_config(read_mapping(path), name=called or path.stem)
+    return path if path.suffix == ".json" or is_file(path) else None
+
+
+def _architecture_named(name: str) -> Architecture:
+    """The network in the file or folder `name`, else of that catalog name, else of that hub id."""
+    path = Path(name)
+    if (file := _file_named(name)) is not None:
+        called = file.absolute().parent.name if file.stem == "config" else ""
+        return architecture_from_hf_config(read_mapping(file), name=called or file.stem)
     try:
         return catalog.architecture(name)
     except CatalogError:

@@ -24,7 +24,7 @@ LAUNCHER_SWITCHES = words("""
 """Flags of launchers that take no value."""
 CONFIG_FLAGS = ("config", "config_file", "c", "job.config_file", "config-file", "yaml_cfg", "yaml-cfg")
 """Flags by which programs are given their configuration file."""
-_CLIS = ("llamafactory-cli", "axolotl", "tune", "litgpt", "trl")
+_CLIS = ("llamafactory-cli", "axolotl", "tune", "litgpt", "trl", "nemo", "automodel", "megatron", "swift")
 _FILE = re.compile(r".+\.(ya?ml|json|toml)")
 _BEFORE = re.compile(r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|nsys|ncu|exec|uv|poetry|run|conda|stdbuf)")
 
@@ -124,6 +124,11 @@ def _launch(command: Command) -> Launch | None:
                 num_gpus = _processes("torchrun", own) if own else 1
                 return _program([f"tune run {rest[0]}" if rest else "tune run"], rest[1:], num_gpus, launcher, env)
             return _program([" ".join([name, *words[1:2]])], words[2:], num_gpus, launcher, env)
+        elif name == "run_train.sh":  # torchtitan's, which takes its file and its width from the environment
+            gpus = env.get("NGPU", "8")
+            found = _program([name], words[1:], int(gpus) if re.fullmatch(r"[1-9]\d{0,5}", gpus) else None, launcher, env)
+            named = tuple(env[key] for key in ("CONFIG_FILE", "CONFIG") if key in env)
+            return replace(found, files=(*named, *found.files))
         elif name.endswith(".py") or (launcher and not name.startswith("-")):
             return replace(_program([name], words[1:], num_gpus, launcher, env), launched_by=by)
         else:
@@ -137,6 +142,9 @@ def _program(
     values, others = flags_to_mapping(words)
     files = [str(values.pop(flag)) for flag in CONFIG_FLAGS if flag in values]
     files += [word for word in others if _FILE.fullmatch(word)]
+    if (hydra := values.pop("config-name", None)) is not None:
+        values.pop("config-path", None)
+        files.append(str(hydra) if _FILE.fullmatch(str(hydra)) else f"{hydra}.yaml")
     return Launch(
         program=name[0] if name else "",
         arguments=values,

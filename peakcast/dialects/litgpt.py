@@ -6,9 +6,12 @@ Source: LitGPT 0.5 litgpt/finetune/full.py and lora.py, litgpt/args.py (TrainArg
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Literal
 
+from peakcast.architecture import Architecture
 from peakcast.dialects.litgpt_network import litgpt_network
+from peakcast.dialects.litgpt_targets import PROJECTIONS, litgpt_targets
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.translation import Notes, Settings, Translation
 from peakcast.fields import FrozenMapping
@@ -23,11 +26,9 @@ from peakcast.spec import (
     TrainingJob,
 )
 
-TARGETS = {
-    "lora_query": ("q_proj",), "lora_key": ("k_proj",), "lora_value": ("v_proj",), "lora_projection": ("o_proj",),
-    "lora_mlp": ("gate_proj", "up_proj", "down_proj"), "lora_head": ("lm_head",),
-}  # fmt: skip
 ON_BY_DEFAULT = ("lora_query", "lora_value")
+LOSS_CHUNK = 128
+"""Tokens (litgpt 0.5.13 utils.py chunked_cross_entropy, `chunk_size`)."""
 OPTIMIZERS: dict[str, OptimizerName] = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "lion": "lion", "adafactor": "adafactor",
     "adamw8bit": "adamw_8bit", "pagedadamw": "paged_adamw_32bit", "galore": "galore", "galoreadamw": "galore",
@@ -47,7 +48,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
     pretrains = not settings.given("checkpoint_dir")
     architecture = litgpt_network(settings, pasted)
     num_gpus = _num_gpus(settings, pasted)
-    finetuning = _finetuning(settings)
+    finetuning = _finetuning(settings, architecture)
     micro = settings.size("train.micro_batch_size", 1 if finetuning.method != "full" else 4, assume=True)
     steps = _accumulation(settings, micro, num_gpus)
     length = settings.integer("train.max_seq_length")
@@ -65,16 +66,17 @@ def from_litgpt(pasted: Pasted) -> Translation:
         notes.assumptions.append(f"on several GPUs LitGPT shards by FSDP and {recipe}.")
     if pretrains and (settings.integer("num_nodes", 1) or 1) > 1:
         notes.unsupported.append("LitGPT's pretraining shards within a node (HYBRID_SHARD); sharding over all is taken.")
-    if finetuning.method != "full":
-        notes.unsupported.append("LitGPT's LoRA computes logits in chunks of 128 tokens; whole logits are taken.")
+    if finetuning.method == "full":  # one matrix for queries, keys and values, of whose parts LoRA names each
+        architecture = replace(architecture, fused_qkv=True)
     precision = _precision(settings)
     mixed = precision.parameters != precision.compute
     if mixed and several:
         notes.unsupported.append("Weights that FSDP gathers in float32 for autocast (a mixed precision) are not modelled.")
+    autocast = {"autocast": True} if mixed and not several else {}
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
-        versions=FrozenMapping({"litgpt": "main"}),
+        versions=FrozenMapping(pasted.versions.of("torch", {"litgpt": "main"})),
         micro_batch_size=micro,
         sequence_length=length,
         gradient_accumulation_steps=steps,
@@ -84,7 +86,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
         activation_checkpointing=ActivationCheckpointing(mode="full") if checkpoints else ActivationCheckpointing(),
         compile=pretrains,
         parallelism=Parallelism(data_parallel_size=num_gpus, sharding="fsdp1" if several else "none"),
-        framework_options=FrozenMapping({"autocast": True} if mixed and not several else {}),
+        framework_options=FrozenMapping({"logits_chunks": -(-micro * length // LOSS_CHUNK), **autocast}),
     )
     settings.note_left(IGNORED)
     return notes.finish(job)
@@ -111,9 +113,9 @@ def _accumulation(settings: Settings, micro: int, num_gpus: int) -> int:
     return per_rank // micro
 
 
-def _finetuning(settings: Settings) -> Finetuning:
+def _finetuning(settings: Settings, network: Architecture) -> Finetuning:
     rank = settings.integer("lora_r")
-    targets = [name for key, names in TARGETS.items() if settings.switch(key, key in ON_BY_DEFAULT) for name in names]
+    targets = litgpt_targets([key for key in PROJECTIONS if settings.switch(key, key in ON_BY_DEFAULT)], network)
     alpha, dropout = settings.number("lora_alpha", 16), settings.number("lora_dropout", 0.05)
     quantize = settings.text("quantize")
     if rank is None:
@@ -127,7 +129,7 @@ def _finetuning(settings: Settings) -> Finetuning:
         method="qlora" if kind else "lora",
         rank=rank,
         alpha=alpha,
-        targets=tuple(targets),
+        targets=targets,
         dropout=dropout or 0.0,
         adapter_dtype="float32" if settings.text("precision").startswith("32") else "bfloat16",
         quantization=kind,

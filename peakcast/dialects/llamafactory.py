@@ -51,11 +51,11 @@ UNSUPPORTED = {
     "pipeline_model_parallel_size": "Megatron's pipeline parallelism", "recompute_granularity": "Megatron's recomputation",
     "expert_model_parallel_size": "Megatron's expert parallelism", "context_parallel_size": "context parallelism",
     "use_distributed_optimizer": "Megatron's distributed optimizer",
-    "use_eaft_loss": "EAFT's loss", "use_asft_loss": "the ASFT loss", "use_kt": "KTransformers",
-    "use_hyper_parallel": "HyperParallel",
+    "use_dft_loss": "the DFT loss", "use_eaft_loss": "EAFT's loss", "use_asft_loss": "the ASFT loss",
+    "use_kt": "KTransformers", "use_hyper_parallel": "HyperParallel",
 }  # fmt: skip
 IGNORED = words("""
-    use_ray pissa_init use_dft_loss
+    use_ray pissa_init
     apply_rope_fusion bias_activation_fusion eaft_alpha fsdp_transformer_layer_cls_to_wrap moe_grouped_gemm
     moe_token_dispatcher_type overlap_grad_reduce overlap_param_gather
     adam_beta1 adam_beta2 adam_epsilon adapter_folder adapter_name_or_path add_special_tokens apollo_layerwise
@@ -80,7 +80,7 @@ IGNORED = words("""
     overwrite_output_dir per_device_eval_batch_size pissa_convert pissa_iter placement_strategy plot_loss
     ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards predict_with_generate pref_bco_weight
     pref_beta pref_ftx pref_loss preprocessing_batch_size preprocessing_num_workers print_param_status push_to_hub
-    quantization_device_map quantization_method ray_num_workers ray_run_name ray_storage_path ref_model
+    quantization_device_map ray_num_workers ray_run_name ray_storage_path ref_model
     ref_model_adapters ref_model_quantization_bit remove_unused_columns report_to report_to_none resize_vocab_init
     resources_per_worker resume_from_checkpoint reward_model reward_model_adapters reward_model_quantization_bit
     reward_model_type rope_scaling run_name save_only_model save_steps save_strategy save_total_limit seed simpo_gamma
@@ -136,7 +136,14 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         stage = settings.text("pref_loss")
     _rest(settings)
     translation = from_huggingface(
-        model, training, adapter, deepspeed, launcher.fsdp, num_gpus, spell=speller(TRAINING, ADAPTER)
+        model,
+        training,
+        adapter,
+        deepspeed,
+        launcher.fsdp,
+        num_gpus,
+        versions=pasted.versions.of("huggingface"),
+        spell=speller(TRAINING, ADAPTER),
     )
     if stage == "rm":  # train/rm/trainer.py: a value head beside the lm_head, and every layer's hidden states
         raise settings.refuse(
@@ -180,7 +187,14 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
     bits = settings.integer("quantization_bit")
     double = settings.switch("double_quantization", True)
     if settings.text("quantization_type", "nf4") != "nf4":
-        settings.notes.unsupported.append("quantization_type=fp4 is not modelled; nf4 is taken, of the same size.")
+        settings.notes.unsupported.append(
+            "quantization_type=fp4 is not modelled; nf4 is taken, of the same size.", "quantization_type"
+        )
+    method = settings.text("quantization_method", "bnb").lower()
+    if bits is not None and method not in ("bnb", "bitsandbytes"):
+        settings.notes.unsupported.append(
+            f"quantization_method={method} is not modelled; bitsandbytes is taken.", "quantization_method"
+        )
     if bits == 4:
         training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
         if not settings.given("double_quantization"):
@@ -190,7 +204,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
     elif bits == 8:
         training["quantization_config"] = {"load_in_8bit": True}
     elif bits is not None:
-        settings.notes.unsupported.append(f"quantization_bit={bits} is not modelled; 4 and 8 are.")
+        settings.notes.unsupported.append(f"quantization_bit={bits} is not modelled; 4 and 8 are.", "quantization_bit")
     return adapter
 
 
@@ -215,7 +229,7 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     for key, name in OPTIMIZERS.items():
         if settings.switch(key):
             training["optim"] = name
-            settings.notes.unsupported.append(f"{key} is not modelled; {name} is taken in its place.")
+            settings.notes.unsupported.append(f"{key} is not modelled; {name} is taken in its place.", key)
 
 
 def _rest(settings: Settings) -> None:

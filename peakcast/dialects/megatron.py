@@ -15,6 +15,7 @@ from peakcast.conventions import check_framework_options
 from peakcast.dialects import megatron_flags as flags
 from peakcast.dialects.megatron_architecture import megatron_architecture, one_of_table
 from peakcast.dialects.megatron_layout import virtual_stages
+from peakcast.dialects.megatron_legacy import is_legacy, legacy_versions, note_flash_attention
 from peakcast.dialects.megatron_precision import megatron_precision
 from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count
 from peakcast.errors import SpecError
@@ -27,6 +28,7 @@ from peakcast.spec import (
     Parallelism,
     TrainingJob,
 )
+from peakcast.versions import check_versions
 
 OPTIMIZERS: dict[str, OptimizerName] = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon", "lion": "lion"}
 BACKENDS: dict[str, Literal["eager", "sdpa", "flash_attention_2"]] = {
@@ -34,9 +36,15 @@ BACKENDS: dict[str, Literal["eager", "sdpa", "flash_attention_2"]] = {
 }  # fmt: skip
 
 
-def from_megatron(arguments: Mapping[str, Any], num_gpus: int = 1, env: Mapping[str, Any] | None = None) -> Translation:
+def from_megatron(
+    arguments: Mapping[str, Any],
+    num_gpus: int = 1,
+    env: Mapping[str, Any] | None = None,
+    versions: Mapping[str, Any] | None = None,
+) -> Translation:
     """The job of a Megatron-LM command line: `arguments` by flag name (dashes or underscores, with or without the leading
-    ones; values may be texts), on `num_gpus` GPUs in all, with the environment variables `env`.
+    ones; values may be texts), on `num_gpus` GPUs in all, with the environment variables `env` and the package `versions`
+    (`megatron_core: "0.14"`, or `ngc_pytorch: "26.04"`), whose defaults hold.
 
     Raises: SpecError naming the flag, its value, the rule and the way out.
     """
@@ -47,17 +55,24 @@ def from_megatron(arguments: Mapping[str, Any], num_gpus: int = 1, env: Mapping[
     parallelism = _parallelism(settings, architecture, layout_sizes)
     micro_batch_size = settings.size("micro_batch_size")
     _note_unsupported(settings)
-    options = _options(settings, env or {})
+    options, known_versions = _options(settings, env or {}), check_versions(versions or {})
+    legacy = is_legacy(settings, known_versions)
+    if legacy:
+        known_versions = legacy_versions(settings, known_versions)
+        options |= {"use_legacy_models": True, "transformer_impl": "local"}
+    else:
+        note_flash_attention(settings)
     job = TrainingJob(
         architecture=architecture,
         framework="megatron",
+        versions=FrozenMapping(known_versions),
         micro_batch_size=micro_batch_size,
         sequence_length=_sequence_length(settings, parallelism),
         decoder_sequence_length=settings.integer("decoder_seq_length") if architecture.num_decoder_layers else None,
         gradient_accumulation_steps=_accumulation(settings, micro_batch_size, parallelism.data_parallel_size),
         precision=megatron_precision(settings),
         optimizer=_optimizer(settings),
-        attention="eager" if settings.text("transformer_impl") == "local" else BACKENDS[_backend(settings)],
+        attention=_attention(settings, options),
         activation_checkpointing=_recomputation(settings),
         parallelism=parallelism,
         offload=Offload(
@@ -161,6 +176,11 @@ def _sequence_length(settings: Settings, layout: Parallelism) -> int:
 def _accumulation(settings: Settings, micro_batch_size: int, data_parallel: int) -> int:
     share = micro_batch_size * data_parallel
     total = settings.integer("global_batch_size")
+    ramp = settings.words("rampup_batch_size")
+    if ramp:
+        settings.notes.assumptions.append(
+            f"rampup-batch-size={' '.join(ramp)}: the steps after the ramp are taken, which have the most micro-batches."
+        )
     schedule = settings.text("step_batch_size_schedule")
     if total is None and schedule:
         first = schedule.split()[0].rpartition(":")[2]
@@ -188,6 +208,13 @@ def _optimizer(settings: Settings) -> Optimizer:
     return Optimizer(name=name, implementation="fused", momentum=momentum if name == "sgd" else 0.0)
 
 
+def _attention(settings: Settings, options: Mapping[str, Any]) -> Literal["eager", "sdpa", "flash_attention_2"]:
+    if options.get("transformer_impl") == "local":
+        flash = options.get("use_legacy_models") and options.get("use_flash_attn")
+        return "flash_attention_2" if flash else "eager"
+    return BACKENDS[_backend(settings)]
+
+
 def _backend(settings: Settings) -> str:
     return settings.one_of("attention_backend", "auto", BACKENDS)
 
@@ -197,16 +224,34 @@ def _recomputation(settings: Settings) -> ActivationCheckpointing:
         "selective" if settings.switch("recompute_activations") else "none"
     )
     modules = settings.words("recompute_modules")
-    method = settings.one_of("recompute_method", "uniform", ("uniform", "block"))
-    num_layers = settings.integer("recompute_num_layers")
+    method = settings.one_of("recompute_method", "", ("", "uniform", "block"))
+    num_layers = settings.integer("recompute_num_layers", least=0)
     if granularity == "none":
         return ActivationCheckpointing()
     if granularity == "selective":
         return ActivationCheckpointing(mode="selective", modules=tuple(m for m in modules if modules != ("core_attn",)))
     if granularity != "full":
         raise settings.refuse("recompute_granularity", "must be full or selective")
+    return _full_recomputation(settings, method, num_layers)
+
+
+def _full_recomputation(settings: Settings, method: str, num_layers: int | None) -> ActivationCheckpointing:
+    """Source: megatron-core 0.16.1 `transformer/transformer_config.py` refuses full recomputation without a method or a
+    number of layers; `transformer_block.py` `_checkpointed_forward`: method block recomputes the first `num_layers`."""
+    if not method:
+        raise settings.refuse("recompute_method", "must be uniform or block with recompute-granularity=full")
+    if num_layers is None:
+        raise settings.refuse(
+            "recompute_num_layers",
+            f"must be given with recompute-method={method}, as Megatron-LM requires; 1 with uniform recomputes every layer",
+        )
+    if num_layers == 0 and method == "uniform":
+        raise settings.refuse("recompute_num_layers", "must be at least 1 with recompute-method=uniform")
+    if num_layers == 0:
+        settings.notes.assumptions.append("recompute-num-layers=0 with recompute-method=block recomputes nothing.")
+        return ActivationCheckpointing()
     return ActivationCheckpointing(
-        mode="full", use_reentrant=True, method="block" if method == "block" else "uniform", num_layers=num_layers or 1
+        mode="full", use_reentrant=True, method="block" if method == "block" else "uniform", num_layers=num_layers
     )
 
 
@@ -247,7 +292,6 @@ def _note_unsupported(settings: Settings) -> None:
             settings.notes.unsupported.append(
                 f"{what[0].upper()}{what[1:]} ({settings.spell(key)}{shown}) is not modelled."
             )
-    if "hybrid" in settings.text("spec").lower() or "mamba" in settings.text("spec").lower():
-        settings.notes.unsupported.append(f"A hybrid (Mamba) model (spec={settings.text('spec')}) is not modelled.")
-    elif settings.given("spec"):
+    spec = settings.text("spec").lower()
+    if settings.given("spec") and not ("mamba" in spec or "hybrid" in spec):
         settings.notes.unsupported.append(f"A custom layer specification (spec={settings.text('spec')}) is not modelled.")

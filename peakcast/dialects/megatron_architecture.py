@@ -14,6 +14,7 @@ from peakcast.architecture import (
     PositionEmbedding,
 )
 from peakcast.dialects import megatron_flags as flags
+from peakcast.dialects.megatron_hybrid import hybrid_parts, hybrid_pattern, state_space
 from peakcast.dialects.megatron_layout import binary_pattern
 from peakcast.dialects.translation import Settings
 from peakcast.units import round_up
@@ -50,6 +51,7 @@ def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
     position = one_of_table(settings, "position_embedding_type", "learned_absolute", POSITIONS)
     rotary = settings.switch("use_rotary_position_embeddings")
     kind = _kind(settings)
+    parts = hybrid_parts(settings) if kind == "hybrid" else ()
     mla = settings.switch("multi_latent_attention")
     experts = settings.integer("num_experts", least=0)
     layers = _num_layers(settings)
@@ -81,6 +83,8 @@ def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
         embedding_dropout=dropout,
         moe=_experts(settings, experts, ffn, layers, bias) if experts else None,
         mla=_latent_attention(settings) if mla else None,
+        ssm=state_space(settings, hidden, tensor) if parts else None,
+        layer_types=parts,
         num_decoder_layers=settings.size("decoder_num_layers", layers) if kind == "encoder_decoder" else 0,
         num_nextn_predict_layers=settings.integer("mtp_num_layers", 0, least=0) or 0,
         kind=kind,
@@ -107,8 +111,7 @@ def _kind(settings: Settings) -> Literal["decoder", "encoder", "encoder_decoder"
 
 
 def _num_layers(settings: Settings) -> int:
-    pattern = settings.text("hybrid_layer_pattern") or settings.text("hybrid_override_pattern")
-    counted = len(pattern.replace("|", "").split("/")[0]) or None
+    counted = len(hybrid_pattern(settings)) or None
     layers = settings.size("num_layers", settings.integer("encoder_num_layers", counted))
     if layers > MOST_LAYERS:
         raise settings.refuse("num_layers", f"must be at most {MOST_LAYERS}")

@@ -16,13 +16,13 @@ SWITCHES = _words("""
     apply_layernorm_1p apply_query_key_layer_scaling apply_residual_connection_post_layernorm
     attention_softmax_in_fp32 calculate_per_token_loss cross_entropy_loss_fusion ddp_average_in_collective
     ddp_pad_buckets_for_high_nccl_busbw defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode
-    distribute_saved_activations fp16_lm_cross_entropy fp32_residual_connection moe_grouped_gemm moe_layer_recompute
-    moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_fusion moe_router_padding_for_quantization
-    moe_router_pre_softmax moe_shared_expert_overlap moe_use_legacy_grouped_gemm overlap_grad_reduce
-    overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush overlap_param_gather
+    distribute_saved_activations fp16_lm_cross_entropy fp32_residual_connection fp8_param_gather moe_grouped_gemm
+    moe_layer_recompute moe_pad_expert_input_to_capacity moe_permute_fusion moe_router_fusion
+    moe_router_padding_for_quantization moe_router_pre_softmax moe_shared_expert_overlap moe_use_legacy_grouped_gemm
+    overlap_grad_reduce overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush overlap_param_gather
     overlap_param_gather_with_optimizer_step qk_layernorm rotary_interleaved te_rng_tracker tp_comm_overlap
-    use_flash_attn use_fused_weighted_squared_relu use_precision_aware_optimizer use_tp_pp_dp_mapping
-    use_transformer_engine_op_fuser
+    use_flash_attn use_fused_weighted_squared_relu use_legacy_models use_precision_aware_optimizer
+    use_tp_pp_dp_mapping use_transformer_engine_op_fuser
 """)
 """Switches that become a framework option of the same name, off by default."""
 
@@ -83,6 +83,8 @@ FP8_FORMATS = ("hybrid", "e4m3")
 """Of `fp8_format`: a byte per element either way."""
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 """Of `fp8_recipe`, those that the ledger knows; "custom" is Megatron's other one."""
+FP8_GATHERED_RECIPES = ("delayed", "tensorwise")
+"""Recipes with one scale for a whole weight, of which the ledger knows FP8 parameters."""
 FP8_UNSUPPORTED: dict[str, str] = {
     "first_last_layers_bf16": "first and last layers in bf16 beside FP8 ones",
     "fp8_dot_product_attention": "FP8 attention",
@@ -128,21 +130,15 @@ UNSUPPORTED: dict[str, str] = {
     "fine_grained_activation_offloading": "activation offloading",
     "flextron": "FlexTron elastic training",
     "fp4_format": "FP4 training",
-    "fp8_param_gather": "FP8 parameters",
     "heterogeneous_layers_config_path": "layers of unequal shape",
-    "hybrid_layer_pattern": "a hybrid (Mamba) model",
-    "hybrid_override_pattern": "a hybrid (Mamba) model",
     "img_h": "a multimodal model",
-    "is_hybrid_model": "a hybrid (Mamba) model",
     "moe_latent_size": "latent mixture-of-experts layers",
     "mtp_use_repeated_layer": "one repeated multi-token-prediction layer",
     "optimizer_cpu_offload": "the optimizer's hybrid CPU offloading",
     "perform_rl_step": "reinforcement learning (GRPO)",
-    "rampup_batch_size": "a batch size that ramps up",
     "retro_add_retriever": "a RETRO model",
     "export_te_mcore_model": "a ModelOpt model (quantization, pruning, distillation)",
     "export_kd_teacher_load": "distillation from a teacher",
-    "use_legacy_models": "legacy (pre-core) models",
     "use_megatron_fsdp": "Megatron-FSDP",
     "use_torch_fsdp2": "PyTorch FSDP2 inside Megatron",
     "window_size": "sliding-window attention",
@@ -160,27 +156,27 @@ IGNORED = _words("""
     binary_mask budget_list budget_probs budget_type check_for_large_grads ckpt_format clip_grad data_args_path
     data_cache_path data_parallel_sharding_strategy data_path dataloader_seq_length dataloader_type decoder_seq_length
     decoupled_min_lr disable_gloo_process_groups disable_vision_class_token dist_ckpt_optim_fully_reshardable
-    dist_ckpt_strictness distributed_backend distributed_timeout_minutes emb_int_list eod_mask_loss enable_experimental
-    enable_router eval_global_batch_size eval_interval eval_iters exit_duration_in_mins exit_interval finetune
-    fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin
-    hard_sample_th high_priority_stream_groups hysteresis img_w init_method_std
-    initial_loss_scale linear_scaler_end linear_scaler_start load log_interval log_memory_to_tensorboard
-    log_params_norm log_throughput logging_level loss_alpha loss_scale loss_scale_window lr lr_decay_iters
-    lr_decay_samples lr_decay_style lr_mult_router lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_samples
-    lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style manual_gc manual_gc_interval merge_file min_loss_scale
-    min_lr mlp_int_list mmap_bin_files mock_data moe_expert_int_list moe_flex_dispatcher_backend
-    moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_router_bias_update_rate moe_router_topk_scaling_factor
-    moe_token_drop_policy mscale
-    mscale_all_dim no_async_tensor_model_parallel_allreduce no_check_for_nan_in_loss_and_grad
-    no_ckpt_fully_parallel_save no_ckpt_load_validate_sharding_integrity no_load_optim no_load_rng no_mmap_bin_files
-    no_position_embedding no_save_optim no_save_rng norm_epsilon num_dataset_builder_threads num_workers
-    original_model_sample_prob override_opt_param_scheduler patch_dim profile profile_ranks profile_step_end
-    profile_step_start reuse_grad_buf_for_mxfp8_param_ag rope_scaling_factor rotary_base
-    rotary_scaling_factor router_beta router_gbs router_inter_dim router_std save save_interval seed slice soft_mask
-    split straggler_minmax_count tau_decay tau_init tensorboard_dir test_mode tiktoken_pattern timing_log_level
-    tokenizer_model train_iters train_samples use_checkpoint_args use_checkpoint_opt_param_scheduler use_dist_ckpt
-    use_mcore_models use_packed_sequence use_persistent_ckpt_worker verify_integrity vocab_file wandb_exp_name
-    wandb_project wandb_save_dir weight_decay weight_decay_incr_style
+    dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness distributed_backend distributed_timeout_minutes emb_int_list
+    enable_experimental enable_router eod_mask_loss eval_global_batch_size eval_interval eval_iters
+    exit_duration_in_mins exit_interval finetune fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin
+    hard_sample_th high_priority_stream_groups hysteresis img_w init_method_std initial_loss_scale is_hybrid_model
+    langrl_inference_server_type legacy_tokenizer linear_scaler_end linear_scaler_start load log_interval
+    log_memory_to_tensorboard log_params_norm log_throughput logging_level loss_alpha loss_scale loss_scale_window lr
+    lr_decay_iters lr_decay_samples lr_decay_style lr_mult_router lr_warmup_fraction lr_warmup_init lr_warmup_iters
+    lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style manual_gc manual_gc_interval
+    merge_file min_loss_scale min_lr mlp_int_list mmap_bin_files mock_data moe_enable_deepep moe_expert_int_list
+    moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_router_bias_update_rate
+    moe_router_topk_scaling_factor moe_token_drop_policy mscale mscale_all_dim
+    no_async_tensor_model_parallel_allreduce no_check_for_nan_in_loss_and_grad no_ckpt_fully_parallel_save
+    no_ckpt_load_validate_sharding_integrity no_load_optim no_load_rng no_mmap_bin_files no_position_embedding
+    no_save_optim no_save_rng norm_epsilon num_dataset_builder_threads num_workers original_model_sample_prob
+    override_opt_param_scheduler patch_dim profile profile_ranks profile_step_end profile_step_start
+    reuse_grad_buf_for_mxfp8_param_ag rope_scaling_factor rotary_base rotary_scaling_factor router_beta router_gbs
+    router_inter_dim router_std save save_interval seed slice soft_mask split straggler_minmax_count tau_decay
+    tau_init tensorboard_dir test_mode tiktoken_pattern timing_log_level tokenizer_model train_iters train_samples
+    use_checkpoint_args use_checkpoint_opt_param_scheduler use_dist_ckpt use_packed_sequence
+    use_persistent_ckpt_worker verify_integrity vocab_file wandb_exp_name wandb_project wandb_save_dir weight_decay
+    weight_decay_incr_style
 """)
 """Flags that are known and do not change a training step's memory, or only refine something in `UNSUPPORTED`."""
 

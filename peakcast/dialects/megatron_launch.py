@@ -124,4 +124,4 @@ def _translated(values: dict[str, Any], pasted: Pasted, notes: Notes) -> Transla
     num_gpus = pasted.gpus(notes, least, ", the least for this layout")
     if pasted.program.endswith("pretrain_bert.py"):
         values.setdefault("bert_binary_head", True)
-    return notes.finish(notes.include(from_megatron(values, num_gpus, env)))
+    return notes.finish(notes.include(from_megatron(values, num_gpus, env, pasted.versions.of("megatron"))))

@@ -28,9 +28,9 @@ def layout_stages(text: str) -> list[str] | None:
     """The stages of `--pipeline-model-parallel-layout`, in model order: `"Et*2|(tt|)*2tmL"` gives Ett, tt, tt, tmL.
 
     E is the embedding, t a decoder layer, m a multi-token-prediction layer, L the loss; `x*n` and `(...)*n` repeat.
-    None when the text is not of that form.
+    Backslashes, which launch scripts need before `|` and brackets, are left out. None when the text is not of that form.
     """
-    text = text.replace(" ", "").replace(",", "")
+    text = text.replace(" ", "").replace(",", "").replace("\\", "")
     for pattern in (r"\(([EtmL|]*)\)\*(\d{1,3})", r"([EtmL|])\*(\d{1,3})"):
         while match := re.search(pattern, text):
             text = text[: match.start()] + match[1] * int(match[2]) + text[match.end() :]

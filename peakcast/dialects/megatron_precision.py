@@ -50,4 +50,11 @@ def _fp8(settings: Settings) -> bool:
             f"The FP8 recipe {settings.text('fp8_recipe')} ({settings.spell('fp8_recipe')}) is not modelled; "
             f"{flags.FP8_RECIPES[0]} is taken. Known: {', '.join(flags.FP8_RECIPES)}."
         )
+    if settings.switch("fp8_param_gather"):
+        recipe = settings.text("fp8_recipe", flags.FP8_RECIPES[0])
+        if recipe not in flags.FP8_GATHERED_RECIPES or not settings.switch("use_distributed_optimizer"):
+            settings.notes.unsupported.append(
+                f"FP8 parameters (fp8-param-gather) with fp8-recipe={recipe} are not modelled; with "
+                f"use-distributed-optimizer and {' or '.join(flags.FP8_GATHERED_RECIPES)} they are."
+            )
     return True

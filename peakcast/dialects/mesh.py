@@ -59,7 +59,7 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
     elif sizes["replicate"] > 1 and sharding != "none":
         settings.notes.unsupported.append(
             f"Replicas of what is sharded ({settings.spell(keys['replicate'])}) are not modelled with {sharding}; fsdp2 "
-            "has them."
+            "has them.", settings.spell(keys['replicate'])
         )
     layout = replace(
         layout,
@@ -83,7 +83,7 @@ def of_training(job: TrainingJob, mesh: Mapping[str, object], notes: Notes) -> T
     if ulysses and job.parallelism.context_parallel_size > 1:
         notes.unsupported.append(
             "Ulysses sequence parallelism (sp_size, or cp_backend: deepspeed) is not modelled; ranks that share a sequence "
-            "are taken as a ring."
+            "are taken as a ring.", "sp_size"
         )
     if settings.text("cp_comm_strategy", "allgather") == "alltoall" and job.parallelism.context_parallel_size > 1:
         options = FrozenMapping({**job.framework_options, "context_parallel_rotation": "alltoall"})

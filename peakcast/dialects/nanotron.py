@@ -49,12 +49,14 @@ def from_nanotron(pasted: Pasted) -> Translation:
     recompute = settings.switch("parallelism.recompute_layer")
     if settings.switch("parallelism.moe_layer_recompute"):
         notes.unsupported.append(
-            "Recomputing experts alone (parallelism.moe_layer_recompute) is not modelled: what they keep is counted."
+            "Recomputing experts alone (parallelism.moe_layer_recompute) is not modelled: what they keep is counted.",
+            "parallelism.moe_layer_recompute",
+            "less",
         )
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
-        versions=FrozenMapping({"nanotron": "main"}),
+        versions=FrozenMapping(pasted.versions.of("torch", {"nanotron": "main"})),
         micro_batch_size=settings.size("tokens.micro_batch_size"),
         sequence_length=settings.size("tokens.sequence_length"),
         gradient_accumulation_steps=settings.size("tokens.batch_accumulation_per_replica", 1, assume=True),
@@ -124,6 +126,8 @@ def _precision(settings: Settings) -> Precision:
 def _optimizer(settings: Settings) -> Optimizer:
     name = settings.text("optimizer.optimizer_factory.name", "adamW").lower()
     if name not in OPTIMIZERS:
-        settings.notes.unsupported.append(f"optimizer_factory.name={name} is not modelled; AdamW is taken in its place.")
+        settings.notes.unsupported.append(
+            f"optimizer_factory.name={name} is not modelled; AdamW is taken in its place.", "optimizer_factory.name"
+        )
     fused = settings.switch("optimizer.optimizer_factory.torch_adam_is_fused")
     return Optimizer(name=OPTIMIZERS.get(name, "adamw"), implementation="fused" if fused else "foreach")

@@ -106,13 +106,17 @@ def _network(settings: Settings) -> dict[str, Any]:
     if activation in GATED:
         flags["swiglu"] = True
     elif activation not in PLAIN:
-        settings.notes.unsupported.append(f"model.activation={activation} is not modelled; swiglu is taken in its place.")
+        settings.notes.unsupported.append(
+            f"model.activation={activation} is not modelled; swiglu is taken in its place.", "model.activation"
+        )
         flags["swiglu"] = True
     elif PLAIN[activation]:
         flags[PLAIN[activation]] = True
     position = settings.text("position_embedding_type", "learned_absolute")
     if position not in ("learned_absolute", "rope"):
-        settings.notes.unsupported.append(f"model.position_embedding_type={position} is not modelled; none is taken.")
+        settings.notes.unsupported.append(
+            f"model.position_embedding_type={position} is not modelled; none is taken.", "model.position_embedding_type"
+        )
     flags["position_embedding_type"] = "rope" if position == "rope" else "learned_absolute"
     tokenizer = settings.raw("tokenizer")
     if isinstance(tokenizer, Mapping):
@@ -136,7 +140,9 @@ def _training(settings: Settings, pasted: Pasted) -> dict[str, Any]:
         if not settings.switch("megatron_amp_O2"):
             settings.notes.unsupported.append(
                 "Weights in float32 under autocast (model.megatron_amp_O2=False) are not modelled; 16-bit weights with "
-                "float32 main copies are taken, as of megatron_amp_O2=True."
+                "float32 main copies are taken, as of megatron_amp_O2=True.",
+                "model.megatron_amp_O2",
+                "more",
             )
     formats = [word for word in ("hybrid", "e4m3") if settings.switch(f"fp8_{word}")]
     if settings.switch("fp8") and formats:
@@ -148,5 +154,7 @@ def _training(settings: Settings, pasted: Pasted) -> dict[str, Any]:
         flags["overlap_grad_reduce"] = bool(isinstance(optim, Mapping) and optim.get("overlap_grad_sync"))
         flags["overlap_param_gather"] = bool(isinstance(optim, Mapping) and optim.get("overlap_param_sync"))
     elif "adam" not in name:
-        settings.notes.unsupported.append(f"model.optim.name={name} is not modelled; Adam is taken in its place.")
+        settings.notes.unsupported.append(
+            f"model.optim.name={name} is not modelled; Adam is taken in its place.", "model.optim.name"
+        )
     return flags

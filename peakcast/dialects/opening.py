@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.dialects.pasted import THE_TEXT, Pasted, merged, nested
+from peakcast.dialects.foreign import foreign_launch, foreign_python
+from peakcast.dialects.pasted import THE_TEXT, Pasted, mapping_of_text, merged, nested
 from peakcast.dialects.text import kind_of, parse, read_text
 from peakcast.errors import SpecError
 
@@ -34,6 +36,8 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
     if kind == "shell":
         return _launched(text, where, folder, files)
     if kind == "Python":
+        if sentence := foreign_python(text):
+            raise SpecError(f"{where} {sentence}", parameter="job")
         raise SpecError(
             f"{where} is a Python program, which is not run here. Give its settings as a YAML, TOML or JSON mapping "
             "(for torchtitan: the sections model, training, parallelism, ... with their values), or the launch command."
@@ -58,7 +62,14 @@ def _launched(
 
     script = read_script(text)
     launch = launch_of(script, text, where)
-    companions: dict[str, Mapping[str, Any]] = {}
+    if sentence := foreign_launch(launch.program, launch.files):
+        raise SpecError(f"{where} {sentence}", parameter="job")
+    written: dict[str, Mapping[str, Any]] = {}
+    for name, body in script.files.items():
+        with contextlib.suppress(SpecError):  # a script writes other files too
+            written[Path(name).name] = mapping_of_text(body, name, Path(name).suffix)
+    files = {**written, **files}
+    companions = dict(written)
     here = Pasted(values={}, where=where, folder=folder, companions=files)
     if launch.launched_by == "accelerate":
         named = launch.launcher.get("config_file")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peakcast.bounded import is_file
+from peakcast.dialects.asked_versions import NO_VERSIONS, AskedVersions
 from peakcast.dialects.text import kind_of, parse, read_text
 from peakcast.dialects.translation import Notes
 from peakcast.errors import SpecError
@@ -54,6 +55,8 @@ class Pasted:
     """The program that the launch script runs, "" when there is none."""
     used: set[str] = field(default_factory=set)
     """The companions that were asked for, by name."""
+    versions: AskedVersions = NO_VERSIONS
+    """Package versions that are asked for beside it."""
     remarks: tuple[str, ...] = ()
     """What was not followed in a launch script, as sentences."""
 

@@ -81,7 +81,7 @@ def with_method(
         )
     if method.kind == "cross_entropy":
         notes.unsupported.append(
-            f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is taken."
+            f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is taken.", parameter
         )
         return job.replace(micro_batch_size=size)
     loss = replace(job.loss, kind=method.kind, fused_linear_cross_entropy=False)
@@ -104,7 +104,9 @@ def with_method(
 
 def _say_whose_logits(notes: Notes, whole_logits: str) -> None:
     if whole_logits:
-        notes.unsupported.append(f"{whole_logits} makes whole logits; they are taken as those of the cross entropy.")
+        notes.unsupported.append(
+            f"{whole_logits} makes whole logits; they are taken as those of the cross entropy.", "loss"
+        )
     else:
         notes.assumptions.append(
             "log-probabilities are made without whole logits, as in trl since 1.15; for an older one set versions.trl."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,10 +11,11 @@ from typing import Any, NamedTuple
 
 from peakcast.allocator import Allocator
 from peakcast.bounded import is_folder
+from peakcast.dialects.asked_versions import NO_VERSIONS, AskedVersions, with_versions
 from peakcast.dialects.foreign import foreign
 from peakcast.dialects.pasted import Document, Pasted, flat, mapping_of_file, mapping_of_text
-from peakcast.dialects.translation import Notes, Translation
-from peakcast.errors import SpecError, near_misses
+from peakcast.dialects.translation import Notes, Reading, Translation
+from peakcast.errors import PeakcastError, SpecError, near_misses
 from peakcast.spec import TrainingJob
 
 
@@ -25,6 +27,8 @@ class Dialect(NamedTuple):
     """Each a set of keys (dots lead into mappings, `|` separates alternatives); all of one set must be there."""
     reader: str
     """Module and function under `peakcast.dialects`."""
+    weak: tuple[str, ...] = ()
+    """Further signs, of keys that other projects have too: what they tell is likely, not sure."""
 
 
 DIALECTS: dict[str, Dialect] = {
@@ -34,13 +38,30 @@ DIALECTS: dict[str, Dialect] = {
         ("base_model micro_batch_size|sequence_len|adapter|datasets|sample_packing",),
         "axolotl:from_axolotl",
     ),
+    "open_instruct": Dialect(
+        "an open-instruct configuration",
+        (
+            "model_name_or_path dataset_mixer|dataset_mixer_list|use_slow_tokenizer|with_tracking|reduce_loss",
+            "model_name_or_path use_qlora",
+        ),
+        "open_instruct:from_open_instruct",
+    ),
+    "llamafactory_megatron": Dialect(
+        "a LLaMA-Factory configuration for Megatron",
+        (
+            "model_name_or_path stage|finetuning_type|cutoff_len|template "
+            "tensor_model_parallel_size|pipeline_model_parallel_size|expert_model_parallel_size|use_distributed_optimizer",
+        ),
+        "llamafactory_megatron:from_llamafactory_megatron",
+    ),
     "llamafactory": Dialect(
         "a LLaMA-Factory configuration",
         (
-            "model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target|lora_rank",
+            "model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target",
             "model_class train_dataset|peft_config|dist_config",
         ),
         "llamafactory:from_llamafactory",
+        ("model_name_or_path lora_rank",),
     ),
     "nanotron": Dialect("a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron:from_nanotron"),
     "torchtune": Dialect("a torchtune recipe", ("model._component_",), "torchtune:from_torchtune"),
@@ -55,11 +76,9 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "litgpt": Dialect(
         "a LitGPT configuration",
-        (
-            "checkpoint_dir|model_name|model_config.n_layer|model.n_layer train.micro_batch_size|train.global_batch_size",
-            "checkpoint_dir lora_r|precision",
-        ),
+        ("checkpoint_dir|model_name|model_config.n_layer|model.n_layer train.micro_batch_size|train.global_batch_size",),
         "litgpt:from_litgpt",
+        ("checkpoint_dir lora_r|precision",),
     ),
     "nemo": Dialect(
         "a NeMo 1 GPT configuration",
@@ -85,10 +104,21 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "deepspeed": Dialect(
         "a DeepSpeed configuration",
-        ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16.enabled", "fp16.enabled"),
+        ("zero_optimization", "train_micro_batch_size_per_gpu", "bf16.enabled", "fp16.enabled"),
         "trainer:from_deepspeed",
+        ("train_batch_size",),
+    ),
+    "fsdp": Dialect(
+        "an FSDP configuration of transformers' Trainer",
+        ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap", "fsdp_version", "fsdp_sharding_strategy"),
+        "trainer:from_fsdp",
     ),
     "peft": Dialect("a PEFT adapter_config.json", ("peft_type",), "trainer:from_peft"),
+    "deepspeed_script": Dialect(
+        "arguments of a script around DeepSpeed's engine",
+        ("deepspeed_config model_name batch_size",),
+        "deepspeed_script:from_deepspeed_script",
+    ),
     "training": Dialect(
         "Hugging Face training arguments",
         (
@@ -98,6 +128,8 @@ DIALECTS: dict[str, Dialect] = {
         ),
         "trainer:from_training",
     ),
+    "trl": Dialect("arguments of TRL's trainers", (), "trainer:from_trl"),
+    "transformers": Dialect("arguments of transformers' own Trainer", (), "trainer:from_transformers"),
     "hf_config": Dialect(
         "a Hugging Face config.json",
         ("model_type hidden_size|n_embd|d_model|text_config|num_hidden_layers", "architectures"),
@@ -111,29 +143,65 @@ HUGGING_FACE_PARTS = ("hf_config", "peft", "deepspeed", "accelerate", "training"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What comes with a configuration: other files (by path, or as texts), the number of GPUs, another model, and its
-    dialect, if forced."""
+    """What comes with a configuration: other files (by path, or as texts), the number of GPUs, another model, its dialect,
+    if forced, and the versions of packages."""
 
     files: tuple[str | Path | Document, ...] = ()
     num_gpus: int | None = None
     model: str | None = None
     dialect: str | None = None
+    versions: AskedVersions = NO_VERSIONS
 
     def __bool__(self) -> bool:
+        """Whether anything comes with it that only a configuration can have: any job may have versions."""
         return bool(self.files or self.num_gpus is not None or self.model is not None or self.dialect is not None)
 
 
 NOTHING = Beside()
 
 
+PROGRAMS = {
+    "llamafactory-cli": ("llamafactory_megatron", "llamafactory"), "axolotl": ("axolotl",),
+    "axolotl.cli.train": ("axolotl",), "tune": ("torchtune",), "litgpt": ("litgpt",),
+    "torchtitan.train": ("torchtitan",), "run_train.sh": ("torchtitan",),
+}  # fmt: skip
+"""Programs that read one project's configurations only -> its dialects; the last where no sign of the others is there."""
+
+
+class Recognised(NamedTuple):
+    """What a mapping was taken for, and why."""
+
+    name: str
+    rests_on: str
+    """The program, or the keys, that tell; in words."""
+    sure: bool
+
+
+def recognised(values: Mapping[str, Any], program: str = "") -> list[Recognised]:
+    """The dialects that a mapping may be written in, the likeliest first; those after a sure one are left out."""
+    word = program.split(" ")[0].rsplit("/", 1)[-1]
+    keys = _keys(values)
+    found: list[Recognised] = []
+    for name, dialect in DIALECTS.items():
+        if word in PROGRAMS and name not in PROGRAMS[word]:
+            continue
+        for sign, sure in (*((sign, True) for sign in dialect.signs), *((sign, False) for sign in dialect.weak)):
+            told = [next((option for option in word.split("|") if option in keys), "") for word in sign.split()]
+            if all(told):
+                found.append(Recognised(name, " and ".join(told), sure))
+                break
+        if found and found[-1].sure:
+            break
+    if word in PROGRAMS:
+        name = found[0].name if found else PROGRAMS[word][-1]
+        return [Recognised(name, f"the program {word}", True)]
+    return found
+
+
 def dialect_of(values: Mapping[str, Any]) -> str | None:
     """The dialect that a mapping is written in, None when nothing tells."""
-    keys = _keys(values)
-    for name, dialect in DIALECTS.items():
-        for sign in dialect.signs:
-            if all(any(option in keys for option in word.split("|")) for word in sign.split()):
-                return name
-    return None
+    found = recognised(values)
+    return found[0].name if found else None
 
 
 def _keys(values: Mapping[str, Any]) -> set[str]:
@@ -154,10 +222,13 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
         companions={**companions(beside.files), **pasted.companions},
         num_gpus=pasted.num_gpus if beside.num_gpus is None else beside.num_gpus,
         model=beside.model or pasted.model,
+        versions=beside.versions,
     )
     if beside.dialect is None and (sentence := foreign(_keys(pasted.values), pasted.values, pasted.program)):
         raise SpecError(f"{pasted.where} {sentence}", parameter="job")
-    name = _named(beside.dialect) or dialect_of(pasted.values)
+    forced = _named(beside.dialect)
+    found = [Recognised(forced, "", True)] if forced else recognised(pasted.values, pasted.program)
+    name = found[0].name if found else None
     if name not in HUGGING_FACE_PARTS and pasted.model is None and "hf_config" in pasted.companions:
         pasted = replace(pasted, model=pasted.companions["hf_config"], used={"hf_config"})
     if name is None and set(pasted.values) & {field.name for field in fields(TrainingJob)}:
@@ -169,16 +240,34 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
             parameter="job",
         )
     if name != "job":
-        notes.assumptions.insert(0, f"{pasted.where} is read as {DIALECTS[name].title}.")
+        notes.assumptions.insert(0, _read_as(pasted, name, found))
     job = notes.include(_reader(name)(pasted))
+    for other in found[1:]:
+        with contextlib.suppress(PeakcastError):
+            read = _reader(other.name)(pasted)
+            way_out = f"Say which by --dialect {name} or --dialect {other.name}."
+            notes.others += [Reading(DIALECTS[other.name].title, read.job, way_out)] * (read.job != job)
     used = [pasted.companions[name] for name in pasted.used]
     for given in map(_read, beside.files if name not in HUGGING_FACE_PARTS else ()):
         if given.values not in used:
-            notes.warnings.append(f"{given.where} is given beside {pasted.where}, which does not use it; it is left out.")
+            notes.warnings.append(
+                f"{given.where} is given beside {pasted.where}, which does not use it; it is left out.", given.where
+            )
     allocator = "".join(pasted.env.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    read = notes.finish(job)
     if "expandable_segments:true" in allocator.lower().replace(" ", ""):
-        job = job.replace(allocator=Allocator(expandable_segments=True))
-    return notes.finish(job)
+        read = read.changed(lambda job: job.replace(allocator=Allocator(expandable_segments=True)))
+    return with_versions(read, beside.versions)
+
+
+def _read_as(pasted: Pasted, name: str, found: Sequence[Recognised]) -> str:
+    """The sentence on what a configuration was taken for, on what that rests, and how sure it is."""
+    title = f"{pasted.where} is read as {DIALECTS[name].title}"
+    if not found or not found[0].rests_on:
+        return f"{title}, as asked." if found else f"{title}."
+    if found[0].sure:
+        return f"{title}, by {found[0].rests_on}."
+    return f"{title}, by {found[0].rests_on} alone, which other projects have too; --dialect says what it is."
 
 
 def _reader(name: str) -> Callable[[Pasted], Translation]:
@@ -237,7 +326,9 @@ def _some(values: Mapping[str, Any]) -> str:
     return ", ".join(keys[:8]) + (", ..." if len(keys) > 8 else "") if keys else "none"
 
 
-def from_arguments(words: Sequence[str], env: Mapping[str, str], num_gpus: int | None = None) -> Translation:
+def from_arguments(
+    words: Sequence[str], env: Mapping[str, str], num_gpus: int | None = None, versions: AskedVersions = NO_VERSIONS
+) -> Translation:
     """The job of Megatron-LM's own command line: what stands after `pretrain_gpt.py`. Raises: SpecError."""
     from peakcast.dialects.launch import flags_to_mapping
     from peakcast.dialects.megatron_launch import from_megatron_flags
@@ -248,7 +339,8 @@ def from_arguments(words: Sequence[str], env: Mapping[str, str], num_gpus: int |
     if num_gpus is None and env.get("WORLD_SIZE", "").isdecimal():
         num_gpus = int(env["WORLD_SIZE"])
     known = {name: value for name, value in env.items() if name in _megatron_variables()}
-    return from_megatron_flags(Pasted(values=values, where="the command line", folder=Path(), num_gpus=num_gpus, env=known))
+    pasted = Pasted(values=values, where="the command line", folder=Path(), num_gpus=num_gpus, env=known, versions=versions)
+    return with_versions(from_megatron_flags(pasted), versions)
 
 
 def _megatron_variables() -> frozenset[str]:

@@ -18,6 +18,13 @@ _NAME = r"[A-Za-z_]\w*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(rf"(#?)({_NAME}|[0-9]+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?])(.*)|([#%/,^:].*))?", re.DOTALL)
 _RESERVED = ("for", "while", "until", "case", "select", "function", "{")
+WRITES = "peakcast-writes"
+"""The command that stands for `cat > FILE << EOF` while a script is read."""
+_HERE_DOCUMENT = re.compile(
+    r"""^[ \t]*cat[ \t]*(?:>[ \t]*(?P<file>[^\s<>]+)[ \t]*)?<<-?[ \t]*(?P<quote>['"]?)(?P<end>\w+)(?P=quote)"""
+    r"""[ \t]*(?:>[ \t]*(?P<later>[^\s<>]+)[ \t]*)?$""",
+    re.MULTILINE,
+)
 _ENDS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac", "function": "}", "{": "}"}
 
 
@@ -35,6 +42,8 @@ class Script:
 
     commands: list[Command] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    """Files that it writes from here-documents: by the name that it gives them."""
 
 
 def read_script(text: str) -> Script:
@@ -44,6 +53,26 @@ def read_script(text: str) -> Script:
     reader = _Reader()
     reader.read(text)
     return reader.script
+
+
+def _documents_as_commands(text: str) -> str:
+    """`text` with each here-document that is written to a file as one command, whose last word is what it holds."""
+    parts: list[str] = []
+    position = 0
+    while (opened := _HERE_DOCUMENT.search(text, position)) is not None:
+        closed = re.compile(rf"^\t*{opened['end']}[ \t]*$", re.MULTILINE).search(text, opened.end())
+        if closed is None:  # it goes on to the end, and so would all that follow
+            break
+        name, body = opened["file"] or opened["later"], text[opened.end() + 1 : closed.start()]
+        if not name:
+            written = text[opened.start() : closed.end()]
+        elif opened["quote"]:
+            written = f"{WRITES} {name} '" + body.replace("'", "'\\''") + "'"
+        else:
+            written = f'{WRITES} {name} "' + re.sub(r'(["`])', r"\\\1", body) + '"'
+        parts += [text[position : opened.start()], written]
+        position = closed.end()
+    return "".join([*parts, text[position:]])
 
 
 class _Reader:
@@ -63,7 +92,7 @@ class _Reader:
             raise SpecError("the script runs text inside text too deeply to be a launch script.")
         branches: list[list[bool]] = []  # of each open `if`: is this branch taken, was any before
         skipping: list[str] = []  # the words that end what is passed over
-        for words in statements(text):
+        for words in statements(_documents_as_commands(text)):
             if skipping:
                 first = words[words[0] in ("do", "then", "else") and len(words) > 1]
                 if first == skipping[-1]:
@@ -126,6 +155,10 @@ class _Reader:
                     self._statement([word])
                 if exports and not word.startswith("-"):
                     self.exported.add(word.partition("=")[0].rstrip("+"))
+            return
+        if raw[0] == WRITES and len(raw) == 3:
+            name, body = (" ".join(self._expand(word, split=False)) for word in raw[1:])
+            self.script.files[name] = body
             return
         words = [item for word in raw for item in self._expand(word)]
         if words[:1] in (["source"], ["."]):

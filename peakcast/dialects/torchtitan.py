@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from peakcast.allocator import Allocator
 from peakcast.conventions import conventions
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.torchtitan_layout import torchtitan_layout
@@ -82,13 +83,16 @@ def from_torchtitan(pasted: Pasted) -> Translation:
     _unsupported(settings)
     chunks = _loss_chunks(settings, layout)
     precision = _precision(settings)
-    autocast = layout.sharding == "none" and (precision.parameters, precision.compute) == ("float32", "bfloat16")
+    autocast = layout.sharding == "none" and (precision.parameters, precision.wide_compute) == ("float32", "bfloat16")
     autocast = autocast and layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
-    offloads = settings.switch("training.enable_cpu_offload")
+    offloads, compiled = settings.switch("training.enable_cpu_offload"), _compiled(settings)
+    notes.assumptions.append(
+        "expandable segments are taken, which torchtitan's launcher sets (run_train.sh, PYTORCH_CUDA_ALLOC_CONF)."
+    )
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
-        versions=FrozenMapping({"torchtitan": "main"}),
+        versions=FrozenMapping(pasted.versions.of("torch", {"torchtitan": _release(pasted, notes)})),
         micro_batch_size=micro,
         sequence_length=settings.size("training.seq_len", 2048, assume=True),
         gradient_accumulation_steps=steps,
@@ -97,14 +101,32 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         attention=described_attention(pasted) or ("flex" if settings.switch("model.use_flex_attn") else "sdpa"),
         activation_checkpointing=_checkpointing(settings, pasted),
         loss=Loss(fused_linear_cross_entropy=chunks > 0),
-        compile=_compiled(settings),
+        compile=bool(compiled),
         parallelism=layout,
         offload=Offload(parameters=offloads, optimizer=offloads),
-        framework_options=FrozenMapping(_options(settings, chunks, autocast=autocast)),
+        allocator=Allocator(expandable_segments=True),
+        framework_options=FrozenMapping({**_options(settings, chunks, autocast=autocast), **_regions(compiled)}),
     )
     _note_experts(job, notes)
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _release(pasted: Pasted, notes: Notes) -> str:
+    """The release that has these keys: 0.3 has Python configurations in place of TOML; 0.2 moved `training.compile` to a
+    section of its own; 0.1 moved the degrees of parallelism to one, and named `training.batch_size` local_batch_size."""
+    sections = {key: value for key, value in pasted.values.items() if isinstance(value, Mapping)}
+    training = sections.get("training", {})
+    if "model_spec" in sections:
+        return "main"
+    if "batch_size" in training or "tensor_parallel_degree" in training:
+        found = "0.0.2"
+    elif "compile" in training:
+        found = "0.1.0"
+    else:
+        found = "0.2.2"
+    notes.assumptions.append(f"torchtitan {found} is taken, the last release with the keys of this file.")
+    return found
 
 
 def _note_experts(job: TrainingJob, notes: Notes) -> None:
@@ -127,7 +149,7 @@ def _precision(settings: Settings) -> Precision:
         settings.notes.assumptions.append(f"{MIXED} is not given; the default of torchtitan, bfloat16, is taken.")
     converters = settings.words("model.converters")
     eight = any("float8" in word or "mx" in word for word in converters) or settings.given("model_converters.converters")
-    if eight:
+    if eight and not all("float8" in word for word in converters or ("",)):  # the scope says what of float8 is covered
         settings.notes.unsupported.append(f"FP8 training (model.converters={' '.join(converters)}) is not modelled.")
     return Precision(
         parameters=weights,
@@ -213,16 +235,21 @@ def _checkpointing(settings: Settings, pasted: Pasted) -> ActivationCheckpointin
     return ActivationCheckpointing(mode="selective")
 
 
-def _compiled(settings: Settings) -> bool:
-    """Whether the network is compiled; the loss alone can be too."""
-    enabled = settings.switch("compile.enable") or settings.switch("training.compile")
-    components = settings.words("compile.components") or ("model", "loss")
-    if enabled and "model" not in components:
-        settings.notes.unsupported.append(
-            f"A compiled loss (compile.components={' '.join(components)}) is not modelled; it is taken as it runs eagerly."
-        )
-        return False
-    return enabled
+def _compiled(settings: Settings) -> frozenset[str]:
+    """What of "model" and "loss" is compiled: both, unless `compile.components` (torchtitan 0.2) names one."""
+    if not (settings.switch("compile.enable") or settings.switch("training.compile")):
+        settings.words("compile.components")
+        return frozenset()
+    return frozenset(settings.words("compile.components") or ("model", "loss")) & {"model", "loss"}
+
+
+def _regions(compiled: frozenset[str]) -> dict[str, Any]:
+    """What differs from the conventions, by which the layers are compiled one by one and the loss beside them."""
+    alone: dict[frozenset[str], dict[str, Any]] = {
+        frozenset({"model"}): {"compiles_loss": False},
+        frozenset({"loss"}): {"compiled_regions": "loss"},
+    }
+    return alone.get(compiled, {})
 
 
 def _options(settings: Settings, chunks: int, *, autocast: bool) -> dict[str, Any]:

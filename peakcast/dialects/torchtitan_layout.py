@@ -8,6 +8,7 @@ from __future__ import annotations
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.translation import Settings
 from peakcast.errors import SpecError
+from peakcast.parallelism import layers_beside_ends
 from peakcast.spec import Parallelism, PipelineSchedule
 
 SCHEDULES: dict[str, tuple[PipelineSchedule, int]] = {
@@ -64,7 +65,7 @@ def torchtitan_layout(settings: Settings, pasted: Pasted, num_layers: int) -> Pa
         for end in ("first", "last")
     )
     expert_tensor = settings.integer("parallelism.expert_tensor_parallel_degree")
-    layers = _stage_layers(num_layers, pipeline * stages, first, last) if pipeline > 1 else ()
+    layers = layers_beside_ends(num_layers, pipeline * stages, first, last) if pipeline > 1 else ()
     return Parallelism(
         data_parallel_size=replicate * shard,
         sharding="hsdp" if replicate > 1 and shard * context > 1 else "fsdp2" if shard * context > 1 else "none",
@@ -86,15 +87,3 @@ def _schedule(settings: Settings) -> tuple[PipelineSchedule, int]:
     if word not in SCHEDULES:
         raise settings.refuse(key, f"must be one of {', '.join(SCHEDULES)}")
     return SCHEDULES[word]
-
-
-def _stage_layers(num_layers: int, num_stages: int, first: int, last: int) -> tuple[int, ...]:
-    """Layers of each stage: the embedding and the head count as `first` and `last` layers of the even split.
-
-    Source: torchtitan distributed/pipeline_parallel.py, `generate_llm_fqn_per_model_part`.
-    """
-    each, extra = divmod(num_layers + first + last, num_stages)
-    layers = [each + (stage < extra) for stage in range(num_stages)]
-    layers[0] -= first
-    layers[-1] -= last
-    return tuple(layers)

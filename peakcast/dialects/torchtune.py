@@ -51,6 +51,8 @@ OPTIMIZERS: dict[str, OptimizerName] = {
     "bitsandbytes.optim.PagedAdamW8bit": "paged_adamw_8bit", "torchao.prototype.low_bit_optim.AdamW8bit": "adamw_8bit",
     "torchao.optim.AdamW8bit": "adamw_8bit", "torchao.prototype.low_bit_optim.AdamW4bit": "adamw_4bit",
 }  # fmt: skip
+CHUNKED_LOSS = "CEWithChunkedOutputLoss"
+"""The recipes' default before LinearCrossEntropyLoss."""
 DTYPES: dict[str, Dtype] = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 IGNORED = re.compile(
     r"(checkpointer|dataset|dataset_val|lr_scheduler|metric_logger|profiler)(\..*|$)"
@@ -90,7 +92,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
-        versions=FrozenMapping({"torchtune": "main"}),
+        versions=FrozenMapping(pasted.versions.of("torch", {"torchtune": "main"})),
         micro_batch_size=settings.size("batch_size", 1, assume=True),
         sequence_length=_sequence_length(settings),
         gradient_accumulation_steps=settings.size("gradient_accumulation_steps", 1, assume=True),
@@ -132,8 +134,10 @@ def _checkpointing(settings: Settings) -> ActivationCheckpointing:
 
 
 def _options(settings: Settings, *, sharded: bool) -> dict[str, Any]:
-    """What differs from the conventions of the torch loop: which units FSDP2 has, what selective checkpointing keeps."""
-    options: dict[str, Any] = {"selective_checkpointing_matmuls": 2} if settings.text("ac_mode") == "selective" else {}
+    """What differs from torchtune's conventions: which units FSDP2 has, and when they are resharded."""
+    options: dict[str, Any] = {}
+    if settings.text("loss._component_").endswith(f".{CHUNKED_LOSS}"):
+        options |= {"loss_kernel": "chunked_logits", "logits_chunks": settings.integer("loss.num_output_chunks", 8) or 8}
     layers = settings.words("custom_sharded_layers")
     if sharded and ({"tok_embeddings", "output"} <= set(layers) or settings.switch("memory_efficient_fsdp_wrap")):
         options["fsdp2_units"] = "ends"
@@ -207,10 +211,8 @@ def _loss(settings: Settings) -> Loss:
             "torchtune's chunked LinearCrossEntropyLoss is taken as a fused linear cross entropy."
         )
         return Loss(fused_linear_cross_entropy=True)
-    if name == "CEWithChunkedOutputLoss":
-        settings.notes.unsupported.append(
-            "Logits upcast chunk by chunk (CEWithChunkedOutputLoss) are not modelled; whole ones are."
-        )
-    elif name and name not in ("CrossEntropyLoss", "DPOLoss"):
+    if name == CHUNKED_LOSS:
+        return Loss()  # `_options` says so
+    if name and name not in ("CrossEntropyLoss", "DPOLoss"):
         settings.notes.unsupported.append(f"The loss {name} is not modelled; the cross entropy is taken.")
     return Loss()

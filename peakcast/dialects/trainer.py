@@ -3,6 +3,7 @@ accelerate YAML. Any of them may come first; the others come beside it."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,8 +14,10 @@ from peakcast.dialects.generation import READ, SAMPLING, Generation, generation_
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import METHODS, NOT_MODELLED, with_method
-from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.dialects.translation import Notes, Reading, Settings, Translation
+from peakcast.dialects.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, Whose, whose_trainer
 from peakcast.errors import SpecError
+from peakcast.versions import release, resolved
 
 PARTS = ("training", "hf_config", "peft", "deepspeed", "accelerate")
 """The dialects that are parts of one run."""
@@ -45,15 +48,13 @@ _SCRIPT = re.compile(
     r"|benchmarks|callbacks|hub_model_revision|wandb_.*|overwrite_hub_revision|push_to_hub_revision|num_completions_to_print"
 )
 """trl's ScriptArguments, the rest of ModelConfig, DPOConfig's loss: data, and what else cannot matter."""
-_OF_TRL = re.compile(
-    r"use_peft|lora_.*|packing|max_length|max_seq_length|padding_free|dataset_(name|mixture|text_field|num_proc|config)"
-    r"|num_generations|use_vllm|(un)?desirable_weight|beta|loss_type|assistant_only_loss|completion_only_loss|use_bnb_nested_quant"
-)
-"""Keys that TrainingArguments alone does not have."""
 _TRL_DEFAULTS = {"gradient_checkpointing": True, "bf16": True}
 """Where trl's configurations differ from TrainingArguments: trl 0.24.0 and 1.16.0, SFTConfig and DPOConfig."""
 _INIT = ("dtype", "torch_dtype", "attn_implementation")
 """Keys of model_init_kwargs that matter here."""
+TRL = Whose(True, True, "taken as TRL's, as asked")
+TRANSFORMERS = Whose(False, True, "taken as transformers' own, as asked")
+ASK_WHOSE = "Say which by --dialect trl or --dialect transformers."
 _OF_METHOD = {
     "grpo": ("num_generations", "use_vllm"),
     "kto": ("desirable_weight", "undesirable_weight"),
@@ -66,6 +67,16 @@ _OF_METHOD = {
 def from_training(pasted: Pasted) -> Translation:
     """The job of TrainingArguments or a TRL configuration."""
     return from_parts(pasted, "training")
+
+
+def from_trl(pasted: Pasted) -> Translation:
+    """The job of training arguments that are TRL's, whatever they contain."""
+    return from_parts(pasted, "training", TRL)
+
+
+def from_transformers(pasted: Pasted) -> Translation:
+    """The job of training arguments of transformers' own Trainer, whatever they contain."""
+    return from_parts(pasted, "training", TRANSFORMERS)
 
 
 def from_config(pasted: Pasted) -> Translation:
@@ -88,57 +99,95 @@ def from_accelerate(pasted: Pasted) -> Translation:
     return from_parts(pasted, "accelerate")
 
 
-def from_parts(pasted: Pasted, role: str) -> Translation:
-    """The job of a Hugging Face run whose part `role` is `pasted`. Raises: SpecError saying which part is missing."""
+def from_fsdp(pasted: Pasted) -> Translation:
+    """An FSDP configuration of the Trainer says what is trained in no way. Raises: SpecError with the way out."""
+    raise SpecError(
+        f"{pasted.where} is an FSDP configuration of transformers' Trainer, which does not say what is trained; give the "
+        f"training arguments that name it (fsdp_config), and this file {pasted.beside()}.",
+        parameter="fsdp_config",
+    )
+
+
+def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Translation:
+    """The job of a Hugging Face run whose part `role` is `pasted`, with the other job that it may mean where nothing tells
+    whose arguments they are (`whose`: that is known). Raises: SpecError saying which part is missing."""
     parts = {name: values for name, values in pasted.companions.items() if name in PARTS}
     if role in parts:
         raise SpecError(f"{SAYS[role]} is given twice, in {pasted.where} and beside it; keep one.")
     parts[role] = pasted.values
+    given = {key: value for key, value in parts.get("training", {}).items() if value is not None}
+    whose = whose or whose_trainer(pasted.program, given)
+    read = _of_parts(pasted, parts, whose)
+    if whose.sure:
+        return read
+    others = []
+    adapters = {**parts, "training": {**given, "use_peft": True}} if {"lora_r", "lora_alpha"} & set(given) else None
+    for name, inner, theirs, way_out in (
+        ("a run of TRL's trainers, with their defaults", parts, TRL, ASK_WHOSE),
+        ("a run that trains adapters, as its lora_ keys say", adapters, whose, "Say which by use_peft: true or false."),
+    ):
+        with contextlib.suppress(SpecError):
+            if inner is not None and (job := _of_parts(pasted, inner, theirs).job) != read.job:
+                others.append(Reading(name, job, way_out))
+    return replace(read, others=tuple(others))
+
+
+def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Whose) -> Translation:
     notes = Notes()
     training = {key: value for key, value in parts.get("training", {}).items() if value is not None}
-    if _is_trl(pasted.program, training):
+    if whose.rests_on:
+        notes.assumptions.append(f"the training arguments are {whose.rests_on}.")
+    if whose.trl:
         _take_trl_defaults(training, notes)
+    else:
+        _take_examples_defaults(pasted, training, notes)
     if "hf_config" in parts:
         for key in ("dtype", "torch_dtype"):
             if str(training.get(key, "auto")) == "auto":
                 training.pop(key, None)
     model = _model(pasted, parts, training)
+    if isinstance(training.get("fsdp_config"), str):
+        training["fsdp_config"] = pasted.file(training["fsdp_config"], "fsdp", "fsdp_config")
     launcher = launcher_of(parts["accelerate"], pasted, notes) if "accelerate" in parts else Launcher()
     deepspeed = _deepspeed(pasted, parts, training, launcher)
-    adapter, quantization = _adapter(parts, training, notes)
+    adapter, quantization = _adapter(parts, training, notes, trl=whose.trl)
     if quantization:
         training["quantization_config"] = quantization
     method = _method(pasted.program, training)
     generation = _generation(training, notes) if method == "grpo" else None
     if Settings({"use_liger_loss": training.pop("use_liger_loss", False)}, notes, "trl").switch("use_liger_loss"):
-        notes.unsupported.append("Liger's preference loss (use_liger_loss) is not modelled.")
+        notes.unsupported.append("Liger's preference loss (use_liger_loss) is not modelled.", "use_liger_loss", "less")
     loss = training.pop("loss_type", None)
     if method == "kto" and loss == "apo_zero_unpaired":
         notes.assumptions.append("loss_type=apo_zero_unpaired has no forward for the KL term; KTO's is counted.")
     if loss == "chunked_nll":
-        notes.unsupported.append("trl's chunked loss (loss_type=chunked_nll) is not modelled; whole logits are taken.")
+        notes.unsupported.append(
+            "trl's chunked loss (loss_type=chunked_nll) is not modelled; whole logits are taken.", "loss_type", "less"
+        )
     elif loss is not None:
         notes.ignored.append("loss_type")
     if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
-        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.")
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
     if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
         training[launcher.mixed_precision] = True
     processes = Settings({"num_processes": training.pop("num_processes", None)}, notes, "trl").integer("num_processes")
     if launcher.num_gpus is None and processes:  # recipes name it beside what they train
         launcher = replace(launcher, num_gpus=processes)
     num_gpus = launcher.gpus(pasted, notes)
-    for key in [key for key in training if _SCRIPT.fullmatch(key)]:
+    ours = ("block_size", "config_overrides")
+    for key in [key for key in training if _SCRIPT.fullmatch(key) or (OF_EXAMPLES.fullmatch(key) and key not in ours)]:
         notes.ignored.append(key)
         del training[key]
     precomputed = Settings(training, notes, "trl").switch("precompute_ref_log_probs")
     for key in (key for keys in _OF_METHOD.values() for key in keys):
         if training.pop(key, None) is not None:
             notes.ignored.append(key)
-    if training.get("packing") is True and _is_trl(pasted.program, training):
+    if training.get("packing") is True and whose.trl:
         training.setdefault("packing_strategy", "bfd")  # since trl 0.18
     if launcher.mesh:
         training.setdefault("parallelism_config", launcher.mesh)
-    translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus)
+    versions = pasted.versions.of("huggingface")
+    translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus, versions=versions)
     job = notes.include(translation)
     job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
     return notes.finish(job)
@@ -156,7 +205,8 @@ def _generation(training: dict[str, Any], notes: Notes) -> Generation:
 
 
 def _model(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any]) -> Any:
-    named = training.pop("model_name_or_path", None) or training.pop("model_name", None)
+    names = [training.pop(key, None) for key in ("model_name_or_path", "model_name", "config_name")]
+    named = next(filter(None, names), None)
     if pasted.model is not None:
         return pasted.model
     if "hf_config" in parts:
@@ -178,6 +228,7 @@ def _deepspeed(
     pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any], launcher: Launcher
 ) -> Mapping[str, Any] | None:
     named = training.pop("deepspeed", None)
+    named = training.pop("deepspeed_config", None) or named
     beside = parts.get("deepspeed") if named is None or isinstance(named, str) else None
     given = pasted.file(named, "deepspeed", "deepspeed") if named else beside
     if given is not beside or launcher.deepspeed is not beside:
@@ -186,7 +237,7 @@ def _deepspeed(
 
 
 def _adapter(
-    parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any], notes: Notes
+    parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any], notes: Notes, *, trl: bool
 ) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
     """The LoRA settings, None for full fine-tuning, and the quantization of the base model."""
     settings = Settings(training, notes, "trl")
@@ -197,7 +248,9 @@ def _adapter(
         nested = settings.switch("use_bnb_nested_quant")
         quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nested}
         if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
-            notes.unsupported.append("bnb_4bit_quant_type=fp4 is not modelled; nf4 is taken, of the same size.")
+            notes.unsupported.append(
+                "bnb_4bit_quant_type=fp4 is not modelled; nf4 is taken, of the same size.", "bnb_4bit_quant_type"
+            )
     elif settings.switch("load_in_8bit"):
         quantization = {"load_in_8bit": True}
     for key in ("use_peft", *_ADAPTER, *_QUANTIZATION):
@@ -206,17 +259,15 @@ def _adapter(
         return parts["peft"], quantization
     if not wanted:
         if mapping:
-            notes.assumptions.append("use_peft is not true, so the lora_ settings have no effect: full fine-tuning.")
+            whose = "" if trl else ", unless the script takes them otherwise"
+            sentence = f"use_peft is not true, so the lora_ settings have no effect{whose}: full fine-tuning."
+            notes.assumptions.append(sentence)
         return None, quantization
     for name, value in _ADAPTER_DEFAULTS.items():
         if name not in mapping:
             mapping[name] = value
             notes.assumptions.append(f"{name} of the adapter is not given; the default of trl, {value}, is taken.")
     return mapping, quantization
-
-
-def _is_trl(program: str, training: Mapping[str, Any]) -> bool:
-    return program.startswith("trl ") or any(_OF_TRL.fullmatch(key) for key in training)
 
 
 def _take_trl_defaults(training: dict[str, Any], notes: Notes) -> None:
@@ -234,6 +285,20 @@ def _take_trl_defaults(training: dict[str, Any], notes: Notes) -> None:
                 training.setdefault(key, value)
             elif key not in _INIT:
                 notes.ignored.append(f"model_init_kwargs.{key}")
+
+
+def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Notes) -> None:
+    """Fill in what transformers' example scripts take by themselves, and say so."""
+    if not EXAMPLE_SCRIPT.fullmatch(pasted.program.rsplit("/", 1)[-1]):
+        return
+    if not {"block_size", "max_seq_length", "max_length"} & set(training):
+        training["block_size"] = 1024  # run_clm.py: min(1024, tokenizer.model_max_length)
+        notes.assumptions.append("block_size is not given; run_clm.py takes 1024, or fewer where the tokenizer has fewer.")
+    given = {"dtype", "torch_dtype"} & set(training) or "hf_config" in pasted.companions
+    version = release(resolved(pasted.versions.of("huggingface")).get("transformers", ""))
+    if not given and version and version < (5,):
+        training["torch_dtype"] = "float32"
+        notes.assumptions.append("torch_dtype is not given; transformers 4 loads weights in float32.")
 
 
 def _method(program: str, training: Mapping[str, Any]) -> str:

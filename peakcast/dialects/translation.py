@@ -5,17 +5,30 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from peakcast.errors import SpecError, near_misses
 from peakcast.fields import int_like
+from peakcast.findings import Direction, Finding, sentences
 from peakcast.spec import MOST_RANKS, TrainingJob
 
 TRUE = frozenset(("true", "yes", "on", "1"))
 MOST = 2**40
 """Largest whole number a setting may have; more is a mistake, refused before anything is built from it."""
 FALSE = frozenset(("false", "no", "off", "0", ""))
+NOT_MODELLED, UNKNOWN = "setting_not_modelled", "setting_unknown"
+"""Codes of findings (`findings.KINDS`)."""
+
+
+class Reading(NamedTuple):
+    """Another way to read a configuration, which gives another job."""
+
+    name: str
+    """Whose configuration it would be: "TRL's arguments"."""
+    job: TrainingJob
+    way_out: str
+    """How to say that it is meant, or that it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +38,45 @@ class Translation:
     job: TrainingJob
     assumptions: tuple[str, ...] = ()
     """Defaults taken that matter to memory, as sentences."""
-    warnings: tuple[str, ...] = ()
-    unsupported: tuple[str, ...] = ()
-    """What the configuration asks for and a job cannot express, as sentences; empty means fully translated."""
+    findings: tuple[Finding, ...] = ()
+    """What the configuration asks for and the job does not say, keys that nobody here knows, and doubtful readings."""
     ignored: tuple[str, ...] = ()
     """Keys that are known and do not matter to memory (or only refine something in `unsupported`)."""
-    unknown: tuple[str, ...] = ()
-    """Keys that nobody here knows; they may matter."""
+    others: tuple[Reading, ...] = ()
+    """Other jobs that the configuration may mean as well, where nothing in it tells; answers show what they would need."""
+
+    @property
+    def unsupported(self) -> tuple[str, ...]:
+        """What the configuration asks for and a job cannot express, as sentences; empty means fully translated."""
+        return sentences(found for found in self.findings if found.code == NOT_MODELLED)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the other findings say."""
+        return sentences(found for found in self.findings if found.code != NOT_MODELLED)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Keys that nobody here knows; they may matter."""
+        return tuple(found.parameter for found in self.findings if found.code == UNKNOWN)
+
+    def changed(self, change: Callable[[TrainingJob], TrainingJob]) -> Translation:
+        """The same with `change` made to its job, and to the others that may be meant."""
+        others = tuple(reading._replace(job=change(reading.job)) for reading in self.others)
+        return replace(self, job=change(self.job), others=others)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The findings of one code while a translation is being made."""
+
+    code: str
+    findings: list[Finding] = field(default_factory=list)
+
+    def append(self, sentence: str, parameter: str = "", direction: Direction = "either") -> None:
+        """Say `sentence` about `parameter`, a setting in the configuration's own spelling; what it asks for needs more or
+        less memory than the job that is answered."""
+        self.findings.append(Finding(self.code, parameter, direction, sentence))
 
 
 @dataclass(slots=True)
@@ -39,28 +84,29 @@ class Notes:
     """The sentences and key lists of a translation while it is being made."""
 
     assumptions: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    unsupported: list[str] = field(default_factory=list)
+    warnings: Said = field(default_factory=lambda: Said("setting_reinterpreted"))
+    unsupported: Said = field(default_factory=lambda: Said(NOT_MODELLED))
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    others: list[Reading] = field(default_factory=list)
 
     def include(self, translation: Translation) -> TrainingJob:
         """Take over what `translation` says beside its job, which comes back."""
-        for name in ("assumptions", "warnings", "unsupported", "ignored", "unknown"):
+        for name in ("assumptions", "ignored", "unknown", "others"):
             getattr(self, name).extend(getattr(translation, name))
-        self.warnings = [sentence for sentence in self.warnings if sentence != _not_known(translation.unknown)]
+        for said in (self.warnings, self.unsupported):
+            said.findings.extend(found for found in translation.findings if found.code == said.code)
         return translation.job
 
     def finish(self, job: TrainingJob) -> Translation:
         """The frozen `Translation` of `job`, each sentence once."""
-        unknown = tuple(sorted(set(self.unknown)))
+        unknown = (Finding(UNKNOWN, key, "either", _not_known(key)) for key in sorted(set(self.unknown)))
         return Translation(
             job=job,
-            assumptions=_once(self.assumptions),
-            warnings=_once([*self.warnings, *([_not_known(unknown)] if unknown else [])]),
-            unsupported=_once(self.unsupported),
+            assumptions=tuple(dict.fromkeys(self.assumptions)),
+            findings=tuple(dict.fromkeys((*self.unsupported.findings, *self.warnings.findings, *unknown))),
             ignored=tuple(sorted(set(self.ignored))),
-            unknown=unknown,
+            others=tuple(self.others),
         )
 
 
@@ -210,7 +256,7 @@ def note_unsupported(settings: Settings, names: Mapping[str, str]) -> None:
         if not off and (value is True or value != 1):
             found.setdefault(what, []).append(settings.spell(key))
     for what, keys in found.items():
-        settings.notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({', '.join(keys)}) is not modelled.")
+        settings.notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({', '.join(keys)}) is not modelled.", keys[0])
 
 
 def speller(*names: Mapping[str, str]) -> Callable[[str], str]:
@@ -219,12 +265,6 @@ def speller(*names: Mapping[str, str]) -> Callable[[str], str]:
     return lambda name: written.get(name, name)
 
 
-def _not_known(names: tuple[str, ...]) -> str:
-    """The warning of keys that nobody here knows."""
-    if len(names) < 2:
-        return f"{''.join(names)} is not known here; it is left out, and may matter."
-    return f"{', '.join(names[:-1])} and {names[-1]} are not known here; they are left out, and may matter."
-
-
-def _once(sentences: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(sentences))
+def _not_known(name: str) -> str:
+    """What is said of a key that nobody here knows."""
+    return f"{name} is not known here; it is left out, and may matter."

@@ -7,7 +7,7 @@ which NCCL's tests use to judge bandwidth. Source: NVIDIA/nccl-tests doc/PERFORM
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 
@@ -36,16 +36,17 @@ RULES: tuple[Callable[[Share], Iterator[Call]], ...] = (
 
 
 def communication(job: TrainingJob, rank: int) -> tuple[Collective, ...]:
-    """Every kind of communication of `rank` in one iteration (optimizer step), those of a step's layers first."""
+    """Every kind of communication of a job in one iteration (optimizer step), as `rank` takes part in it: those of a step's
+    layers first, and those that only other pipeline stages send last, with no calls."""
     layout, own = job.parallelism, _stage(job, rank)
     ranks_per_stage = layout.world_size // layout.pipeline_parallel_size
     in_cluster: dict[tuple[str, ...], int] = {}
-    calls_of: list[list[Call]] = []
-    for stage in range(layout.pipeline_parallel_size):
-        calls_of.append(_calls(Share.of(job, stage)))
-        for call in calls_of[-1]:
-            sent = _sent(call) * _per_iteration(call, job) * ranks_per_stage
-            in_cluster[call.key] = in_cluster.get(call.key, 0) + sent
+    calls_of = [_calls(Share.of(job, stage)) for stage in range(layout.pipeline_parallel_size)]
+    for call in (call for calls in calls_of for call in calls):
+        sent = _sent(call) * _per_iteration(call, job) * ranks_per_stage
+        in_cluster[call.key] = in_cluster.get(call.key, 0) + sent
+    mine = {call.key: call for call in calls_of[own]}
+    others = {call.key: replace(call, count=0) for calls in calls_of for call in calls if call.key not in mine}
     return tuple(
         Collective(
             axis=call.axis,
@@ -61,7 +62,7 @@ def communication(job: TrainingJob, rank: int) -> tuple[Collective, ...]:
             sent_in_cluster_bytes=in_cluster[call.key],
             source=call.source,
         )
-        for call in calls_of[own]
+        for call in (*calls_of[own], *others.values())
     )
 
 

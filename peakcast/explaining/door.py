@@ -15,6 +15,7 @@ from peakcast.explaining.picture import check_picture_path, write_picture
 from peakcast.explaining.snapshot import write_snapshot
 from peakcast.explaining.traced import by_layer
 from peakcast.explanation import Explanation
+from peakcast.findings import Finding, ordered
 from peakcast.places import explained
 from peakcast.questions import Rank, rank_number, translation_of
 from peakcast.spec import TrainingJob
@@ -37,7 +38,7 @@ def explanation(
 
         if against is not None:
             raise SpecError("against cannot be used with module: a module is no job; leave one out.", parameter="against")
-        return of_module(by_layer(trace_module(module)["steady"]), module)
+        return of_module(by_layer(trace_module(module, device.name if device else None)["steady"]), module)
     with for_tracing() if trace else contextlib.nullcontext():
         translation = translation_of(job)
     if translation.job.architecture.kind == "undescribed":
@@ -54,12 +55,11 @@ def explanation(
         )
     except NotImplementedError as error:
         raise SpecError(f"this job cannot be explained: {error}", parameter="job") from error
-    warnings = (*translation.warnings, *translation.unsupported, *found.warnings)
     return replace(
         found,
         allocator=translation.job.allocator,
         assumptions=tuple(dict.fromkeys((*translation.assumptions, *found.assumptions))),
-        warnings=tuple(dict.fromkeys(warnings)),
+        findings=ordered((*translation.findings, *found.findings)),
     )
 
 
@@ -70,7 +70,8 @@ def _undescribed(job: TrainingJob, against: object) -> Explanation:
         raise SpecError(f"against cannot be used with {name!r}, which is only traced; leave it out.", parameter="against")
     found = of_module(_traced(job, 0), name)
     sentence = f"model_type={job.architecture.model_type!r} is not known to the ledger: this is the trace alone."
-    return replace(found, warnings=(*found.warnings, sentence))
+    finding = Finding("not_modelled", "architecture", "either", sentence)
+    return replace(found, findings=(*found.findings, finding))
 
 
 def _traced(job: TrainingJob, rank: int) -> Timeline:

@@ -16,7 +16,7 @@ from peakcast.explaining.layers import module_rows
 from peakcast.explaining.reason import peak_reason
 from peakcast.explanation import Explanation, ModuleRow
 from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.scope import out_of_scope
+from peakcast.models.analytical.scope import scope_findings
 from peakcast.ranks import ranks_that_differ, worst_rank
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
@@ -44,7 +44,6 @@ def explain(
         other_rank = rank if rank is not None and rank < against.parallelism.world_size else None
         other = _worst(against, timeline_of)[1] if other_rank is None else timeline_of(against, other_rank)
         comparison = compare((job, timeline), (against, other))
-    scope = out_of_scope(job)
     return Explanation(
         architecture=job.architecture.name,
         gpu=device.name if device else None,
@@ -62,7 +61,7 @@ def explain(
         together=advising.first_to_try(job, device, chosen),
         comparison=comparison,
         assumptions=tuple(_assumptions(job, device, source, rank, chosen)),
-        warnings=(f"{scope.rstrip('.')}: explained as far as the ledger goes.",) if scope and source == "ledger" else (),
+        findings=scope_findings(job) if source == "ledger" else (),
     )
 
 

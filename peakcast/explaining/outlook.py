@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from peakcast import catalog
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
+from peakcast.findings import Finding, sentences
 from peakcast.models.analytical.pipeline import pipeline_rank, stage_chunks
-from peakcast.models.analytical.scope import out_of_scope
-from peakcast.models.baseline import Baseline, baseline, context_bytes, usable_bytes
+from peakcast.models.analytical.scope import scope_findings
+from peakcast.models.baseline import Baseline, baseline, usable_bytes
 from peakcast.models.calibration import calibration_for
-from peakcast.models.domain import Outside
+from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.features import features
-from peakcast.models.predict import combine, judge, reasons_outside
+from peakcast.models.predict import combine, reasons_outside
+from peakcast.models.verdict import judge
 from peakcast.prediction import GpuVerdict, Prediction, RankPeak
 from peakcast.spec import TrainingJob
 
 
-def gpu_verdicts(job: TrainingJob, device: Device, rank: int | None, severity: int = 0) -> tuple[GpuVerdict, ...]:
+def gpu_verdicts(
+    job: TrainingJob, device: Device, rank: int | None, findings: Iterable[Finding] = ()
+) -> tuple[GpuVerdict, ...]:
     """Whether `rank` of `job` would fit on each GPU type of the catalog, the smallest first.
 
     The tensors are taken as on `device`: GPU types differ by the context and by their calibration's bars, and else by
-    library workspaces of some tens of MiB. `severity` widens bars for what reading the question left out.
+    library workspaces of some tens of MiB. `findings` are those of reading the question.
     """
-    base, scope = baseline(job, device, rank), out_of_scope(job)
+    base, known = baseline(job, device, rank), (*findings, *scope_findings(job))
     verdicts = []
     for other in sorted(map(catalog.gpu, catalog.gpu_names()), key=lambda gpu: gpu.cuda_memory_bytes):
-        moved = _moved(base, other)
-        calibration, _ = calibration_for(other)
+        moved = _moved(base, job, other)
+        calibration = calibration_for(other)
         row = features(job, other, moved)
-        reasons = reasons_outside(job, other, row, calibration, scope=scope)
-        if severity:
-            reasons.append(Outside("the configuration asks for more than a job can say.", severity))
+        reasons = reasons_outside(job, other, row, calibration, known)
         verdict = combine(job, moved, row, calibration, reasons)
         usable = usable_bytes(job, other)
-        fits, _ = judge(verdict.intervals, usable)
+        fits, _ = judge(verdict.intervals, usable, reasons)
         verdicts.append(GpuVerdict(gpu=other.name, capacity_bytes=usable, fits=fits))
     return tuple(verdicts)
 
 
-def _moved(base: Baseline, device: Device) -> Baseline:
-    context = context_bytes(device)
-    outside = context + base.communicator_bytes
-    return replace(base, context_bytes=context, peak_device_bytes=base.peak_reserved_bytes + outside)
+def _moved(base: Baseline, job: TrainingJob, device: Device) -> Baseline:
+    context, communicators = context_bytes(device, job.versions), communicator_bytes(job, device)
+    device_bytes = base.peak_reserved_bytes + context + communicators
+    return replace(base, context_bytes=context, communicator_bytes=communicators, peak_device_bytes=device_bytes)
 
 
 # -- ranks --------------------------------------------------------------------------------------------------------------
@@ -108,5 +110,5 @@ GAPS = (
 
 def not_modelled(job: TrainingJob) -> tuple[str, ...]:
     """What a run may allocate that no number here contains."""
-    scope = out_of_scope(job)
-    return (*(gap.sentence for gap in GAPS if gap.holds(job)), *((scope.rstrip("."),) if scope else ()))
+    uncovered = (sentence.rstrip(".") for sentence in sentences(scope_findings(job)))
+    return (*(gap.sentence for gap in GAPS if gap.holds(job)), *uncovered)

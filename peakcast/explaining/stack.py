@@ -83,7 +83,9 @@ def sampled(timeline: Timeline, count: int) -> npt.NDArray[np.int64]:
 
 
 def _of_stretch(timeline: Timeline, start: int, stop: int, width: int) -> list[int]:
-    """`width` instants from `start` to `stop` (exclusive)."""
+    """`width` instants from `start` to `stop` (exclusive); after a peak that ends its stretch there are none,
+    and the peak is repeated."""
+    start = min(start, stop - 1)
     if width >= stop - start:
         return [start + column * (stop - start) // width for column in range(width)]
     edges = np.linspace(start, stop, width + 1).astype(int)

@@ -146,13 +146,14 @@ def _communication(rows: Sequence[Collective], notes: Sequence[str]) -> str:
         for row in (listed := list(group)):
             if row is listed[0]:
                 lines.append(f"  {axis}, {row.group_size} ranks")
-            calls = f"{row.calls_per_micro_batch or '–'}/{row.calls_per_iteration}"
+            calls = f"{row.calls_per_micro_batch or '–'}/{row.calls_per_iteration or '–'}"
             micro = f"{row.sent_per_micro_batch_bytes / GIB:.3f}" if row.calls_per_micro_batch else "–"
             lines.append(
                 f"    {row.function:<44}{row.message_bytes / MIB:>11.2f}{calls:>13}{micro:>11}"
                 f"{row.sent_per_iteration_bytes / GIB:>11.3f}{row.sent_in_cluster_bytes / GIB:>9.1f}"
             )
-            lines.append(f"      {row.what}; {row.where}")
+            elsewhere = "" if row.calls_per_iteration else "; by other pipeline stages alone"
+            lines.append(f"      {row.what}; {row.where}{elsewhere}")
     total = sum(row.sent_per_iteration_bytes for row in rows)
     cluster = sum(row.sent_in_cluster_bytes for row in rows)
     lines.append(f"  {'everything':<46}{'':>35}{total / GIB:>11.3f}{cluster / GIB:>9.1f}")

@@ -34,8 +34,8 @@ def ask(
     if find == "num_gpus":
         return fewest_gpus(job, device, global_batch_size, **options)
     if find == "model":
-        return biggest_model(job, device, options["progress"], options["severity"])
-    return largest(job, device, find, options["severity"])
+        return biggest_model(job, device, options["progress"], options["findings"])
+    return largest(job, device, find, options["findings"])
 
 
 def _refuse_unheard(find: str, num_gpus: int | None, global_batch_size: int | None) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peakcast.advised import plain
+from peakcast.findings import Finding, sentences
 from peakcast.prediction import Fits, Interval
 from peakcast.spec import TrainingJob
 
@@ -50,8 +51,13 @@ class Found:
     num_ruled_out: int
     """Candidates whose weights, gradients and optimizer states alone are more than the GPU has."""
     plans: tuple[Plan, ...]
-    warnings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
     """What reading the configuration left out or could not say; every bar is widened for it."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the findings say."""
+        return sentences(self.findings)
 
     @property
     def fits(self) -> Fits:
@@ -65,6 +71,7 @@ class Found:
             **{name: getattr(self, name) for name in ("num_candidates", "num_ruled_out")},
             "plans": [plan.to_mapping() for plan in self.plans],
             "warnings": list(self.warnings),
+            "findings": [f.to_mapping() for f in self.findings],
         }
 
 
@@ -78,7 +85,12 @@ class Largest:
     plan: Plan | None
     beyond: int | str | None
     beyond_fits: Fits | None
-    warnings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the findings say."""
+        return sentences(self.findings)
 
     @property
     def fits(self) -> Fits:
@@ -89,7 +101,12 @@ class Largest:
         """As JSON has it."""
         plan = self.plan.to_mapping() if self.plan is not None else None
         asked = {n: getattr(self, n) for n in ("asked", "value", "beyond", "beyond_fits")}
-        return {**asked, "plan": plan, "warnings": list(self.warnings)}
+        return {
+            **asked,
+            "plan": plan,
+            "warnings": list(self.warnings),
+            "findings": [f.to_mapping() for f in self.findings],
+        }
 
 
 def changes_of(job: TrainingJob) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from peakcast import catalog
 from peakcast.catalog import Device
 from peakcast.errors import SpecError
+from peakcast.findings import Finding
 from peakcast.models.analytical.parameters import num_parameters
 from peakcast.searching.found import Found, Largest, Plan
 from peakcast.searching.search import planned, search
@@ -20,13 +21,13 @@ the smallest that the layout can divide."""
 FEW = 64
 
 
-def largest(job: TrainingJob, device: Device, name: str, severity: int = 0) -> Largest:
+def largest(job: TrainingJob, device: Device, name: str, findings: tuple[Finding, ...] = ()) -> Largest:
     """The largest `name` ("micro_batch_size" or "sequence_length") with which `job` surely fits. Memory grows with both, so
-    halving finds it. `severity`: of what a configuration asks beyond `job`."""
+    halving finds it. `findings`: those of reading the question."""
     step, least, most = _range(job, name)
 
     def plan_of(times: int) -> Plan | None:
-        return planned(job.replace(**{name: times * step}), device, 0, severity)
+        return planned(job.replace(**{name: times * step}), device, 0, findings)
 
     high, last = -(-least // step), most // step
     low, best, beyond = high - 1, None, None
@@ -82,14 +83,17 @@ def fewest_gpus(
 
 
 def biggest_model(
-    job: TrainingJob, device: Device, progress: Callable[[str], None] | None = None, severity: int = 0
+    job: TrainingJob,
+    device: Device,
+    progress: Callable[[str], None] | None = None,
+    findings: tuple[Finding, ...] = (),
 ) -> Largest:
     """The architecture of the catalog with the most parameters with which `job`, else as it is, surely fits."""
     beyond, verdict = None, None
     for number, (name, candidate) in enumerate(_by_size(job)):
         if progress:
             progress(f"{number} architectures do not fit; trying {name}")
-        plan = planned(candidate, device, 0, severity)
+        plan = planned(candidate, device, 0, findings)
         if plan is not None and plan.fits == "yes":
             return Largest(asked="model", value=name, plan=plan, beyond=beyond, beyond_fits=verdict)
         beyond, verdict = name, plan.fits if plan is not None else "no"

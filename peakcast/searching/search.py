@@ -12,9 +12,10 @@ from itertools import islice
 
 from peakcast.catalog import Device
 from peakcast.errors import PeakcastError, SpecError
-from peakcast.models.baseline import context_bytes, usable_bytes
+from peakcast.findings import Finding
+from peakcast.models.baseline import usable_bytes
+from peakcast.models.device_memory import context_bytes
 from peakcast.models.predict import could_surely_fit, predict
-from peakcast.models.widening import widened
 from peakcast.searching import costs
 from peakcast.searching.found import Found, Plan
 from peakcast.searching.space import GPUS_PER_NODE, candidates
@@ -36,11 +37,11 @@ def search(
     gpus_per_node: int = GPUS_PER_NODE,
     processes: int = 1,
     progress: Progress | None = None,
-    severity: int = 0,
+    findings: tuple[Finding, ...] = (),
 ) -> Found:
     """The `top` plans for `job` on `num_gpus` of `device`: those that surely fit first, then those that may; within each
     the least recomputation, then the least offloading, then the least communication. `global_batch_size` None: that of
-    `job`, but at least a micro-batch for each GPU. `severity`: of what a configuration asks beyond `job`.
+    `job`, but at least a micro-batch for each GPU. `findings`: those of reading the question.
 
     Raises: SpecError when there is no candidate at all.
     """
@@ -60,7 +61,7 @@ def search(
             value=batch,
         )
     say(f"{len(every):,} candidates: what stands on their ranks")
-    room = usable_bytes(job, device) - context_bytes(device)
+    room = usable_bytes(job, device) - context_bytes(device, job.versions)
     groups = series(every)
     left = [members for members in groups if standing(every, members) <= room]
     num_left = sum(map(len, left))
@@ -68,7 +69,7 @@ def search(
     def tell(message: str) -> None:
         say(f"{len(every):,} candidates, {num_left:,} of them not too heavy; {message}")
 
-    with Workers(Question(every, device, room, severity), processes) as workers:
+    with Workers(Question(every, device, room, findings), processes) as workers:
         plans = _plans(workers, in_order(workers, left, tell), top, tell)
     plans.sort(key=lambda p: (p.fits != "yes", *costs.price(p.job), p.sent_bytes, p.peak_device_bytes.point))
     return Found(
@@ -116,13 +117,13 @@ def _plans(workers: Workers, walked: Iterator[Candidate], top: int, say: Progres
 
 
 def _planned(question: Question, candidate: Candidate) -> Plan | None:
-    return planned(question.every[candidate.index], question.device, candidate.sent_bytes, question.severity)
+    return planned(question.every[candidate.index], question.device, candidate.sent_bytes, question.findings)
 
 
-def planned(job: TrainingJob, device: Device, sent: int | None = None, severity: int = 0) -> Plan | None:
+def planned(job: TrainingJob, device: Device, sent: int | None = None, findings: tuple[Finding, ...] = ()) -> Plan | None:
     """The plan of one candidate; None where it cannot be answered."""
     try:
-        answer = widened(predict(job, device), severity)
+        answer = predict(job, device, findings=findings)
     except (PeakcastError, NotImplementedError):
         return None
     return Plan(

@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import Any
 
 from peakcast.catalog import Device
+from peakcast.findings import Finding
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.pipeline import representative_micro_batches
 from peakcast.models.analytical.standing import bound_by_depth, standing_bytes
@@ -46,8 +47,8 @@ class Question:
     every: Sequence[TrainingJob]
     device: Device
     room_bytes: int
-    severity: int = 0
-    """How much bars widen for what the configuration asks beyond a job (`answers.severity_of`)."""
+    findings: tuple[Finding, ...] = ()
+    """Those of reading the question."""
 
 
 class Workers:

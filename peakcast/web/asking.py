@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.recognise import Beside
 from peakcast.dialects.text import no_files
 from peakcast.errors import SpecError
@@ -41,6 +42,8 @@ class Asked:
     """GPUs of the whole run, where the configuration leaves that to the launcher."""
     model: str = ""
     """The network to take in the place of the one that the configuration names."""
+    versions: str = ""
+    """Versions of packages ("torch=2.9,transformers=4.45.2"), or the tag of NVIDIA's PyTorch image ("26.04")."""
     gpu: str = "H100-80GB"
     knobs: Mapping[str, Any] = field(default_factory=dict)
     """Knob -> value, of those that change what the configuration says."""
@@ -100,13 +103,19 @@ def _question(asked: Asked) -> Question:
     text = asked.text.strip()
     if not text:
         raise SpecError("nothing was asked; pick a model, or paste a configuration.", parameter="text")
-    characters = len(text) + len(asked.model)
+    characters = len(text) + len(asked.model) + len(asked.versions)
     if characters > MOST_CHARACTERS:
         raise SpecError(
             f"the text has {characters:,} characters; at most {MOST_CHARACTERS:,} are read. Paste one configuration.",
             parameter="text",
         )
-    beside = Beside(num_gpus=asked.num_gpus, model=asked.model.strip() or None)
+    versions = asked.versions.strip()
+    image = versions if versions and "=" not in versions else None
+    beside = Beside(
+        num_gpus=asked.num_gpus,
+        model=asked.model.strip() or None,
+        versions=asked_versions(None if image else versions or None, image),
+    )
     return question(translation_of(_job(text), beside), asked.gpu)
 
 

@@ -31,7 +31,7 @@ def from_query(query: str) -> Asked:
             raise ValueError("it unpacks to more than a question")
         state = json.loads(data)
         asked = Asked(**state)
-        texts = (asked.text, asked.model, asked.gpu)
+        texts = (asked.text, asked.model, asked.versions, asked.gpu)
         number = asked.num_gpus is None or type(asked.num_gpus) is int
         if not (all(isinstance(text, str) for text in texts) and isinstance(asked.knobs, dict) and number):
             raise ValueError("its parts have other types")

@@ -47,10 +47,12 @@ SHOW_ANSWER = """() => {
 NUM_OUTPUTS = 6
 
 
-def ask(text: str, num_gpus: int | None, model: str, gpu: str, *values: Any) -> tuple[str, ...]:
+def ask(text: str, num_gpus: int | None, model: str, versions: str, gpu: str, *values: Any) -> tuple[str, ...]:
     """The panels of one question: answer, timeline, layers, notes, job file, link. A fault is shown in the first."""
     knobs = {name: value for name, value in zip(KNOBS, values, strict=True) if value not in (None, AS_GIVEN)}
-    asked = Asked(text=text or "", num_gpus=num_gpus or None, model=model or "", gpu=gpu, knobs=knobs)
+    asked = Asked(
+        text=text or "", num_gpus=num_gpus or None, model=model or "", versions=versions or "", gpu=gpu, knobs=knobs
+    )
     try:
         found: tuple[str, ...] = workers().ask(asked)
         return found
@@ -78,7 +80,7 @@ def restored(request: gr.Request) -> tuple[Any, ...]:
 def _inputs(asked: Asked) -> tuple[Any, ...]:
     """What the inputs hold for `asked`, in the order of `ask`."""
     values = (asked.knobs.get(name, AS_GIVEN if choices else None) for name, (_, choices) in KNOBS.items())
-    return (asked.text, asked.num_gpus, asked.model, asked.gpu, *values)
+    return (asked.text, asked.num_gpus, asked.model, asked.versions, asked.gpu, *values)
 
 
 def page(*, reports: bool) -> gr.Blocks:
@@ -107,6 +109,12 @@ def page(*, reports: bool) -> gr.Blocks:
                         label="GPUs of the whole run", info="--num-gpus", precision=0, minimum=0, elem_id="num_gpus"
                     )
                     model = gr.Textbox(label="Another model", info="--model", elem_id="model", max_lines=1)
+                    versions = gr.Textbox(
+                        label="Versions",
+                        info="torch=2.9,transformers=4.45.2, or the tag of NVIDIA's PyTorch image: 26.04",
+                        elem_id="versions",
+                        max_lines=1,
+                    )
                 with gr.Accordion("Change the step"):
                     knobs = _knobs(STEP)
                 with gr.Accordion("Change the layout over GPUs", open=False):
@@ -121,9 +129,10 @@ def page(*, reports: bool) -> gr.Blocks:
                 with gr.Accordion("The job as a file for the command line", open=False):
                     job = gr.Code(language="yaml", label="job.yaml", interactive=False, max_lines=24)
                 link = gr.HTML(elem_id="link", elem_classes="page")
-        inputs = [text, num_gpus, model, gpu, *knobs]
+        inputs = [text, num_gpus, model, versions, gpu, *knobs]
         outputs = [answer, timeline, layers, notes, job, link]
-        changed = [button.click, text.submit, model.submit, *(box.input for box in (num_gpus, gpu, *knobs))]
+        changed = [button.click, *(box.submit for box in (text, model, versions))]
+        changed += [box.input for box in (num_gpus, gpu, *knobs)]
         gr.on(changed, ask, inputs, outputs, api_name="ask", concurrency_limit=AT_ONCE)
         button.click(None, None, None, js=SHOW_ANSWER)
         blocks.load(restored, None, [*inputs, *outputs], api_name=False, concurrency_limit=AT_ONCE)

@@ -21,6 +21,26 @@ CELLS = {
         "architecture": {**CUT, "num_hidden_layers": 4, "vocab_size": 512},
         "sequence_length": 2048,
     },
+    "fsdp1_never_prefetching": {  # nothing fetches ahead where reentrant checkpoints are around the units
+        "parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"},
+        "activation_checkpointing": {"mode": "full", "use_reentrant": True},
+        "framework_options": {"checkpoints_around_units": True, "fsdp1_backward_prefetch": "BACKWARD_PRE"},
+        "architecture": {**CUT, "num_hidden_layers": 4, "vocab_size": 512},
+    },
+    "fsdp1_offloading": {
+        **MIXED,
+        "framework": "torch",
+        "parallelism": {"data_parallel_size": 4, "sharding": "fsdp1"},
+        "offload": {"parameters": True, "optimizer": True},
+    },
+    "fsdp1_lora_offloading": {
+        "parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"},
+        "finetuning": {"method": "lora", "rank": 16},
+        "activation_checkpointing.mode": "full",
+        "offload": {"parameters": True, "optimizer": True},
+        "sequence_length": 8192,  # little else stands on the GPU than the inputs, beside which clipping's scalars are small
+        "micro_batch_size": 8,
+    },
     "fsdp1_trainer_accumulating": {
         **MIXED,
         "framework_options": {"autocast": True},

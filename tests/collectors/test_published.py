@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from peakcast.collectors.published.__main__ import READERS, import_published, main
+from peakcast.collectors.published.counts import counts_page
 from peakcast.collectors.published.fms_a100 import read_fms_a100
+from peakcast.collectors.published.fms_history import read_fms_history
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
 from peakcast.errors import RecordError
 from peakcast.store import datasets_folder, load
@@ -27,16 +29,22 @@ def fms():
     return read_fms_a100(SOURCES / "fms_a100.csv")
 
 
-def test_no_row_is_dropped(megatron, fms):
+@pytest.fixture(scope="module")
+def history():
+    return read_fms_history(SOURCES / "fms_history.jsonl")
+
+
+def test_no_row_is_dropped(megatron, fms, history):
+    every = [*megatron, *fms, *history]
     assert Counter(row.gpu for row in megatron) == {"A100-80GB": 249, "H100-80GB": 99, "GB200": 98}
     assert Counter(row.gpu for row in fms) == {"A100-80GB": 124}
-    assert len({row.key for row in [*megatron, *fms]}) == 446 + 124
-    assert len({row.case for row in [*megatron, *fms]}) == 446 + 124
-    assert {row.provenance for row in [*megatron, *fms]} == {"published"}
+    assert Counter(row.gpu for row in history) == {"A100-80GB": 526}
+    assert len({row.key for row in every}) == len({row.case for row in every}) == 446 + 124 + 526
+    assert {row.provenance for row in every} == {"published"}
 
 
-def test_no_flag_of_the_source_is_unknown(megatron, fms):
-    for row in [*megatron, *fms]:
+def test_no_flag_of_the_source_is_unknown(megatron, fms, history):
+    for row in [*megatron, *fms, *history]:
         assert not any("not known here" in sentence for sentence in row.assumptions), row.case
 
 
@@ -47,7 +55,8 @@ def test_a_megatron_row_by_hand(megatron):
     assert (job.parallelism.tensor_parallel_size, job.parallelism.pipeline_parallel_size) == (2, 2)
     assert (job.parallelism.data_parallel_size, row.rank) == (2, 7)
     assert job.gradient_accumulation_steps == 32 // (4 * 2)
-    assert job.framework_options["container"] == "dev"
+    assert job.versions == {"megatron_core": "0.18.0", "ngc_pytorch": "26.04"}
+    assert row.observed == "2026-05-07"
     assert job.framework_options["deterministic_mode"]
     assert not job.framework_options["gradient_accumulation_fusion"]
     assert job.framework_options["cublas_workspace_config"] == ":4096:8"
@@ -95,15 +104,55 @@ def test_running_out_of_memory_is_an_outcome_with_a_lower_bound(fms):
     assert all(row.peak_allocated_bytes is None and row.peak_device_bytes > 70 * 2**30 for row in full)
 
 
+def test_a_row_of_the_history_has_the_releases_of_its_day(history):
+    (row,) = (r for r in history if r.case.startswith("FMSH-001/"))
+    assert (row.job.versions["transformers"], row.job.versions["flash_attn"]) == ("4.45.2", "2.6.3")
+    assert (row.observed, row.source_version[:7]) == ("2024-11-14", "9239802")
+    assert (row.peak_allocated_bytes, row.peak_device_bytes) == (11_267_745_280, 14_630_780_928)
+    assert row.job.sequence_length == 2048
+    assert row.counts
+
+
+def test_releases_that_the_history_does_not_record_are_said_to_be_taken(history):
+    unrecorded = [row for row in history if "transformers" not in row.environment]
+    assert Counter(row.observed for row in unrecorded) == {"2024-06-02": 35, "2024-06-07": 58, "2024-11-04": 22}
+    assert all(any("not recorded" in fact for fact in row.assumptions) for row in unrecorded)
+    assert {row.job.versions["transformers"] for row in unrecorded} == {"4.39.3", "4.45.2"}
+
+
+def test_a_history_row_of_device_memory_alone_says_so_or_never_ran(history):
+    alone = [row for row in history if row.peak_allocated_bytes is None]
+    assert len(alone) == 114
+    assert all(any("nvidia-smi's number only" in fact for fact in row.assumptions) for row in alone)
+    failed = [row for row in history if row.outcome == "failed"]
+    shards = {row.case: int(re.search(r"ep(\d)", row.case)[1]) for row in failed}
+    assert len(failed) == 4
+    assert all(shards[row.case] > row.job.parallelism.data_parallel_size for row in failed)
+
+
 def test_doubtful_rows_are_marked_not_dropped(megatron):
     resumed = [row for row in megatron if row.environment["second_run"]]
     assert len(resumed) == 53
     assert all(any("resumed" in reason for reason in row.spoiled) for row in resumed)
     (copy,) = (r for r in megatron if r.case.startswith("hybrid_mr_mcore_te_tp2_pp1") and r.gpu == "A100-80GB")
     assert "all values are those of a GPT case" in copy.spoiled
-    assert "hybrid (Mamba)" in copy.out_of_scope
-    stale = [row for row in megatron if any("older golden value" in reason for reason in row.spoiled)]
-    assert all(row.gpu == "A100-80GB" and row.environment["container"] == "lts" for row in stale)
+    pipelined = [r for r in megatron if r.case.startswith("hybrid_mr_mcore_te_tp1_pp4_")]
+    assert {r.gpu for r in pipelined if r.counts} == {"H100-80GB"}  # the A100's values are copies
+
+
+def test_release_cases_give_the_peak_of_their_first_ten_steps(megatron):
+    (row,) = (r for r in megatron if r.case == "mixtral_8x22b_tp2pp8ep8vpp1_release/dgx_h100/dev/first_run")
+    assert (row.first_step_peak_allocated_bytes, row.peak_allocated_bytes) == (23_002_945_536, 28_431_276_032)
+    assert any("first ten steps" in fact for fact in row.assumptions)
+    assert row.job.parallelism.world_size == 128  # what allocated-after-step implies
+    assert row.counts
+
+
+def test_a_job_whose_gpus_are_not_recorded_has_the_fewest_that_its_layout_needs(megatron):
+    rows = [r for r in megatron if "the number of GPUs is not recorded" in r.spoiled]
+    assert len(rows) == 11
+    (row,) = (r for r in rows if r.case.startswith("deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release/"))
+    assert row.job.parallelism.world_size == 2 * 8  # two stages, each with experts over 8 GPUs
 
 
 def test_out_of_scope_families_say_why(megatron):
@@ -112,33 +161,28 @@ def test_out_of_scope_families_say_why(megatron):
         family = row.environment["family"]
         if family in kinds:
             assert (row.out_of_scope, row.job.architecture.kind) == ("", kinds[family])
-        elif family not in ("gpt", "moe", "mixtral"):
+        elif family in ("multimodal-llava", "nemotron"):
             assert "is not modelled" in row.out_of_scope
             assert row.job.architecture.kind != "decoder"
 
 
 def test_the_tables_in_the_repository_are_what_the_sources_give(tmp_path):
     rows = import_published(SOURCES, tmp_path)
-    for source in READERS:
-        name = f"{Path(source).stem}.csv"
+    for name in ("README.md", *(f"{Path(source).stem}.csv" for source in READERS)):
         assert (tmp_path / name).read_bytes() == (PUBLISHED / name).read_bytes(), f"{name}: run the import again"
     key = lambda row: row.key  # noqa: E731
     assert sorted(load(tmp_path), key=key) == sorted(rows, key=key)
 
 
-def test_the_dataset_card_counts_what_is_there(megatron, fms):
-    card = (datasets_folder() / "README.md").read_text(encoding="utf-8")
-    for name, holds in {
-        "rows": lambda row: True,
-        "**count**": lambda row: row.counts,
-        "out of scope": lambda row: bool(row.out_of_scope),
-        "spoiled": lambda row: bool(row.spoiled),
-        "ran out of memory": lambda row: row.outcome == "out_of_memory",
-        "– out of scope: FP8": lambda row: "FP8" in row.out_of_scope,
-        "– spoiled: older golden value": lambda row: "older golden" in " ".join(row.spoiled),
-    }.items():
-        line = f"| {name} | {sum(map(holds, megatron))} | {sum(map(holds, fms))} |"
-        assert line in card
+def test_the_page_of_counts_counts_what_is_there(megatron, fms):
+    page = counts_page({"megatron_ci": megatron, "fms_a100": fms})
+    for name, rows in {"megatron_ci": megatron, "fms_a100": fms}.items():
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} | A100-80GB"))
+        numbers = [int(cell) for cell in line.split("|")[3:-1]]
+        assert numbers[:2] == [len(rows), sum(row.counts for row in rows)]
+        assert numbers[4] == sum(row.outcome == "out_of_memory" for row in rows)
+    resumed = sum(bool(row.environment["second_run"]) for row in megatron)
+    assert f"| megatron_ci | spoiled: a run resumed from a checkpoint | {resumed} |" in page
 
 
 def test_the_card_names_a_file_for_every_configuration():

@@ -12,7 +12,10 @@ from peakcast.models.analytical.ledger import ledger
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
 
-BASE = {"framework": "torch", "versions": {"torchtitan": "0.3"}, "micro_batch_size": 2, "sequence_length": 1024}
+BASE = {
+    "framework": "torch", "versions": {"torchtitan": "0.3"}, "micro_batch_size": 2, "sequence_length": 1024,
+    "framework_options": {"outputs_dropped": False},  # as when they were traced
+}  # fmt: skip
 SMALL = {"num_hidden_layers": 2, "vocab_size": 8192}
 QWEN3 = {
     "name": "qwen3-30b-a3b", **SMALL, "hidden_size": 1024, "num_attention_heads": 8,

@@ -37,6 +37,12 @@ CELLS = {
         "architecture": LLAMA, "precision.parameters": "float32", "framework_options": {"autocast": True},
         "activation_checkpointing": FULL,
     },
+    "autocast_over_narrow_weights": {  # norms answer in fp32, whatever the weights are
+        "architecture": {"name": "gpt2", "num_hidden_layers": 2}, "framework_options": {"autocast": True},
+    },
+    "autocast_over_narrow_weights_checkpointed": {
+        "architecture": LLAMA, "framework_options": {"autocast": True}, "activation_checkpointing": FULL,
+    },
     "reentrant": {"architecture": LLAMA, "activation_checkpointing": {**FULL, "use_reentrant": True}},
     "eager_checkpointed": {"architecture": LLAMA, "attention": "eager", "activation_checkpointing": FULL},
     "selective": {"architecture": LLAMA, "activation_checkpointing": SELECTIVE},
@@ -74,6 +80,9 @@ WITH_LIGER = {
     "liger_autocast": {
         "architecture": LLAMA, **LIGER, "precision.parameters": "float32",
         "framework_options": {"liger_kernels": True, "autocast": True},
+    },
+    "kernels_by_version": {
+        "architecture": LLAMA, "loss.fused_linear_cross_entropy": True, "versions": {"liger_kernel": "0.8.5"},
     },
     "gradients_not_in_place": {"architecture": {"name": "gemma-2-2b", "num_hidden_layers": 2}, **LIGER},
     "fused_projections": {"architecture": {"name": "phi-3-mini", "num_hidden_layers": 2}, **LIGER},

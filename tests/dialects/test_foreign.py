@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from peakcast.dialects.foreign import FOREIGN
+from peakcast.dialects.recognise import Beside
 from peakcast.errors import SpecError
 from peakcast.questions import translation_of
 
@@ -25,15 +28,26 @@ FOUNDRY = "max_seq_len: 2048\nglobal_train_batch_size: 512\nmodel: {name: mpt_ca
 AUTOMODEL = "step_scheduler: {global_batch_size: 64}\nmodel: {_target_: nemo_automodel.NeMoAutoModelForCausalLM}\n"
 NEMO_2 = "_target_: nemo.collections.llm.api.pretrain\nmodel: {config: {num_layers: 32}}\n"
 SWIFT = "swift sft --model Qwen/Qwen2.5-7B-Instruct --train_type lora --dataset x\n"
+REFUSED = Path(__file__).parent / "refused"
+"""Files in the shape and with the keys that the projects publish."""
 FOUND = {
     "a Megatron-Bridge configuration": [BRIDGE, OVERRIDES, PERFORMANCE],
-    "a NeMo AutoModel recipe": [AUTOMODEL],
-    "a NeMo 2 recipe": [NEMO_2],
-    "a GPT-NeoX configuration": [NEO_X],
+    "a Megatron-Bridge launcher": [REFUSED / "bridge.sh", REFUSED / "bridge_performance.sh"],
+    "a NeMo AutoModel recipe": [AUTOMODEL, REFUSED / "automodel.sh"],
+    "a NeMo 2 recipe": [NEMO_2, REFUSED / "nemo_llm.sh"],
+    "a GPT-NeoX configuration": [NEO_X, "python deepy.py train.py configs/125M.yml\n"],
     "an LLM Foundry configuration": [FOUNDRY],
     "a verl configuration": [VERL],
     "an OpenRLHF command": [OPENRLHF],
+    "an ms-swift command for Megatron": [REFUSED / "megatron_sft.sh"],
     "an ms-swift command": [SWIFT],
+    "a nanochat run": [REFUSED / "nanochat.sh", '{"model_config": {"sequence_len": 2048, "n_layer": 20, "n_kv_head": 10}}'],
+    "a MaxText configuration": [
+        REFUSED / "maxtext.yml",
+        REFUSED / "maxtext_model.yml",
+        "python3 -m MaxText.train MaxText/configs/base.yml run_name=x per_device_batch_size=4\n",
+    ],
+    "a diffusers script, which trains an image model": [REFUSED / "sdxl.sh"],
 }
 
 
@@ -43,3 +57,46 @@ def test_each_is_named_with_the_way_out(project):
         with pytest.raises(SpecError, match=f"is {project.title}, which is not read here; give ") as caught:
             translation_of(text)
         assert project.way_out in caught.value.message
+
+
+def test_a_torchtitan_command_for_a_python_function_is_refused_by_name():
+    with pytest.raises(SpecError, match="is a torchtitan command for 'llama3_8b', a Python function of its config"):
+        translation_of(REFUSED / "torchtitan_module.sh")
+
+
+def test_a_torchtitan_command_for_a_file_needs_that_file_and_then_is_read():
+    with pytest.raises(SpecError, match=r"give it by --with llama3_8b\.toml"):
+        translation_of(REFUSED / "torchtitan.sh")
+    file = Path(__file__).parent / "recorded" / "torchtitan" / "llama3_8b.toml"
+    job = translation_of(REFUSED / "torchtitan.sh", Beside(files=(file,))).job
+    layout = job.parallelism
+    assert (job.micro_batch_size, layout.tensor_parallel_size, layout.world_size) == (2, 2, 8)
+
+
+def test_a_nemo_1_command_needs_the_file_that_it_names_and_then_is_read():
+    with pytest.raises(SpecError, match=r"give it by --with megatron_gpt_config\.yaml"):
+        translation_of(REFUSED / "nemo_1.sh")
+    file = Path(__file__).parent / "recorded" / "nemo" / "megatron_gpt_config.yaml"
+    job = translation_of(REFUSED / "nemo_1.sh", Beside(files=(file,))).job
+    assert (job.framework, job.micro_batch_size, job.parallelism.tensor_parallel_size) == ("megatron", 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("imports", "title"),
+    [
+        ("from nanochat.gpt import GPT", "a nanochat run"),
+        ("import MaxText", "a MaxText configuration"),
+        ("from diffusers import StableDiffusionXLPipeline", "a diffusers script"),
+        ("from megatron.bridge import AutoBridge", "a Megatron-Bridge configuration"),
+    ],
+)
+def test_a_python_program_is_named_by_what_it_imports(imports, title, tmp_path):
+    (tmp_path / "train.py").write_text(f"import os\n{imports}\n")
+    with pytest.raises(SpecError, match=title):
+        translation_of(tmp_path / "train.py")
+
+
+def test_every_refused_file_is_used():
+    used = {file for files in FOUND.values() for file in files if isinstance(file, Path)}
+    others = {"torchtitan.sh", "torchtitan_module.sh", "nemo_1.sh", "hydra_automodel.sh"}
+    assert {file.name for file in REFUSED.iterdir()} == {file.name for file in used} | others

@@ -56,12 +56,12 @@ def test_the_defaults_of_transformers_4():
     ("training", "compute", "autocast"),
     [
         ({"bf16": True, "torch_dtype": "float32"}, "bfloat16", True),
-        ({"bf16": True, "dtype": "bfloat16"}, "bfloat16", None),
+        ({"bf16": True, "dtype": "bfloat16"}, "bfloat16", True),
         ({"fp16": True, "torch_dtype": "torch.float32"}, "float16", True),
         ({"torch_dtype": "float32"}, "float32", None),
     ],
 )
-def test_bf16_is_autocast_over_fp32_weights_only(training, compute, autocast):
+def test_bf16_is_autocast_over_whatever_weights(training, compute, autocast):
     job = translate(**training).job
     assert job.precision.compute == compute
     assert job.framework_options.get("autocast") == autocast
@@ -259,8 +259,41 @@ def test_unknown_keys_are_reported_and_harmless_ones_listed():
     )  # fmt: skip
     assert translation.unknown == ("brand_new", "new_block", "odd", "zero_optimization.strange")
     assert translation.ignored == ("learning_rate", "task_type")
-    named = "brand_new, new_block, odd and zero_optimization.strange"
-    assert f"{named} are not known here; they are left out, and may matter." in translation.warnings
+    for key in translation.unknown:
+        assert f"{key} is not known here; it is left out, and may matter." in translation.warnings
+
+
+@pytest.mark.parametrize(
+    ("key", "usual", "other"),
+    [
+        ("label_smoothing_factor", 0.0, 0.1),
+        ("torch_compile_mode", "default", "reduce-overhead"),
+        ("torch_compile_backend", "inductor", "cudagraphs"),
+        ("half_precision_backend", "auto", "apex"),
+    ],
+)
+def test_what_changes_the_step_is_no_key_without_weight(key, usual, other):
+    assert translate(**{key: usual}).unsupported == ()
+    (sentence,) = translate(**{key: other}).unsupported
+    assert key in sentence
+    assert sentence.endswith("is not modelled.")
+
+
+def test_the_buckets_of_ddp_are_read():
+    assert translate(ddp_bucket_cap_mb=100, num_gpus=2).job.framework_options["ddp_bucket_cap_mib"] == 100
+
+
+def test_modules_left_without_adapters_are_said():
+    found = translate(peft={"r": 8, "exclude_modules": ["lm_head"]})
+    assert any("exclude_modules" in sentence for sentence in found.unsupported)
+
+
+def test_what_offloading_is_asked_beyond_its_place_is_said():
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True, "ratio": 0.9, "odd": 1}}
+    found = translate(bf16=True, deepspeed={"zero_optimization": zero, "bf16": {"enabled": True}}, num_gpus=2)
+    assert any("SuperOffload" in sentence for sentence in found.unsupported)
+    assert any("ratio=0.9" in sentence for sentence in found.unsupported)
+    assert found.unknown == ("zero_optimization.offload_optimizer.odd",)
 
 
 def test_every_key_of_the_installed_training_arguments_is_known():
@@ -276,7 +309,7 @@ def test_every_key_of_the_installed_training_arguments_is_known():
 _WITH_MEANING = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "deepspeed", "fsdp",
     "fsdp_config", "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile", "use_liger_kernel",
-    "auto_find_batch_size", "parallelism_config",
+    "auto_find_batch_size", "parallelism_config", "ddp_bucket_cap_mb",
 }  # fmt: skip
 
 
@@ -367,3 +400,34 @@ def test_two_ways_to_shard_at_once_are_refused():
 def test_a_teacher_beside_the_student_is_refused():
     with pytest.raises(SpecError, match="teacher_model_name_or_path='Qwen/Qwen3-8B' is a teacher"):
         from_huggingface("gpt2", {"teacher_model_name_or_path": "Qwen/Qwen3-8B"})
+
+
+NOTEBOOK = {
+    "r": 16, "lora_alpha": 16, "lora_dropout": 0, "bias": "none", "use_gradient_checkpointing": "unsloth",
+    "random_state": 3407, "use_rslora": False, "loftq_config": None,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}  # fmt: skip
+
+
+def test_unsloths_notebook_arguments_are_its_kernels_and_checkpoints_on_the_host():
+    given = {"load_in_4bit": True, "max_seq_length": 2048, "packing": True, "per_device_train_batch_size": 4, "bf16": True}
+    answer = translate(peft=NOTEBOOK, **given)
+    job = answer.job
+    assert (job.finetuning.quantization, "unsloth" in job.versions) == ("nf4", True)
+    assert (job.activation_checkpointing.mode, job.activation_checkpointing.use_reentrant) == ("full", True)
+    assert job.offload.activations
+    assert not any("not known here" in sentence for sentence in answer.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("peft", "training", "mode", "offloaded"),
+    [
+        (NOTEBOOK, {"max_seq_length": 128, "packing": True, "per_device_train_batch_size": 1}, "full", False),
+        ({**NOTEBOOK, "use_gradient_checkpointing": True}, {}, "full", False),
+        ({**NOTEBOOK, "use_gradient_checkpointing": False}, {}, "none", False),
+        (None, {"gradient_checkpointing": "unsloth"}, "full", True),
+    ],
+)
+def test_unsloths_checkpoints_stay_where_they_are_small_or_not_asked_for(peft, training, mode, offloaded):
+    job = translate(peft=peft, versions={"unsloth": "2025.11.4"}, **training).job
+    assert (job.activation_checkpointing.mode, job.offload.activations) == (mode, offloaded)

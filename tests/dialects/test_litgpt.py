@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from peakcast import catalog
+from peakcast.dialects.job_file import job_from_mapping
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.recognise import Beside, translated
 from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError
+from peakcast.models.analytical.scope import out_of_scope
 
 TRAIN = {"global_batch_size": 32, "micro_batch_size": 2, "max_seq_length": 256}
 LLAMA = {
@@ -65,7 +67,7 @@ def test_pretraining_and_finetuning_are_other_recipes():
 
 def test_a_mixed_precision_is_autocast_on_one_gpu():
     one = read(model_name="tiny-llama-1.1b", precision="bf16-mixed")
-    assert one.job.framework_options == {"autocast": True}
+    assert one.job.framework_options["autocast"] is True
     several = read(4, model_name="tiny-llama-1.1b", precision="bf16-mixed")
     assert any("autocast" in sentence for sentence in several.unsupported)
 
@@ -73,3 +75,31 @@ def test_a_mixed_precision_is_autocast_on_one_gpu():
 def test_all_devices_of_a_machine_are_asked_for():
     values = {"train": TRAIN, "precision": "bf16-true", "model_name": "tiny-llama-1.1b", "devices": "auto"}
     assert any("devices=auto" in sentence for sentence in translated(Pasted(values=values)).assumptions)
+
+
+LORA = {"lora_r": 8, "lora_query": True, "lora_key": False, "lora_value": True, "lora_projection": True, "lora_mlp": True}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "targets"),
+    [
+        ("EleutherAI/pythia-1b", ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
+        ("meta-llama/Llama-2-7b", ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+        ("microsoft/phi-2", ("q_proj", "v_proj", "dense", "fc1", "fc2")),
+    ],
+)
+def test_switches_for_adapters_are_targets_in_every_family(checkpoint, targets):
+    job = read(checkpoint_dir=f"checkpoints/{checkpoint}", **LORA).job
+    assert job.finetuning.targets == targets
+    assert not out_of_scope(job)
+    switches = ["lora_query", "lora_value", "lora_projection", "lora_mlp"]
+    tuned = {"method": "lora", "rank": 8, "targets": switches}
+    said = job_from_mapping({"architecture": job.architecture, "framework": "torch", "finetuning": tuned})
+    assert said.finetuning.targets == targets
+
+
+def test_one_matrix_makes_queries_keys_and_values_where_all_weights_train():
+    full = read(checkpoint_dir="checkpoints/meta-llama/Llama-2-7b").job
+    assert full.architecture.fused_qkv
+    assert not read(checkpoint_dir="checkpoints/meta-llama/Llama-2-7b", **LORA).job.architecture.fused_qkv
+    assert full.framework_options["logits_chunks"] == 2 * 256 // 128

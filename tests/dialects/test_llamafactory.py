@@ -42,12 +42,32 @@ def test_noise_on_the_embeddings_is_read():
     assert read(neftune_noise_alpha=5).job.framework_options["neftune"]
 
 
-def test_megatrons_sizes_are_said():
-    found = read(tensor_model_parallel_size=1, pipeline_model_parallel_size=4, moe_grouped_gemm=True)
-    assert [sentence for sentence in found.unsupported if "Megatron" in sentence] == [
-        "Megatron's pipeline parallelism (pipeline_model_parallel_size) is not modelled."
-    ]
+def test_megatrons_sizes_make_it_a_run_of_megatron():
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
+    found = read(finetuning_type="full", bf16=True, moe_grouped_gemm=True, **sizes)
+    layout, precision = found.job.parallelism, found.job.precision
+    assert (found.job.framework, layout.pipeline_parallel_size, layout.data_parallel_size) == ("megatron", 2, 1)
+    assert (layout.zero_stage, precision.gradients, precision.main_parameters) == (1, "float32", "float32")
     assert found.unknown == ()
+    assert found.unsupported == ()
+    with pytest.raises(SpecError, match="finetuning_type='lora' is not modelled with Megatron"):
+        read(**sizes)
+
+
+def test_fusions_of_megatron_are_off_unless_asked_for():
+    """mcore_adapter's defaults, which are not Megatron-LM's."""
+    sizes = {"finetuning_type": "full", "bf16": True, "pipeline_model_parallel_size": 2}
+    plain, fused = (read(**sizes, **more).job for more in ({}, {"bias_activation_fusion": True, "apply_rope_fusion": True}))
+    assert plain.framework_options["bias_swiglu_fusion"] is False
+    assert plain.framework_options["apply_rope_fusion"] is False
+    assert "bias_swiglu_fusion" not in fused.framework_options
+    assert "apply_rope_fusion" not in fused.framework_options
+
+
+@pytest.mark.parametrize(("key", "value"), [("fp8", "e4m3"), ("mtp_num_layers", 1), ("packing", True)])
+def test_what_megatron_has_and_a_job_has_not_is_said(key, value):
+    found = read(finetuning_type="full", bf16=True, pipeline_model_parallel_size=2, **{key: value})
+    assert any(key in sentence for sentence in found.unsupported)
 
 
 def test_the_v1_configurations_are_refused_with_the_way_out():

@@ -250,7 +250,8 @@ def test_a_batch_takes_a_foreign_mapping_as_its_job():
     }
     (answer,) = predict_batch([entry])
     assert answer["id"] == 1
-    assert "the configuration is read as an Axolotl configuration." in answer["assumptions"]
+    said = "the configuration is read as an Axolotl configuration, by base_model and micro_batch_size."
+    assert said in answer["assumptions"]
     (refusal,) = predict_batch([{**entry, "job": {"base_model": "gpt2", "micro_batch_size": 0}}])
     assert refusal["error"]["parameter"] == "micro_batch_size"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from peakcast.conventions import conventions
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.recognise import Beside, translated
 from peakcast.dialects.translation import Translation
@@ -47,7 +48,7 @@ def test_offload_is_read_where_either_version_says_it(key):
 def test_selective_checkpointing_takes_layers_or_operators(keys, mode, every):
     job = read(**keys).job
     assert (job.activation_checkpointing.mode, job.activation_checkpointing.every_n_layers) == (mode, every)
-    assert ("selective_checkpointing_matmuls" in job.framework_options) == ("ac_mode" in keys)
+    assert conventions(job)["selective_checkpointing_matmuls"] == 2
 
 
 def test_the_ends_are_units_of_their_own_where_the_recipe_says_so():

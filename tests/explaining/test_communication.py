@@ -175,3 +175,16 @@ def test_the_cluster_sends_what_its_ranks_send(jobs: dict[str, TrainingJob]) -> 
 def test_every_kind_has_a_source_and_one_rank_talks_to_nobody(jobs: dict[str, TrainingJob]) -> None:
     assert all(row.source for row in communication(jobs["megatron"], 0))
     assert communication(jobs["full"], 0) == ()
+
+
+def test_everything_counts_what_other_stages_send() -> None:
+    """A tied embedding's gradient is summed by the first and the last of four stages; it is listed, with no calls, for a
+    stage between them, so that every rank shows the same sums of the cluster."""
+    pipelined = translation_of(
+        {"architecture": "llama-3.2-1b", "framework": "megatron", "parallelism": {"pipeline_parallel_size": 4}}
+    ).job
+    listed = [communication(pipelined, rank) for rank in range(4)]
+    assert len({sum(row.sent_in_cluster_bytes for row in rows) for rows in listed}) == 1
+    (between,) = (row for row in listed[1] if "embedding" in row.what)
+    assert (between.calls_per_iteration, between.sent_per_iteration_bytes) == (0, 0)
+    assert between.sent_in_cluster_bytes == 2 * 128256 * 2048 * between.message_bytes // (128256 * 2048)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from peakcast.models.baseline import BASE_CONTEXT_BYTES, baseline, communicator_bytes, context_bytes
+from peakcast.models.baseline import baseline
+from peakcast.models.device_memory import BASE_CONTEXT_BYTES, communicator_bytes, context_bytes
 from peakcast.ranks import ranks_that_differ
 from peakcast.spec import Allocator, Offload, Parallelism
 from peakcast.timeline import Category, Entry, Phase, Timeline
@@ -54,7 +55,7 @@ def test_a_nearly_full_gpu_gives_cached_segments_back_and_a_full_one_is_answered
     step = Timeline.from_entries(entries, [Phase.FORWARD, Phase.BACKWARD])
 
     def on_a_gpu_with(room):
-        device = fakes.device(cuda_memory_bytes=room + context_bytes(fakes.device()))
+        device = fakes.device(cuda_memory_bytes=room + context_bytes(fakes.device(), {}))
         return baseline(fakes.job(), device, ledger=lambda job, **_: step)
 
     roomy, tight, too_small = on_a_gpu_with(200 * MIB), on_a_gpu_with(100 * MIB), on_a_gpu_with(80 * MIB)
@@ -64,8 +65,8 @@ def test_a_nearly_full_gpu_gives_cached_segments_back_and_a_full_one_is_answered
 
 
 def test_the_context_is_the_base_and_one_kib_for_every_thread(fakes):
-    assert context_bytes(fakes.devices["H100-80GB"]) == BASE_CONTEXT_BYTES + 264 * MIB
-    assert context_bytes(fakes.devices["A100-80GB"]) == BASE_CONTEXT_BYTES + 216 * MIB
+    assert context_bytes(fakes.devices["H100-80GB"], {"cuda": "12.8"}) == BASE_CONTEXT_BYTES[12] + 264 * MIB
+    assert context_bytes(fakes.devices["A100-80GB"], {"torch": "2.11.0"}) == BASE_CONTEXT_BYTES[13] + 216 * MIB
 
 
 def test_the_worst_rank_is_found_among_the_pipeline_stages(fakes):
@@ -79,7 +80,7 @@ def test_the_worst_rank_is_found_among_the_pipeline_stages(fakes):
 
 def test_each_axis_of_more_than_one_rank_has_a_communicator(fakes):
     job = fakes.job(parallelism=Parallelism(data_parallel_size=4, tensor_parallel_size=2))
-    assert communicator_bytes(job) == (688 + 544) * 10**6
+    assert communicator_bytes(job, fakes.devices["A100-80GB"]) == (688 + 544) * 10**6
 
 
 def test_offloaded_states_go_to_the_host_rounded_to_powers_of_two(fakes):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -81,15 +82,11 @@ def test_a_missing_file_names_itself(tmp_path):
         load_calibration(tmp_path / "none.json")
 
 
-def test_the_nearest_relative_stands_in_with_a_warning(fakes, calibration):
-    others = {"H100-80GB": calibration, "A100-80GB": calibration}
-    own, nothing = calibration_for(fakes.devices["H100-80GB"], others)
-    assert (own, nothing) == (calibration, "")
-    _, warning = calibration_for(fakes.devices["H200"], others)
-    assert "H100-80GB, its nearest relative" in warning
-    none, warning = calibration_for(fakes.devices["H200"], {})
-    assert none is UNCALIBRATED
-    assert "the bars are guesses" in warning
+def test_the_nearest_relative_stands_in(fakes, calibration):
+    others = {"H100-80GB": calibration, "A100-80GB": replace(calibration)}
+    assert calibration_for(fakes.devices["H100-80GB"], others) is calibration
+    assert calibration_for(fakes.devices["H200"], others) is others["H100-80GB"]
+    assert calibration_for(fakes.devices["H200"], {}) is UNCALIBRATED
 
 
 def test_every_shipped_calibration_loads():

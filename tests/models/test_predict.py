@@ -6,10 +6,12 @@ import pytest
 
 from peakcast import catalog
 from peakcast.errors import SpecError
+from peakcast.findings import FAILS, LESS, MORE, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Finding, found
 from peakcast.models.calibration import UNCALIBRATED
-from peakcast.models.domain import Domain, Outside
+from peakcast.models.domain import Domain
 from peakcast.models.fit import fit
-from peakcast.models.predict import DEFAULT_HALF_WIDTHS, judge, predict, widen
+from peakcast.models.predict import DEFAULT_HALF_WIDTHS, at_least, predict
+from peakcast.models.verdict import judge
 from peakcast.prediction import QUANTITIES, Interval
 from peakcast.spec import Batch, Loss, Offload, Parallelism, TrainingJob
 from peakcast.units import GIB, format_gib
@@ -17,7 +19,7 @@ from peakcast.units import GIB, format_gib
 
 @pytest.fixture(autouse=True)
 def ledger_covers_everything(monkeypatch):
-    monkeypatch.setattr("peakcast.models.predict._scope", lambda job: "")
+    monkeypatch.setattr("peakcast.models.predict._scope", lambda job: ())
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +65,32 @@ def test_another_layout_or_gpu_type_widens_the_bars_with_a_reason(fakes, calibra
     assert width(relative) > 1.4 * width(inside)
     assert any("not on H200" in warning for warning in relative.warnings)
     assert not layout.inside_calibrated_domain
+    assert [finding.code for finding in relative.findings] == ["gpu_not_measured"]
 
 
 def test_an_unmodelled_job_is_answered_with_wide_bars(fakes, calibration, monkeypatch):
-    monkeypatch.setattr("peakcast.models.predict._scope", lambda job: "mixtures are not modelled.")
+    monkeypatch.setattr("peakcast.models.predict._scope", lambda job: (found("mixtures are not modelled.", "moe"),))
     answer = predict(fakes.job(), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
     assert answer.peak_allocated_bytes.upper / answer.peak_allocated_bytes.point - 1 > 0.12
-    assert answer.warnings[0].startswith("mixtures are not modelled: answered")
+    assert answer.warnings[0] == "mixtures are not modelled."
+    assert answer.to_mapping()["findings"][0] == {
+        "code": "not_modelled",
+        "parameter": "moe",
+        "direction": "either",
+        "sentence": "mixtures are not modelled.",
+    }
+
+
+def test_what_reading_the_question_found_widens_the_bars(fakes, calibration):
+    def answered(*findings):
+        return predict(fakes.job(), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger, findings=findings)
+
+    def width(answer):
+        return answer.peak_allocated_bytes.upper / answer.peak_allocated_bytes.point - 1
+
+    plain, unknown = answered(), answered(Finding("setting_unknown", "mystery", "either", "mystery is not known."))
+    unsupported = answered(Finding("setting_not_modelled", "fp8", "more", "fp8 is not modelled."))
+    assert width(plain) < width(unknown) < width(unsupported)
 
 
 def test_a_residual_never_takes_the_point_below_what_must_exist(fakes):
@@ -88,12 +109,20 @@ def test_fits(fakes):
 
         return dict(zip(QUANTITIES, (bar(allocated), bar(reserved), bar(device), bar(0)), strict=True))
 
-    assert judge(bars(50, 60, 62), 80 * GIB) == ("yes", "")
-    assert judge(bars(70, 75, 77), 80 * GIB) == ("uncertain", "")
-    assert judge(bars(100, 110, 112), 80 * GIB) == ("no", "")
+    assert judge(bars(50, 60, 62), 80 * GIB) == ("yes", None)
+    assert judge(bars(70, 75, 77), 80 * GIB) == ("uncertain", None)
+    assert judge(bars(100, 110, 112), 80 * GIB) == ("no", None)
     answer, why = judge(bars(70, 110, 112), 80 * GIB)
     assert answer == "uncertain"
-    assert "expandable_segments" in why
+    assert "expandable_segments" in why.sentence
+
+    def beside(size, effect):
+        return judge(bars(size, size + 10, size + 12), 80 * GIB, [found("it is not modelled.", "it", effect=effect)])[0]
+
+    assert [beside(50, effect) for effect in (MORE, LESS, UNKNOWN)] == ["uncertain", "yes", "yes"]
+    assert [beside(100, effect) for effect in (MORE, LESS, UNKNOWN)] == ["no", "uncertain", "no"]
+    assert [beside(50, effect) for effect in (NEARLY_MORE, FAILS)] == ["yes", "yes"]
+    assert beside(100, NEARLY_LESS) == "no"
 
 
 def test_what_others_hold_is_not_there_for_the_job():
@@ -111,10 +140,10 @@ def test_what_others_hold_is_not_there_for_the_job():
 
 def test_widening_never_narrows():
     for severity in range(9):
-        half_width, upper = widen(0.01, -0.005, severity, "peak_allocated_bytes")
+        half_width, upper = at_least(0.01, -0.005, severity, "peak_allocated_bytes")
         assert half_width >= 0.01
         assert upper >= -0.005
-    assert widen(0.01, 0.01, 0, "peak_allocated_bytes") == (0.01, 0.01)
+    assert at_least(0.01, 0.01, 0, "peak_allocated_bytes") == (0.01, 0.01)
 
 
 def test_the_domain_knows_ranges_versions_and_kinds(fakes, calibration):
@@ -123,7 +152,7 @@ def test_the_domain_knows_ranges_versions_and_kinds(fakes, calibration):
     row = {name: (low + high) / 2 for name, (low, high) in domain.ranges.items()}
     assert domain.outside(fakes.job(), row) == []
     far = domain.outside(fakes.job(), {**row, "log2_tokens": 40.0})
-    assert [type(reason) for reason in far] == [Outside]
+    assert [(reason.code, reason.parameter) for reason in far] == [("size_not_measured", "tokens")]
     assert "tokens" in far[0].sentence
     for unseen, said in (
         ({"compile": True}, "compile=true"),

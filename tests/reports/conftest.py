@@ -35,17 +35,10 @@ def cell(number: int, measured: float, point: float, **changes: Any) -> Scored:
 def table(cells: list[Scored], held_out: str = "architecture") -> Table:
     """The table of `cells`."""
 
-    def parts(attribute: str) -> dict[str, Any]:
-        names = sorted({getattr(c, attribute) for c in cells})
-        return {name: summarise([c for c in cells if getattr(c, attribute) == name]) for name in names}
-
     return Table(
         quantity=cells[0].quantity,
         held_out=held_out,
         overall=summarise(cells),
-        by_layout=parts("layout"),
-        by_architecture=parts("architecture"),
-        by_gpu=parts("gpu"),
         cells=tuple(sorted(cells, key=lambda c: (-abs(c.error), c.key))),
     )
 

@@ -9,7 +9,7 @@ from peakcast.dialects.job_file import job_from_mapping
 from peakcast.errors import SpecError
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.parallel_scope import parallel_reason
-from peakcast.models.baseline import context_bytes
+from peakcast.models.device_memory import context_bytes
 from peakcast.models.predict import could_surely_fit
 from peakcast.searching import costs
 from peakcast.searching.inverse import fewest_gpus, largest
@@ -73,7 +73,7 @@ def test_pytorchs_own_layouts_are_those_that_the_ledger_covers():
         assert {1, 2, 4} <= {getattr(layout, size) for layout in every}
     assert {layout.sharding for layout in every} == {"none", "fsdp2", "hsdp"}
     assert any(layout.pipeline_parallel_size > 1 < layout.data_parallel_size for layout in every)
-    assert all(parallel_reason(candidate) == "" for candidate in found)
+    assert all(parallel_reason(candidate) is None for candidate in found)
     falcon = job_from_mapping({"architecture": "falcon-7b", "framework": "torch", "sequence_length": 2048})
     assert {layout.data_parallel_size for layout in layouts(falcon, 16)} == {16}  # others are not modelled for it
 
@@ -121,7 +121,8 @@ def test_what_lets_a_candidate_be_passed_over_is_below_its_peak(architecture):
 def test_a_search_finds_what_predicting_every_candidate_does(name, num_gpus, batch, top, gpu):
     job = MEGATRON.replace(framework=name)
     device = catalog.gpu(gpu)
-    room = device.cuda_memory_bytes - context_bytes(device)  # more tensors than that are no plan, however wide the bars
+    # more tensors than that are no plan, however wide the bars
+    room = device.cuda_memory_bytes - context_bytes(device, job.versions)
     every = [(peak, c) for c in candidates(job, num_gpus, batch) if (peak := fullest_of_all(c, device)) <= room]
     ordered = sorted(every, key=lambda item: (*costs.price(item[1]), costs.sent_bytes(alike(item[1])), item[0]))
     plans = [planned(c, device, costs.sent_bytes(alike(c))) for _, c in ordered]

@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +48,7 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
         mixed_precision=mixed and MixedPrecision(param_dtype=mixed[0], reduce_dtype=mixed[1], buffer_dtype=mixed[0]),
         backward_prefetch=BackwardPrefetch[prefetch] if prefetch else None,
         use_orig_params=bool(chosen["fsdp1_use_orig_params"]),
+        cpu_offload=CPUOffload(offload_params=job.offload.parameters),
         device_id=torch.device(f"cuda:{gang.local_rank()}"),
     )
     if chosen.get("checkpoints_around_units"):
@@ -63,9 +64,7 @@ def _checkpoint_around_units(wrapped: Any, layers: set[type], job: TrainingJob) 
         layer: Any = getattr(unit, "module", None)
         if isinstance(unit, FullyShardedDataParallel) and type(layer) in layers and layer.gradient_checkpointing:
             layer.gradient_checkpointing = False
-            unit.forward = functools.partial(
-                _checkpointed, unit.forward, job.activation_checkpointing.use_reentrant
-            )
+            unit.forward = functools.partial(_checkpointed, unit.forward, job.activation_checkpointing.use_reentrant)
 
 
 def _checkpointed(forward: Any, use_reentrant: bool, *arguments: Any, **keywords: Any) -> Any:

@@ -53,11 +53,14 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
     reshards = bool(chosen["fsdp_reshard_after_forward"]) and job.parallelism.pipeline_parallel_size == 1
     keeps: dict[str, Any] = {"reshard_after_forward": reshards}
     divided = torchtitan_experts.are_divided(job)
-    for layer in outermost_layers(model, tuple(decoder_layer_classes(model))):
+    layers = outermost_layers(model, tuple(decoder_layer_classes(model)))
+    for layer in layers:
+        if layer is layers[-1] and chosen.get("fsdp2_last_layer_stays"):
+            keeps = {"reshard_after_forward": False}
         placed = torchtitan_expert_parallel.placement(layer, job, common["mesh"]) if divided else {}
         fully_shard(layer, **common, **keeps, **placed)
     if chosen["fsdp2_units"] == "ends":
-        _shard_ends(model, job, common, keeps)
+        _shard_ends(model, job, common, {"reshard_after_forward": reshards})
     fully_shard(model, **common)
     if divided:
         torchtitan_expert_parallel.prefetch(model)

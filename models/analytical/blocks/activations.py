@@ -25,7 +25,7 @@ def activation(build: BlockBuilder, x: Tensor) -> Tensor:
         product = ops.multiply(tape, half, shifted, "mlp.gelu_new.product", recomputed=context.lets_go)
         tape.hold(x)  # the module's argument
         return product
-    if name == "relu2" and context.liger:  # one kernel, which keeps its input (liger_kernel 0.8 ops/relu_squared.py)
+    if name == "relu2" and context.kernels.gated_activation:  # keeps its input (liger_kernel 0.8 ops/relu_squared.py)
         return ops.unary(tape, x, "mlp.relu2")
     if name == "relu2":
         relu = base = ops.unary_of_result(tape, x, "mlp.relu")

@@ -58,7 +58,7 @@ def attention_kernel(context: HFContext) -> str:
 
 def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context, mla = build.context, build.context.architecture.mla
-    q, k, v = _to_compute_dtype(build, q, k, v)
+    q, k, v = _to_compute_dtype(build, q, k, v, repeated=context.repeats_key_value)
     whole, narrow, taken, unpadded = q.num_bytes, 0, context.rows, False
     indices, widened = list[Tensor](), list[Tensor]()
     if mla is not None and mla.v_head_dim < mla.qk_nope_head_dim + mla.qk_rope_head_dim:
@@ -81,7 +81,7 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         saves=[q, k, v],
         saves_output=True,
         extra_saved_bytes=[log_sum_exp, INT64, INT64],  # softmax statistics, random seed and offset
-        backward_temporary_bytes=flash_backward_bytes(context) if context.kernel_temporaries else 0,
+        backward_temporary_bytes=flash_backward_bytes(context) if context.gpu else 0,
         kind="" if context.attention == "flash_attention_2" else "attention",  # the package's is on no list of what is kept
     )
     if unpadded:
@@ -124,7 +124,7 @@ def _ring(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         forward_temporary_bytes=forward_bytes(context.ring, tensors) - q.num_bytes - statistics,
         backward_temporary_bytes=backward_bytes(context.ring, tensors)
         - gradients
-        + (flash_backward_bytes(context) if context.kernel_temporaries else 0),
+        + (flash_backward_bytes(context) if context.gpu else 0),
         kind="attention",
     )
     return ops.copy(build.tape, output, "self_attn.contiguous") if context.ring.copies_output else output
@@ -174,7 +174,8 @@ def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         saves=[q, k, v],
         extra_saved_bytes=[statistics],
         backward_temporary_bytes=statistics,
-    )  # of no kind: what is compiled by itself is no operator to selective checkpointing
+        kind="flex",  # compiled by itself, it is an operator to those policies alone that name it
+    )
     # what comes back for it is laid out as it is: a copy where that is not token by token (torch runtime_wrappers.py
     # coerce_tangent_and_suggest_memory_format)
     output = tape.operation(
@@ -245,7 +246,7 @@ def flash_backward_bytes(context: HFContext) -> int:
     accumulator = FP32 * heads * padded * round_up(dim, 64 if dim > 128 else 32)
     row_sums = FP32 * heads * padded
     expanded = 0
-    if architecture.num_key_value_heads != heads:
+    if architecture.num_key_value_heads != heads and not context.repeats_key_value:
         expanded = 2 * context.compute_bytes * rows * heads * dim
     return accumulator + row_sums + expanded
 
@@ -273,7 +274,7 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         saves_output=True,
         extra_saved_bytes=[] if context.cache else kept,  # without a graph the kernel makes none
         # the row sums "delta" of the backward (attention_backward.cu)
-        backward_temporary_bytes=FP32 * context.rows * heads if context.kernel_temporaries else 0,
+        backward_temporary_bytes=FP32 * context.rows * heads if context.gpu else 0,
         kind="attention",
     )
     for variable in repeated:  # of transformers' `sdpa_attention_forward`
@@ -304,7 +305,7 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     tape.hold(scaled)  # the product's argument
     scores = ops.in_place(tape, scores, "self_attn.math.add_mask")
     # _safe_softmax also makes a bool of every score and selects into a new tensor, inside one operator
-    hidden = 5 * elements if context.kernel_temporaries else 0
+    hidden = 5 * elements if context.gpu else 0
     weights = tape.operation(
         "self_attn.math.softmax", [scores], scores.num_bytes, saves_output=True, forward_temporary_bytes=hidden
     )

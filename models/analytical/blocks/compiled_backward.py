@@ -26,7 +26,7 @@ class LayerOps(LayerForward):
 
     def _inside_backward(self) -> dict[str, int]:
         """What the attention's backward kernel allocates for itself."""
-        if not self.context.kernel_temporaries:
+        if not self.context.gpu:
             return {}
         sums = FP32 * self.context.rows * self.context.architecture.num_attention_heads  # "delta" (attention_backward.cu)
         return {"d_attention.temporary": sums if self.masked else flash_backward_bytes(self.context)}

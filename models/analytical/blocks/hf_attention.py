@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from peakcast.dialects.hf_rotary import rotated_width
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.attention_kernels import attention, attention_kernel
+from peakcast.models.analytical.blocks.eager_attention import repeat_key_value
+from peakcast.models.analytical.blocks.fused_lora import fused_projections, is_fused
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.kv_cache import update_cache
@@ -34,6 +36,9 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
             q, k, v = (tape.operation("self_attn.expand", [part], whole) for part in (q, k, v))
         elif family.expands_key_value:  # picked by an index, which copies
             k, v = (tape.operation("self_attn.pick", [part], part.num_bytes) for part in (k, v))
+    elif is_fused(build, each := [f"self_attn.{name}" for name in (names.q, names.k, names.v)], bias):
+        sizes = zip(each, (query, key_value, key_value), strict=True)
+        q, k, v = fused_projections(build, x, width, list(sizes))
     else:
         q = build.columns(x, width, query, f"self_attn.{names.q}", bias)
         q = q if family.norms_after_projections else _qk_norm(build, q, query, "self_attn.q_norm")
@@ -50,12 +55,18 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
         variables += parts if family.rotary_inline else []
     if context.cache:
         k, v = update_cache(build, k, v)
+    if context.repeats_key_value and attention_kernel(context) == "flash_attention_2":
+        k, v = repeat_key_value(build, q, k, v)
     output = attention(build, q, k, v)
     # flash attention's result is laid out as the queries are
     by_head = attention_kernel(context) in ("flash", "flash_attention_2") and not context.mask_of_batch
     if architecture.rotary_in_parts and by_head and not _rotates_in_place(build):
         output = ops.copy(tape, output, "self_attn.contiguous")
-    output = build.rows_summed(output, query, width, f"self_attn.{names.out}", architecture.attention_output_bias)
+    bias = architecture.attention_output_bias
+    if is_fused(build, [f"self_attn.{names.out}"], bias):
+        (output,) = fused_projections(build, output, query, [(f"self_attn.{names.out}", width)])
+    else:
+        output = build.rows_summed(output, query, width, f"self_attn.{names.out}", bias)
     if family.joins_heads_first:
         build.attention_variables.extend((*variables, q, k, v))
     for variable in (*variables, q, k, v, *build.attention_variables):  # of the attention's forward
@@ -79,7 +90,7 @@ def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
 def _rotates_in_place(build: BlockBuilder) -> bool:
     """Whether a fused kernel rotates: Liger's, where it has one for the family, or a compiled one."""
     context = build.context
-    return context.liger and (bool(context.compiled) or traits(context.architecture).liger_rope)
+    return context.kernels.rotary and (bool(context.compiled) or traits(context.architecture).liger_rope)
 
 
 def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:

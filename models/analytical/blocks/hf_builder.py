@@ -128,9 +128,7 @@ class BlockBuilder:
         )
         return leave_rows(tape, result, group, name) if split == "rows" else result
 
-    def _adapter(
-        self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str, split: Split
-    ) -> Tensor:
+    def _adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str, split: Split) -> Tensor:
         """Of a matrix that is split by columns lora_B is split so, of one that is split by rows lora_A (peft 0.21
         `lora/model.py` add_lora_tp_hooks_dtensor)."""
         context, tape, tuning = self.context, self.tape, self.context.finetuning
@@ -153,13 +151,14 @@ class BlockBuilder:
         return result
 
     def _quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
-        """bitsandbytes MatMul4Bit / GPTQ: keeps no input; the whole matrix is dequantised in forward and backward."""
+        """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and backward; no input is kept but by
+        old bitsandbytes."""
         context, tape = self.context, self.tape
         rows, compute = self.rows, context.compute_bytes
         wide = x.num_bytes
         if wide > rows * in_features * compute:
             x = ops.cast(tape, x, rows * in_features * compute, f"{name}.to_compute_dtype")
-        matrix = in_features * out_features * compute
+        matrix = 0 if context.unpacks_in_place else in_features * out_features * compute
         result = tape.operation(
             name,
             [x],
@@ -168,6 +167,8 @@ class BlockBuilder:
             backward_temporary_bytes=matrix,
             kind="matmul",
         )
+        if context.quantized_linears_keep_input:
+            tape.keep_with_graph(x)
         if wide > rows * in_features * compute:
             result = ops.cast(tape, result, rows * out_features * (wide // (rows * in_features)), f"{name}.to_input_dtype")
         return result
@@ -184,15 +185,14 @@ class BlockBuilder:
         *,
         adds_to_view: bool = False,
         incoming_stays: bool = False,
+        sums_weight_gradients: bool = False,
     ) -> Tensor:
         context = self.context
         rows, tape = self.rows, self.tape
         plain = name == "lm_head" or name.endswith(ADAPTERS)
         calls_linear = plain or not multiplies_itself(context.architecture)
         if self._computes_in_float8(in_features, out_features, name) and trainable:
-            return float8_linear(
-                tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias
-            )
+            return float8_linear(tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias)
         compute = context.compute_bytes if context.autocast else weight_bytes
         if weight_bytes <= compute:
             result = ops.linear(
@@ -209,6 +209,7 @@ class BlockBuilder:
                 num_matrices=self.num_matrices,
                 adds_to_view=adds_to_view,
                 incoming_stays=incoming_stays,
+                sums_weight_gradients=sums_weight_gradients,
             )
             tape.hold(x)  # the module's argument, until it returns
             return result
@@ -231,7 +232,7 @@ class BlockBuilder:
             [narrow, weight],
             rows * out_features * compute,
             saves=([narrow] if trainable else []) + ([weight] if narrow.requires_grad else []),
-            weight_gradients=[WeightGradient(f"{name}.bias.grad", out_features * weight_bytes)]
+            weight_gradients=[tape.summed(f"{name}.bias.grad", out_features, rows, out_features * weight_bytes)]
             if bias and trainable
             else [],
             kind="matmul",
@@ -251,7 +252,7 @@ class BlockBuilder:
         return context.float8 and fits and name not in context.float8_skips
 
     def norm(self, x: Tensor, width: int, name: str, rows: int | None = None, *, fused: bool = True) -> Tensor:
-        """The architecture's norm over the last `width` elements; `fused`: by Liger's kernel, where the job has it."""
+        """The architecture's norm over the last `width` elements; `fused`: by a fused kernel, where the job has one."""
         output = self._norm(x, width, name, self.rows if rows is None else rows, fused=fused)
         self.tape.hold(x)  # the module's argument, until it returns
         return output
@@ -260,7 +261,7 @@ class BlockBuilder:
         context, kind = self.context, self.context.architecture.normalization
         family = traits(context.architecture)
         narrow = x.num_bytes
-        if kind == "rmsnorm" and context.liger and fused:
+        if kind == "rmsnorm" and context.kernels.norm and fused:
             return ops.fused_rms_norm(
                 self.tape,
                 x,

@@ -5,7 +5,7 @@ Source of what autocast caches: torch/csrc/autograd autocast_mode.cpp, `cached_c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peakcast.architecture import Architecture
 from peakcast.loss import LossKind
@@ -14,6 +14,25 @@ from peakcast.models.analytical.blocks.tensor_parallel import WHOLE, TensorParal
 from peakcast.spec import Finetuning
 
 FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Which kernels run, by the conventions `norm_kernel`, `rotary_kernel`, `gated_activation_kernel`, `loss_kernel` and
+    `lora_kernel`: False and "eager" are the family's own code."""
+
+    norm: bool = False
+    rotary: bool = False
+    gated_activation: bool = False
+    loss: str = "eager"
+    lora: str = "eager"
+
+    def layer_compiled(self) -> Kernels:
+        """What a compiled layer has: all that is fused inside one."""
+        return replace(self, norm=True, rotary=True, gated_activation=True)
+
+
+EAGER = Kernels()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +50,14 @@ class HFContext:
     float16: bool = False
     """Whether matrix products are in float16, which CUDA's softmax widens by itself (torch `native/SoftMax.cpp`
     half_to_float)."""
+    end_weight_bytes: int
+    """Bytes of one element of the token table and the lm_head: wider than `weight_bytes` where a trainer casts them."""
     norm_weight_bytes: int
     """Bytes of one element of the norms' weights: wider than `weight_bytes` where a trainer casts norms to fp32."""
     attention: str
     finetuning: Finetuning
+    unpacks_in_place: bool = False
+    """Whether quantised matrices are unpacked in a buffer that stands all along (exllama), not in one of each call's."""
     adapter_bytes: int
     adapter_input_bytes: int
     """Bytes of one element of what peft hands to an adapter, whose weight it has asked for the dtype: wider than the
@@ -42,6 +65,8 @@ class HFContext:
     logits_upcast: str
     first_layer: bool = False
     """The first layer reads what the embedding gives, in the weights' dtype, where later ones read a wider stream."""
+    repeats_key_value: bool = False
+    """Whether flash attention is given a copy of each key and value head for every query head (older transformers)."""
     input_requires_grad: bool = True
     """False for the first layer of a network with adapters and no checkpointing: nothing before an adapter is kept."""
     rotates: bool = True
@@ -63,26 +88,32 @@ class HFContext:
     reentrant: bool = False
     """Of a checkpointed layer: whether its recomputation is a graph of its own, which keeps what it saves."""
     cached_matmuls: int = 0
-    """Selective checkpointing keeps attention and one in so many matrix products of a checkpointed layer; 0: nothing."""
+    """Selective checkpointing keeps one in so many matrix products of a checkpointed layer; 0: nothing."""
+    cached_kinds: frozenset[str] = frozenset({"attention"})
+    """... and the results of these operations (`operations.KINDS`)."""
     expert_ranks: int = 1
     """Ranks that have other experts."""
     experts: str = "grouped_mm"
     """How experts run: in grouped matrix products ("grouped_mm"), one after the other ("loop"), or torchtitan's module."""
-    liger: bool = False
-    """Liger's RMSNorm, SwiGLU and rotary kernels instead of the family's own code."""
+    kernels: Kernels = EAGER
+    """Which kernels run in place of the family's own code."""
     compiled: frozenset[str] = frozenset()
     """What torch.compile compiles, of COMPILED in `hf_blocks.py`. Inductor fuses a layer's norms, rotation and silu·up as
-    Liger's kernels do, and keeps the same."""
-    fused_loss: bool = False
-    """Liger's fused linear cross entropy."""
+    Liger's kernels do, and keeps the same (`Kernels.layer_compiled`)."""
     reduced_bytes: int = 0
     """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without."""
     loss_chunks: int = 0
-    """Chunks of the sequence in which torchtitan's loss goes in place of Liger's; 0 without."""
+    """Chunks in which torchtitan's or Unsloth's fused loss goes in place of Liger's; 0 without."""
+    logits_chunks: int = 1
+    """Chunks of the logits that a chunked loss takes one after the other."""
+    logits_chunks_apart: bool = False
+    """Whether each of these is a product of its own."""
     loss: LossKind = "cross_entropy"
     """Of the others, what the head makes (`preference_heads.py`)."""
     fused_loss_temporary_bytes: int = 0
     """Bytes per element of the lm_head that each chunk of the fused loss makes in passing."""
+    quantized_linears_keep_input: bool = False
+    """Whether bitsandbytes keeps the input of a frozen 4-bit matrix, for a gradient that nobody takes (before 0.43.2)."""
     linears_keep_input: bool = False
     """Also under a frozen weight: DeepSpeed's stage 3 has a Linear of its own (0.19 `runtime/zero/linear.py`)."""
     splits_backward: bool = False
@@ -92,8 +123,8 @@ class HFContext:
     """Whether everything that autograd keeps goes to the host."""
     narrows_final_norm: bool = False
     """FSDP2 gives the last norm's result in the dtype that it gathers, where the norm is of a group of its own."""
-    kernel_temporaries: bool = False
-    """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""
+    gpu: tuple[int, int] | None = None
+    """Multiprocessors and threads of each, of the GPU whose kernels' own allocations count; None: no trace sees them."""
     float8: bool = False
     """Whether Linears compute in float8; `float8_skips` names those that do not."""
     float8_skips: frozenset[str] = frozenset({"lm_head"})
@@ -130,8 +161,13 @@ class HFContext:
     @property
     def input_bytes(self) -> int:
         """Bytes of one layer's input."""
-        size = self.weight_bytes if self.first_layer else self.stream_bytes
+        size = self.end_weight_bytes if self.first_layer else self.stream_bytes
         return self.stream_rows * self.architecture.hidden_size * size
+
+    @property
+    def fused_loss(self) -> bool:
+        """Whether lm_head and loss are one kernel."""
+        return self.kernels.loss in ("fused_linear", "chunked")
 
     @property
     def trainable(self) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from peakcast.models.analytical.blocks import primitives as ops
+from peakcast.models.analytical.blocks.chunked_loss import chunked_cross_entropy
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_context import HFContext
-from peakcast.models.analytical.blocks.hf_fused_loss import fused_linear_cross_entropy, loss_in_chunks
+from peakcast.models.analytical.blocks.hf_fused_loss import fused_loss
 from peakcast.models.analytical.blocks.hf_traits import traits
 from peakcast.models.analytical.blocks.preference_heads import score, token_log_probabilities
 from peakcast.models.analytical.blocks.tensor_parallel import (
@@ -31,13 +32,13 @@ INT64 = 8
 @lru_cache(maxsize=256)
 def embedding(context: HFContext) -> Template:
     """Token (and learned position) embedding: ids in, [micro_batch_size, sequence_length, hidden_size] out."""
-    architecture, tape = context.architecture, Tape(saves_on_cpu=context.saves_on_cpu)
+    architecture, tape = context.architecture, Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
     build = BlockBuilder(tape, context)
     rows, width = context.rows, architecture.hidden_size
-    size = context.weight_bytes
+    size = context.end_weight_bytes
     trains, group = context.trainable, context.group
-    weight = architecture.vocab_size * width * context.weight_bytes  # of the gradient: whole on every tensor-parallel rank
-    part = group.part(architecture.vocab_size) * width * context.weight_bytes
+    weight = architecture.vocab_size * width * context.end_weight_bytes  # of its gradient: whole on every rank
+    part = group.part(architecture.vocab_size) * width * context.end_weight_bytes
     tied = trains and architecture.tie_word_embeddings
     summed_last: list[tuple[Tensor, int | None]] = []
     if tied_in_graph(context):  # backward ends with lm_head's own product, which adds the gradient from here
@@ -53,7 +54,7 @@ def embedding(context: HFContext) -> Template:
     later = tied or (trains and group.table_reduced)
     taken = [WeightGradient("embed_tokens.weight.grad", weight)] if trains and not later else []
     passing = weight if later and not summed_last else 0
-    if trains and context.kernel_temporaries:
+    if trains and context.gpu:
         passing += embedding_backward_bytes(rows, width, architecture.vocab_size)
     if "ends" in context.compiled and trains and size != FP32:
         # compiled, the rows' gradients are added up in fp32 (torch `_decomp` embedding_dense_backward), then converted
@@ -88,7 +89,7 @@ def embedding(context: HFContext) -> Template:
                     "embed_positions.weight.grad",
                     (architecture.max_position_embeddings + architecture.position_embedding_offset)
                     * width
-                    * context.weight_bytes,
+                    * context.end_weight_bytes,
                 )
             ]
             if trains
@@ -130,7 +131,7 @@ def embedding_variables(context: HFContext) -> tuple[bool, list[int]]:
     """What the model's forward still holds by name while its layers run: whether that is the first layer's input itself,
     and the bytes of each."""
     architecture = context.architecture
-    tokens = context.stream_rows * architecture.hidden_size * context.weight_bytes
+    tokens = context.stream_rows * architecture.hidden_size * context.end_weight_bytes
     if architecture.position_embedding == "learned" and architecture.kind == "decoder":
         once = tokens if traits(architecture).positions_per_sequence else tokens // context.batch
         return False, [tokens, once]
@@ -151,7 +152,7 @@ def head(context: HFContext) -> Template:
     """Final norm, lm_head and the loss over all positions; where the logits are converted decides their copies
     (where-memory-goes F2; transformers `loss/loss_utils.py`)."""
     architecture = context.architecture
-    tape = Tape(saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
     build = BlockBuilder(tape, context)
     group, rows, width = context.group, context.rows, architecture.hidden_size
     vocabulary = group.part(architecture.vocab_size)
@@ -179,12 +180,14 @@ def head(context: HFContext) -> Template:
         tape.hold(final)
         return tape.finish()
     if context.fused_loss:
-        (loss_in_chunks if context.loss_chunks else fused_linear_cross_entropy)(build, final)
+        fused_loss(build, final)
         tape.hold(final)
         return tape.finish()
     inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
     trains = context.trainable and not tied_in_graph(context)
-    logits = build.linear(inputs, width, vocabulary, "lm_head", architecture.lm_head_bias, trains, context.weight_bytes)
+    size, chunked = context.end_weight_bytes, context.kernels.loss == "chunked_logits" and not group.loss
+    apart, bias = chunked and context.logits_chunks_apart, architecture.lm_head_bias
+    logits = build.linear(inputs, width, vocabulary, "lm_head", bias, trains, size, sums_weight_gradients=apart)
     logits.storage.category = Category.LOGITS
     if group.ranks > 1 and not group.loss:
         vocabulary = architecture.vocab_size
@@ -196,6 +199,10 @@ def head(context: HFContext) -> Template:
     if architecture.final_logit_softcapping is not None:
         logits = ops.scale(tape, logits, "softcap.divide")
         logits = ops.scale(tape, ops.unary_of_result(tape, logits, "softcap.tanh"), "softcap.multiply")
+    if chunked:
+        chunked_cross_entropy(tape, logits, context)
+        tape.hold(final)
+        return tape.finish()
     if "loss" in context.compiled:
         return _compiled_loss(tape, logits, context)
     narrow, labels = logits, list[Tensor]()
@@ -213,7 +220,8 @@ def head(context: HFContext) -> Template:
         tape.begin_loss()
         logits = _shift(tape, logits, shifted_rows, rows)
         kept = [narrow, logits]
-        if context.autocast and context.compute_bytes != FP32:  # cross_entropy is on autocast's fp32 list
+        eager = context.kernels.loss == "eager"
+        if eager and context.autocast and context.compute_bytes != FP32:  # cross_entropy is on autocast's fp32 list
             logits = _logits_op(tape, logits, logits.num_bytes // context.compute_bytes * FP32, "logits.to_float32")
     else:
         tape.begin_loss()
@@ -228,6 +236,8 @@ def head(context: HFContext) -> Template:
             kept += [] if context.in_stages else labels
     if group.loss:
         _loss_over_parts(tape, logits)
+    elif context.kernels.loss == "in_place":
+        _loss_in_place(tape, logits, context)
     else:
         log_probabilities = tape.operation(
             "log_softmax",
@@ -243,6 +253,9 @@ def head(context: HFContext) -> Template:
     # variables of the model's and the loss's forward; an encoder's head has one name for its states and the logits
     for tensor in (*kept, *build.variables, *([] if context.in_stages or architecture.kind == "encoder" else [final])):
         tape.hold(tensor)
+    if context.kernels.loss == "in_place" and upcast != "model" and context.autocast and narrow.num_bytes < wide:
+        # accelerate's convert_outputs_to_fp32: less than what another loss has had in passing
+        tape.operation("outputs.to_float32", [narrow], wide, gradients=[], category=Category.LOGITS)
     return tape.finish()
 
 
@@ -269,6 +282,22 @@ def _compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> Template:
         backward_temporary_bytes=logits.num_bytes if whole else 0,
     )
     return tape.finish()
+
+
+def _loss_in_place(tape: Tape, logits: Tensor, context: HFContext) -> None:
+    """Unsloth's cross entropy: keeps the logits and a number a row, and writes their gradient where they are
+    (fms-acceleration `kernels/unsloth/cross_entropy_loss.py`, Fast_CrossEntropyLoss)."""
+    losses = tape.operation(
+        "cross_entropy",
+        [logits],
+        context.rows * FP32,
+        saves=[logits],
+        extra_saved_bytes=[context.rows * FP32],
+        gradients_in_place=True,
+        category=Category.LOGITS,
+        is_function=True,
+    )
+    tape.operation("cross_entropy.sum", [losses], FP32)
 
 
 def _loss_over_parts(tape: Tape, logits: Tensor) -> None:
@@ -313,7 +342,8 @@ def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:
 @lru_cache(maxsize=256)
 def next_token_head(context: HFContext, kept: str) -> Template:
     """Generation's head: the final norm over all positions, the logits of the last one, and their fp32 copy that the next
-    token is chosen from. `kept`: "last", or "all" positions widened (before transformers 4.45 kept only the last)."""
+    token is chosen from. `kept`: "last", or "all" positions widened, of which those of the last are a view (before
+    transformers 4.45 kept only the last)."""
     architecture, tape = context.architecture, Tape()
     rows, width, vocabulary = context.rows, architecture.hidden_size, architecture.vocab_size
     hidden = tape.input(rows * width * context.stream_bytes)
@@ -328,7 +358,9 @@ def next_token_head(context: HFContext, kept: str) -> Template:
             logits = _logits_op(tape, logits, logits.num_bytes, name)
     if kept == "all":
         logits = _logits_op(tape, logits, build.rows * vocabulary * FP32, "logits.to_float32")
-    chosen = _logits_op(tape, logits, context.batch * vocabulary * FP32, "next_token_logits")
+        chosen = tape.operation("next_token_logits", [logits], 0, view_of=logits)
+    else:
+        chosen = _logits_op(tape, logits, context.batch * vocabulary * FP32, "next_token_logits")
     tape.operation("argmax", [chosen], context.batch * INT64)
     for tensor in (logits, final):
         tape.hold(tensor)

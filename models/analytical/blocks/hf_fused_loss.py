@@ -14,6 +14,43 @@ FP32 = 4
 INT64 = 8
 
 
+def fused_loss(build: BlockBuilder, hidden: Tensor) -> None:
+    """lm_head and loss by the kernel of the job: Unsloth's, torchtitan's, or Liger's."""
+    if build.context.kernels.loss == "chunked":
+        chunked_cross_entropy(build, hidden)
+    elif build.context.loss_chunks:
+        loss_in_chunks(build, hidden)
+    else:
+        fused_linear_cross_entropy(build, hidden)
+
+
+def chunked_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
+    """Unsloth's: a compiled function makes the logits of one chunk of tokens and, in their place, their gradient, and from
+    that the gradient of the hidden states, which is copied into the one that is kept.
+
+    Counted by its source; no trace has confirmed it.
+    Source: unsloth_zoo 2025.11.5 `fused_losses/cross_entropy_loss.py` UnslothFusedLoss.
+    """
+    context, tape, rows = build.context, build.tape, build.context.rows
+    width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
+    weight = vocabulary * width * context.end_weight_bytes if context.trainable else 0
+    tokens = -(-rows // max(context.loss_chunks, 1))
+    gradient = tokens * width * (hidden.num_bytes // (rows * width)) + weight  # of a chunk, before it is kept or added
+    tape.begin_loss()
+    labels = tape.operation("shift_labels", [], rows * INT64, gradients=[], category=Category.INPUTS)
+    tape.operation(
+        "lm_head.chunked_cross_entropy",
+        [hidden],
+        FP32,
+        extra_saved_bytes=[hidden.num_bytes, *([weight] if weight else [])],
+        gradients_in_place=True,
+        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if weight else [],
+        forward_temporary_bytes=tokens * vocabulary * context.compute_bytes + gradient,
+        category=Category.LOGITS,
+    )
+    tape.hold(labels)
+
+
 def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
     """Liger's fused linear cross entropy: chunks of tokens, each to logits and at once back to the gradients of the hidden
     states and the weight, which are all that is kept.

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.activations import activation
+from peakcast.models.analytical.blocks.fused_lora import fused_feed_forward, is_fused
 from peakcast.models.analytical.blocks.hf_attention import self_attention
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
 from peakcast.models.analytical.blocks.hf_context import HFContext
@@ -28,7 +29,7 @@ from peakcast.models.analytical.template import Template
 def decoder_layer(context: HFContext) -> Template:
     """One dense decoder layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     architecture = context.architecture
-    tape = Tape(saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
     build = BlockBuilder(tape, context)
     hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
     if architecture.parallel_block:
@@ -41,7 +42,7 @@ def decoder_layer(context: HFContext) -> Template:
         tape.hold(variable)
     handed_on = context.checkpointed and context.reentrant and traits(architecture).returns_attention_weights
     beside = build.attention_weights if handed_on else None
-    return tape.finish(output, cached_matmuls=context.cached_matmuls, beside=beside)
+    return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds, beside=beside)
 
 
 def _sublayer(
@@ -109,11 +110,14 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     if architecture.gated_mlp and architecture.fused_gate_up:  # one matrix; the halves are views
         fused = build.columns(x, width, 2 * inner, f"mlp.{names.gate_up}", bias)
         gate, up = tape.split(fused, [rows * inner * size] * 2, "mlp.chunk")
-        if build.context.liger:  # its kernel wants contiguous halves
+        if build.context.kernels.gated_activation:  # its kernel wants contiguous halves
             product = _swiglu(tape, ops.copy(tape, gate, "mlp.gate"), ops.copy(tape, up, "mlp.up"))
         else:
             product = ops.multiply(tape, activation(build, gate), up, "mlp.product")
-    elif architecture.gated_mlp and build.context.liger:
+    elif architecture.gated_mlp and is_fused(build, each := [f"mlp.{n}" for n in (names.gate, names.up, names.down)], bias):
+        gate_name, up_name, down_name = each
+        return fused_feed_forward(build, x, width, inner, (gate_name, up_name, down_name))
+    elif architecture.gated_mlp and build.context.kernels.gated_activation:
         gate = build.columns(x, width, inner, f"mlp.{names.gate}", bias)
         up = build.columns(x, width, inner, f"mlp.{names.up}", bias)
         product = _swiglu(tape, gate, up)

@@ -32,7 +32,7 @@ def layer_template(context: HFContext) -> Template:
 @lru_cache(maxsize=128)
 def hybrid_layer(context: HFContext) -> Template:
     """One layer of the context's parts: [micro_batch_size, sequence_length, hidden_size] in and out."""
-    tape = Tape(saves_on_cpu=context.saves_on_cpu)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
     build = BlockBuilder(tape, context)
     hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
     output = hidden
@@ -45,7 +45,7 @@ def hybrid_layer(context: HFContext) -> Template:
         output = ops.add(tape, output, result, "residual_add")
     for variable in (hidden, *build.variables):
         tape.hold(variable)
-    return tape.finish(output, cached_matmuls=context.cached_matmuls)
+    return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds)
 
 
 def _part(build: BlockBuilder, x: Tensor, part: str) -> Tensor:

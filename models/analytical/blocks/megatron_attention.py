@@ -68,7 +68,7 @@ def core_attention(
             for name, x in (("query", query), ("key", key), ("value", value))
         )
     if context.attention == "flash":
-        output = _flash(tape, query, key, value, context)
+        output = _flash(tape, query, key, value, context, views)
     elif context.attention == "fused":  # cuDNN reads the projection's own layout; its result is the input of the next one
         output = _kernel(tape, "fused_attention", query, key, value, context)
     else:
@@ -95,15 +95,23 @@ def _rotate(tape: Tape, x: Tensor, context: MegatronContext, name: str) -> Tenso
     )
 
 
-def _flash(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
+def _flash(
+    tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext, views: tuple[str, ...]
+) -> Tensor:
     """flash-attn 2 on [batch, sequence, heads, dim] copies of q, k, v; its output is kept and also copied back to
-    [sequence, batch, ...] for the projection."""
+    [sequence, batch, ...] for the projection. With one sample both orders are one: only what is still part of the fused
+    projection (`views`) is copied, and the output is not."""
+    alone = context.batch == 1
+    if context.expands_groups:  # `repeat_interleave` (megatron/legacy/model/transformer.py, `ParallelAttention.forward`)
+        key = tape.operation("repeat_key", [key], query.num_bytes)
+        value = tape.operation("repeat_value", [value], query.num_bytes)
+        views = tuple(name for name in views if name == "query")
     query, key, value = (
-        tape.operation(f"{name}_to_bshd", [x], x.num_bytes)
+        x if alone and name not in views else tape.operation(f"{name}_to_bshd", [x], x.num_bytes)
         for name, x in (("query", query), ("key", key), ("value", value))
     )
     output = _kernel(tape, "flash_attention", query, key, value, context)
-    return tape.operation("output_to_sbhd", [output], output.num_bytes)
+    return output if alone else tape.operation("output_to_sbhd", [output], output.num_bytes)
 
 
 def _output_bytes(context: MegatronContext) -> int:

@@ -27,6 +27,8 @@ class ExpertContext:
     dispatcher: Literal["allgather", "alltoall", "flex"]
     grouped: bool
     """One grouped product over all local experts instead of a loop over them."""
+    joined_weights: bool
+    """Whether that product's matrices of all local experts are one parameter (`--moe-use-legacy-grouped-gemm`)."""
     placeholders_anew: bool
     """Whether that product's fused weight gradients hand new placeholders to autograd, one for each expert."""
     permute_fusion: bool
@@ -101,11 +103,36 @@ class LatentContext:
     v_dim: int
     qk_norm: bool
     rotary_fused: bool
+    recompute_up_projection: bool = False
+    """`recompute-modules mla_up_proj`: query, key and value are made again from what was projected down."""
 
     @property
     def qk_dim(self) -> int:
         """Elements of a query or key head."""
         return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaContext:
+    """One rank's share of a Mamba-2 mixer; all but `state` and `kernel` is divided by the tensor-parallel size."""
+
+    inner: int
+    """Width of the stream that is scanned."""
+    heads: int
+    groups: int
+    state: int
+    kernel: int
+    """Tokens that the convolution reads."""
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: the stream, B and C."""
+        return self.inner + 2 * self.groups * self.state
+
+    @property
+    def input(self) -> int:
+        """Width of the projection before it: gate, stream, B, C and time steps."""
+        return self.inner + self.convolved + self.heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +179,8 @@ class MegatronContext:
     hidden_dropout: float
     transformer_engine: bool
     attention: AttentionCore
+    expands_groups: bool
+    """Whether keys and values are repeated for every query head before a flash kernel reads them."""
     fused_softmax: bool
     wide_softmax: bool
     """Whether an unfused softmax is computed in fp32."""
@@ -164,9 +193,13 @@ class MegatronContext:
     """Whether Transformer Engine caches the placeholders that fused weight gradients hand to autograd."""
     cached_output_placeholder: bool
     """The same for megatron-core's own projections, of which the output layer always is one."""
+    cross_entropy_copies_logits: bool
+    """Whether the loss has two fp32 copies of the logits at once in forward."""
     fused_cross_entropy: bool
     cross_entropy_in_place: bool
     """Whether Transformer Engine's kernel computes the loss, and its gradient in the logits themselves."""
+    cross_entropy_wide_gradient: bool
+    """Whether that kernel keeps the gradient as an fp32 tensor of its own instead."""
     recompute_attention: bool
     """`recompute-granularity: selective` with the attention core."""
     checkpointed: bool
@@ -177,12 +210,18 @@ class MegatronContext:
     """How Transformer Engine's projections scale their FP8 operands; "" where they multiply in the parameters' dtype."""
     without_graph: bool = False
     """Whether a checkpoint runs the layer for its result alone: in FP8 nothing is quantised for a backward then."""
+    recompute_norms: bool = False
+    """`recompute-modules layernorm`: the results of norms that are modules of their own are made again in backward."""
     recompute_feed_forward: bool = False
     """`recompute-modules mlp`: the dense feed-forward runs again in backward."""
     experts: ExpertContext | None = None
     """The routed feed-forward that takes the dense one's place, None for a dense layer."""
     latent: LatentContext | None = None
     """Multi-latent attention, which takes the place of the fused query, key and value projection."""
+    part: Literal["", "mamba", "attention", "mlp"] = ""
+    """Of a hybrid, the one part that a layer is; "" for a whole layer. Routed experts are an "mlp" with `experts`."""
+    mamba: MambaContext | None = None
+    """The mixer of a hybrid's state-space layers."""
     source_sequence: int = 0
     """Tokens per sample that a decoder layer's cross-attention reads from the encoder, 0 for a layer without it."""
     key_sequence: int = 0

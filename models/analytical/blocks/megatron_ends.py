@@ -73,22 +73,26 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
 
     It converts the logits to fp32 inside its autograd function and turns that copy into the softmax in place; it is
     kept for backward, which turns it into the gradient in place. Transformer Engine's kernel puts the gradient where the
-    logits are, in forward (2.8 `pytorch/triton/cross_entropy.py`).
+    logits are, in forward (2.8 `pytorch/triton/cross_entropy.py`), or, from 2.18 on, into an fp32 tensor that it keeps.
     """
+    wide = context.rows * context.vocabulary * FP32
     if context.fused_cross_entropy and context.cross_entropy_in_place:
+        apart = context.cross_entropy_wide_gradient
         return tape.operation(
             "vocab_parallel_cross_entropy",
             [logits],
             context.rows * FP32,
-            saves=[logits],
-            gradients_in_place=True,
+            saves=[] if apart else [logits],
+            extra_saved_bytes=[wide] if apart else [],
+            gradients_in_place=not apart,
             forward_temporary_bytes=3 * context.rows * FP32 * (1 + context.tensor_parallel_size),
             category=Category.LOGITS,
         )
-    wide = context.rows * context.vocabulary * FP32
     in_place = context.element_bytes == FP32  # .float() of fp32 logits is the logits themselves
     # compiled kernels cannot work in place: the exponentials are a second fp32 copy, and so is their gradient
     second_copy = wide if context.fused_cross_entropy else 0
+    # before megatron-core 0.8 the maximum is subtracted into a new tensor, beside the caller's copy
+    passing = wide if context.cross_entropy_copies_logits and not in_place else 0
     # `calculate_gradients` gives bfloat16 whatever was asked (megatron-core 0.16.1 `fused_cross_entropy.py`)
     rounded = wide // 2 if in_place and context.fused_cross_entropy else 0
     return tape.operation(
@@ -99,7 +103,7 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
         extra_saved_bytes=[context.rows * BOOL, context.rows * INT64] + ([] if in_place else [wide]),
         gradients=[(logits, logits.num_bytes)],
         gradients_in_place=in_place,  # the kept softmax, which is the logits, becomes the gradient
-        forward_temporary_bytes=second_copy,
+        forward_temporary_bytes=max(second_copy, passing),
         backward_temporary_bytes=second_copy + rounded,
         category=Category.LOGITS,
     )

@@ -10,21 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.operations import NO_SIDE_STREAM, SideStream
 from peakcast.models.analytical.tape import Tape, Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanging:
-    """What the function allocates beside its result and its inputs' gradients, in bytes."""
+    """What the function allocates beside its result and its inputs' gradients, in bytes. What it makes while a second
+    stream is the current one (`cp_stream`), which puts in order what has come, is in `side`."""
 
     keeps_inputs: int
     """How many of query, key and value."""
     keeps_result: bool
     kept: tuple[int, ...]
     """What else it keeps for backward, beside statistics of the softmax."""
-    forward: int
+    forward: tuple[int, ...]
     """At most at once in forward, beside what is kept."""
-    backward: int
+    backward: tuple[int, ...]
+    side: SideStream = NO_SIDE_STREAM
 
 
 def exchanged_attention(
@@ -48,32 +51,38 @@ def exchanged_attention(
         saves_output=exchange.keeps_result,
         extra_saved_bytes=[*exchange.kept, *statistics],
         forward_temporary_bytes=exchange.forward,
-        backward_temporary_bytes=exchange.backward + kernel_bytes,
+        backward_temporary_bytes=(*exchange.backward, kernel_bytes),
+        side=exchange.side,
     )
 
 
 def _ring(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
     """A joined pair of keys and values for every turn of the ring, of which one is kept, and the turns' outputs: whole ones
     of this rank's own keys and of ranks' before it, halves of those behind it, whose first tokens see nothing of them.
-    Backward: two buffers, each of a pair and its gradient, and a turn's gradients, of which keys' and values' are summed
-    there."""
+    Every second turn computes on the second stream. Backward: two buffers, each of a pair and its gradient, and a turn's
+    gradients, of which keys' and values' are summed there."""
     group = context.ranks_exchanging_heads
     turns, before = context.context_parallel_size // group, context.context_parallel_rank // group
     halves = 0 if context.padding else turns - 1 - before
-    outputs = (turns - halves) * output + halves * output // 2
-    return Exchanging(1, True, (key + value,), (turns - 1) * (key + value) + outputs, 4 * (key + value) + query)
+    outputs = (output,) * (turns - halves) + (output // 2,) * halves
+    pair = key + value
+    forward = ((pair,) * (turns - 1)) + outputs[0::2]
+    return Exchanging(
+        1, True, (pair,), forward, (2 * pair, 2 * pair, query), SideStream(forward_temporaries=outputs[1::2])
+    )
 
 
 def _heads(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
     """Each rank gets all tokens of its share of the heads. What is sent is a copy in order of ranks; what comes is put into
-    the order of tokens, copies again, which are kept. The result goes back the same way. Copies to send live until all have
-    come, and the last of what came while it is put into order."""
-    inputs = query + key + value
-    coming = 2 * inputs + value
-    going = inputs + 4 * output  # the result, the copy to send, what came, the copy that is handed on
+    the order of tokens on the second stream, copies again, which are kept. The result goes back the same way. Copies to
+    send live until all have come, and the last of what came while it is put into order."""
+    inputs = (query, key, value)
+    coming = 2 * sum(inputs) + value
+    going = sum(inputs) + 4 * output  # the result, the copy to send, what came, the copy that is handed on
     # backward: the gradient in order of tokens; the kernel's gradients, still named, and copies of them to send
-    backward = output + 2 * inputs + value
-    return Exchanging(0, False, (query, key, value, output), max(coming, going) - inputs - 2 * output, backward)
+    side = SideStream(saved_bytes=inputs, result=True, gradients=True, backward_temporaries=(output,))
+    forward = (output, output, max(0, coming - going))
+    return Exchanging(0, False, (output,), forward, (*inputs, *inputs, value), side)
 
 
 def _keys(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
@@ -86,7 +95,7 @@ def _keys(context: MegatronContext, query: int, key: int, value: int, output: in
     forward = gathered + max(0, values - 2 * output)
     # all keys' gradients, values' a second time in the order of ranks; the gathered; both steps' gradients
     backward = gathered + values + gathered + query + read
-    return Exchanging(3, False, (output // 2, output - output // 2), forward, backward - key - value)
+    return Exchanging(3, False, (output // 2, output - output // 2), (forward,), (backward - key - value,))
 
 
 def _heads_then_ring(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
@@ -94,8 +103,10 @@ def _heads_then_ring(context: MegatronContext, query: int, key: int, value: int,
     goes back. Backward: the result, which is kept, and its gradient come again, the inputs' gradients go."""
     heads, ring = (exchange(context, query, key, value, output) for exchange in (_heads, _ring))
     inputs = query + key + value
-    forward = max(heads.forward, ring.forward + 3 * output)
-    return Exchanging(0, True, (query, key, value), forward, 2 * output + ring.backward + inputs)
+    ringed = (*ring.forward, *ring.side.forward_temporaries, 3 * output)
+    forward = max(heads.forward, ringed, key=sum)
+    side = SideStream(saved_bytes=heads.side.saved_bytes, result=True, gradients=True)
+    return Exchanging(0, True, (), forward, (2 * output, *ring.backward, inputs), side)
 
 
 _EXCHANGES = {"p2p": _ring, "a2a": _heads, "all_gather": _keys, "a2a+p2p": _heads_then_ring}

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from peakcast.models.analytical.blocks.megatron_attention import attention, core_attention
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
+from peakcast.models.analytical.blocks.megatron_mamba import mamba_layer
 from peakcast.models.analytical.blocks.megatron_mla import latent_attention
 from peakcast.models.analytical.blocks.megatron_moe import routed_feed_forward
 from peakcast.models.analytical.blocks.megatron_primitives import (
@@ -37,28 +38,46 @@ def decoder_layer(context: MegatronContext) -> Template:
 
 
 def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
-    """The operations of one decoder layer on `tape`."""
+    """The operations of one decoder layer on `tape`, or of the one part that a hybrid's layer is."""
+    if context.part == "mamba" and context.mamba is not None:
+        output = mamba_layer(tape, hidden, context, context.mamba)
+        tape.hold(hidden)
+        return output
+    middle = hidden if context.part == "mlp" else _attended(tape, hidden, context)
+    output = middle
+    if context.part != "attention":
+        output = bias_dropout_add(tape, feed_forward(tape, middle, context), middle, context, "mlp_bda")
+    tape.hold(hidden)
+    return output
+
+
+def _attended(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
+    """Attention with its residual, and that to an encoder where there is one."""
     if context.latent is not None:
-        attended, named = latent_attention(tape, hidden, context, context.latent)
+        attended, named, norms = latent_attention(tape, hidden, context, context.latent)
         projected = _projected(tape, attended, context)
         for variable in named:
             tape.hold(variable)
+        if context.recompute_norms:
+            tape.make_again(*norms)
         middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
     else:
+        begin = tape.num_tensors
         normalized = own_norm(tape, hidden, context, "input_layernorm")
+        norms = begin, tape.num_tensors
         width = context.query + 2 * context.key_value
         mixed = column_linear_of_norm(tape, normalized, context, width, "linear_qkv", context.qkv_bias)
         attended, named = attention(tape, mixed, context)
         projected = _projected(tape, attended, context)
         for variable in named:
             tape.hold(variable)
+        if context.recompute_norms:
+            tape.make_again(*norms)
         middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
         tape.hold(normalized)  # a variable of `_forward_attention`
     if context.source_sequence:
         middle = _cross_attention(tape, middle, context)
-    output = bias_dropout_add(tape, feed_forward(tape, middle, context), middle, context, "mlp_bda")
-    tape.hold(hidden)
-    return output
+    return middle
 
 
 def _projected(tape: Tape, attended: Tensor, context: MegatronContext) -> Tensor:
@@ -86,7 +105,9 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     of experts takes its place where the context has one."""
     if context.experts is not None:
         return routed_feed_forward(tape, x, context, context.experts)
+    begin = tape.num_tensors
     normalized = own_norm(tape, x, context, "pre_mlp_layernorm")
+    end = tape.num_tensors
     if context.recompute_feed_forward:
         alone = replace(context, without_graph=True)
         parts = (lambda part, held: _dense(part, held, context), lambda part, held: _dense(part, held, alone))
@@ -94,6 +115,8 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     else:
         output = _dense(tape, normalized, context)
     tape.hold(normalized)  # a variable of `_forward_mlp`
+    if context.recompute_norms:
+        tape.make_again(begin, end)
     return output
 
 

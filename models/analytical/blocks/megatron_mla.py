@@ -20,33 +20,43 @@ from peakcast.models.analytical.tape import Tape, Tensor
 
 def latent_attention(
     tape: Tape, hidden: Tensor, context: MegatronContext, latent: LatentContext
-) -> tuple[Tensor, list[Tensor]]:
-    """From the layer's input [stream_rows, hidden] to the context layer [rows, heads · v_head_dim]; and what is named until
-    its projection has returned: the compressed tensors are returned beside query, key and value."""
+) -> tuple[Tensor, list[Tensor], tuple[int, int]]:
+    """From the layer's input [stream_rows, hidden] to the context layer [rows, heads · v_head_dim]; what is named until
+    its projection has returned: the compressed tensors are returned beside query, key and value; and the place of
+    the norm's tensors on the tape."""
+    begin = tape.num_tensors
     x = norm(tape, hidden, context, context.stream_rows, context.hidden, "input_layernorm")
-    query, asked = _query(tape, x, context, latent)
+    normalized = begin, tape.num_tensors
+    asked = _duplicated_linear(tape, x, context, latent.q_lora_rank, "linear_q_down_proj") if latent.q_lora_rank else x
     combined = _duplicated_linear(tape, x, context, latent.kv_lora_rank + latent.rope_dim, "linear_kv_down_proj")
     token = context.stream_rows * context.element_bytes
     compressed, position = tape.split(combined, [token * latent.kv_lora_rank, token * latent.rope_dim], "split_kv_down")
     if context.sequence_parallel:
         size = context.rows * latent.rope_dim * context.element_bytes
         position = tape.operation("gather_k_pos_emb", [position], size, forward_temporary_bytes=token * latent.rope_dim)
+    begin = tape.num_tensors
+    query = _query(tape, asked, context, latent)
     # a view of part of the last dimension: Transformer Engine's module copies it
     compressed = tape.operation("kv_contiguous", [compressed], compressed.num_bytes)
     width = context.heads * (latent.nope_dim + latent.v_dim)
     expanded = _up_projection(tape, compressed, context, latent, latent.kv_lora_rank, width, "linear_kv_up_proj")
     rotate = _rotate_fused if latent.rotary_fused else _rotate
     query, key, value = rotate(tape, query, expanded, position, context, latent)
-    return core_attention(tape, query, key, value, context), [x, asked, combined, query, key, value]
+    projected_up = begin, tape.num_tensors
+    attended = core_attention(tape, query, key, value, context)
+    if latent.recompute_up_projection:
+        for read in (asked, combined, position):
+            tape.keep(read)
+        tape.make_again(*projected_up)
+    return attended, [x, asked, combined, query, key, value], normalized
 
 
-def _query(tape: Tape, x: Tensor, context: MegatronContext, latent: LatentContext) -> tuple[Tensor, Tensor]:
-    """The query, and what it was projected from."""
+def _query(tape: Tape, asked: Tensor, context: MegatronContext, latent: LatentContext) -> Tensor:
+    """The query, from what was projected down for it or from the layer's input itself."""
     width = context.heads * latent.qk_dim
     if not latent.q_lora_rank:
-        return column_linear(tape, x, context, width, "linear_q_proj", False), x
-    compressed = _duplicated_linear(tape, x, context, latent.q_lora_rank, "linear_q_down_proj")
-    return _up_projection(tape, compressed, context, latent, latent.q_lora_rank, width, "linear_q_up_proj"), compressed
+        return column_linear(tape, asked, context, width, "linear_q_proj", False)
+    return _up_projection(tape, asked, context, latent, latent.q_lora_rank, width, "linear_q_up_proj")
 
 
 def _duplicated_linear(tape: Tape, x: Tensor, context: MegatronContext, out_features: int, name: str) -> Tensor:

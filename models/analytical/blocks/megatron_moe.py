@@ -28,11 +28,16 @@ MOST_EXPERTS_IN_A_ROW = 16
 
 def routed_feed_forward(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
     """[stream_rows, hidden] in and out; the norm before it is a module of its own."""
+    begin = tape.num_tensors
     x = norm(tape, x, context, context.stream_rows, context.hidden, "pre_mlp_layernorm")
+    end = tape.num_tensors
     if experts.recompute_layer:
-        return checkpointed(tape, x, "moe", lambda part, held: mixture_of_experts(part, held, context, experts))
-    output = mixture_of_experts(tape, x, context, experts)
-    tape.hold(x)
+        output = checkpointed(tape, x, "moe", lambda part, held: mixture_of_experts(part, held, context, experts))
+    else:
+        output = mixture_of_experts(tape, x, context, experts)
+        tape.hold(x)
+    if context.recompute_norms:
+        tape.make_again(begin, end)
     return output
 
 

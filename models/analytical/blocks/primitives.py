@@ -26,15 +26,18 @@ def linear(
     num_matrices: int = 1,
     adds_to_view: bool = False,
     incoming_stays: bool = False,
+    sums_weight_gradients: bool = False,
 ) -> Tensor:
     """x·Wᵀ (+ b). Keeps its input when the weight trains, or always (`keeps_input`); the weight itself is a parameter
     anyway. `num_matrices`: so many weights in a row, each on its share of the rows. `adds_to_view`: x has a gradient that
     is a view, and so is not added to in place (torch/csrc/autograd/input_buffer.cpp can_accumulate_inplace): when the
-    incoming one has gone, both and their sum are there; `incoming_stays`: it is the residual stream's and does not go."""
+    incoming one has gone, both and their sum are there; `incoming_stays`: it is the residual stream's and does not go.
+    `sums_weight_gradients`: the product is made in parts, each with a gradient of the whole weight, which are added up."""
     gradients = [WeightGradient(f"{name}.weight.grad", in_features * out_features * element_bytes)] * num_matrices
     if bias:
-        gradients.append(WeightGradient(f"{name}.bias.grad", out_features * element_bytes))
+        gradients.append(tape.summed(f"{name}.bias.grad", out_features, rows, out_features * element_bytes))
     summed = in_features if incoming_stays else max(in_features - out_features, 0)
+    second = in_features * out_features * element_bytes if sums_weight_gradients and trainable else 0
     return tape.operation(
         name,
         [x],
@@ -44,7 +47,7 @@ def linear(
         weight_gradients=gradients if trainable else [],
         kind="matmul",
         saved_parameter_bytes=in_features * out_features * element_bytes if x.requires_grad else 0,
-        backward_temporary_bytes=summed * rows * element_bytes if adds_to_view else 0,
+        backward_temporary_bytes=second + (summed * rows * element_bytes if adds_to_view else 0),
     )
 
 
@@ -170,7 +173,7 @@ def _times_weight(
         [x],
         size,
         saves=[x] if trainable else [],
-        weight_gradients=[WeightGradient(f"{name}.weight.grad", width * weight_bytes)] if trainable else [],
+        weight_gradients=[tape.summed(f"{name}.weight.grad", width, rows, width * weight_bytes)] if trainable else [],
         backward_temporary_bytes=size if trainable else 0,  # grad · x in full before it is summed over the rows
         saved_parameter_bytes=width * weight_bytes,
     )

@@ -56,7 +56,7 @@ def cross_position_bias_bytes(context: HFContext, source_length: int) -> int:
 def t5_layer(layer: T5Layer) -> Template:
     """One layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     context = layer.context
-    tape = Tape(saves_on_cpu=context.saves_on_cpu)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
     build = BlockBuilder(tape, context)
     hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
     size = position_bias_bytes(context)
@@ -73,13 +73,13 @@ def t5_layer(layer: T5Layer) -> Template:
     output = _feed_forward(build, x)
     for variable in (hidden, *named[-1:], *build.variables):
         tape.hold(variable)
-    return tape.finish(output, cached_matmuls=context.cached_matmuls)
+    return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds)
 
 
 @lru_cache(maxsize=64)
 def encoder_end(context: HFContext) -> Template:
     """The encoder's last norm and dropout: its states."""
-    tape = Tape(saves_on_cpu=context.saves_on_cpu)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
     build = BlockBuilder(tape, context)
     rows, width = context.rows, context.architecture.hidden_size
     normed = build.norm(tape.input(rows * width * context.stream_bytes), width, "encoder.final_layer_norm")
@@ -152,7 +152,7 @@ def _relative_positions(build: BlockBuilder, bias: Tensor, *, bidirectional: boo
         forward_temporary_bytes=temporary - 2 * pairs * INT64,
     )
     inside = 0
-    if context.kernel_temporaries:  # and a contiguous copy of the gradient, which comes with its heads first
+    if context.gpu:  # and a contiguous copy of the gradient, which comes with its heads first
         inside = bias.num_bytes + embedding_backward_bytes(pairs, heads, architecture.relative_attention_num_buckets)
     trains = [WeightGradient(f"{RELATIVE}.weight.grad", table)] if context.trainable else []
     build.tape.operation(
@@ -190,7 +190,7 @@ def _efficient(
         mask = ops.cast(tape, mask, narrow, f"{name}.mask_cast")
     # the mask's gradient for every sequence, before these are summed
     summed = context.batch * mask.num_bytes if mask.requires_grad and context.batch > 1 else 0
-    inside = FP32 * context.rows * heads if context.kernel_temporaries else 0  # the row sums "delta"
+    inside = FP32 * context.rows * heads if context.gpu else 0  # the row sums "delta"
     output = tape.operation(
         f"{name}.efficient_attention",
         [q, k, v, mask],

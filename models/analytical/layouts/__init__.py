@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from peakcast.conventions import conventions, mixes_precision
+from peakcast.conventions import conventions, fuses_loss, mixes_precision
 from peakcast.fields import FrozenMapping
 from peakcast.loss import REFERRING
 from peakcast.models.analytical.blocks.hf_traits import traits
@@ -56,6 +56,9 @@ def layout_of(
             tied=job.architecture.tie_word_embeddings,
             norm_apart=not finds_final_norm(job),
         )
+        if chosen.get("fsdp2_last_layer_stays"):
+            for unit in [unit for unit in units if unit.name.startswith("layers.")][-1:]:
+                unit.stays_after_forward = True
         if gathers_head_itself(job):
             units = [unit for unit in units if unit.name != "tail"]
         return FSDP2(
@@ -71,6 +74,7 @@ def layout_of(
         )
     if parallelism.sharding == "fsdp1":
         reentrant = job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant
+        around_units = reentrant and bool(chosen.get("checkpoints_around_units"))
         return FSDP1(
             tensors,
             # peft's fsdp_auto_wrap_policy
@@ -78,12 +82,16 @@ def layout_of(
             shards=ranks,
             reduce_bytes=reduced_bytes(job),
             waits=waits,
-            prefetches=chosen["fsdp1_backward_prefetch"],
+            # a unit's first forward has no graph where a reentrant checkpoint is around it, so that no hook says that its
+            # backward will need it, and none fetches it (torch 2.13 `_runtime_utils.py` _register_pre_backward_hooks,
+            # _get_handle_to_prefetch: `_needs_pre_backward_unshard`)
+            prefetches="" if around_units else chosen["fsdp1_backward_prefetch"],
             original=bool(chosen["fsdp1_use_orig_params"]),
-            keeps_inputs=reentrant and bool(chosen.get("checkpoints_around_units")),
+            keeps_inputs=around_units,
             broadcasts=bool(chosen["fsdp1_sync_module_states"]),
             stays_after_forward=stays_after_forward,
             limits=bool(chosen["fsdp1_limit_all_gathers"]),
+            offloads=job.offload.parameters,
         )
     # the Trainer looks for unused parameters unless it checkpoints (transformers trainer.py `_build_accelerator_args`)
     finds_unused = bool(chosen.get("trainer")) and job.activation_checkpointing.mode == "none"
@@ -148,7 +156,7 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
         overlaps=overlaps,
         offloads=offloads,
         offloads_parameters=job.offload.parameters,
-        head_of_root=job.loss.kind in REFERRING or job.loss.fused_linear_cross_entropy,
+        head_of_root=job.loss.kind in REFERRING or fuses_loss(job),
         leaf="mlp" if job.architecture.model_type in LEAVES else "",
         biases_first=traits(job.architecture).conv1d,  # not the Linear that DeepSpeed puts in torch's place
         transposes=traits(job.architecture).linears_transpose_weight,
@@ -183,7 +191,7 @@ def expert_ranks(job: TrainingJob) -> int:
 
 def gathered_dtype(job: TrainingJob) -> str:
     """The dtype in which blocks use the weights: FSDP's mixed precision gathers them in the compute dtype."""
-    return job.precision.compute if mixes_precision(job) else job.precision.parameters
+    return job.precision.wide_compute if mixes_precision(job) else job.precision.parameters
 
 
 def adapters_are_units(job: TrainingJob) -> bool:
@@ -193,9 +201,17 @@ def adapters_are_units(job: TrainingJob) -> bool:
     return sharded and bool(conventions(job).get("fsdp1_use_orig_params"))
 
 
+def adapters_are_whole(job: TrainingJob) -> bool:
+    """Whether FSDP1 leaves adapters whole on every rank and hooks on their gradients reduce them: fused functions read the
+    weights past the modules that a unit would gather (fms-acceleration `fms_acceleration_foak/utils.py`
+    lora_adapters_switch_ddp_from_fsdp)."""
+    sharded = job.parallelism.sharding == "fsdp1" and job.parallelism.num_replicas > 1
+    return sharded and conventions(job).get("lora_kernel", "eager") != "eager"
+
+
 def reduced_bytes(job: TrainingJob) -> int | None:
     """Bytes of one element of a gradient while FSDP reduces it under mixed precision; None without."""
     if not mixes_precision(job):
         return None
     dtype = str(conventions(job)["fsdp_reduce_dtype"])
-    return int(DTYPE_BYTES[job.precision.compute if dtype == "compute" else dtype])
+    return int(DTYPE_BYTES[job.precision.wide_compute if dtype == "compute" else dtype])

@@ -53,6 +53,7 @@ class FSDP1(ShardedLayout):
         broadcasts: bool = False,
         stays_after_forward: bool = False,
         limits: bool = True,
+        offloads: bool = False,
     ) -> None:
         super().__init__(tensors, units, prefetches=prefetches == "BACKWARD_PRE", waits=waits)
         self._ahead = RunAhead(limits=limits)
@@ -80,6 +81,9 @@ class FSDP1(ShardedLayout):
         refers to the leaf's node (`_register_post_backward_reshard_only_hook`), the leaf to the hook, and nobody removes
         it before `_finalize_params`."""
         self._inputs: list[int] = []
+        self.offloads = offloads
+        """`CPUOffload`: parts, gradients and so the optimizer's states are on the host. A part comes to the GPU to be
+        gathered (`pre_unshard`), a reduced gradient leaves at once (`_offload_grad`)."""
         self.broadcasts = broadcasts
         """`sync_module_states`: rank 0 sends its weights to the others while the network is built."""
 
@@ -128,7 +132,8 @@ class FSDP1(ShardedLayout):
                 broadcast(step, unit, sizes)
             whole = step.allocate("flat_param.whole", Category.OTHER, [self._whole_bytes(unit)], unit.name)
             step.moment("flatten", Phase.INIT)
-            step.hold("flat_param", Category.PARAMETERS, self._parts(unit)[0], step.now, module=unit.name)
+            if not self.offloads:
+                step.hold("flat_param", Category.PARAMETERS, self._parts(unit)[0], step.now, module=unit.name)
             step.moment("shard", Phase.INIT)
             step.free(whole)
             step.free(moved)
@@ -146,19 +151,23 @@ class FSDP1(ShardedLayout):
 
     def hold_resident(self, step: Step) -> None:
         self._hold_whole(step)
-        for unit in self.units:
+        for unit in self.units if not self.offloads else ():
             size, _ = self._parts(unit)
             step.hold("flat_param", Category.PARAMETERS, size, 0, module=unit.name)
 
     def optimized(self) -> list[TrainedTensor]:
-        """In the order of the network's modules: the root's flat parameter is the first."""
+        """In the order of the network's modules: the root's flat parameter is the first. What is whole is so here too."""
+        whole = {tensor: tensor.optimized(tensor.shape) for tensor in self.tensors if tensor.trains and not tensor.sharded}
+        if self.offloads:
+            return list(whole.values())
         if not self.original:
-            return [
+            parts = [
                 TrainedTensor("flat_param", unit.name, (self._part_numel(unit),), unit.tensors[0].element_bytes)
                 for unit in self.by_module()
                 if unit.trained
             ]
-        pieces = {}
+            return [*parts, *whole.values()]
+        pieces = whole
         for unit in self.units:
             part = self._part_numel(unit)
             for tensor, begin in zip(unit.tensors, self._offsets(unit), strict=False):
@@ -171,7 +180,7 @@ class FSDP1(ShardedLayout):
 
     def gather(self, step: Step, unit: Unit, phase: Phase = Phase.BACKWARD) -> None:
         stored, used = self._parts(unit)
-        copied = [used if used != stored else 0]
+        copied = [used if used != stored or self.offloads else 0]
         narrow = step.allocate("flat_param.narrow_part", BUFFERS, copied, unit.name, stream=PRE_UNSHARD)
         self._gather(step, unit, step.now)
         step.moment("all_gather", phase)
@@ -351,7 +360,9 @@ class FSDP1(ShardedLayout):
             step.free(narrow)
         self._ahead.let_go(step, flat)
         step.free(sources)
-        if unit.gradient:
+        if self.offloads:
+            step.moment("offload_grad", Phase.BACKWARD)
+        if unit.gradient or self.offloads:
             step.free(result)
         else:
             unit.gradient = result

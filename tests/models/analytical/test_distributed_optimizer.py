@@ -36,6 +36,23 @@ def test_a_shard_is_one_part():
     assert sum(owned for _, owned in shard_pieces(PARAMETERS, rules)) == 384 // 4
 
 
+def test_a_rank_owns_what_of_the_parameters_lies_in_its_part():
+    """c: 0-128; b: 128-135; a: 192-292; padded to 384. Two parts of 192, three of 128."""
+    a, b, c = PARAMETERS
+    halves = BufferRules(sharded=True, shards=2)
+    assert shard_pieces(PARAMETERS, halves, 0) == [(c, 128), (b, 7)]
+    assert shard_pieces(PARAMETERS, halves, 1) == [(a, 100)]
+    thirds = BufferRules(sharded=True, shards=3)
+    assert [shard_pieces(PARAMETERS, thirds, i) for i in range(3)] == [[(c, 128)], [(b, 7), (a, 64)], [(a, 36)]]
+
+
+def test_every_bucket_is_cut_for_itself():
+    """Buckets 0-128 (c) and 128-384 (b 128-135, a 192-292): of each the second half."""
+    a, _, c = PARAMETERS
+    rules = BufferRules(sharded=True, shards=2, bucket_size=128)
+    assert shard_pieces(PARAMETERS, rules, 1) == [(c, 64), (a, 36)]
+
+
 def test_bucket_size():
     assert bucket_size(False, 0, 8) is None
     assert bucket_size(True, 1, 8) is None

@@ -212,7 +212,7 @@ def test_float8_keeps_what_bf16_keeps_and_converts_on_the_way():
 )
 def test_layers_that_differ_in_nothing_are_made_once(changes, alike):
     asked = job(**changes)
-    first, second = Blocks(asked, block_context(asked, False)).contexts
+    first, second = Blocks(asked, block_context(asked, None)).contexts
     assert (first == second) is alike
 
 

@@ -29,7 +29,7 @@ def graphs(kept, **changes):
     """The forward and backward graphs of one layer."""
     regions = {"compile": True, "framework": "torch", "framework_options": {"compiled_regions": "layers"}}
     job = expand({"include": [{**regions, **changes}]})[0]
-    context = Blocks(job, block_context(job, False)).contexts[0]
+    context = Blocks(job, block_context(job, None)).contexts[0]
     return layer.graphs(replace(context, cached_matmuls=kept or 0), kept is not None)
 
 
@@ -124,7 +124,7 @@ CUT, TWO = {"num_hidden_layers": 3, "vocab_size": 4096}, {"micro_batch_size": 2}
 )
 def test_the_orders_of_a_whole_networks_backward_have_the_peaks_that_inductor_logs(changes, estimates):
     job = expand({"include": [{"compile": True, "architecture": TINY, "sequence_length": 1024, **changes}]})[0]
-    blocks = Blocks(job, block_context(job, False))
+    blocks = Blocks(job, block_context(job, None))
     _, backward = network.graphs(tuple(blocks.contexts), tuple(blocks.recomputed))
     assert tuple(backward.peaks()) == estimates
 

@@ -11,7 +11,8 @@ from peakcast.models.analytical.blocks.kv_cache import CacheTurn, cache_turn
 from peakcast.models.analytical.inference import MAX_DECODE_FORWARDS, _decoded
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import out_of_scope
-from peakcast.spec import Finetuning, Inference, TrainingJob
+from peakcast.models.baseline import baseline
+from peakcast.spec import Finetuning, Inference, Precision, TrainingJob
 from peakcast.timeline import Category
 
 H, F, V, LAYERS, HEADS, KV_HEADS, DIM = 256, 512, 1024, 2, 4, 2, 64
@@ -61,6 +62,36 @@ def test_a_dynamic_cache_grows_and_its_old_and_new_keys_meet():
     assert cached(timeline, meeting) == 128 * token + 129 * token // (2 * LAYERS)
 
 
+def test_before_transformers_4_42_the_last_forward_s_cache_stays_until_the_next_forward():
+    token = 2 * LAYERS * 2 * KV_HEADS * DIM * 2
+    for release, held in {"4.41.2": 143 + 144, "4.42.0": 144}.items():
+        timeline = ledger(job(versions=FrozenMapping({"transformers": release})))
+        last = max(t for t, label in enumerate(timeline.labels) if label == "decode lm_head")
+        assert cached(timeline, last) == held * token
+
+
+def test_logits_of_all_positions_wait_for_the_next_forward_s():
+    """Before transformers 4.45 `next_token_logits` is a view of all of them."""
+    timeline = ledger(job(batch=2, versions=FrozenMapping({"transformers": "4.41.2"})))
+    decoding = timeline.labels.index("decode embed_tokens")
+    alive = timeline.alive_at(decoding)
+    held = {name: int(n) for name, n, lives in zip(timeline.names, timeline.num_bytes, alive, strict=True) if lives}
+    assert held["next_token_logits"] == 2 * 128 * V * 4
+
+
+@pytest.mark.parametrize(
+    ("family", "last_with", "first_without"), [("llama", "4.40.2", "4.41.0"), ("mistral", "4.41.2", "4.42.0")]
+)
+def test_rotary_tables_of_every_layer(family, last_with, first_without):
+    network = replace(TINY, model_type=family, max_position_embeddings=4096)
+    tables = {}
+    for release in (last_with, first_without):
+        timeline = ledger(job(versions=FrozenMapping({"transformers": release})).replace(architecture=network))
+        held = zip(timeline.names, timeline.num_bytes, strict=True)
+        tables[release] = sum(int(size) for name, size in held if name.startswith("rotary_emb."))
+    assert tables == {last_with: LAYERS * 2 * 4096 * DIM * 2, first_without: 0}
+
+
 def test_a_static_cache_has_its_full_size_from_the_first_forward_on():
     timeline = ledger(job(cache="static"))
     start = timeline.labels.index("decode embed_tokens")
@@ -96,7 +127,7 @@ def test_decoding_forwards_are_all_shown_or_spread_with_the_last_one():
     assert _decoded(10, 13) == [10, 11, 12]
     many = _decoded(100, 5000)
     assert len(many) == len(set(many)) == MAX_DECODE_FORWARDS
-    assert (many[0], many[-1]) == (100, 4999)
+    assert (many[0], many[-2:]) == (100, [4998, 4999])
     assert many == sorted(many)
 
 
@@ -106,6 +137,49 @@ def test_adapters_and_quantised_bases_generate_too():
     assert plain < lora
     qlora = job(finetuning=Finetuning(method="qlora", rank=8, quantization="nf4"))
     assert ledger(qlora).peak().num_bytes < lora
+
+
+def test_a_quantised_network_generates_without_adapters():
+    """GPTQ of 4 bits by optimum: codes, scales and zeros of groups of 128, an index and a bias; exllama's buffer of the
+    largest matrix, in which every use unpacks its own."""
+    quantised = Finetuning(quantization="gptq")
+    shapes = [(HEADS * DIM, H), (KV_HEADS * DIM, H), (KV_HEADS * DIM, H), (H, HEADS * DIM), (F, H), (F, H), (H, F)]
+    packed = sum(out * inner // 2 + out * inner // 128 * 5 // 2 + inner * 4 + out * 2 for out, inner in shapes)
+    whole = 2 * V * H * 2 + LAYERS * 2 * H * 2 + H * 2
+    exllama = ledger(job(finetuning=quantised, framework_options=FrozenMapping({"gptq_kernel": "exllama"})))
+    parameters = exllama.composition(0)[Category.PARAMETERS]
+    assert parameters == pytest.approx(whole + LAYERS * packed, abs=512 * LAYERS * 5 * len(shapes))
+    sizes = dict(zip(exllama.names, exllama.num_bytes, strict=True))
+    assert sizes["exllama.scratch"] == F * H * 2
+    with_room = ledger(job(finetuning=quantised, framework_options=FrozenMapping({"gptq_kernel": "exllamav2"})))
+    assert dict(zip(with_room.names, with_room.num_bytes, strict=True))["exllama.scratch"] == F * H * 2 + F * 2048 * 8 * 4
+    assert out_of_scope(job(finetuning=quantised)) == ""
+
+
+@pytest.mark.parametrize(
+    ("network", "batch", "attention", "allocated", "reserved"),
+    [
+        ("llama-2-7b", 4, "sdpa", 16_774, 24_983),  # OB-046
+        ("llama-2-7b", 8, "eager", 19_997, 63_503),  # OB-078
+        ("llama-2-13b", 1, "flash_attention_2", 27_506, 27_936),  # OB-014
+    ],
+)
+def test_published_generations_on_an_a100(network, batch, attention, allocated, reserved):
+    """huggingface/optimum-benchmark: transformers 4.35.2, 256 tokens and 512 more, in whole MB rounded down."""
+    found = baseline(
+        TrainingJob(
+            architecture=peakcast.catalog.architecture(network),
+            task="inference",
+            micro_batch_size=batch,
+            attention=attention,
+            precision=Precision(parameters="float16", compute="float16"),
+            versions=FrozenMapping({"torch": "2.1.1", "transformers": "4.35.2"}),
+            inference=Inference(prompt_length=256, new_tokens=512),
+        ),
+        peakcast.catalog.gpu("A100-80GB"),
+    )
+    assert found.replayed_allocated_bytes == pytest.approx(allocated * 10**6, rel=1e-4)
+    assert found.peak_reserved_bytes == pytest.approx(reserved * 10**6, rel=0.005)
 
 
 def windowed(window, **changes):

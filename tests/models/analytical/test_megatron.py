@@ -12,6 +12,8 @@ import pytest
 
 from peakcast.catalog import gpu
 from peakcast.dialects.megatron import from_megatron
+from peakcast.fields import FrozenMapping
+from peakcast.models.analytical.blocks.megatron_head import head
 from peakcast.models.analytical.blocks.megatron_layer import decoder_layer
 from peakcast.models.analytical.megatron import megatron_ledger, megatron_out_of_scope
 from peakcast.models.analytical.megatron_context import attention_core, layer_context
@@ -138,8 +140,22 @@ def test_a_ring_names_a_pair_and_an_output_for_every_turn_to_its_end(ranks):
     template, one = decoder_layer(context), SBH // ranks * 2  # keys, values and outputs are as large, in bf16
     backward = template.born_backward
     in_passing = [name == "fused_attention.temporary" for name in template.names]
-    assert template.num_bytes[in_passing & ~backward].tolist() == [(ranks - 1) * 2 * one + ranks * one]  # one pair is kept
-    assert template.num_bytes[in_passing & backward].tolist() == [4 * 2 * one + one]
+    pairs, outputs = [2 * one] * (ranks - 1), [one] * ranks  # one pair is kept
+    assert template.num_bytes[in_passing & ~backward].tolist() == [*pairs, *outputs]
+    assert template.num_bytes[in_passing & backward].tolist() == [4 * one, 4 * one, one]
+    assert template.streams[in_passing & ~backward].sum() == ranks // 2  # every second turn's output
+
+
+def test_exchanged_heads_lie_on_a_stream_of_their_own():
+    """What comes is put into order on the second stream: query, key, value, kept; the result; their three gradients; and
+    the result's gradient. What is sent, the kernel's result and its gradients are of the stream that computes."""
+    job = make(num_gpus=2, context_parallel_size=2, attention_backend="fused", cp_comm_type="a2a")
+    template, one = decoder_layer(layer_context(job, None)), SBH // 2 * 2
+    aside = template.streams == 1
+    kept = ~template.born_backward & template.dies_backward
+    assert template.num_bytes[aside & kept].tolist() == [one] * 4  # with the result, which the projection keeps
+    assert template.num_bytes[aside & template.born_backward].tolist() == [one] * 4
+    assert template.num_bytes[aside].sum() == 8 * one
 
 
 def test_more_tensor_parallelism_never_raises_parameters():
@@ -223,12 +239,49 @@ def test_automatic_attention(name, deterministic, backend):
     assert attention_core(job, gpu(name)) == backend
 
 
+def test_transformer_engines_loss_keeps_an_fp32_gradient_from_2_18_on():
+    """4 bytes a logit that are kept beside the narrow logits; before, the gradient takes the logits' place."""
+    fused = make(num_gpus=1, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+    kept = []
+    for release in ("2.17", "2.18"):
+        template = head(layer_context(fused.replace(versions=FrozenMapping({"transformer_engine": release})), None))
+        sizes = zip(template.names, template.num_bytes.tolist(), strict=True)
+        kept.append([size for name, size in sizes if name == "vocab_parallel_cross_entropy.saved"])
+    assert kept == [[], [B * S * 50304 * 4]]
+
+
+def test_weights_gathered_in_fp8_are_a_byte_each_and_their_own_rows():
+    """Projections' 12h² weights a layer lie in a buffer of bytes, which is their layout by rows; on Hopper a copy by
+    columns stays beside it. Without fp8-param-gather they take two bytes, and both copies."""
+    flags = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise", "use_distributed_optimizer": True}
+    weights = 12 * 12 * H * H
+    plain, gathered = (last(make(**flags, **more), device="H100-80GB") for more in ({}, {"fp8_param_gather": True}))
+    saved = category_bytes(plain, Category.PARAMETERS) - category_bytes(gathered, Category.PARAMETERS)
+    assert saved == pytest.approx(weights, abs=2 * 512)
+    copies = [
+        sum(int(size) for name, size in zip(t.names, t.num_bytes, strict=True) if name.endswith(".weight.fp8"))
+        for t in (plain, gathered)
+    ]
+    assert copies == [2 * weights, weights]
+
+
+@pytest.mark.parametrize(("versions", "streams"), [({}, 3), ({"transformer_engine": "2.8"}, 2)])
+def test_overlapped_tensor_parallelism_has_workspaces_of_its_own(versions: dict[str, str], streams: int):
+    job = make(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True)
+    timeline = last(job.replace(versions=FrozenMapping(versions)), device="H100-80GB")
+    sizes = zip(timeline.names, timeline.num_bytes.tolist(), strict=True)
+    assert [size for name, size in sizes if name == "userbuffers_workspace"] == [streams * (32 * MIB + 1024)]
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
 def test_scope():
     assert megatron_out_of_scope(make()) == ""
     assert megatron_out_of_scope(make(num_experts=8)) == ""
     assert megatron_out_of_scope(make(multi_latent_attention=True)) == ""
     assert megatron_out_of_scope(make(fp8_format="hybrid")) == ""
-    assert megatron_out_of_scope(make(fp8_format="hybrid", recompute_granularity="full")) == ""
+    assert megatron_out_of_scope(make(fp8_format="hybrid", **FULL)) == ""
     for flags in (
         {"num_experts": 8},
         {"transformer_impl": "local"},

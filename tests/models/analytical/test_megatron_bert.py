@@ -76,7 +76,7 @@ def test_the_heads_projection_and_norm_are_kept_whole_on_every_tensor_parallel_r
 def test_another_shape_is_still_refused_by_name():
     assert megatron_out_of_scope(make()) == ""
     other = make().replace(architecture=replace(make().architecture, kind="hybrid"))
-    assert "neither a GPT nor a BERT or T5" in megatron_out_of_scope(other)
+    assert "neither a GPT nor a BERT or T5, nor a hybrid" in megatron_out_of_scope(other)
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ does not keep; those with every step logged have it."""
 @pytest.mark.parametrize(
     ("device", "tensor", "flags", "options", "measured", "tolerance"),
     [
-        ("A100-80GB", 1, {"transformer_impl": "local"}, {}, 6_189_654_016, 0.001),  # t5_mcore_tp1_pp1_vp1, dev
-        ("H100-80GB", 1, {"transformer_impl": "local"}, {}, 6_186_639_360, 0.001),
+        ("A100-80GB", 1, {"transformer_impl": "local"}, {}, 6_189_654_016, 0.002),  # t5_mcore_tp1_pp1_vp1, dev
+        ("H100-80GB", 1, {"transformer_impl": "local"}, {}, 6_186_639_360, 0.002),
         ("H100-80GB", 4, {"transformer_impl": "local"}, {}, 1_831_392_256, 0.005),  # t5_mcore_tp4_pp1, dev
         ("A100-80GB", 4, {"transformer_impl": "local"}, OLDER, 1_820_059_648, 0.002),
         ("H100-80GB", 4, {"attention_backend": "unfused"}, {}, 1_862_527_488, 0.003),  # t5_mcore_te_tp4_pp1, dev

@@ -115,7 +115,7 @@ def test_zero3_adapters_are_fp32_and_frozen_weights_keep_their_inputs_with_its_l
     stage2, stage3 = (stored_parameters(job(name, finetuning=lora)) for name in ("zero2", "zero3"))
     assert {t.element_bytes for t in stage2 if t.trains} == {BF16}
     assert {t.element_bytes for t in stage3 if t.trains} == {FP32}
-    kept = [block_context(job(name, finetuning=lora), False).linears_keep_input for name in ("zero2", "zero3")]
+    kept = [block_context(job(name, finetuning=lora), None).linears_keep_input for name in ("zero2", "zero3")]
     assert kept == [False, True]
 
 

@@ -1,0 +1,118 @@
+"""The row format that several published sources share: one run a line, with its job where the job form has words for it.
+
+A row says `id source commit path gpu num_gpus framework versions model method batch sequence_length accumulation precision
+optimizer checkpointing attention compile layout allocator measured grade note rank` and, mostly, `job`. Bytes are whole
+numbers. Grade A: every input is known; B: something was assumed, which `note` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peakcast.collectors.published.source_files import read_jsonl
+from peakcast.dialects.job_file import job_from_mapping
+from peakcast.parallelism import Parallelism
+from peakcast.records import Measurement
+from peakcast.spec import TrainingJob
+
+SHAPES = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "tie": "tie_word_embeddings",
+}
+"""A row's words for its network, and config.json's; any other word is config.json's own."""
+KEPT_AS_FOUND = (
+    "framework", "versions", "method", "precision", "optimizer", "checkpointing", "attention", "layout", "allocator",
+    "accumulation", "grade", "note",
+)  # fmt: skip
+"""What of a row stands in `environment`, so that nothing it says is lost where the job has no word for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a source's own module makes of one row."""
+
+    job: TrainingJob
+    assumptions: tuple[str, ...] = ()
+    """Beside the row's own note."""
+    out_of_scope: tuple[str, ...] = ()
+    """Why the job is not the run, or the ledger does not cover it: a sentence each."""
+    spoiled: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    """Names in `measured` that say something else than the job's peak; they are kept in `environment["unread"]`."""
+
+
+def read_plain_rows(path: Path, reading: Callable[[Mapping[str, Any]], Reading]) -> list[Measurement]:
+    """Every row of `path` as a `Measurement`, in file order. Raises: RecordError naming file and line."""
+    return read_jsonl(path, lambda record: measurement(record, reading(record)))
+
+
+def measurement(record: Mapping[str, Any], reading: Reading) -> Measurement:
+    """`record` as a `Measurement` of the job that was read from it."""
+    measured = {name: value for name, value in record["measured"].items() if name not in reading.unread}
+    unread = {name: record["measured"][name] for name in reading.unread if name in record["measured"]}
+    return Measurement(
+        job=reading.job,
+        gpu=record["gpu"],
+        provenance="published",
+        source=record["source"],
+        source_version=record["commit"],
+        case=f"{record['id']} {record['path']}",
+        rank=record.get("rank") or 0,
+        collectives="nccl" if record["num_gpus"] > 1 else "none",
+        environment={
+            **{name: record[name] for name in KEPT_AS_FOUND if record[name] is not None},
+            **({"unread": unread} if unread else {}),
+        },
+        assumptions=(*_note(record), *reading.assumptions),
+        out_of_scope=" ".join(reading.out_of_scope),
+        spoiled=reading.spoiled,
+        observed=record.get("date") or "",
+        **measured,
+    )
+
+
+def job_of(record: Mapping[str, Any], **changes: Any) -> TrainingJob:
+    """The row's own job with `changes`, or, where the row has none, the nearest job that its other fields describe.
+
+    `changes` are keys of a job file. Raises: SpecError, as a job file does.
+    """
+    return job_from_mapping({**(record.get("job") or _described(record)), **changes})
+
+
+def _described(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A job file's mapping of what the row's fields say beside `job`, for training. Its stage 2 is of FSDP: weights stay
+    gathered between forward and backward."""
+    precision, optimizer = record["precision"], str(record["optimizer"] or "adamw").lower().split()
+    layout = record["layout"] or {"data_parallel_size": record["num_gpus"]}
+    segments = record["allocator"] or {}
+    mapping = {
+        "architecture": {SHAPES.get(word, word): value for word, value in record["model"].items()},
+        "framework": "torch" if record["framework"].startswith("torch") else "huggingface",
+        "versions": {name: release.partition("+")[0] for name, release in (record["versions"] or {}).items()},
+        "micro_batch_size": record["batch"],
+        "sequence_length": record["sequence_length"],
+        "gradient_accumulation_steps": record["accumulation"],
+        "precision": precision if isinstance(precision, Mapping) else None,
+        "optimizer": {"name": optimizer[0], **({"implementation": optimizer[1]} if len(optimizer) > 1 else {})},
+        "activation_checkpointing": {"mode": (record["checkpointing"] or "none").partition(",")[0]},
+        "attention": (record["attention"] or "sdpa").partition(" ")[0],
+        "compile": record["compile"],
+        "parallelism": {
+            name: layout[name] for name in Parallelism.__dataclass_fields__ if name in layout and name != "zero_stage"
+        },
+        "framework_options": {"fsdp_reshard_after_forward": False} if layout.get("zero_stage") == 2 else {},
+        "allocator": {name: segments[name] for name in ("expandable_segments",) if name in segments},
+    }
+    return {name: value for name, value in mapping.items() if value is not None}
+
+
+def _note(record: Mapping[str, Any]) -> tuple[str, ...]:
+    note = str(record["note"] or "").strip().rstrip(".")
+    return (f"Grade {record['grade']} of the source's reading: {note}.",) if note else ()

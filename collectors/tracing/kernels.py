@@ -1,0 +1,117 @@
+"""What the kernel of an operator takes from the allocator for itself, worked out from the tensors it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from peakcast import kernel_workspaces
+from peakcast.catalog import Device
+from peakcast.kernel_workspaces import CUBLASLT_BYTES, INDEXED_MAX_ACCUMULATOR_BYTES, SUM_ACCUMULATOR_BYTES, VECTOR
+
+aten = torch.ops.aten
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Bytes that a kernel takes: while it runs, or `kept` by its library from then on."""
+
+    name: str
+    num_bytes: int
+    kept: bool = False
+
+
+def taken(operator: Any, arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+    """What `operator` took of `device` to make `result`. Empty for operators of which nothing is known."""
+    rule = RULES.get(operator)
+    return rule(arguments, result, device) if rule is not None else []
+
+
+def _reduces(accumulator_bytes: int) -> Callable[[Sequence[Any], Any, Device], list[Taken]]:
+    def rule(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+        source = arguments[0]
+        dims = arguments[1] if len(arguments) > 1 else None
+        found = reduction_of(source, dims, device, accumulator_bytes)
+        if not found:
+            return []
+        return [Taken("reduction.buffer", found.buffer_bytes), Taken("reduction.semaphores", found.semaphore_bytes)]
+
+    return rule
+
+
+def reduction_of(source: torch.Tensor, dims: Any, device: Device, accumulator_bytes: int) -> kernel_workspaces.Workspace:
+    """What a reduction of `source` over `dims` (None, or none: over all) takes, by its shape and strides."""
+    given = (dims,) if isinstance(dims, int) else tuple(dims or range(source.dim()))
+    reduced = {dim % source.dim() for dim in given} if source.dim() else set()
+    sides: list[list[int]] = [[], []]
+    for dim, (size, stride) in enumerate(zip(source.shape, source.stride(), strict=True)):
+        if size > 1 and stride:
+            sides[dim not in reduced].append(stride)
+    kept = [size for dim, size in enumerate(source.shape) if dim not in reduced]
+    inner = not sides[1] or (bool(sides[0]) and min(sides[0]) < min(sides[1]))
+    return kernel_workspaces.reduction(
+        prod(kept),
+        prod(source.shape) // max(prod(kept), 1),
+        device.num_sms,
+        device.max_threads_per_sm,
+        reduced_is_contiguous=inner,
+        accumulator_bytes=accumulator_bytes,
+        vector=VECTOR if sides[1] and min(sides[1]) == 1 else 1,
+    )
+
+
+def _index_put(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+    """With `accumulate`, indices are sorted first: four copies of them (torch 2.11 `Indexing.cu`,
+    `index_put_with_sort_kernel`; a fifth is gone by then), and what the sort takes."""
+    target, indices, _, *rest = arguments
+    if not (rest and rest[0]):
+        return []
+    picked = [index for index in indices if index is not None]
+    count = max((index.numel() for index in picked), default=0)
+    rows = prod(size for size, index in zip(target.shape, indices, strict=False) if index is not None)
+    if not count:
+        return []
+    copies = [Taken("index_put.indices", count * picked[0].element_size())] * 4
+    return [*copies, Taken("index_put.sort", kernel_workspaces.sort_bytes(count, rows))]
+
+
+def _product(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+    return [Taken("cublas_workspace", kernel_workspaces.cublas_bytes(device, RELEASE), kept=True)]
+
+
+def _addmm(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+    """A product with a bias goes to cublasLt (aten/src/ATen/native/cuda/Blas.cpp, `addmm_out_cuda_impl`)."""
+    found = _product(arguments, result, device)
+    bias, _, second = arguments[:3]
+    kept = kernel_workspaces.cublaslt_kept(RELEASE)
+    if kept is not None and bias.dim() == 1 and bias.shape[0] == second.shape[1] and min(second.shape) > 1:
+        found.append(Taken("cublaslt_workspace", CUBLASLT_BYTES, kept=kept))
+    return found
+
+
+_sum, _max = _reduces(SUM_ACCUMULATOR_BYTES), _reduces(INDEXED_MAX_ACCUMULATOR_BYTES)
+RULES: dict[Any, Callable[[Sequence[Any], Any, Device], list[Taken]]] = {
+    aten.sum.dim_IntList: _sum,
+    aten.sum.default: _sum,
+    aten.mean.dim: _sum,
+    aten.mean.default: _sum,
+    aten.linalg_vector_norm.default: lambda given, result, device: _sum(
+        (given[0], given[2] if len(given) > 2 else None), result, device
+    ),
+    aten.max.dim: _max,
+    aten.min.dim: _max,
+    aten.any.default: _reduces(1),
+    aten._index_put_impl_.default: _index_put,
+    aten.index_put_.default: _index_put,
+    aten.index_put.default: _index_put,
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.baddbmm.default: _product,
+    aten.addmm.default: _addmm,
+}
+"""Operators whose workspaces were recorded (`datasets/published/histories`), and what each takes."""

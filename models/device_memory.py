@@ -1,0 +1,163 @@
+"""What a process holds on a GPU outside PyTorch's allocator: the CUDA context and NCCL's communicators, in bytes.
+
+Estimates from published readings, each with its source, or, where `peakcast collect constants` was run on the machine at
+hand, what it read there (`Constants`). What kernels load beyond that differs by machine; the residual of device memory
+learns it from rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peakcast.errors import RecordError
+from peakcast.spec import TrainingJob
+from peakcast.units import KIB, MIB
+from peakcast.versions import release, resolved, torch_release
+
+if TYPE_CHECKING:
+    from peakcast.catalog import Device
+
+LOCAL_MEMORY_BYTES_PER_THREAD = 1 * KIB
+"""Default stack of a thread; the driver reserves it for every thread that the GPU can hold at once.
+Source: NVIDIA developer forums 289339 and 39558; A100 216 MiB = 108 × 2048 KiB as reported."""
+BASE_CONTEXT_BYTES = {12: 256 * MIB, 13: 213 * MIB}
+"""By CUDA major release: the context and the kernels loaded with it, without the local-memory arena.
+Source: CUDA 12.8 on H200, a process of 520 MiB beside another one's (CTX-045 of
+datasets/published/constants/device_constants_h100.csv), less its arena of 264 MiB; CUDA 13.0 on RTX 6000 Ada, bare context
+426 MiB (unslothai/unsloth-zoo #1053), less 213 MiB. Older releases of CUDA are taken as 12."""
+AMPERE_COMMUNICATOR_BYTES = (544 * 10**6, 688 * 10**6)
+"""Device memory of one NCCL communicator, of 2 ranks and of more, up to compute capability 8.x.
+Source: 4 × A100, NVIDIA/nccl #964."""
+HOPPER_COMMUNICATOR_BYTES = {12: 990 * MIB, 13: 699 * MIB}
+"""The same of 8 ranks from compute capability 9.0 on, by major release of CUDA; NVLink SHARP's buffers are part of it.
+Source: median of what a process holds after NCCL's first collective on 8 × H100 (1,510 MiB under CUDA 12, 1,176 MiB under
+CUDA 13; device_constants_h100.jsonl), less the context above."""
+
+CONSTANTS_SCHEMA = 1
+MAX_CONSTANTS_BYTES = 2**20
+TRAINING_STEPS = (
+    "elementwise", "cublas", "cublas in backward", "cublaslt", "attention: flash", "embedding backward", "cross entropy",
+    "adamw: foreach",
+)  # fmt: skip
+"""First uses (`collectors/first_uses.py`) that any training step has; what they load stays for the process's life."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What `peakcast collect constants` read on a machine's GPU, in bytes outside PyTorch's allocator."""
+
+    gpu: str
+    """Catalog name of the GPU type."""
+    context_bytes: int
+    first_uses_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Step of `collectors/first_uses.py` → what it added when it ran first."""
+    communicator_bytes: Mapping[int, int] = field(default_factory=dict)
+    """Ranks of one NCCL communicator → what it added."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """torch, driver: what they were read with."""
+
+    @property
+    def kernels_bytes(self) -> int:
+        """Kernels and handles that a training step loads."""
+        return sum(self.first_uses_bytes.get(step, 0) for step in TRAINING_STEPS)
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        mapping = {"schema_version": CONSTANTS_SCHEMA, **asdict(self)}
+        mapping["communicator_bytes"] = {str(ranks): size for ranks, size in self.communicator_bytes.items()}
+        return json.dumps(mapping, indent=1, sort_keys=True).encode() + b"\n"
+
+    @classmethod
+    def from_mapping(cls, mapping: Any) -> Constants:
+        """The constants of `to_bytes`. Raises: ValueError saying which entry is wrong."""
+        if not isinstance(mapping, dict) or mapping.get("schema_version") != CONSTANTS_SCHEMA:
+            raise ValueError(f"schema_version must be {CONSTANTS_SCHEMA}")
+        texts = {key: mapping.get(key) for key in ("gpu",)}
+        if not all(isinstance(value, str) and value for value in texts.values()):
+            raise ValueError("gpu must be the name of a GPU type")
+        sizes = {key: _sizes(mapping.get(key), key) for key in ("first_uses_bytes", "communicator_bytes")}
+        versions = mapping.get("versions", {})
+        if not isinstance(versions, dict) or not all(isinstance(value, str) for value in versions.values()):
+            raise ValueError("versions must map packages to texts")
+        return cls(
+            gpu=mapping["gpu"],
+            context_bytes=_size(mapping.get("context_bytes"), "context_bytes"),
+            first_uses_bytes=sizes["first_uses_bytes"],
+            communicator_bytes={int(ranks): size for ranks, size in sizes["communicator_bytes"].items()},
+            versions=versions,
+        )
+
+
+def load_constants(path: Path) -> Constants:
+    """The constants in the JSON file at `path`. Raises: RecordError naming the file, the fault and the way out."""
+    try:
+        if path.stat().st_size > MAX_CONSTANTS_BYTES:
+            raise ValueError(f"it has more than {MAX_CONSTANTS_BYTES:,} bytes")
+        return Constants.from_mapping(json.loads(path.read_bytes().decode("utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(
+            f"{path} is not what `peakcast collect constants` writes ({error}); run it again, or delete the file.",
+            parameter="constants",
+            value=str(path),
+        ) from error
+
+
+def cuda_major(versions: Mapping[str, Any]) -> int:
+    """Major release of CUDA that a job's `versions` imply: `cuda`, or torch's (`2.4.1+cu121`), or the one that torch's
+    wheels have by default. Source: pip's torch 2.1 to 2.10 depend on CUDA 12, torch 2.11 on CUDA 13.0."""
+    versions = resolved(versions)
+    if numbers := release(versions.get("cuda", "")):
+        return int(numbers[0])
+    build = str(versions.get("torch", "")).partition("+cu")[2]
+    if build[:2].isdigit():
+        return int(build[:2])
+    return 13 if torch_release(versions) >= (2, 11) else 12
+
+
+def context_bytes(device: Device, versions: Mapping[str, Any]) -> int:
+    """Estimate of the CUDA context on `device` under a job's `versions`: its base and the local-memory arena."""
+    arena = device.num_sms * device.max_threads_per_sm * LOCAL_MEMORY_BYTES_PER_THREAD
+    return _by_release(BASE_CONTEXT_BYTES, versions) + arena
+
+
+def communicator_bytes(job: TrainingJob, device: Device) -> int:
+    """Estimate of NCCL's device memory: one communicator per axis of the layout with more than one rank."""
+    layout = job.parallelism
+    axes = (
+        layout.data_parallel_size,
+        layout.tensor_parallel_size,
+        layout.pipeline_parallel_size,
+        layout.context_parallel_size,
+        layout.expert_parallel_size,
+    )
+    return sum(one_communicator_bytes(device, size, job.versions) for size in axes if size > 1)
+
+
+def one_communicator_bytes(device: Device, num_ranks: int, versions: Mapping[str, Any]) -> int:
+    """Estimate of one NCCL communicator of `num_ranks` on `device`. Of 2 ranks on Hopper the same share of that of 8 is
+    taken as on A100, because nobody has published it."""
+    pair, more = AMPERE_COMMUNICATOR_BYTES
+    if device.compute_capability < (9, 0):
+        return more if num_ranks > 2 else pair
+    full = _by_release(HOPPER_COMMUNICATOR_BYTES, versions)
+    return full if num_ranks > 2 else full * pair // more
+
+
+def _by_release(table: Mapping[int, int], versions: Mapping[str, Any]) -> int:
+    return table[min(max(cuda_major(versions), min(table)), max(table))]
+
+
+def _sizes(value: Any, name: str) -> dict[str, int]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a mapping")
+    return {str(key): _size(size, f"{name}[{key!r}]") for key, size in value.items()}
+
+
+def _size(value: Any, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not -(2**50) < value < 2**50:
+        raise ValueError(f"{name}={value!r} must be a whole number of bytes")
+    return value

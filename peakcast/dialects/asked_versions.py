@@ -1,0 +1,72 @@
+"""The package versions that a question gives beside its job: named, or those that are installed here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from peakcast.conventions import packages_of
+from peakcast.dialects.translation import Translation
+from peakcast.errors import SpecError
+from peakcast.fields import FrozenMapping
+from peakcast.versions import CONTAINER, STACKS, check_versions, installed, read_versions
+
+
+@dataclass(frozen=True, slots=True)
+class AskedVersions:
+    """Versions for any job; which of them concern one, its framework tells."""
+
+    given: FrozenMapping = field(default_factory=FrozenMapping)
+    """Package -> version, as asked; they hold over what a configuration says."""
+    here: bool = False
+    """Whether the versions installed here hold for everything else."""
+
+    def of(self, framework: str, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """`own`, the versions that a configuration says or its dialect stands for, with those that are asked for. Of the
+        packages installed here those of `framework` are taken, and of stacks the one that `own` names."""
+        own = own or {}
+        known = packages_of(framework)
+        here = {
+            name: version
+            for name, version in (installed() if self.here else {}).items()
+            if name in known and (name not in STACKS or name in own)
+        }
+        return {**own, **here, **self.given}
+
+    def __bool__(self) -> bool:
+        return self.here or bool(self.given)
+
+
+NO_VERSIONS = AskedVersions()
+
+
+def asked_versions(versions: object = None, container: str | None = None, here: bool | None = False) -> AskedVersions:
+    """The versions of `--versions` (a text or a mapping), `--container` (a tag) and `--here`. Raises: SpecError."""
+    given = read_versions(versions) if isinstance(versions, str) else check_versions(versions or {})
+    if container is not None:
+        if given.get(CONTAINER, container) != container:
+            raise SpecError(f"--container {container} and --versions both name an image; keep one.", parameter="container")
+        given = check_versions({**given, CONTAINER: container})
+    if here and CONTAINER in given:
+        raise SpecError(
+            f"--here takes what is installed here, and --container {given[CONTAINER]} what an image has; keep one.",
+            parameter="here",
+        )
+    return AskedVersions(FrozenMapping(given), bool(here))
+
+
+def with_versions(translation: Translation, asked: AskedVersions) -> Translation:
+    """`translation` with the versions that are asked for, and a sentence on those that were found here."""
+    if not asked:
+        return translation
+    versions = asked.of(translation.job.framework, translation.job.versions)
+    translation = translation.changed(
+        lambda job: job.replace(versions=FrozenMapping(asked.of(job.framework, job.versions)))
+    )
+    remarks = translation.assumptions
+    if asked.here:
+        found = [f"{name} {version}" for name, version in versions.items() if name not in asked.given]
+        said = f"Versions are those installed here: {', '.join(found) or 'none that matter'}."
+        remarks = (*remarks, *([said] if said not in remarks else []))
+    return replace(translation, assumptions=remarks)

@@ -1,0 +1,56 @@
+"""Megatron-LM's layers from before megatron-core: `--use-legacy-models`, and every release in which they were the default.
+
+Source: NVIDIA/Megatron-LM megatron/training/arguments.py: core 0.6 has `--use-mcore-models` and `--transformer-impl local`,
+core 0.7 `--use-legacy-models` and `--transformer-impl transformer_engine`; megatron/legacy/model/transformer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from peakcast.dialects.translation import Settings
+from peakcast.versions import release
+
+FIRST_CORE_DEFAULT = (0, 7)
+LAST_LEGACY_RELEASE = "0.7"
+"""Of megatron-core: the release that is taken for legacy layers where none is given."""
+
+
+def is_legacy(settings: Settings, versions: Mapping[str, Any]) -> bool:
+    """Whether the layers are the legacy ones: asked for, or of a release where megatron-core's had to be asked for."""
+    asked, core = settings.switch("use_legacy_models"), settings.switch("use_mcore_models")
+    number = release(versions.get("megatron_core", ""))
+    return asked or (not core and bool(number) and number < FIRST_CORE_DEFAULT)
+
+
+def legacy_versions(settings: Settings, versions: dict[str, Any]) -> dict[str, Any]:
+    """`versions` with the release that legacy layers imply where none is given, and what else they take for granted."""
+    notes = settings.notes
+    if "megatron_core" not in versions and "ngc_pytorch" not in versions:
+        notes.assumptions.append(
+            f"Assumed megatron-core {LAST_LEGACY_RELEASE}, with which legacy models were usual; give "
+            "versions.megatron_core if yours differs."
+        )
+        versions = {**versions, "megatron_core": LAST_LEGACY_RELEASE}
+    if settings.text("transformer_impl", "local") != "local":
+        notes.unsupported.append(
+            "Legacy models built of Transformer Engine's layers (use-legacy-models with transformer-impl="
+            f"{settings.text('transformer_impl')}) are not modelled."
+        )
+    elif not settings.given("transformer_impl"):
+        notes.assumptions.append("Legacy models are taken with transformer-impl=local, Megatron-LM's own layers.")
+    if settings.given("num_experts") and settings.raw("num_experts"):
+        notes.unsupported.append("Experts of legacy models (SwitchMLP) are not modelled.")
+    if settings.given("encoder_num_layers") or settings.given("decoder_num_layers"):
+        notes.unsupported.append("A legacy T5 is not modelled.")
+    return versions
+
+
+def note_flash_attention(settings: Settings) -> None:
+    """megatron-core's own attention never asks for the flag (core 0.16.1 `transformer/dot_product_attention.py`)."""
+    if settings.switch("use_flash_attn") and settings.text("transformer_impl") == "local":
+        settings.notes.warnings.append(
+            "use-flash-attn does nothing with transformer-impl=local: megatron-core's own attention is unfused and keeps "
+            "its scores; transformer-impl=transformer_engine runs flash attention."
+        )

@@ -1,0 +1,121 @@
+"""open-instruct's YAML and command lines: a loop around accelerate with defaults of its own, no Trainer.
+
+Source: allenai/open-instruct open_instruct/finetune.py (FlatArguments, main), 2025: bfloat16 weights, adapters on seven
+projections, bitsandbytes' paged AdamW for QLoRA, torch's fused AdamW else. With adapters on weights that are not quantised
+gradient_checkpointing has no effect there (`if args.use_lora: ... elif args.gradient_checkpointing`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from peakcast.dialects.accelerate import launcher_beside
+from peakcast.dialects.huggingface import from_huggingface
+from peakcast.dialects.pasted import Pasted
+from peakcast.dialects.post_training import with_method
+from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.fields import FrozenMapping
+
+TARGETS = ["q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj"]
+IGNORED = re.compile(
+    r"dataset_.*|model_revision|tokenizer_.*|use_slow_tokenizer|use_fast|add_bos|chat_template_name|trust_remote_code|exp_name"
+    r"|preprocessing_num_workers|learning_rate|lr_scheduler_type|warmup_ratio|weight_decay|num_train_epochs|output_dir|seed"
+    r"|with_tracking|report_to|wandb_.*|logging_steps|checkpointing_steps|keep_last_n_checkpoints|max_train_(steps|samples)"
+    r"|push_to_hub|hf_.*|save_to_hub|try_.*|gs_bucket_path|oe_eval_.*|run_name|do_not_randomize_output_dir|timeout"
+    r"|overwrite_cache|resume_from_checkpoint|cache_dataset_only|clip_grad_norm|low_cpu_mem_usage|dpo_.*"
+)
+
+
+def from_open_instruct(pasted: Pasted) -> Translation:
+    """The job of such a configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
+    notes = Notes()
+    settings = Settings(pasted.values, notes, "open-instruct")
+    quantised = settings.switch("use_qlora")
+    adapters = settings.switch("use_lora")
+    if quantised and not adapters:
+        raise settings.refuse("use_qlora", "has adapters only with use_lora: true; add it")
+    model = pasted.model or settings.text("model_name_or_path")
+    if not model:
+        raise settings.refuse("model_name_or_path", "is required: the model's hub id, its folder, or its config.json", None)
+    settings.given("model_name_or_path")
+    peft = _adapters(settings) if adapters else None
+    training = _training(settings, quantised=quantised, adapters=adapters)
+    launcher = launcher_beside(pasted, notes)
+    translation = from_huggingface(
+        model,
+        training,
+        peft,
+        launcher.deepspeed,
+        launcher.fsdp,
+        launcher.gpus(pasted, notes),
+        versions=pasted.versions.of("huggingface"),
+    )
+    job = notes.include(translation)
+    if job.framework == "huggingface":  # `outputs` of the loop lives until it is assigned again
+        options = {**job.framework_options, "outputs_dropped": False}
+        job = job.replace(framework_options=FrozenMapping(options))
+    if any(key.startswith("dpo_") for key in pasted.values):
+        job = with_method(job, "dpo", "dpo_loss_type", notes, whole_logits="open-instruct (dpo_tune.py)")
+    settings.note_left(IGNORED)
+    return notes.finish(job)
+
+
+def _adapters(settings: Settings) -> dict[str, Any]:
+    return {
+        "r": settings.size("lora_rank", 64, assume=True),
+        "lora_alpha": settings.number("lora_alpha", 16),
+        "lora_dropout": settings.number("lora_dropout", 0.1, assume=True),
+        "target_modules": TARGETS,
+    }
+
+
+def _training(settings: Settings, *, quantised: bool, adapters: bool) -> dict[str, Any]:
+    """The step in the words of transformers' training arguments."""
+    notes = settings.notes
+    training: dict[str, Any] = {
+        "per_device_train_batch_size": settings.size("per_device_train_batch_size", 8, assume=True),
+        "gradient_accumulation_steps": settings.size("gradient_accumulation_steps", 1),
+        "torch_dtype": "bfloat16",
+        "bf16": True,
+        "attn_implementation": "flash_attention_2" if settings.switch("use_flash_attn", True) else "eager",
+    }
+    if settings.given("max_seq_length"):
+        training["max_seq_length"] = settings.raw("max_seq_length")
+    checkpoints = settings.switch("gradient_checkpointing")
+    training["gradient_checkpointing"] = checkpoints and (quantised or not adapters)
+    if checkpoints and not training["gradient_checkpointing"]:
+        notes.warnings.append(
+            "gradient_checkpointing has no effect with use_lora and without use_qlora (open_instruct/finetune.py): nothing "
+            "is checkpointed.",
+            "gradient_checkpointing",
+        )
+    eight = settings.switch("use_8bit_optimizer")
+    fused = settings.switch("fused_optimizer", True)
+    training["optim"] = "adamw_torch_fused" if fused else "adamw_torch"
+    if quantised:
+        training["gradient_checkpointing_kwargs"] = {"use_reentrant": True}  # peft's default there
+        training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+        training["optim"] = "paged_adamw_8bit" if eight else "paged_adamw_32bit"
+        notes.unsupported.append(
+            "peft's prepare_model_for_kbit_training widens the embedding and the head to float32, which is not modelled: 2 "
+            "bytes more for each of their parameters.",
+            "use_qlora",
+            "more",
+        )
+    elif eight:
+        sentence = "use_8bit_optimizer has no effect without use_qlora (open_instruct/finetune.py)."
+        notes.warnings.append(sentence, "use_8bit_optimizer")
+    mean = settings.one_of("reduce_loss", "mean", ("mean", "sum")) == "mean"
+    if settings.switch("use_liger_kernel"):
+        training["liger_kernels"] = True
+        training["fused_linear_cross_entropy"] = mean
+    elif not mean:
+        sentence = "The loss of reduce_loss=sum, on shifted copies of the logits, is not modelled."
+        notes.unsupported.append(sentence, "reduce_loss", "more")
+    if settings.switch("load_balancing_loss"):
+        notes.unsupported.append("The load balancing loss is not modelled.", "load_balancing_loss", "more")
+    settings.number("load_balancing_weight", 0.5)
+    if settings.raw("additional_model_arguments"):
+        notes.unsupported.append("additional_model_arguments are not read.", "additional_model_arguments")
+    return training

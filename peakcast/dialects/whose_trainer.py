@@ -1,0 +1,60 @@
+"""Whose program Hugging Face training arguments are for: TRL's, which checkpoints activations by itself, or transformers'.
+
+Sources: trl 0.13-1.16 ScriptArguments, ModelConfig, SFTConfig, DPOConfig, KTOConfig, GRPOConfig; transformers 4.57 and 5.17
+examples/pytorch/language-modeling/run_clm.py, run_mlm.py, run_fim.py (ModelArguments, DataTrainingArguments).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+OF_TRL = re.compile(
+    r"use_peft|packing(_strategy)?|eval_packing|max_length|padding_free|dataset_(mixture|text_field|num_proc)"
+    r"|num_generations|use_vllm|(un)?desirable_weight|beta|loss_type|assistant_only_loss|completion_only_loss|use_bnb_nested_quant"
+)
+"""Keys that neither TrainingArguments nor transformers' example scripts have."""
+OF_EXAMPLES = re.compile(
+    r"block_size|do_train|dataset_config_name|train_file|validation_(file|split_percentage)|max_(train|eval)_samples"
+    r"|config_(name|overrides)|tokenizer_name|use_fast_tokenizer|keep_linebreaks|preprocessing_num_workers|mlm_probability"
+    r"|line_by_line|pad_to_max_length|low_cpu_mem_usage|overwrite_cache"
+)
+"""Keys that transformers' example scripts have and TRL has not; `do_train` is of TrainingArguments, but TRL's scripts
+train whether it is given or not."""
+OF_EITHER = re.compile(r"dataset_(name|config)|max_seq_length|lora_(r|alpha|dropout|target_modules)")
+"""Keys that are of TRL, and of scripts around transformers' Trainer as well."""
+EXAMPLE_SCRIPT = re.compile(r"run_\w+\.py")
+TRL_SCRIPT = re.compile(r"trl( .*)?|((run_)?(sft|dpo|kto|grpo|orpo|cpo|reward)|reward_modeling|sft_vlm|sft_video_llm)\.py")
+
+
+class Whose(NamedTuple):
+    """Whose arguments they are."""
+
+    trl: bool
+    sure: bool
+    """Whether something tells; else the other reading is as good."""
+    rests_on: str
+    """What tells, in words; "" where nothing does."""
+
+
+def whose_trainer(program: str, keys: Iterable[str]) -> Whose:
+    """Whose arguments `keys` are, run by `program` ("" where that is not known)."""
+    name = program.rsplit("/", 1)[-1]
+    found = sorted(keys)
+    if TRL_SCRIPT.fullmatch(name):
+        return Whose(True, True, f"TRL's by the program {name}")
+    if EXAMPLE_SCRIPT.fullmatch(name):
+        return Whose(False, True, f"transformers' own by the program {name}")
+    trl, examples, either = (
+        [key for key in found if pattern.fullmatch(key)] for pattern in (OF_TRL, OF_EXAMPLES, OF_EITHER)
+    )
+    if trl:
+        return Whose(True, True, f"TRL's by {_some(trl)}")
+    if examples:
+        return Whose(False, True, f"transformers' own by {_some(examples)}")
+    return Whose(False, not either, "")
+
+
+def _some(keys: list[str]) -> str:
+    return ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")

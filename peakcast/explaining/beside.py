@@ -1,0 +1,198 @@
+"""A recorded timeline beside a predicted one: which tensors are as predicted, which are missing, which nobody predicted.
+
+A recording knows no names of tensors. What it knows exactly is sizes and moments, so tensors are told apart by size: as
+many as both have of one size (rounded to 512 bytes) at the compared moments are as predicted. Compared is the recording's
+fullest moment of a phase with that moment of the prediction, in the same phase, that has most in common with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from peakcast.timeline import Category, Phase, Timeline
+
+UNIT_BYTES = 512
+NUM_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeRow:
+    """All tensors of one size at the compared moments: how many were recorded and predicted, and what they are called."""
+
+    size_bytes: int
+    recorded: int
+    predicted: int
+    hidden: int
+    """How many of the recorded ones a kernel or a library took: no tensor has them."""
+    recorded_as: tuple[str, ...]
+    predicted_as: tuple[str, ...]
+
+    @property
+    def difference_bytes(self) -> int:
+        """Recorded less predicted."""
+        return (self.recorded - self.predicted) * self.size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The fullest moment of a phase in the recording beside the nearest one of the prediction, in bytes.
+
+    `as_predicted_bytes + unpredicted_bytes + hidden_bytes + slack_bytes` is what was recorded;
+    `as_predicted_bytes + missing_bytes` what was predicted.
+    """
+
+    phase: str
+    recorded_instant: int
+    """Allocations made until then."""
+    recorded_bytes: int
+    predicted_peak_bytes: int
+    """The prediction's largest sum in that phase, 0 where it lacks the phase."""
+    predicted_bytes: int
+    """At the moment that is compared."""
+    as_predicted_bytes: int
+    missing_bytes: int
+    """Predicted and not recorded."""
+    unpredicted_bytes: int
+    """Tensors that nobody predicted."""
+    hidden_bytes: int
+    """Memory of kernels and libraries that nobody predicted: no tensor has it."""
+    slack_bytes: int
+    """What blocks keep because too little was left to be split off."""
+    sizes: tuple[SizeRow, ...]
+    """By the bytes that the two differ by, most first; then by bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """A recording beside a prediction: at the recorded peak, and in every phase that was recorded."""
+
+    predicted_by: str
+    peak: Moment
+    phases: tuple[Moment, ...]
+    recorded: Timeline
+    predicted: Timeline
+
+
+def beside(recorded: Timeline, predicted: Timeline, allocated_bytes: list[int], predicted_by: str) -> Beside:
+    """`recorded` beside `predicted`; `allocated_bytes` at each instant of the recording, slack included."""
+    allocated = np.array(allocated_bytes, dtype=np.int64)
+    moments = {}
+    for phase in Phase:
+        inside = np.flatnonzero(recorded.phases == phase)
+        if len(inside):
+            at = int(inside[np.argmax(allocated[inside])])
+            moments[phase] = _moment(recorded, predicted, phase, at, int(allocated[at]))
+    fullest = max(moments.values(), key=lambda moment: moment.recorded_bytes)
+    return Beside(
+        predicted_by=predicted_by,
+        peak=fullest,
+        phases=tuple(moments.values()),
+        recorded=recorded,
+        predicted=predicted,
+    )
+
+
+def _moment(recorded: Timeline, predicted: Timeline, phase: Phase, at: int, allocated: int) -> Moment:
+    """The recording at instant `at` beside the nearest moment of the prediction in that phase (or in the step)."""
+    ours = np.flatnonzero(recorded.alive_at(at))
+    have = Counter(recorded.num_bytes[ours].tolist())
+    theirs = np.flatnonzero(predicted.alive_at(_nearest(predicted, phase, have)))
+    want = Counter(_rounded(predicted)[theirs].tolist())
+    of_kernels = recorded.categories[ours] == Category.WORKSPACES
+    hidden = Counter(recorded.num_bytes[ours[of_kernels]].tolist())
+    matched = {size: min(have[size], want[size]) for size in have}
+    extra = {size: have[size] - matched[size] for size in have}
+    of_hidden = {size: min(extra[size], hidden[size]) for size in have}
+    names, ledger_names = _names(recorded, ours, recorded.num_bytes), _names(predicted, theirs, _rounded(predicted))
+    rows = [
+        SizeRow(
+            size_bytes=size,
+            recorded=have[size],
+            predicted=want[size],
+            hidden=hidden[size],
+            recorded_as=names.get(size, ()),
+            predicted_as=ledger_names.get(size, ()),
+        )
+        for size in {**have, **want}
+    ]
+    return Moment(
+        phase=phase.name.lower(),
+        recorded_instant=at,
+        recorded_bytes=allocated,
+        predicted_peak_bytes=predicted.peak(phase).num_bytes,
+        predicted_bytes=sum(size * count for size, count in want.items()),
+        as_predicted_bytes=sum(size * count for size, count in matched.items()),
+        missing_bytes=sum(size * (count - matched.get(size, 0)) for size, count in want.items()),
+        unpredicted_bytes=sum(size * (extra[size] - of_hidden[size]) for size in have),
+        hidden_bytes=sum(size * count for size, count in of_hidden.items()),
+        slack_bytes=allocated - int(recorded.num_bytes[ours].sum()),
+        sizes=tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes), -row.size_bytes * row.recorded))),
+    )
+
+
+def _nearest(predicted: Timeline, phase: Phase, have: Counter[int]) -> int:
+    """The instant of `phase` at which the prediction differs from these sizes by the fewest bytes."""
+    end, sizes = len(predicted.phases), _rounded(predicted)
+    lives = np.flatnonzero(np.clip(predicted.born, 0, end) < np.clip(predicted.dies, 0, end)).tolist()
+    moves = [(max(int(predicted.born[entry]), 0), 1, int(sizes[entry])) for entry in lives]
+    moves += [(int(predicted.dies[entry]), -1, int(sizes[entry])) for entry in lives if predicted.dies[entry] < end]
+    change = np.zeros(end, dtype=np.int64)
+    more = dict(have)  # how many of each size were recorded beyond those predicted
+    for instant, step, size in sorted(moves):
+        before = more.get(size, 0)
+        more[size] = before - step
+        change[instant] += (abs(before - step) - abs(before)) * size
+    difference = np.cumsum(change)
+    inside = predicted.phases == phase
+    difference[~inside if inside.any() else np.zeros(end, dtype=bool)] = np.iinfo(np.int64).max
+    return int(np.argmin(difference))
+
+
+def shares(found: Beside, instants: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bytes of the recording at each of `instants`: as predicted, of tensors that nobody predicted, of kernels and
+    libraries; [3, len(instants)]. As predicted are as many of a size as the prediction ever has at once in that phase."""
+    recorded, predicted = found.recorded, found.predicted
+    most = {phase: _most_at_once(predicted, phase) for phase in Phase}
+    result = np.zeros((3, len(instants)), dtype=np.int64)
+    for column, instant in enumerate(instants.tolist()):
+        alive = np.flatnonzero(recorded.alive_at(instant))
+        known = most[Phase(int(recorded.phases[instant]))]
+        have = Counter(recorded.num_bytes[alive].tolist())
+        hidden = Counter(recorded.num_bytes[alive[recorded.categories[alive] == Category.WORKSPACES]].tolist())
+        for size, count in have.items():
+            matched = min(count, known.get(size, 0))
+            of_kernels = min(count - matched, hidden[size])
+            result[:, column] += np.array([matched, count - matched - of_kernels, of_kernels]) * size
+    return result
+
+
+def _most_at_once(predicted: Timeline, phase: Phase) -> dict[int, int]:
+    """How many tensors of each size the prediction has at once in a phase, or in the whole step where it lacks that."""
+    inside = predicted.phases == phase
+    inside = inside if inside.any() else np.ones(len(predicted.phases), dtype=bool)
+    end, sizes = len(predicted.phases), _rounded(predicted)
+    most = {}
+    for size in np.unique(sizes).tolist():
+        chosen = sizes == size
+        change = np.zeros(end + 1, dtype=np.int64)
+        np.add.at(change, np.clip(predicted.born[chosen], 0, end), 1)
+        np.subtract.at(change, np.clip(predicted.dies[chosen], 0, end), 1)
+        most[int(size)] = int(np.cumsum(change)[:-1][inside].max())
+    return most
+
+
+def _rounded(timeline: Timeline) -> npt.NDArray[np.int64]:
+    rounded: npt.NDArray[np.int64] = -(-timeline.num_bytes // UNIT_BYTES) * UNIT_BYTES
+    return rounded
+
+
+def _names(timeline: Timeline, alive: npt.NDArray[np.intp], sizes: npt.NDArray[np.int64]) -> dict[int, tuple[str, ...]]:
+    """The commonest names of each size."""
+    by_size: dict[int, Counter[str]] = {}
+    for entry in alive.tolist():
+        by_size.setdefault(int(sizes[entry]), Counter())[timeline.names[entry]] += 1
+    return {size: tuple(name for name, _ in names.most_common(NUM_NAMES)) for size, names in by_size.items()}

@@ -1,0 +1,94 @@
+"""A recording beside a prediction as a picture: what was recorded, in bands, and the prediction's line over it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from peakcast.drawing import INK, STYLE
+from peakcast.explaining.beside import Beside, shares
+from peakcast.explaining.picture import DIM, RED, SHADES, check_picture_path
+from peakcast.explaining.reason import phase_name
+from peakcast.explaining.stack import sampled, spans
+from peakcast.timeline import Phase, Timeline
+from peakcast.units import GIB
+
+COLUMNS = 500
+BANDS = (("as predicted", "#5b8db8"), ("nobody predicted", "#f2b134"), ("no tensor (kernels, libraries)", "#d9572b"))
+
+
+def write_beside(found: Beside, path: Path, title: str) -> None:
+    """Draw the comparison to `path` (.png or .svg). Raises: SpecError for another ending."""
+    import matplotlib
+
+    check_picture_path(path)
+    with matplotlib.rc_context(STYLE):
+        metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": None}
+        draw(found, title).savefig(path, dpi=150, metadata=metadata)
+
+
+def draw(found: Beside, title: str) -> Any:
+    """The figure."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    axes = figure.add_subplot()
+    instants = sampled(found.recorded, COLUMNS)
+    edges = np.arange(COLUMNS + 1)
+    base = np.zeros(COLUMNS)
+    for (name, colour), height in zip(BANDS, shares(found, instants) / GIB, strict=True):
+        upper = base + height
+        axes.fill_between(
+            edges, np.append(base, base[-1]), np.append(upper, upper[-1]), step="post", color=colour, linewidth=0,
+            label=name, zorder=2,
+        )  # fmt: skip
+        base = upper
+    line = _predicted(found.recorded, found.predicted, instants) / GIB
+    axes.step(edges, np.append(line, line[-1]), where="post", color=INK, linewidth=1.2, label="predicted", zorder=4)
+    top = max(float(base.max()), float(line.max()))
+    _shade(axes, found.recorded, instants, top)
+    where = int(np.argmax(base))
+    axes.annotate(
+        f"recorded peak {found.peak.recorded_bytes / GIB:.2f} GiB",
+        xy=(where, float(base.max())),
+        xytext=(min(max(where, 0.14 * COLUMNS), 0.86 * COLUMNS), top * 1.1),
+        ha="center", fontsize=10, fontweight="bold", color=INK, zorder=6,
+        arrowprops={"arrowstyle": "->", "color": RED},
+    )  # fmt: skip
+    axes.set(xlim=(0, COLUMNS), ylim=(0, top * 1.22), ylabel="GiB", xticks=[])
+    axes.set_xlabel("allocations that were recorded, in order; short phases are drawn wider")
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=12)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    return figure
+
+
+def _predicted(recorded: Timeline, predicted: Timeline, instants: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """The prediction's total at each instant of the recording: every stretch of a phase has the prediction's whole course
+    of that phase, as no clock is common to both. Where the prediction lacks a phase, there is no line."""
+    line = np.full(len(recorded.phases), np.nan)
+    for phase, start, stop in spans(recorded):
+        course = predicted.totals[predicted.phases == phase]
+        if len(course):
+            line[start:stop] = course[np.arange(stop - start) * len(course) // (stop - start)]
+    return np.nan_to_num(line[instants]) if np.isnan(line).all() else line[instants]
+
+
+def _shade(axes: Any, recorded: Timeline, instants: npt.NDArray[np.int64], top: float) -> None:
+    """The background of each phase, and its name once, in its widest stretch."""
+    phases = recorded.phases[instants]
+    edges = [0, *(np.flatnonzero(np.diff(phases)) + 1).tolist(), len(phases)]
+    widest: dict[Phase, tuple[int, int]] = {}
+    for start, stop in itertools.pairwise(edges):
+        phase = Phase(int(phases[start]))
+        axes.axvspan(start, stop, color=SHADES[phase], linewidth=0, zorder=0)
+        if stop - start > widest.get(phase, (0, 0))[1] - widest.get(phase, (0, 0))[0]:
+            widest[phase] = (start, stop)
+    for phase, (start, stop) in widest.items():
+        name = "not recorded" if phase is Phase.INIT else phase_name(phase.name.lower()).removeprefix("the ")
+        if stop - start > 0.02 * COLUMNS:
+            axes.text((start + stop) / 2, top * 1.2, name, ha="center", va="top", fontsize=8, color=DIM)

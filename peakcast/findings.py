@@ -1,0 +1,126 @@
+"""`Finding`: a warning that a program can read. What an answer does not count, has not measured or could not read.
+
+A prediction carries its findings (`Prediction.findings`); its `warnings` are their sentences. `KINDS` lists every code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+Direction = Literal["more", "less", "either"]
+"""Which way the thing found moves the real peak away from the answer; "either" where that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What every finding of one code has in common."""
+
+    meaning: str
+    severity: int = 0
+    """How far outside of what was measured the job lies by it: 0 not at all, 1 mild, 2 another kind of job, 6 not modelled.
+    Bars widen with the sum (`models.domain.severity`)."""
+    uncounted: bool = False
+    """Whether the answer leaves something out whose size is not known. Only such findings change a verdict
+    (`models.verdict.judge`)."""
+
+
+KINDS = {
+    "not_modelled": Kind("the job has something that the ledger does not count or has never been compared for", 6, True),
+    "nearly_modelled": Kind("the ledger differs from a trace of such jobs, by at most the share that is said", 6),
+    "run_would_fail": Kind("a library named in the sentence refuses such a job; the answer is as if it did not", 6),
+    "setting_not_modelled": Kind("a configuration asks for something that a job cannot say", 2, True),
+    "setting_unknown": Kind("a key of a configuration that peakcast does not know; it is left out", 1),
+    "setting_reinterpreted": Kind("a configuration could be read in more than one way; the sentence says how it was read"),
+    "positions_exceeded": Kind("the sequence is longer than the network's table of positions; the run would fail"),
+    "kind_not_measured": Kind("no measured run has this framework, layout, task or kind of layer", 2),
+    "setting_not_measured": Kind("no measured run has this setting", 1),
+    "size_not_measured": Kind("a size of the job is far outside the measured range", 1),
+    "version_not_measured": Kind("measured runs have other releases of this package", 1),
+    "version_not_modelled": Kind("no convention of this package's releases is known", 1),
+    "gpu_not_measured": Kind("the bars come from measurements on another GPU type", 1),
+    "not_calibrated": Kind("no measurements stand behind the bars"),
+    "cache_beyond_capacity": Kind("the tensors may fit, the allocator's cache does not"),
+    "allocator_retries": Kind("the simulated allocator runs out of memory and frees its cache to go on"),
+}
+"""Every code a finding can have. A code keeps its meaning; a new meaning is a new code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One reason why the real peak may differ from the answer."""
+
+    code: str
+    """One of `KINDS`."""
+    parameter: str
+    """The setting it is about, as the asker wrote it or as a job names it; "" where it is about none."""
+    direction: Direction
+    sentence: str
+
+    def __post_init__(self) -> None:
+        assert self.code in KINDS, self.code
+        assert self.direction in get_args(Direction), self.direction
+
+    @property
+    def severity(self) -> int:
+        """How much it widens the bars (`Kind.severity`)."""
+        return KINDS[self.code].severity
+
+    @property
+    def uncounted(self) -> bool:
+        """Whether the answer leaves out something of unknown size (`Kind.uncounted`)."""
+        return KINDS[self.code].uncounted
+
+    def to_mapping(self) -> dict[str, str]:
+        """The four fields by name (DESIGN section 5)."""
+        return {name: getattr(self, name) for name in ("code", "parameter", "direction", "sentence")}
+
+
+def sentences(findings: Iterable[Finding]) -> tuple[str, ...]:
+    """What `findings` say, each sentence once."""
+    return tuple(dict.fromkeys(finding.sentence for finding in findings))
+
+
+def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """`findings` with those first that may move the answer most, each sentence once.
+
+    First what is not counted, a stated direction before an unknown one; then by how much the bars widen for it.
+    """
+    once = {finding.sentence: finding for finding in findings}.values()
+    return tuple(sorted(once, key=lambda f: (not f.uncounted, f.uncounted and f.direction == "either", -f.severity)))
+
+
+# -- tables of checks ----------------------------------------------------------------------------------------------------
+
+Effect: TypeAlias = tuple[str, Direction]
+"""The code of a finding, and its direction."""
+UNKNOWN: Effect = ("not_modelled", "either")
+MORE: Effect = ("not_modelled", "more")
+LESS: Effect = ("not_modelled", "less")
+"""Something that the ledger does not count needs or saves memory."""
+NEARLY: Effect = ("nearly_modelled", "either")
+NEARLY_MORE: Effect = ("nearly_modelled", "more")
+NEARLY_LESS: Effect = ("nearly_modelled", "less")
+"""A trace needs more or less than the ledger has, by the share that the sentence says."""
+FAILS: Effect = ("run_would_fail", "either")
+
+Check: TypeAlias = tuple[bool, str] | tuple[bool, str, Effect] | tuple[bool, str, Effect, str]
+"""Whether a job asks for something that the ledger does not cover, the sentence that says so, its effect (UNKNOWN where it
+is left out) and the parameter that it is about (where that is not the one of the whole table)."""
+
+
+def first(checks: Iterable[Check], parameter: str, *, start: str = "", end: str = "") -> Finding | None:
+    """The finding of the first of `checks` that holds: about `parameter`, unless the check names another, and its sentence
+    between `start` and `end`."""
+    for holds, sentence, *further in checks:
+        if holds:
+            effect, name = (*further, parameter)[:2] if further else (UNKNOWN, parameter)
+            return found(start + sentence + end, name, effect=effect)
+    return None
+
+
+def found(sentence: str, parameter: str, *, effect: Effect = UNKNOWN) -> Finding:
+    """The finding that says `sentence` about `parameter`."""
+    code, direction = effect
+    return Finding(code, parameter, direction, sentence)

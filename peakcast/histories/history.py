@@ -1,0 +1,125 @@
+"""One GPU's allocator history as a value: the state before the first event, the events in order, and what was counted.
+
+Addresses and sizes are bytes. The words for events are those of PyTorch's own trace (`torch.cuda.memory._snapshot`, torch
+2.13 `torch/csrc/cuda/memory_snapshot.cpp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice, zip_longest
+from typing import NamedTuple
+
+from peakcast.allocator import Allocator
+from peakcast.units import MIB, round_up
+
+UNIT_BYTES = 512
+"""kMinBlockSize of c10/core/AllocatorConfig.h: every block is a multiple of it."""
+LARGEST_SLACK_BYTES = 1 * MIB
+"""kSmallSize: a block of the large pool is split only if more than this is left (`should_split`)."""
+UNCATEGORISED = -1
+
+
+class Action(StrEnum):
+    """What an event records."""
+
+    ALLOC = "alloc"
+    FREE = "free"
+    """Freed by the program, and free at once."""
+    LET_GO = "free_requested"
+    """Freed by the program while another stream still uses it..."""
+    FREE_LATER = "free_completed"
+    """...and free from here on."""
+    SEGMENT_ALLOC = "segment_alloc"
+    SEGMENT_FREE = "segment_free"
+    OUT_OF_MEMORY = "oom"
+    MARK = "mark"
+    """The program's own, such as the begin of an optimizer step; its text is the category."""
+
+
+class Event(NamedTuple):
+    """`num_bytes` is what was asked for (of a segment, what it has); `category` an index into `History.categories`."""
+
+    action: Action
+    address: int = 0
+    num_bytes: int = 0
+    stream: int = 0
+    category: int = UNCATEGORISED
+
+
+class Segment(NamedTuple):
+    """Memory that the driver had given before the first event; of an expandable segment, one run of its pages."""
+
+    address: int
+    num_bytes: int
+    stream: int
+    small: bool
+
+
+class HandedOut(NamedTuple):
+    """A block that was handed out before the first event: its size, and what was asked for."""
+
+    address: int
+    num_bytes: int
+    requested_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What was recorded of one GPU. `torch` and `gpu` are empty where the recording does not say them."""
+
+    name: str
+    device: int = 0
+    torch: str = ""
+    gpu: str = ""
+    settings: Allocator = field(default_factory=Allocator)
+    segments: tuple[Segment, ...] = ()
+    blocks: tuple[HandedOut, ...] = ()
+    events: tuple[Event, ...] = ()
+    categories: tuple[str, ...] = ()
+    peak_reserved_bytes: int
+    """Largest sum of segments from the state before the first event on."""
+
+    @property
+    def num_allocations(self) -> int:
+        return sum(event.action is Action.ALLOC for event in self.events)
+
+    @property
+    def first_reserved_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self.segments)
+
+
+class Request(NamedTuple):
+    """One call of the allocator: the event of its block, and the segments that it asked of the driver. `event` is None for
+    segments that no allocation followed, as where memory ran out."""
+
+    event: Event | None
+    asked: tuple[Event, ...] = ()
+
+
+def requests(events: Sequence[Event]) -> Iterator[Request]:
+    """The events with each segment joined to the allocation that asked for it: PyTorch records a segment before the
+    allocation, some releases right after it (seen in torch 2.6)."""
+    pending: tuple[Event, ...] = ()
+    skip = False
+    for event, after in zip_longest(events, islice(events, 1, None)):
+        if skip:
+            skip = False
+        elif event.action is Action.SEGMENT_ALLOC:
+            pending += (event,)
+        elif event.action is Action.ALLOC:
+            if not pending and after and after.action is Action.SEGMENT_ALLOC and after.address == event.address:
+                pending, skip = (after,), True
+            yield Request(event, pending)
+            pending = ()
+        else:
+            yield Request(event)
+    if pending:
+        yield Request(None, pending)
+
+
+def block_bytes(requested_bytes: int) -> int:
+    """What a request takes at least, in bytes; more only where the rest of a block was too small to be split off."""
+    return max(UNIT_BYTES, round_up(requested_bytes, UNIT_BYTES))

@@ -1,0 +1,195 @@
+"""Reads a pickle of plain values: mappings, lists, tuples, texts, numbers, None. Nothing in it can run.
+
+Python's own unpickler is told to call things by its input, and even with every global refused a file can make it reserve
+gigabytes (an index of 2**32 in its memo, a length of 2**60) or overflow its stack (a key nested a million deep). This reads
+the same opcodes (protocol 2 to 5, Python 3.11 `Lib/pickle.py`), knows only those that make plain values, takes only texts
+and whole numbers as keys, and counts what it makes.
+"""
+
+from __future__ import annotations
+
+import gc
+import struct
+from typing import IO, Any
+
+MAX_VALUES = 30_000_000
+"""A recording of a million events with stacks has about half as many."""
+MAX_BYTES = 1 << 29
+"""A recording of 100,000 events with stacks of 40 frames has 25 MB."""
+MAX_TEXT_BYTES = 1 << 18
+"""The longest names in a snapshot are those of C++ templates, some ten thousand letters."""
+MAX_WAITING = 200_000
+"""Values that wait to be put into a container; Python writes at most 1,000 at a time for each open one."""
+MAX_NUMBER_BYTES = 9
+"""What 64 bits need in two's complement, with a sign of their own."""
+CHUNK_BYTES = 1 << 20
+
+_MARK = object()
+_SMALL: dict[int, Any] = {ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()}
+_NUMBERS = {
+    ord("K"): (1, struct.Struct("<B")),
+    ord("M"): (2, struct.Struct("<H")),
+    ord("J"): (4, struct.Struct("<i")),
+    ord("G"): (8, struct.Struct(">d")),
+}
+_TEXTS = {0x8C: 1, ord("X"): 4, 0x8D: 8}
+"""Bytes of a text's length, by opcode."""
+_PUTS = {ord("q"): 1, ord("r"): 4}
+_REFUSED = {
+    ord("c"): "a global", 0x93: "a global", ord("i"): "a global", ord("R"): "a call", ord("o"): "a call",
+    0x81: "a class", 0x92: "a class", ord("b"): "an object's state", ord("P"): "a persistent id",
+    ord("Q"): "a persistent id", 0x82: "a registered class", 0x83: "a registered class", 0x84: "a registered class",
+}  # fmt: skip
+
+
+class RefusedPickleError(ValueError):
+    """Not a pickle of plain values; the message says what it is instead."""
+
+
+class _Bytes:
+    """The content of a file, a chunk at a time."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.data = file.read(CHUNK_BYTES)
+        self.seen = 0
+        self.ended = False
+
+    def more(self, at: int) -> int:
+        """Drop what is before `at` and read on; the place of the same byte."""
+        self.seen += at
+        if self.seen > MAX_BYTES:
+            raise RefusedPickleError(f"it holds more than {MAX_BYTES:,} bytes")
+        read = self.file.read(CHUNK_BYTES)
+        self.data = self.data[at:] + read
+        self.ended = not read
+        return 0
+
+
+def load(file: IO[bytes]) -> Any:
+    """The value that `file` holds. Raises: RefusedPickleError, with what was met and where."""
+    collecting = gc.isenabled()
+    gc.disable()  # nothing here makes a circle, and looking for one takes most of the time
+    try:
+        return _load(_Bytes(file))
+    except IndexError:
+        raise RefusedPickleError("it is cut off, or its parts are out of order") from None
+    except (struct.error, UnicodeDecodeError) as error:
+        raise RefusedPickleError(f"it is cut off or damaged ({error})") from None
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _load(source: _Bytes) -> Any:
+    data, at = source.data, 0
+    if data[:1] != b"\x80" or len(data) < 2 or not 2 <= data[1] <= 5:
+        raise RefusedPickleError("it does not begin as a pickle of protocol 2 to 5 does")
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+    made = 0
+    while True:
+        if len(data) - at < MAX_TEXT_BYTES + 16 and not source.ended:
+            at = source.more(at)
+            data = source.data
+            if made > MAX_VALUES:
+                raise RefusedPickleError(f"it holds more than {MAX_VALUES:,} values")
+            if len(stack) + len(marks) > MAX_WAITING:
+                raise RefusedPickleError("its values are nested too deep, or too many are open at once")
+        code = data[at]
+        at += 1
+        if code == 0x6A or code == 0x68:  # LONG_BINGET, BINGET: nearly all of a recording with stacks
+            width = 4 if code == 0x6A else 1
+            try:
+                stack.append(memo[int.from_bytes(data[at : at + width], "little")])
+            except KeyError:
+                raise RefusedPickleError("it refers to a value that was not given before") from None
+            at += width
+            continue
+        if code == 0x94:  # MEMOIZE
+            memo[len(memo)] = stack[-1]
+            continue
+        made += 1
+        if code in _TEXTS:
+            width = _TEXTS[code]
+            length = int.from_bytes(data[at : at + width], "little")
+            at += width
+            if length > MAX_TEXT_BYTES or at + length > len(data):
+                raise RefusedPickleError(f"a text of {length:,} bytes is cut off or longer than any name")
+            stack.append(data[at : at + length].decode("utf-8", "surrogatepass"))
+            at += length
+        elif code in _NUMBERS:
+            width, form = _NUMBERS[code]
+            stack.append(form.unpack_from(data, at)[0])
+            at += width
+        elif code == 0x8A:  # LONG1
+            length = data[at]
+            if length > MAX_NUMBER_BYTES:
+                raise RefusedPickleError(f"a whole number of {length} bytes")
+            stack.append(int.from_bytes(data[at + 1 : at + 1 + length], "little", signed=True))
+            at += 1 + length
+        elif code in _SMALL:
+            stack.append(_SMALL[code])
+        elif code == ord("("):
+            marks.append(len(stack))
+        elif code == ord("}"):
+            stack.append({})
+        elif code == ord("]"):
+            stack.append([])
+        elif code in (ord("u"), ord("e"), ord("t")):  # SETITEMS, APPENDS, TUPLE
+            begins = marks.pop()
+            parts = stack[begins:]
+            del stack[begins:]
+            if code == ord("u"):
+                _set_items(stack[-1], parts)
+            elif code == ord("e"):
+                _list(stack[-1]).extend(parts)
+            else:
+                stack.append(tuple(parts))
+        elif code == ord("s"):  # SETITEM
+            value, key = stack.pop(), stack.pop()
+            _set_items(stack[-1], [key, value])
+        elif code == ord("a"):  # APPEND
+            value = stack.pop()
+            _list(stack[-1]).append(value)
+        elif 0x85 <= code <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
+            begins = len(stack) - (code - 0x84)
+            if begins < 0:
+                raise IndexError
+            parts = stack[begins:]
+            del stack[begins:]
+            stack.append(tuple(parts))
+        elif code in _PUTS:
+            width = _PUTS[code]
+            memo[int.from_bytes(data[at : at + width], "little")] = stack[-1]
+            at += width
+            continue
+        elif code == 0x95:  # FRAME: how many bytes belong together, which nothing here needs
+            at += 8
+        elif code == 0x80:  # PROTO
+            at += 1
+        elif code == ord("."):
+            if len(stack) != 1 or marks:
+                raise RefusedPickleError("its parts do not make one value")
+            return stack[0]
+        else:
+            what = _REFUSED.get(code, f"an opcode that no plain value needs ({bytes([code])!r})")
+            raise RefusedPickleError(f"it holds {what}, at byte {source.seen + at - 1:,}; such a file is never run")
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise RefusedPickleError("an item is put into something that is no list")
+    return value
+
+
+def _set_items(target: Any, parts: list[Any]) -> None:
+    if type(target) is not dict or len(parts) % 2:
+        raise RefusedPickleError("an item is put into something that is no mapping")
+    for key in parts[::2]:
+        if type(key) not in (str, int, bool, type(None)):
+            raise RefusedPickleError(
+                f"a mapping has a key that is neither a text nor a whole number but {type(key).__name__}"
+            )
+    target.update(zip(parts[::2], parts[1::2], strict=True))

@@ -1,0 +1,205 @@
+"""Version texts: which release one is, what a container stands for, and what is installed here.
+
+A version text is a release ("2.11.0+cu130"; a nightly or alpha counts as the release that it leads to), a moving head
+("main": newer than every release), or neither, such as the hash of a commit, which is compared with no release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import re
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from peakcast.errors import SpecError, near_misses
+from peakcast.findings import Finding
+
+ASSUMED_TORCH = "2.11"
+"""The release of torch where a job does not say it."""
+CONTAINER = "ngc_pytorch"
+"""The key of `versions` that names NVIDIA's PyTorch image by its tag (catalog/containers.toml)."""
+HEADS = ("main", "master", "head", "nightly", "latest")
+"""Versions that move: newer than every release."""
+NEWEST = (2**31,)
+MOST_CHARACTERS = 100
+"""Of a version text; none that a package has is as long."""
+PACKAGES = {
+    "torch": "torch", "transformers": "transformers", "accelerate": "accelerate", "peft": "peft", "trl": "trl",
+    "bitsandbytes": "bitsandbytes", "flash_attn": "flash-attn", "liger_kernel": "liger-kernel", "unsloth": "unsloth",
+    "deepspeed": "deepspeed", "megatron_core": "megatron-core", "transformer_engine": "transformer-engine",
+    "torchao": "torchao", "torchtitan": "torchtitan", "torchtune": "torchtune", "litgpt": "litgpt",
+}  # fmt: skip
+"""The keys of `versions` that packages installed here can answer -> the name that the package is installed under."""
+STACKS = ("unsloth", "torchtitan", "torchtune", "litgpt", "nanotron")
+"""Packages whose mere mention says that their code runs the training; one that only is installed here says nothing."""
+_RELEASE = re.compile(
+    r"v?(?:\d{1,4}|(\d{1,6}(?:\.\d{1,9}){1,5})(?:[._-]?(?:a|b|c|rc|alpha|beta|pre|preview)[._-]?\d*)?"
+    r"(?:[._-]?(?:post|rev|r)[._-]?\d*)?(?:[._-]?dev[._-]?\d*)?)(?:[+-][\w.+-]*)?",
+    re.IGNORECASE,
+)
+"""PEP 440, but a number without a dot may have no more than four digits and no suffix: hashes look like "2a13456"."""
+
+
+def release(version: object) -> tuple[int, ...]:
+    """The numbers of the release that `version` is, at most three: `'2.11.0+cu130'` and `'2.11.0.dev20260101'` give (2, 11,
+    0). `NEWEST` for a moving head; () for what is no release, such as a commit."""
+    text = str(version).strip().lower()
+    if text in HEADS:
+        return NEWEST
+    if len(text) > MOST_CHARACTERS or _RELEASE.fullmatch(text) is None:
+        return ()
+    numbers = re.match(r"v?(\d+(?:\.\d+)*)", text)
+    assert numbers is not None  # the pattern begins with a number
+    return tuple(int(part) for part in numbers[1].split(".")[:3])
+
+
+def compare(version: object, clause: str) -> bool:
+    """Whether `version` is as the clause of a convention says: ">=2.4" and its kin between releases, "==a|b" for names, "*"
+    for any version at all. What is no release is as no clause between releases says. Raises: ValueError."""
+    if clause.strip() == "*":
+        return True
+    match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\w.|]+)\s*", clause)
+    if match is None:
+        raise ValueError(f"malformed version clause {clause!r} in frameworks.toml")
+    operator, wanted = match.groups()
+    if operator == "==" and not wanted[0].isdigit():
+        return str(version) in wanted.split("|")
+    found = release(version)
+    if not found:
+        return False
+    a, b = _three(found), _three(release(wanted))
+    return {">=": a >= b, "<=": a <= b, "==": a == b, "<": a < b, ">": a > b}[operator]
+
+
+def _three(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    return (*numbers, 0, 0)[:3]
+
+
+def torch_release(versions: Mapping[str, Any]) -> tuple[int, ...]:
+    """The release of torch among a job's `versions`, the assumed one where they do not say it."""
+    return release(resolved(versions).get("torch", ASSUMED_TORCH)) or release(ASSUMED_TORCH)
+
+
+@functools.cache
+def containers() -> Mapping[str, Mapping[str, str]]:
+    """NVIDIA's PyTorch images: tag -> package -> version, and the source of both."""
+    text = resources.files("peakcast").joinpath("catalog", "containers.toml").read_text(encoding="utf-8")
+    table: dict[str, dict[str, str]] = tomllib.loads(text)
+    return table
+
+
+def tag_of(container: object) -> str:
+    """The tag that `container` names: "26.04", "26.04-py3" and "nvcr.io/nvidia/pytorch:26.04-py3" are one."""
+    return str(container).strip().rpartition(":")[2].removesuffix("-py3")
+
+
+def resolved(versions: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`versions` with what the container among them has; those that are given themselves hold."""
+    if CONTAINER not in versions:
+        return versions
+    tag = tag_of(versions[CONTAINER])
+    image = {name: version for name, version in containers().get(tag, {}).items() if name != "source"}
+    return {**image, **versions, CONTAINER: tag}
+
+
+def remarks(versions: Mapping[str, Any]) -> list[str]:
+    """Sentences on what the container among `versions` stands for, and on numbers that may have lost a zero."""
+    found = []
+    if (image := containers().get(tag_of(versions.get(CONTAINER, "")))) is not None:
+        has = [f"{name} {image[name]}" for name in image if name != "source" and name not in versions]
+        found.append(
+            f"NVIDIA's PyTorch image {tag_of(versions[CONTAINER])} has {', '.join(has)} (catalog/containers.toml)."
+        )
+        if "transformer_engine" not in image and "transformer_engine" not in versions:
+            found[-1] += " Its Transformer Engine is not known here; versions.transformer_engine says it."
+    for name, version in versions.items():
+        if isinstance(version, float) and re.fullmatch(r"\d+\.\d", str(version)):
+            found.append(
+                f"versions.{name}={version} is a number, to which {version}0 is the same: {version} is taken. Write it in "
+                f'quotes ("{version}").'
+            )
+    return found
+
+
+def not_compared(versions: Mapping[str, Any]) -> list[Finding]:
+    """A finding for each version that is no release, and for a container that the table does not have."""
+    said = {}
+    for name, version in versions.items():
+        if name == CONTAINER:
+            if tag_of(version) not in containers():
+                said[name] = (
+                    f"versions.{name}={version!r} is none of the {len(containers())} images whose contents are known here "
+                    f"({min(containers())} to {max(containers())}); give versions.torch and versions.transformer_engine."
+                )
+        elif not release(version):
+            said[name] = (
+                f"versions.{name}={version!r} is no release (a commit, perhaps) and is compared with none: where "
+                f"releases of {name} differ, its version counts as not given. Give the release that it is nearest to."
+            )
+    return [Finding("version_not_modelled", f"versions.{name}", "either", sentence) for name, sentence in said.items()]
+
+
+def check_versions(versions: object, where: str = "versions") -> dict[str, Any]:
+    """`versions` as a mapping of packages to versions, their names with underscores. Raises: SpecError."""
+    if not isinstance(versions, Mapping):
+        raise SpecError(
+            f'{where}={versions!r} must map packages to versions, such as {{"torch": "2.9", "transformers": "4.45.2"}}.',
+            parameter=where,
+            value=versions,
+        )
+    found: dict[str, Any] = {}
+    for key, version in versions.items():
+        name = str(key).strip().lower().replace("-", "_")
+        if isinstance(version, bool) or not isinstance(version, (str, int, float)) or not str(version).strip():
+            raise SpecError(
+                f'{where}.{key}={version!r} must be a version, as text: "2.9".', parameter=f"{where}.{key}", value=version
+            )
+        if len(str(version)) > MOST_CHARACTERS:
+            raise SpecError(
+                f"{where}.{key} has {len(str(version)):,} characters; a version has no more than {MOST_CHARACTERS}.",
+                parameter=f"{where}.{key}",
+                value=version,
+            )
+        if name == CONTAINER and not re.fullmatch(r"\d\d\.\d\d", tag_of(version)):
+            raise SpecError(
+                f"{where}.{key}={version!r} must be the tag of NVIDIA's PyTorch image, such as "
+                f"{max(containers())!r}{near_misses(tag_of(version), containers())}".rstrip("?")
+                + ".",
+                parameter=f"{where}.{key}",
+                value=version,
+            )
+        if found.get(name, version) != version:
+            raise SpecError(f"{where}.{key} is given twice, also as {found[name]!r}; keep one.", parameter=f"{where}.{key}")
+        found[name] = version
+    return found
+
+
+def read_versions(text: str, where: str = "versions") -> dict[str, Any]:
+    """The versions in a text such as "torch=2.9,transformers=4.45.2" (commas or blanks between). Raises: SpecError."""
+    pairs: dict[str, str] = {}
+    for word in re.split(r"[,\s]+", text.strip()):
+        name, equals, version = re.sub(r"==", "=", word).partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z][\w.-]*", name) or not version:
+            raise SpecError(
+                f"{where}={text[:200]!r} must be packages with their versions, such as torch=2.9,transformers=4.45.2; "
+                f"{word[:50]!r} is none.",
+                parameter=where,
+                value=text[:200],
+            )
+        if name in pairs:
+            raise SpecError(f"{where} says {name} twice; keep one.", parameter=where, value=text[:200])
+        pairs[name] = version
+    return check_versions(pairs, where)
+
+
+def installed() -> dict[str, str]:
+    """The versions of `PACKAGES` that are installed in the environment at hand, by their metadata: nothing is imported."""
+    found: dict[str, str] = {}
+    for name, package in PACKAGES.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(package)
+    return found

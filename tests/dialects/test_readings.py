@@ -1,0 +1,201 @@
+"""On what a recognition rests, how sure it is, and what is shown where a configuration may mean two jobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from peakcast import api, catalog
+from peakcast.batch import predict_batch
+from peakcast.dialects.asked_versions import asked_versions
+from peakcast.dialects.pasted import Pasted
+from peakcast.dialects.recognise import DIALECTS, PROGRAMS, Beside, recognised, translated
+from peakcast.dialects.translation import Translation
+from peakcast.dialects.whose_trainer import whose_trainer
+from peakcast.errors import SpecError
+from peakcast.questions import translation_of
+
+PLAIN = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 8, "block_size": None}
+GPU = "A100-80GB"
+
+
+def read(program: str = "", **values: Any) -> Translation:
+    return translated(Pasted(values={**PLAIN, **values}, program=program))
+
+
+# -- TRL's or transformers' own -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "values", "trl"),
+    [
+        ("run_clm.py", {"dataset_name": "wikitext"}, False),
+        ("examples/pytorch/language-modeling/run_mlm.py", {"dataset_name": "wikitext", "max_seq_length": 512}, False),
+        ("run_clm.py", {"dataset_name": "wikitext", "packing": True}, False),  # the program is the better sign
+        ("", {"dataset_name": "wikitext", "block_size": 512}, False),
+        ("", {"dataset_name": "wikitext", "do_train": True}, False),
+        ("", {}, False),
+        ("trl sft", {"dataset_name": "wikitext"}, True),
+        ("examples/scripts/sft.py", {"dataset_name": "wikitext"}, True),
+        ("", {"dataset_name": "wikitext", "packing": True}, True),
+        ("", {"use_peft": True}, True),
+        ("train.py", {"dataset_name": "wikitext", "max_length": 512}, True),
+    ],
+)
+def test_whose_arguments_they_are_is_told_and_said(program: str, values: dict[str, Any], trl: bool) -> None:
+    found = read(program, **values)
+    assert found.job.activation_checkpointing.mode == ("full" if trl else "none")
+    assert found.others == ()
+    if program or values:
+        said = "the training arguments are TRL's by" if trl else "the training arguments are transformers' own by"
+        assert any(sentence.startswith(said) for sentence in found.assumptions)
+
+
+def test_arguments_that_may_be_of_either_are_read_as_both() -> None:
+    found = read("train.py", dataset_name="wikitext")
+    assert found.job.activation_checkpointing.mode == "none"
+    (other,) = found.others
+    assert other.name == "a run of TRL's trainers, with their defaults"
+    assert other.job.activation_checkpointing.mode == "full"
+    assert "--dialect trl or --dialect transformers" in other.way_out
+
+
+@pytest.mark.parametrize(("dialect", "mode"), [("trl", "full"), ("transformers", "none")])
+def test_saying_whose_they_are_settles_it(dialect: str, mode: str) -> None:
+    found = translation_of({**PLAIN, "dataset_name": "wikitext"}, Beside(dialect=dialect))
+    assert (found.job.activation_checkpointing.mode, found.others) == (mode, ())
+
+
+def test_what_both_readings_agree_on_needs_no_second() -> None:
+    assert read("train.py", dataset_name="x", gradient_checkpointing=True, bf16=True).others == ()
+
+
+def test_adapters_that_nothing_asks_for_are_shown_as_another_reading() -> None:
+    """FastChat's train_lora.py and its kin train adapters without TRL's use_peft."""
+    found = read("train_lora.py", lora_r=8, lora_alpha=16, gradient_checkpointing=True, bf16=True)
+    assert found.job.finetuning.method == "full"
+    (other,) = [reading for reading in found.others if reading.job.finetuning.method == "lora"]
+    assert other.job.finetuning.rank == 8
+    assert "use_peft" in other.way_out
+
+
+def test_transformers_4_loads_float32_where_its_script_says_no_dtype() -> None:
+    values = {"model_name_or_path": "gpt2", "dataset_name": "wikitext", "output_dir": "o", "bf16": True}
+    four, five = (
+        translated(
+            Pasted(values=values, program="run_clm.py"), Beside(versions=asked_versions(f"transformers={version}"))
+        ).job
+        for version in ("4.57.1", "5.17")
+    )
+    assert (four.precision.parameters, five.precision.parameters) == ("float32", "bfloat16")
+
+
+def test_keys_of_the_example_scripts_are_known_but_for_a_changed_network() -> None:
+    keys = {
+        "train_file": "a.txt",
+        "validation_split_percentage": 5,
+        "preprocessing_num_workers": 4,
+        "keep_linebreaks": True,
+    }
+    found = read("run_clm.py", **keys, config_overrides="n_embd=10")
+    assert found.unknown == ("config_overrides",)
+    assert set(keys) <= set(found.ignored)
+
+
+def test_whose_trainer_names_what_tells() -> None:
+    assert whose_trainer("", ["packing", "dataset_name"]).rests_on == "TRL's by packing"
+    assert not whose_trainer("", ["dataset_name"]).sure
+    assert whose_trainer("", ["bf16"]).sure
+
+
+FSDP = "--model_name_or_path gpt2 --output_dir o --per_device_train_batch_size 1 --fsdp full_shard --fsdp_config fsdp.json"
+
+
+def test_the_file_that_fsdp_config_names_is_read_or_asked_for() -> None:
+    script = f"torchrun --nproc_per_node 2 run_clm.py {FSDP}\n"
+    with pytest.raises(SpecError, match=r"fsdp_config='fsdp\.json'.* is another file, and it is not here"):
+        translation_of(script)
+    inside = '{"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}'
+    assert translation_of(f"{script}--- fsdp.json\n{inside}\n").job.parallelism.sharding == "fsdp2"
+    with pytest.raises(SpecError, match="is an FSDP configuration of transformers' Trainer"):
+        translation_of(inside)
+    with pytest.raises(SpecError, match=r"fsdp_config='fsdp.json' is a path"):
+        translation_of({"huggingface": {"config": "gpt2", "training_arguments": {"fsdp_config": "fsdp.json"}}})
+
+
+# -- dialects -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_sentence_says_on_what_a_recognition_rests() -> None:
+    (first, *_) = translation_of({"base_model": "gpt2", "micro_batch_size": 1, "sequence_len": 64}).assumptions
+    assert first == "the configuration is read as an Axolotl configuration, by base_model and micro_batch_size."
+    values = {"model_name_or_path": "gpt2", "cutoff_len": 64, "finetuning_type": "full"}
+    (first, *_) = translated(Pasted(values=values, program="llamafactory-cli train")).assumptions
+    assert first.endswith("is read as a LLaMA-Factory configuration, by the program llamafactory-cli.")
+    (first, *_) = translation_of(values, Beside(dialect="llamafactory")).assumptions
+    assert first.endswith("is read as a LLaMA-Factory configuration, as asked.")
+
+
+def test_a_recognition_by_shared_keys_is_no_sure_one_and_the_next_is_shown() -> None:
+    values = {"model_name_or_path": "gpt2", "lora_rank": 8, "output_dir": "o", "learning_rate": 1e-4}
+    assert [(found.name, found.sure) for found in recognised(values)] == [("llamafactory", False), ("training", True)]
+    found = translation_of(values)
+    assert "by model_name_or_path and lora_rank alone, which other projects have too" in found.assumptions[0]
+    assert [reading.name for reading in found.others] == ["Hugging Face training arguments"]
+    assert translation_of({**values, "cutoff_len": 64}).others == ()
+
+
+def test_programs_name_dialects_that_there_are() -> None:
+    assert {name for names in PROGRAMS.values() for name in names} <= set(DIALECTS)
+
+
+def test_open_instruct_is_not_llamafactory() -> None:
+    values = {"model_name_or_path": "gpt2", "lora_rank": 8, "use_lora": True, "max_seq_length": 512}
+    assert [found.name for found in recognised({**values, "use_qlora": True})] == ["open_instruct"]
+    lora = translation_of({**values, "with_tracking": True, "gradient_checkpointing": True})
+    assert lora.job.activation_checkpointing.mode == "none"  # finetune.py: `elif args.gradient_checkpointing`
+    assert any("gradient_checkpointing has no effect" in sentence for sentence in lora.warnings)
+    assert lora.job.framework_options["outputs_dropped"] is False
+
+
+# -- answers ------------------------------------------------------------------------------------------------------------
+
+EITHER = {"model_name_or_path": "llama-3.1-8b", "output_dir": "o", "per_device_train_batch_size": 8, "max_seq_length": 4096,
+          "dataset_name": "x", "bf16": True}  # fmt: skip
+
+
+def test_an_answer_shows_both_readings_and_is_uncertain_where_they_differ() -> None:
+    found = api.predict(EITHER, "H200")
+    trl = api.predict(api.read(EITHER, dialect="trl"), "H200")
+    own = api.predict(api.read(EITHER, dialect="transformers"), "H200")
+    assert (own.fits, trl.fits) == ("no", "yes")
+    assert found.fits == "uncertain"
+    assert found.peak_allocated_bytes == own.peak_allocated_bytes
+    (sentence,) = [warning for warning in found.warnings if "may be a run of TRL's trainers" in warning]
+    assert f"{trl.peak_allocated_bytes.point / 2**30:,.2f} GiB would be allocated" in sentence
+    assert "that fits" in sentence
+
+
+def test_readings_that_agree_on_the_verdict_keep_it() -> None:
+    small = {**EITHER, "model_name_or_path": "gpt2", "max_seq_length": 512, "per_device_train_batch_size": 1}
+    found = api.predict(small, catalog.gpu(GPU))
+    assert found.fits == "yes"
+    assert any("may be a run of TRL's trainers" in warning for warning in found.warnings)
+
+
+def test_a_batch_shows_them_too() -> None:
+    (answer,) = predict_batch([{"id": 1, "gpu": "H200", "job": EITHER}])
+    assert answer["fits"] == "uncertain"
+    assert any("TRL's trainers" in warning for warning in answer["warnings"])
+
+
+def test_flags_and_versions_change_every_reading() -> None:
+    from peakcast.job_flags import job_from_flags
+
+    found = translation_of(EITHER, Beside(versions=asked_versions("torch=2.9")))
+    assert {reading.job.versions["torch"] for reading in found.others} == {"2.9"}
+    text = "\n".join(f"{key}: {value}" for key, value in EITHER.items()) + "\n"
+    changed = job_from_flags(text, {"micro_batch_size": 3}, [])
+    assert isinstance(changed, Translation)
+    assert {changed.job.micro_batch_size, *(reading.job.micro_batch_size for reading in changed.others)} == {3}

@@ -1,0 +1,74 @@
+"""Memory outside PyTorch's allocator: estimates that agree with published readings, and files of measured constants."""
+
+import csv
+import json
+from statistics import median
+
+import pytest
+
+from peakcast.catalog import gpu
+from peakcast.errors import RecordError
+from peakcast.models.device_memory import (
+    Constants,
+    context_bytes,
+    cuda_major,
+    load_constants,
+    one_communicator_bytes,
+)
+from peakcast.store import datasets_folder
+from peakcast.units import MIB
+
+
+@pytest.fixture(scope="module")
+def readings():
+    path = datasets_folder() / "published" / "constants" / "device_constants_h100.csv"
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if not row["left_out"]]
+
+
+@pytest.mark.parametrize(("cuda", "mib"), [("12", 1510), ("13", 1176)])
+def test_context_and_communicator_are_what_processes_of_eight_ranks_hold(readings, cuda, mib):
+    held = [int(row["process_bytes"]) for row in readings if row["cuda"].startswith(cuda) and row["process_bytes"]]
+    assert median(held) == mib * MIB
+    versions = {"cuda": cuda}
+    estimate = context_bytes(gpu("H100-80GB"), versions) + one_communicator_bytes(gpu("H100-80GB"), 8, versions)
+    assert estimate == mib * MIB
+
+
+def test_the_release_of_cuda_follows_from_what_a_job_says():
+    assert cuda_major({"cuda": "12.6", "torch": "2.11"}) == 12
+    assert cuda_major({"torch": "2.1.1+cu118"}) == 11
+    assert cuda_major({"torch": "2.10.0"}) == 12
+    assert cuda_major({"torch": "2.11.0"}) == 13
+
+
+def test_a_smaller_communicator_takes_less():
+    for name in ("A100-80GB", "H100-80GB"):
+        assert 0 < one_communicator_bytes(gpu(name), 2, {}) < one_communicator_bytes(gpu(name), 8, {})
+
+
+def test_measured_constants_come_back_as_written(tmp_path):
+    constants = Constants(
+        gpu="H100-80GB",
+        context_bytes=520 * MIB,
+        first_uses_bytes={"cublas": 100 * MIB, "liger": 7 * MIB},
+        communicator_bytes={8: 990 * MIB},
+        versions={"torch": "2.11.0"},
+    )
+    path = tmp_path / "constants.json"
+    path.write_bytes(constants.to_bytes())
+    assert load_constants(path) == constants
+    assert constants.kernels_bytes == 100 * MIB  # not every step has Liger's kernels
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{", b'{"schema_version": 2}', b"[" * 100_000, json.dumps({"schema_version": 1, "gpu": 3}).encode(),
+     json.dumps({"schema_version": 1, "gpu": "L40S", "context_bytes": 1e300, "first_uses_bytes": {},
+                 "communicator_bytes": {}}).encode()],
+)  # fmt: skip
+def test_a_damaged_file_is_a_sentence(tmp_path, content):
+    path = tmp_path / "constants.json"
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match="is not what `peakcast collect constants` writes"):
+        load_constants(path)
