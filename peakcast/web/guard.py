@@ -62,7 +62,7 @@ class Guard:
             return 421, "this server is asked by its address or as localhost; another name may be somebody else's page."
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             return 403, "another page may not ask this server."
-        site = headers.get("sec-fetch-site", "same-origin")
+        site = headers.get("sec-fetch-site", "none")
         if origin is None and method != "GET" and site not in ("same-origin", "none"):
             return 403, "another page may not ask this server."
         if path.startswith(CLOSED) or (method == "POST" and path not in POSTED_TO):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import http.client
 import json
@@ -82,14 +83,13 @@ def test_a_body_of_no_known_length_is_read_no_further_than_a_question(port):
             yield b"x" * 2**20
 
     begun = time.monotonic()
-    with pytest.raises((OSError, http.client.HTTPException)):
-        code, _, _ = asked(port, "POST", "/gradio_api/queue/join", {"Content-Type": "application/json"}, flood())
-        raise http.client.HTTPException(code)
+    with contextlib.suppress(OSError, http.client.HTTPException):  # the server hangs up, or says that it has had enough
+        assert asked(port, "POST", "/gradio_api/queue/join", {"Content-Type": "application/json"}, flood())[0] >= 400
     assert time.monotonic() - begun < 30
     assert asked(port, "GET", "/")[0] == 200
 
 
-GREEDY = "architecture: {model_type: llama, hidden_size: 64, num_hidden_layers: 1000, num_attention_heads: 4, vocab_size: 99}"
+GREEDY = "architecture: {model_type: gpt2, n_embd: 64, n_layer: 1000, n_head: 4, vocab_size: 99}"
 HOSTILE = {
     "a key of 90,000 parts": ".".join("a" * 90_000) + " = 1\n",
     "deep": "[" * 100_000,
@@ -113,13 +113,13 @@ def test_a_hostile_question_is_answered_with_a_sentence_and_the_next_one_as_ever
 
     knobs = [None] * len(KNOBS)
     begun = time.monotonic()
-    answer, *others = ask(HOSTILE[name], None, "", "H100-80GB", *knobs)
+    answer, *others = ask(HOSTILE[name], None, "", "", "H100-80GB", *knobs)
     assert time.monotonic() - begun < 20
     assert "No answer" in answer
     assert not any(others)
     assert "this is a bug" not in answer
     assert "<script" not in answer
-    assert "gpt2 needs" in ask("gpt2", None, "", "H100-80GB", *knobs)[0]
+    assert "gpt2 needs" in ask("gpt2", None, "", "", "H100-80GB", *knobs)[0]
 
 
 def test_a_question_has_a_budget():
@@ -128,6 +128,7 @@ def test_a_question_has_a_budget():
     from peakcast.web.asking import Asked
     from peakcast.workers import Limits, LostError, Workers
 
-    with Workers(panels_of, 1, Limits(0.2), method="forkserver") as workers:
-        with pytest.raises(LostError, match=r"within 0\.2 s"):
-            workers.ask(Asked(text=GREEDY))
+    workers = Workers(panels_of, 1, Limits(0.2), method="forkserver")
+    with pytest.raises(LostError, match=r"within 0\.2 s"):
+        workers.ask(Asked(text=GREEDY))
+    workers.close()
