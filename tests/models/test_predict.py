@@ -12,7 +12,7 @@ from peakcast.findings import FAILS, LESS, MORE, NEARLY_LESS, NEARLY_MORE, UNKNO
 from peakcast.models.calibration import UNCALIBRATED
 from peakcast.models.domain import Domain
 from peakcast.models.fit import fit
-from peakcast.models.predict import DEFAULT_HALF_WIDTHS, at_least, predict
+from peakcast.models.predict import predict
 from peakcast.models.verdict import Judgement, judge
 from peakcast.prediction import QUANTITIES, Interval, Limit
 from peakcast.spec import ActivationCheckpointing, Batch, Loss, Offload, Parallelism, TrainingJob
@@ -36,7 +36,9 @@ def test_the_point_is_baseline_plus_residual_inside_its_bars(fakes, calibration)
     assert allocated.point / allocated.baseline == pytest.approx(1.0202, abs=0.002)
     assert allocated.lower < allocated.point < allocated.upper
     assert allocated.upper / allocated.point - 1 < 0.008
-    assert all(isinstance(value, int) for name in QUANTITIES for value in getattr(answer, name).to_mapping().values())
+    numbers = [value for name in QUANTITIES for key, value in getattr(answer, name).to_mapping().items() if key != "rests_on"]
+    assert all(isinstance(value, int) for value in numbers)
+    assert allocated.rests_on == "measurements"
     json.dumps(answer.to_mapping(), allow_nan=False)
 
 
@@ -50,7 +52,8 @@ def test_without_measurements_the_bars_are_wide_and_say_so(fakes):
     bar = answer.peak_allocated_bytes
     assert (answer.calibration, answer.inside_calibrated_domain) == ("none", False)
     assert bar.point == bar.baseline
-    assert bar.upper / bar.point - 1 > DEFAULT_HALF_WIDTHS["peak_allocated_bytes"]
+    assert bar.upper / bar.point - 1 > 0.04
+    assert {getattr(answer, name).rests_on for name in QUANTITIES} == {"judgement"}
 
 
 def test_another_layout_or_gpu_type_widens_the_bars_with_a_reason(fakes, calibration):
@@ -189,16 +192,8 @@ def test_what_others_hold_is_not_there_for_the_job():
         job.replace(other_memory_fraction=1.0)
 
 
-def test_widening_never_narrows():
-    for severity in range(9):
-        half_width, upper = at_least(0.01, -0.005, severity, "peak_allocated_bytes")
-        assert half_width >= 0.01
-        assert upper >= -0.005
-    assert at_least(0.01, 0.01, 0, "peak_allocated_bytes") == (0.01, 0.01)
-
-
 def test_the_domain_knows_ranges_versions_and_kinds(fakes, calibration):
-    domain = calibration.domain
+    domain = calibration.quantities["peak_allocated_bytes"].domain
     assert Domain.from_mapping(json.loads(json.dumps(domain.to_mapping()))) == domain
     row = {name: (low + high) / 2 for name, (low, high) in domain.ranges.items()}
     assert domain.outside(fakes.job(), row) == []

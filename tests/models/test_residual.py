@@ -34,7 +34,7 @@ def test_pure_noise_moves_the_baseline_by_a_fraction_of_the_noise_at_most(seed):
     ratios = random.normal(0, 0.01, len(rows))
     fitted = Residual().fit(rows, ratios, units, groups)
     assert np.abs(fitted.predict(rows, groups)).mean() < 0.005
-    assert np.abs(ratios - fitted.out_of_fold_).mean() <= np.abs(ratios).mean()
+    assert np.abs(ratios - fitted.splits_[0].guesses).mean() <= np.abs(ratios).mean()
 
 
 def test_an_exact_baseline_is_left_alone():
@@ -57,7 +57,7 @@ def test_a_fixed_hidden_amount_is_a_share_of_the_baseline():
     truth = np.array([0.06 * row["gib_over_start"] for row in rows])
     fitted = Residual().fit(rows, truth + random.normal(0, 0.0005, len(rows)), units, groups)
     assert fitted.regressor_.name == "hidden_bytes"
-    assert np.abs(fitted.out_of_fold_ - truth).mean() < 0.01
+    assert np.abs(fitted.splits_[0].guesses - truth).mean() < 0.01
 
 
 @pytest.mark.parametrize(("num_units", "tried"), [(4, False), (5, True)])
@@ -75,7 +75,7 @@ def test_what_does_not_transfer_to_unseen_architectures_is_not_used():
         row["log2_hidden_size"] = float(int(unit[3:]))
     ratios = np.array([offsets[unit] for unit in units])
     fitted = Residual().fit(rows, ratios, units, groups)
-    assert np.abs(ratios - fitted.out_of_fold_).mean() <= np.abs(ratios).mean() * 1.02
+    assert np.abs(ratios - fitted.splits_[0].guesses).mean() <= np.abs(ratios).mean() * 1.02
 
 
 def test_predictions_stay_inside_the_range_seen():
@@ -118,7 +118,7 @@ def test_what_is_learned_is_taken_whole_unless_less_of_it_is_surely_better():
     medians = Residual(make_candidates=lambda: [Zero(), GroupMedian()])
     fitted = medians.fit(rows, [amounts[unit] for unit in units], units, groups)
     assert fitted.regressor_.name == "group_median"
-    assert fitted.out_of_fold_[::8] == pytest.approx([0.06, 0.06, 0.04, 0.04])
+    assert fitted.splits_[0].guesses[::8] == pytest.approx([0.06, 0.06, 0.04, 0.04])
     assert fitted.shrinkage_ == 1
     off = np.array([0.04, 0.02, 0.02, 0.04])
     sure = {1.0: off, 0.75: off - np.array([0.010, 0.011, 0.012, 0.009]), 0.5: off}
@@ -189,7 +189,7 @@ def test_a_smooth_effect_is_learned_by_the_gaussian_process():
         rows, truth + random.normal(0, 0.0005, len(rows)), units, groups
     )
     assert fitted.regressor_.name == "gaussian_process"
-    assert np.abs(fitted.out_of_fold_ - truth).mean() < 0.002
+    assert np.abs(fitted.splits_[0].guesses - truth).mean() < 0.002
 
 
 @pytest.mark.parametrize("candidate", [Ridge(alpha=0.01), GaussianProcess(), BoostedTrees()])
