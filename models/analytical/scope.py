@@ -5,7 +5,6 @@ from __future__ import annotations
 from peakcast.conventions import conventions, fuses_loss
 from peakcast.findings import (
     FAILS,
-    LESS,
     MORE,
     NEARLY,
     NEARLY_MORE,
@@ -202,12 +201,6 @@ def _huggingface_reason(job: TrainingJob) -> Finding | None:
             "a loss in chunks of the sequence is counted as torchtitan 0.3's source has it; traces by hand alone agree.",
             UNKNOWN,
             "framework_options.loss_chunks",
-        ),
-        (
-            bool(job.framework_options.get("fused_kernels")),
-            "fused LoRA, loss and norm kernels are not modelled.",
-            LESS,
-            "framework_options.fused_kernels",
         ),
         (
             job.precision.compute == "float8" and _rows(job) % 16 > 0,

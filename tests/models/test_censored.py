@@ -77,12 +77,18 @@ def test_bounds_are_part_of_what_a_calibration_was_made_of(fakes, rows):
     assert all(with_bound.quantities[name].domain == without.quantities[name].domain for name in without.quantities)
 
 
-def test_rows_are_judged_by_how_far_outside_their_own_fit_they_lay(fakes):
+def test_what_a_row_outside_missed_is_charged_to_jobs_outside(fakes):
     """One architecture alone ran tensor parallel: when it is held out nobody has shown that layout."""
     rows = fakes.rows(num_architectures=6, rows_each=1)
     alone = replace(rows[-1], job=rows[-1].job.replace(parallelism=Parallelism(tensor_parallel_size=2)), collectives="nccl")
-    samples = prepare([*rows[:-1], alone], **fakes.stand_ins).samples
-    learned = fit_quantity(samples, "peak_allocated_bytes", make_candidates=lambda: [Zero()])
+    missed = replace(alone, peak_allocated_bytes=int(1.2 * (alone.peak_allocated_bytes or 0)))
+
+    def spread(row):
+        samples = prepare([*rows[:-1], row], **fakes.stand_ins).samples
+        return fit_quantity(samples, "peak_allocated_bytes", make_candidates=lambda: [Zero()]).spread.coefficients_
+
+    assert spread(missed)["outside"] > 1.5 * spread(alone)["outside"]
+    assert spread(missed)["fixed"] == pytest.approx(spread(alone)["fixed"], rel=0.1)
 
 
 def test_own_rows_are_trusted_more_than_those_of_others(fakes):

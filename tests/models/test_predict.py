@@ -36,8 +36,8 @@ def test_the_point_is_baseline_plus_residual_inside_its_bars(fakes, calibration)
     assert allocated.point / allocated.baseline == pytest.approx(1.0202, abs=0.002)
     assert allocated.lower < allocated.point < allocated.upper
     assert allocated.upper / allocated.point - 1 < 0.008
-    numbers = [value for name in QUANTITIES for key, value in getattr(answer, name).to_mapping().items() if key != "rests_on"]
-    assert all(isinstance(value, int) for value in numbers)
+    intervals = [getattr(answer, name).to_mapping() for name in QUANTITIES]
+    assert all(isinstance(value, int) for interval in intervals for key, value in interval.items() if key != "rests_on")
     assert allocated.rests_on == "measurements"
     json.dumps(answer.to_mapping(), allow_nan=False)
 
