@@ -53,6 +53,20 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def few_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tables with two published rows of each network on each GPU type: a fit to all of them takes minutes."""
+    from peakcast.store import load, write_csv
+
+    kept: dict[tuple[str, str], list[Any]] = {}
+    for row in load():
+        if row.outcome == "ok" and not row.out_of_scope and not row.spoiled:
+            kept.setdefault((row.gpu, row.job.architecture.name), []).append(row)
+    folder = tmp_path_factory.mktemp("datasets")
+    write_csv(folder / "few.csv", [row for rows in kept.values() for row in rows[:2]])
+    return folder
+
+
+@pytest.fixture(scope="session")
 def traced() -> Iterator[Callable[..., dict[str, Timeline]]]:
     """The timelines of a job's two steps on a rank, traced in a process of its own, which is forked from one that has
     imported the libraries: importing them takes longer than tracing a cut-down network."""
