@@ -104,7 +104,7 @@ def check_layout(layout: Parallelism, architecture: Architecture, framework: str
             parameter="parallelism.sharding",
             value=layout.sharding,
         )
-    _check_stages(layout, architecture)
+    _check_stages(layout, architecture, framework)
     if sequence_length % layout.sequence_sharing_ranks:
         raise SpecError(
             f"sequence_length={sequence_length} is not divisible by the ranks that share it "
@@ -127,7 +127,7 @@ def _check_size(layout: Parallelism) -> None:
         )
 
 
-def _check_stages(layout: Parallelism, architecture: Architecture) -> None:
+def _check_stages(layout: Parallelism, architecture: Architecture, framework: str) -> None:
     p = layout.pipeline_parallel_size
     if p == 1 and layout.virtual_pipeline_stages > 1:
         raise SpecError(
@@ -142,6 +142,15 @@ def _check_stages(layout: Parallelism, architecture: Architecture) -> None:
             raise SpecError(
                 f"parallelism.pipeline_layers={list(layout.pipeline_layers)} must list {num_stages} stages that add "
                 f"up to num_hidden_layers={architecture.num_hidden_layers} of {architecture.name!r}.",
+                parameter="parallelism.pipeline_layers",
+                value=list(layout.pipeline_layers),
+            )
+        # the first stage may have the embedding alone and the last the head; Megatron's layouts also know empty ones
+        between = () if framework == "megatron" else layout.pipeline_layers[1:-1]
+        if min(layout.pipeline_layers) < 0 or 0 in between:
+            raise SpecError(
+                f"parallelism.pipeline_layers leaves a stage of pipeline_parallel_size={p} without layers of the "
+                f"{architecture.num_hidden_layers} of {architecture.name!r}; use fewer stages, or give each some.",
                 parameter="parallelism.pipeline_layers",
                 value=list(layout.pipeline_layers),
             )

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from peakcast.architecture import Architecture
+from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.pipeline import most_in_flight, turns_of_rank
@@ -152,3 +153,13 @@ def test_zero_bubble_sends_for_all_units_of_a_stage_before_it_copies_any_out():
     )
     assert sorted(sent, key=sent.__getitem__) == sorted(gathered, key=gathered.__getitem__) == units
     assert max(sent.values()) < min(gathered.values())
+
+
+@pytest.mark.parametrize("layers", [(-1, 3, 3, 3), (4, 0, 2, 2), (8, 0, 0, 0)])
+def test_a_stage_between_others_has_layers(layers):
+    with pytest.raises(SpecError, match="leaves a stage of pipeline_parallel_size=4 without layers"):
+        job(pipeline_layers=layers)
+
+
+def test_the_first_stage_may_hold_the_embedding_alone():
+    assert held(ledger(job(pipeline_layers=(0, 2, 3, 3)), rank=0), Category.PARAMETERS) == BF16 * VOCABULARY * WIDTH
