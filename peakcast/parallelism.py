@@ -11,6 +11,8 @@ from peakcast.fields import require_positive
 
 MOST_RANKS = 2**20
 """Of a job: far beyond any that was run, and small enough that an answer takes a bounded time."""
+V_SHAPED = ("zero_bubble_v", "dualpipe_v")
+"""Schedules in which a rank's second stage is as far from the end as its first is from the beginning."""
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v"]
 
 
@@ -133,6 +135,13 @@ def _check_stages(layout: Parallelism, architecture: Architecture, framework: st
         raise SpecError(
             f"parallelism.virtual_pipeline_stages={layout.virtual_pipeline_stages} divides the stages of a "
             "pipeline, and pipeline_parallel_size=1 is none; use 1, or a larger pipeline_parallel_size.",
+            parameter="parallelism.virtual_pipeline_stages",
+            value=layout.virtual_pipeline_stages,
+        )
+    if p > 1 and layout.pipeline_schedule in V_SHAPED and layout.virtual_pipeline_stages != 2:
+        raise SpecError(
+            f"parallelism.virtual_pipeline_stages={layout.virtual_pipeline_stages} must be 2 with "
+            f"pipeline_schedule={layout.pipeline_schedule!r}, which runs two stages on each rank.",
             parameter="parallelism.virtual_pipeline_stages",
             value=layout.virtual_pipeline_stages,
         )
