@@ -84,7 +84,7 @@ def _selected(
     from peakcast.store import load, read_shard
 
     jobs = load_grid(grid) if isinstance(grid, (str, Path)) else list(grid)
-    rows = [*load(None), *(read_shard(shard)[0] if shard.exists() else ())]
+    rows = [*load(None), *read_shard(shard)[0]]
     device = catalog.gpu(gpu or UNNAMED_GPU)
     measured = [point_of(sample) for sample in prepare(rows).samples]
     return [jobs[index] for index in most_informative([point(job, device) for job in jobs], measured)]

@@ -62,15 +62,15 @@ def from_huggingface(
     """
     num_gpus = gpu_count(num_gpus)
     notes = Notes()
+    versions = check_versions(versions or {})
     unsloths = is_unsloths(versions, training_arguments, peft)
     if unsloths and isinstance(training_arguments or {}, Mapping) and isinstance(peft or {}, Mapping):
         training_arguments, peft = in_words_of_the_trainer(training_arguments, peft)
-        versions = {"unsloth": NEWEST_UNSLOTH, **(versions or {})}
+        versions = {"unsloth": NEWEST_UNSLOTH, **versions}
     model = dict(config) if isinstance(config, Mapping) else {}
     architecture = resolve_architecture(config)
     note_network(config, notes)
     training = _settings("training_arguments", training_arguments, notes, spell)
-    versions = check_versions(versions or {})
     modern = (release(resolved(versions).get("transformers", "")) or (5,)) >= (5,)
     adapter = _settings("peft", peft, notes, spell) if peft is not None else None
     strategy = training.raw("deepspeed") if deepspeed is None else deepspeed
