@@ -109,14 +109,18 @@ def answer_row(row: Mapping[str, Any], calibration: Calibration) -> dict[str, An
 
     Raises: SpecError or CatalogError naming what is wrong with the job.
     """
+    from dataclasses import replace
+
     from peakcast import catalog
+    from peakcast.constants import own_constants
     from peakcast.dialects.job_file import job_from_mapping
     from peakcast.models.predict import predict
 
     job = job_of(row)
     if isinstance(job.get("architecture"), str):  # who asks over the network may name files of theirs, not of ours
         job = {**job, "architecture": catalog.architecture(job["architecture"])}
-    prediction = predict(job_from_mapping(job), catalog.gpu(calibration.gpu), calibration=calibration)
+    device = replace(catalog.gpu(calibration.gpu), constants=own_constants(calibration.gpu))
+    prediction = predict(job_from_mapping(job), device, calibration=calibration)
     found: dict[str, Any] = {"fits": prediction.fits}
     for quantity in QUANTITIES:
         interval = getattr(prediction, quantity)
