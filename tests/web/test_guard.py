@@ -113,13 +113,13 @@ def test_a_hostile_question_is_answered_with_a_sentence_and_the_next_one_as_ever
 
     knobs = [None] * len(KNOBS)
     begun = time.monotonic()
-    answer, *others = ask(HOSTILE[name], None, "", "", "H100-80GB", *knobs)
+    answer, *others = ask(HOSTILE[name], None, "", "", "H100-80GB", None, None, *knobs)
     assert time.monotonic() - begun < 20
     assert "No answer" in answer
     assert not any(others)
     assert "this is a bug" not in answer
     assert "<script" not in answer
-    assert "gpt2 needs" in ask("gpt2", None, "", "", "H100-80GB", *knobs)[0]
+    assert "gpt2 on a H100-80GB" in ask("gpt2", None, "", "", "H100-80GB", None, None, *knobs)[0]
 
 
 def test_a_question_has_a_budget():
