@@ -105,7 +105,8 @@ def job_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_row(row: Mapping[str, Any], calibration: Calibration) -> dict[str, Any]:
-    """`fits` and, for each quantity, `<quantity>.baseline`, `.point`, `.lower`, `.upper`, `.upper_95` in bytes.
+    """`fits`; for each quantity `<quantity>.baseline`, `.point`, `.lower`, `.upper`, `.upper_95` in bytes, and `.rests_on`;
+    `findings` and `assumptions` as `Prediction.to_mapping` has them.
 
     Raises: SpecError or CatalogError naming what is wrong with the job.
     """
@@ -125,7 +126,8 @@ def answer_row(row: Mapping[str, Any], calibration: Calibration) -> dict[str, An
     for quantity in QUANTITIES:
         interval = getattr(prediction, quantity)
         found |= {f"{quantity}.{name}": value for name, value in interval.to_mapping().items()}
-    return found
+    findings = [finding.to_mapping() for finding in prediction.findings]
+    return {**found, "findings": findings, "assumptions": list(prediction.assumptions)}
 
 
 def answer_rows(rows: Sequence[Mapping[str, Any]], calibration: Calibration) -> list[dict[str, Any]]:
