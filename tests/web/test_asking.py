@@ -62,7 +62,7 @@ def test_the_panels_show_each_quantity_with_its_bar():
         assert f'<th scope="row">{name}<br>' in answer
     assert "<svg" in timeline
     assert "<table" in layers
-    assert "not modelled" in notes.lower()
+    assert "batches of other lengths" in notes
     assert job.startswith("architecture: llama-3.2-1b")
     assert to_query(asked) in link
 
