@@ -19,6 +19,7 @@ from peakcast.models.device_memory import one_communicator_bytes
 from peakcast.models.measured_constants import outside
 from peakcast.prediction import QUANTITIES, Prediction
 from peakcast.units import MIB
+from peakcast.web.asking import Asked, answered
 
 JOB = {"architecture": "llama-3.2-1b", "sequence_length": 512}
 USES = {
@@ -188,12 +189,14 @@ def test_every_door_uses_them_and_says_so(capsys: pytest.CaptureFixture[str]) ->
     point = api.predict(JOB, "H100-80GB").peak_device_bytes.point
     (batch,) = api.predict_batch([{"gpu": "H100-80GB", "job": JOB}])
     assert batch["peak_device_bytes"]["point"] == point
+    page = answered(Asked(text=json.dumps(JOB), gpu="H100-80GB")).prediction
+    assert page.peak_device_bytes.point == point
     flags = ["--model", "llama-3.2-1b", "--sequence-length", "512", "--gpu", "H100-80GB", "--json"]
     cli._run(["predict", *flags])
     printed = json.loads(capsys.readouterr().out)
     assert printed["peak_device_bytes"]["point"] == point
     explained = api.explain(JOB, "H100-80GB")
-    for assumptions in (batch["assumptions"], printed["assumptions"], explained.assumptions):
+    for assumptions in (batch["assumptions"], printed["assumptions"], explained.assumptions, page.assumptions):
         assert said in assumptions
 
 
@@ -205,7 +208,7 @@ def test_the_served_model_and_the_search_use_them() -> None:
     point = api.predict(JOB, "H100-80GB").peak_device_bytes.point
     row = {"architecture": "llama-3.2-1b", "sequence_length": 512}
     assert answer_row(row, calibrations()["H100-80GB"])["peak_device_bytes.point"] == point
-    found = api.search(JOB, "H100-80GB", num_gpus=1, top=3)
+    found = api.search(JOB, "H100-80GB", num_gpus=1, top=3, processes=2)
     assert {plan.peak_device_bytes.point for plan in found.plans} == {  # type: ignore[union-attr]
         api.predict(plan.job, "H100-80GB").peak_device_bytes.point for plan in found.plans  # type: ignore[union-attr]
     }
