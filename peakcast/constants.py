@@ -92,6 +92,16 @@ def constants_path(gpu: str) -> Path:
     return constants_folder() / f"{gpu}.json"
 
 
+def constants_state() -> tuple[str, int]:
+    """Changes when a file of constants is written or deleted: the folder, and when it was last changed (0: it is not
+    there)."""
+    folder = constants_folder()
+    try:
+        return str(folder), folder.stat().st_mtime_ns
+    except OSError:
+        return str(folder), 0
+
+
 def own_constants(gpu: str) -> Constants | None:
     """What was read here of the GPU type `gpu`, a catalog name; None where nothing was.
 
