@@ -201,7 +201,7 @@ def test_a_fault_of_ours_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert answer["error"]["message"] == "this is a bug in peakcast: ZeroDivisionError: oops"
     from peakcast import batch
 
-    batch._answer_text.cache_clear()
+    batch._remembered.cache_clear()
 
 
 def test_processes_change_nothing() -> None:

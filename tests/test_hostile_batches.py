@@ -37,9 +37,9 @@ def stricken(monkeypatch):
         return predict(question)
 
     monkeypatch.setattr(batch, "_predict", stricken)
-    batch._answer_text.cache_clear()
+    batch._remembered.cache_clear()
     yield
-    batch._answer_text.cache_clear()
+    batch._remembered.cache_clear()
 
 
 def lengths(*sizes):

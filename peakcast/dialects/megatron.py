@@ -268,7 +268,7 @@ def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
     values |= {name: settings.text(name, default) for name, default in flags.TEXTS.items()}
     values["hierarchical_context_parallel_sizes"] = " ".join(settings.words("hierarchical_context_parallel_sizes"))
     values |= {option: not settings.switch(flag) for flag, option in flags.TURNED_OFF.items()}
-    values["decoupled_lr"] = settings.given("decoupled_lr")
+    values["decoupled_lr"] = settings.number("decoupled_lr") is not None
     recipe = settings.text("fp8_recipe")
     if recipe in flags.FP8_RECIPES:
         values["fp8_recipe"] = recipe

@@ -17,6 +17,7 @@ from peakcast.explaining.reason import peak_reason
 from peakcast.explanation import Explanation, ModuleRow
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import scope_findings
+from peakcast.models.measured_constants import rests_on_readings
 from peakcast.ranks import ranks_that_differ, worst_rank
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
@@ -103,6 +104,8 @@ def _assumptions(job: TrainingJob, device: Device | None, source: str, asked: in
         sentences.append(NO_KERNELS)
     elif device is None:
         sentences.append("no GPU type is given, so library workspaces and what kernels allocate inside are left out.")
+    elif said := rests_on_readings(job, device):
+        sentences.append(said)
     if asked is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, rank))
     return sentences
