@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.published.source_files import read_jsonl
+from peakcast.conventions import conventions
 from peakcast.dialects.megatron import from_megatron
 from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError
+from peakcast.fields import FrozenMapping
 from peakcast.records import Measurement
 
 VOCABULARIES: dict[tuple[str, int], tuple[int, str]] = {
@@ -49,6 +52,11 @@ CONTRADICTIONS: dict[tuple[str, str, str], str] = {
     ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): COPIED_FROM_H100,
 }
 """Rows whose values cannot be their own configuration's, by case, GPU type and environment."""
+
+SAVED_BATCHES = ("2026-05-26", "2026-07-08")
+"""Days from and to which Megatron-LM's main branch saved batches on the GPU: values of 25 May have none, those of 8 July
+have them, and none between that day and the change that ended it could tell. Main called itself 0.18 before that and 0.19
+at its end, unlike the releases of those numbers (convention `saves_batches_on_gpu`)."""
 
 COMMON_ASSUMPTIONS = (
     "The values are of the last rank, world size − 1, as the tests log them.",
@@ -133,7 +141,18 @@ def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str]]:
         facts.append(assumed)
     recorded, fewest = record["num_gpus"], _fewest_gpus(arguments)
     num_gpus = fewest if recorded is None or recorded % fewest else recorded
-    return from_megatron(arguments, num_gpus, record["env_vars"], _versions(record)), facts
+    translation = from_megatron(arguments, num_gpus, record["env_vars"], _versions(record))
+    return _as_of_its_day(translation, record["value_since"]), facts
+
+
+def _as_of_its_day(translation: Translation, day: str) -> Translation:
+    """With what the main branch did on `day`, where a release of the same number does otherwise."""
+    job = translation.job
+    saves = SAVED_BATCHES[0] <= day <= SAVED_BATCHES[1]
+    if conventions(job)["saves_batches_on_gpu"] == saves:
+        return translation
+    options = FrozenMapping({**job.framework_options, "saves_batches_on_gpu": saves})
+    return replace(translation, job=job.replace(framework_options=options))
 
 
 def _fewest_gpus(arguments: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from peakcast.catalog import Device
 from peakcast.models.analytical.blocks.megatron_dispatch import held_by_dispatcher
+from peakcast.models.analytical.megatron_inputs import hold_saved_batches
 from peakcast.models.analytical.megatron_persistent import (
     hold_fp8_weights,
     hold_previous_gradients,
@@ -41,6 +42,7 @@ def megatron_ledger(
     done.run_again(optimizer_stepped(weights, first))
     _hold_exchanged(done, turns)
     _hold_dispatchers(done, turns)
+    hold_saved_batches(done, share, turns.spans)
     turns.leaves.hold(done, first=first)
     if widens_gradients(share) and not first:
         hold_previous_gradients(done, weights)
