@@ -58,6 +58,14 @@ SAVED_BATCHES = ("2026-05-26", "2026-07-08")
 have them, and none between that day and the change that ended it could tell. Main called itself 0.18 before that and 0.19
 at its end, unlike the releases of those numbers (convention `saves_batches_on_gpu`)."""
 
+LAYER_WISE_LAYOUT = "2026-05-21"
+"""Day of the first value with the shard-aligned layout of the layer-wise optimizer; values of 9 May fit the one before, as
+do releases before 0.18, the number that main had on both days (convention `use_layer_wise_param_layout`)."""
+
+ONE_NODE = {("GB200", "_1node"): 4}
+"""GPUs of a case by GPU type and end of its name, where no recipe says it: those of all 27 others named so, and what its
+`allocated_bytes_after_step` fits."""
+
 COMMON_ASSUMPTIONS = (
     "The values are of the last rank, world size − 1, as the tests log them.",
     "steady_allocated_bytes is allocated_bytes.all.current after a step, which step is not recorded.",
@@ -85,10 +93,11 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
     spoiled = []
     if record["second_run"]:
         spoiled.append("a run resumed from a checkpoint: loading it may have set the peak")
-    if record["num_gpus"] is None:
+    num_gpus = _num_gpus(record)
+    if num_gpus is None:
         spoiled.append("the number of GPUs is not recorded")
-    elif record["num_gpus"] % fewest:
-        spoiled.append(f"num_gpus={record['num_gpus']} of its recipe cannot hold the layout, which needs {fewest}")
+    elif num_gpus % fewest:
+        spoiled.append(f"num_gpus={num_gpus} of its recipe cannot hold the layout, which needs {fewest}")
     contradiction = CONTRADICTIONS.get((record["case"], gpu, record["environment"]))
     if contradiction:
         spoiled.append(contradiction)
@@ -113,7 +122,7 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
             "env_vars": record["env_vars"] or {},
             "family": family,
             "logged_steps": record["steps"],
-            "recorded_num_gpus": record["num_gpus"],
+            "recorded_num_gpus": num_gpus,
         },
         assumptions=(*COMMON_ASSUMPTIONS, *facts, *translation.assumptions, *translation.warnings),
         out_of_scope=" ".join(reasons),
@@ -136,10 +145,11 @@ def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str]]:
     if known and "vocab-size" not in arguments:
         arguments["vocab-size"] = known[0]
         facts.append(f"vocab-size is taken as {known[0]}: {known[1]}.")
-    assumed = NUM_GPUS_FROM[record["num_gpus_from"]]
-    if assumed:
+    recorded, fewest = _num_gpus(record), _fewest_gpus(arguments)
+    if recorded != record["num_gpus"]:
+        facts.append(f"num_gpus={recorded} is assumed, as of all cases of one node of {record['gpu']} that have recipes.")
+    elif assumed := NUM_GPUS_FROM[record["num_gpus_from"]]:
         facts.append(assumed)
-    recorded, fewest = record["num_gpus"], _fewest_gpus(arguments)
     num_gpus = fewest if recorded is None or recorded % fewest else recorded
     translation = from_megatron(arguments, num_gpus, record["env_vars"], _versions(record))
     return _as_of_its_day(translation, record["value_since"]), facts
@@ -148,11 +158,21 @@ def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str]]:
 def _as_of_its_day(translation: Translation, day: str) -> Translation:
     """With what the main branch did on `day`, where a release of the same number does otherwise."""
     job = translation.job
-    saves = SAVED_BATCHES[0] <= day <= SAVED_BATCHES[1]
-    if conventions(job)["saves_batches_on_gpu"] == saves:
+    then = {"saves_batches_on_gpu": SAVED_BATCHES[0] <= day <= SAVED_BATCHES[1]}
+    if job.optimizer.name == "muon":
+        then["use_layer_wise_param_layout"] = day >= LAYER_WISE_LAYOUT
+    held = conventions(job)
+    options = {name: value for name, value in then.items() if held[name] != value}
+    if not options:
         return translation
-    options = FrozenMapping({**job.framework_options, "saves_batches_on_gpu": saves})
-    return replace(translation, job=job.replace(framework_options=options))
+    return replace(translation, job=job.replace(framework_options=FrozenMapping({**job.framework_options, **options})))
+
+
+def _num_gpus(record: Mapping[str, Any]) -> int | None:
+    """The number of GPUs that is recorded, but of one that the source took for granted what its name says (`ONE_NODE`)."""
+    named = (number for (gpu, end), number in ONE_NODE.items() if record["gpu"] == gpu and record["case"].endswith(end))
+    recorded: int | None = record["num_gpus"]
+    return next(named, recorded) if record["num_gpus_from"] == "8 taken" else recorded
 
 
 def _fewest_gpus(arguments: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ Source: megatron-core 0.14.0 `distributed/param_and_grad_buffer.py` `_ParamAndGr
 
 from __future__ import annotations
 
-from peakcast.models.analytical.megatron_persistent import FP32, buffers, owned_parameters, tensors_of
+from peakcast.models.analytical.megatron_buffers import FP32, buffers, owned_parameters, tensors_of
 from peakcast.models.analytical.megatron_share import rank_share, weights_share
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.spec import TrainingJob

@@ -14,9 +14,7 @@ from peakcast.models.analytical.blocks.megatron_layer import ENCODER_STATES, dec
 from peakcast.models.analytical.blocks.megatron_primitives import dropout_mask_bytes
 from peakcast.models.analytical.megatron_inputs import hold_inputs, reads_mask
 from peakcast.models.analytical.megatron_leaves import Leaves
-from peakcast.models.analytical.megatron_persistent import (
-    widens_gradients,
-)
+from peakcast.models.analytical.megatron_optimizer import widens_gradients
 from peakcast.models.analytical.megatron_received import Span
 from peakcast.models.analytical.megatron_share import RankShare
 from peakcast.models.analytical.pipeline import Chunk, Turn, representative_micro_batches, schedule

@@ -145,6 +145,10 @@ UNSUPPORTED: dict[str, str] = {
 }
 """Flags that ask for something a TrainingJob or the ledgers cannot express, and its name."""
 
+MUON: dict[str, str] = {"muon_tp_mode": "blockwise", "muon_scalar_optimizer": "adam"}
+"""Flags of Muon that matter to memory, with Megatron's default, the only value that the ledger knows: ranks that gather
+matrices to orthogonalize them whole, and what updates all that is no matrix."""
+
 DETAILS = (
     "fp4_", "cuda_graph_", "rl_", "grpo_", "mamba_", "inference_", "mtp_", "muon_", "megatron_fsdp_", "export_",
     "outer_dp_", "retro_", "num_layers_at_", "offload_", "heterogeneous_",
