@@ -62,6 +62,10 @@ LAYER_WISE_LAYOUT = "2026-05-21"
 """Day of the first value with the shard-aligned layout of the layer-wise optimizer; values of 9 May fit the one before, as
 do releases before 0.18, the number that main had on both days (convention `use_layer_wise_param_layout`)."""
 
+FSDP_OF_TODAY = "2026-01-01"
+"""Values of Megatron-FSDP before this day are of older code, which main ran while it called itself 0.16: their first steps
+have no states of the optimizer yet, all later ones have (convention `fsdp_reduces_each_gradient`)."""
+
 ONE_NODE = {("GB200", "_1node"): 4}
 """GPUs of a case by GPU type and end of its name, where no recipe says it: those of all 27 others named so, and what its
 `allocated_bytes_after_step` fits."""
@@ -161,6 +165,8 @@ def _as_of_its_day(translation: Translation, day: str) -> Translation:
     then = {"saves_batches_on_gpu": SAVED_BATCHES[0] <= day <= SAVED_BATCHES[1]}
     if job.optimizer.name == "muon":
         then["use_layer_wise_param_layout"] = day >= LAYER_WISE_LAYOUT
+    if job.framework_options.get("use_megatron_fsdp"):
+        then["fsdp_reduces_each_gradient"] = day >= FSDP_OF_TODAY
     held = conventions(job)
     options = {name: value for name, value in then.items() if held[name] != value}
     if not options:

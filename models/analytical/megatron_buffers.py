@@ -10,6 +10,7 @@ from functools import lru_cache
 from peakcast.models.analytical.columns import Recording
 from peakcast.models.analytical.distributed_optimizer import BufferRules, bucket_size, buffer_elements, shard_pieces
 from peakcast.models.analytical.layer_wise_optimizer import packed, ping_pong
+from peakcast.models.analytical.megatron_fsdp import buckets_of, hold_shards, is_fully_sharded
 from peakcast.models.analytical.megatron_parameters import Parameter, chunk_parameters
 from peakcast.models.analytical.megatron_share import RankShare, activations_share
 from peakcast.models.analytical.step import Step
@@ -148,6 +149,10 @@ def parameters_held(share: RankShare) -> Recording:
 def hold_parameters(step: Step, share: RankShare) -> None:
     """Parameters, gradient buffer and fp32 main parameters of every chunk."""
     precision = share.job.precision
+    if is_fully_sharded(share):
+        for parameters in owned_parameters(share):
+            hold_shards(step, share, buckets_of(share, parameters))
+        return
     weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
     for buffer in buffers(share):
         if buffer.rules.sharded:

@@ -7,7 +7,8 @@ from functools import lru_cache
 
 from peakcast.models.analytical.columns import Recording
 from peakcast.models.analytical.layer_wise_optimizer import orthogonalized_bytes
-from peakcast.models.analytical.megatron_buffers import FP32, buffers, tensors_of
+from peakcast.models.analytical.megatron_buffers import FP32, buffers, owned_parameters, tensors_of
+from peakcast.models.analytical.megatron_fsdp import buckets_of, is_fully_sharded
 from peakcast.models.analytical.megatron_parameters import Parameter
 from peakcast.models.analytical.megatron_share import RankShare
 from peakcast.models.analytical.step import FOREVER, Step
@@ -49,6 +50,12 @@ def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
     now = step.moment("optimizer.step", Phase.OPTIMIZER_STEP)
     born = now if first else 0
     width = int(DTYPE_BYTES[share.job.precision.optimizer_states])
+    if is_fully_sharded(share):
+        for bucket in (b for parameters in owned_parameters(share) for b in buckets_of(share, parameters)):
+            for name in ("exp_avg", "exp_avg_sq"):
+                size = bucket.shard_elements * width
+                step.hold(f"shard.{name}", Category.OPTIMIZER_STATES, size, born, module=min(bucket.modules))
+        return
     widened = widens_gradients(share)
     groups: Counter[bool] = Counter()
     for buffer in buffers(share):

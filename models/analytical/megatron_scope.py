@@ -89,6 +89,7 @@ def _training_reason(job: TrainingJob) -> Finding | None:
             "optimizer.name",
         ),
         *_muon_checks(job),
+        *_fully_sharded_checks(job),
         *_float8_checks(job),
         (
             layout.zero_stage > 1 or layout.sharding != "none",
@@ -151,6 +152,42 @@ def _muon_checks(job: TrainingJob) -> list[Check]:
             "Muon over FP8 parameters is not modelled.",
             UNKNOWN,
             "framework_options.fp8_param_gather",
+        ),
+    ]
+
+
+def _fully_sharded_checks(job: TrainingJob) -> list[Check]:
+    """What of Megatron-FSDP is not covered."""
+    convention, layout = conventions(job), job.parallelism
+    asked = bool(convention.get("use_megatron_fsdp"))
+    strategy = convention.get("data_parallel_sharding_strategy")
+    eight = job.precision.compute == "float8"
+    rest = "is not modelled with Megatron-FSDP"
+    return [
+        (
+            asked and strategy != "optim_grads_params",
+            f"data-parallel-sharding-strategy={strategy} {rest}; optim_grads_params is.",
+            MORE,
+            "framework_options.data_parallel_sharding_strategy",
+        ),
+        (
+            asked and not convention.get("fsdp_reduces_each_gradient"),
+            "Megatron-FSDP before megatron-core 0.16, which handles the gradients of a layer at its end, is not modelled.",
+            LESS,
+            "framework_options.use_megatron_fsdp",
+        ),
+        (
+            asked and (layout.pipeline_parallel_size > 1 or job.architecture.num_nextn_predict_layers > 0),
+            f"Pipeline parallelism or multi-token prediction {rest}.",
+        ),
+        (asked and eight, f"Float8 compute {rest}.", UNKNOWN, "precision.compute"),
+        (asked and job.optimizer.name == "muon", f"Muon {rest}.", UNKNOWN, "optimizer.name"),
+        (asked and job.architecture.kind not in ("decoder",), f"A {job.architecture.kind} {rest}."),
+        (
+            asked and int(convention.get("num_distributed_optimizer_instances", 1) or 1) > 1,
+            f"Sharding within several groups (num-distributed-optimizer-instances) {rest}.",
+            MORE,
+            "framework_options.num_distributed_optimizer_instances",
         ),
     ]
 
