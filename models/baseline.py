@@ -22,7 +22,7 @@ from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.host import host_bytes
 from peakcast.models.measured_constants import Outside, outside
-from peakcast.ranks import ranks_by_shard, ranks_that_differ
+from peakcast.ranks import ranks_by_shard
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline
 
@@ -119,7 +119,9 @@ def _baseline(
     before: Callable[[int], Sequence[Timeline]] = lambda chosen: (),
 ) -> Baseline:
     """`before`: what the run does on a rank before its first step."""
-    candidates = ranks_that_differ(job) if rank is None else (rank,)
+    from peakcast.models.analytical.fullest_ranks import fullest_ranks
+
+    candidates = fullest_ranks(job) if rank is None else (rank,)
     steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
     worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)
     chosen, steady = candidates[worst], steadies[worst]

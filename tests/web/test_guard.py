@@ -93,7 +93,7 @@ def question(port, text):
     """What the page shows first for a text, asked as the page asks it."""
     from peakcast.web.page import KNOBS
 
-    body = json.dumps({"data": [text, None, "", "", "H100-80GB", *[None] * len(KNOBS)]})
+    body = json.dumps({"data": [text, None, "", "", "H100-80GB", None, None, *[None] * len(KNOBS)]})
     code, _, event = asked(port, "POST", "/gradio_api/call/ask", {"Content-Type": "application/json"}, body)
     assert code == 200, event
     code, _, answer = asked(port, "GET", f"/gradio_api/call/ask/{json.loads(event)['event_id']}")

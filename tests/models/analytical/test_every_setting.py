@@ -184,7 +184,6 @@ WITHOUT_MEMORY = {
     "rotary_interleaved": "which elements of a head are paired",
     "te_rng_tracker": "states of random numbers",
     "use_flash_attn": "the dialect sets a job's attention by it",
-    "use_layer_wise_param_layout": "of muon, which no Megatron ledger has",
     "container": "a name by which importers know versions",
     "moe_router_num_groups": "masks of tokens × experts, gone before the experts run",
     "moe_router_group_topk": "masks of tokens × experts, gone before the experts run",
