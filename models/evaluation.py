@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from peakcast.findings import CAUSES, OF_THE_CACHE
 from peakcast.models.decisions import Decisions, decisions_of
-from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY
 from peakcast.models.grouping import kind_of
 from peakcast.models.holdout import Answers, MakeCandidates, held_out
 from peakcast.models.metrics import Floor, Scored, Summary, floor, summarise
 from peakcast.models.new_hardware import LearningPoint, learning_curves
-from peakcast.models.predict import known_of
+from peakcast.models.predict import known_of, retries
 from peakcast.models.regressors import candidates
 from peakcast.models.samples import BaselineOf, DeviceOf, Sample, ScopeOf, prepare, repeat_weights, rows_digest
 from peakcast.prediction import QUANTITIES, Interval
@@ -194,6 +194,20 @@ def _table(samples: Sequence[Sample], answers: Mapping[int, Answers], quantity: 
     )
 
 
+def _cause(sample: Sample, quantity: str) -> str:
+    """The sentence of a finding of the answer that names a cause why its `quantity` may be off, "" without one."""
+    caches = quantity in ("peak_reserved_bytes", "peak_device_bytes")
+    found = (*known_of(sample.row.job), retries(sample.baseline))
+    return next(
+        (
+            finding.sentence
+            for finding in found
+            if finding and finding.code in CAUSES and (caches or finding.code not in OF_THE_CACHE)
+        ),
+        "",
+    )
+
+
 def _scored(sample: Sample, interval: Interval, quantity: str, weight: float, repeats: Sequence[int]) -> Scored:
     row = sample.row
     facts = []
@@ -221,7 +235,7 @@ def _scored(sample: Sample, interval: Interval, quantity: str, weight: float, re
         upper_95=interval.upper_95,
         weight=weight,
         known=". ".join(facts),
-        finding=next((finding.sentence for finding in known_of(row.job) if finding.severity >= OUT_OF_SCOPE_SEVERITY), ""),
+        finding=_cause(sample, quantity),
         baseline_allocated=sample.baseline.peak_allocated_bytes,
         baseline_reserved=sample.baseline.peak_reserved_bytes,
         context=sample.baseline.context_bytes,

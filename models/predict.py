@@ -21,6 +21,7 @@ from peakcast.models.device_scope import device_findings
 from peakcast.models.features import features, kinds, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
 from peakcast.models.measured_constants import outside, rests_on_readings
+from peakcast.models.reserved_findings import reserved_findings
 from peakcast.models.verdict import judge, leaves_out, limits, prevented, ranks_of_a_node
 from peakcast.prediction import QUANTITIES, Interval, Prediction
 from peakcast.ranks import worst_rank
@@ -56,7 +57,7 @@ def predict(
     reasons = reasons_outside(job, device, row, calibration, known)
     intervals = combine(job, base, row, calibration, device.name, known)
     judged = judge(intervals, limits(job, device), reasons)
-    noticed = (*reasons, judged.finding, _retries(base))
+    noticed = (*reasons, judged.finding, retries(base))
     return Prediction(
         gpu=device.name,
         rank=base.rank,
@@ -197,7 +198,8 @@ def _beyond_positions(job: TrainingJob) -> tuple[Finding, ...]:
     return (Finding("positions_exceeded", "sequence_length", "either", sentence),)
 
 
-def _retries(base: Baseline) -> Finding | None:
+def retries(base: Baseline) -> Finding | None:
+    """That the simulated allocator has to give cached memory back, which nvidia-smi may or may not have seen."""
     if not base.num_retries:
         return None
     sentence = (
@@ -212,7 +214,7 @@ def known_of(job: TrainingJob) -> tuple[Finding, ...]:
     from peakcast.models.analytical.ignored import ignored_findings
     from peakcast.models.analytical.scope import scope_findings
 
-    return (*scope_findings(job), *ignored_findings(job), *_beyond_positions(job))
+    return (*scope_findings(job), *ignored_findings(job), *_beyond_positions(job), *reserved_findings(job))
 
 
 def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | None) -> list[str]:

@@ -56,9 +56,14 @@ KINDS = {
     "not_calibrated": Kind("no measurements stand behind the bars"),
     "cache_beyond_capacity": Kind("the tensors may fit, the allocator's cache does not"),
     "host_memory_not_given": Kind("the host memory that is needed is more than a usual node has"),
+    "reserved_beyond_replay": Kind("published runs of such jobs hold more than the simulated allocator reserves"),
     "allocator_retries": Kind("the simulated allocator runs out of memory and frees its cache to go on"),
 }
 """Every code a finding can have. A code keeps its meaning; a new meaning is a new code."""
+OF_THE_CACHE = frozenset(("reserved_beyond_replay", "allocator_retries"))
+"""Codes of findings about what the allocator keeps, which allocated memory knows nothing of."""
+CAUSES = OF_THE_CACHE | {"not_modelled", "nearly_modelled", "setting_ignored", "setting_not_modelled"}
+"""Codes of findings that name a cause of error, where others say that something was not measured or how it was read."""
 
 
 @dataclass(frozen=True, slots=True)

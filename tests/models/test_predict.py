@@ -8,14 +8,14 @@ import pytest
 from peakcast import catalog
 from peakcast.allocator import Allocator
 from peakcast.errors import SpecError
-from peakcast.findings import FAILS, LESS, MORE, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Finding, found
+from peakcast.findings import CAUSES, FAILS, KINDS, LESS, MORE, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Finding, found
 from peakcast.models.calibration import UNCALIBRATED
 from peakcast.models.domain import Domain
 from peakcast.models.fit import fit
 from peakcast.models.predict import predict
 from peakcast.models.verdict import Judgement, judge
 from peakcast.prediction import QUANTITIES, Interval, Limit
-from peakcast.spec import ActivationCheckpointing, Batch, Loss, Offload, Parallelism, TrainingJob
+from peakcast.spec import ActivationCheckpointing, Batch, Finetuning, Loss, Offload, Parallelism, TrainingJob
 from peakcast.units import GIB, format_gib
 
 
@@ -235,3 +235,18 @@ def test_the_host_memory_of_a_node_is_that_of_its_ranks(fakes, calibration):
     assert f"a node of 4 such ranks needs {format_gib(4 * each)} of host memory for it." in answer.assumptions
     alone = predict(job.replace(parallelism=Parallelism()), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
     assert not any("node" in sentence for sentence in alone.assumptions)
+
+
+def test_what_the_replay_is_known_to_miss_is_said_and_changes_no_bar_of_tensors(fakes, calibration):
+    """A cause of error in what the allocator keeps, not in what is counted: the verdict stays."""
+    from peakcast.models.reserved_findings import reserved_findings
+
+    def codes(**changes):
+        return [(finding.code, finding.parameter, finding.direction) for finding in reserved_findings(fakes.job(**changes))]
+
+    sharded = Parallelism(data_parallel_size=2, sharding="fsdp1")
+    tuning = Finetuning(method="qlora", rank=8, quantization="nf4")
+    assert codes() == codes(parallelism=sharded) == codes(finetuning=tuning) == []
+    assert codes(parallelism=sharded, finetuning=tuning) == [("reserved_beyond_replay", "parallelism.sharding", "more")]
+    assert not KINDS["reserved_beyond_replay"].uncounted
+    assert {*CAUSES} <= {*KINDS}
