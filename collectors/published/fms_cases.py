@@ -71,7 +71,7 @@ FSDP = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_backward_prefetch": "BACKW
 
 COMMON_ASSUMPTIONS = (
     "peak_device_bytes is nvidia-smi's use with what was used when idle subtracted, in whole MiB.",
-    "For several GPUs the source gives one number, taken as rank 0's; its nvidia-smi number looks like a mean (odd MiB).",
+    "For several GPUs the allocated peak is rank 0's, nvidia-smi's number the mean of all (its benchmark.py).",
     "Gradient checkpointing is reentrant, the default of transformers 4.",
 )
 
@@ -86,9 +86,12 @@ class Case:
     out_of_scope: str
 
 
-def case_of(record: Mapping[str, str], versions: Mapping[str, str], *, rows_multiple_of: int = 1) -> Case:
+def case_of(
+    record: Mapping[str, str], versions: Mapping[str, str], *, rows_multiple_of: int = 1, loads_on_hosts: bool = False
+) -> Case:
     """The case of a line of the benchmark's tables (`record`, its columns as text), run with `versions`.
-    `rows_multiple_of`: what the rows of token table and lm_head were rounded up to.
+    `rows_multiple_of`: what the rows of token table and lm_head were rounded up to. `loads_on_hosts`: whether the plug-ins
+    had every rank load quantised weights onto its host, whatever transformers would do.
 
     Raises: KeyError or ValueError when a column is missing or holds what the benchmark does not write.
     """
@@ -128,6 +131,8 @@ def case_of(record: Mapping[str, str], versions: Mapping[str, str], *, rows_mult
             facts.append("Token table and lm_head are in fp32: trl 0.9.6 narrows them again with bf16=True only.")
     if "foak" in setup:
         options["fused_kernels"] = True
+    if loads_on_hosts and quantized and num_gpus > 1:
+        options["fsdp1_others_on_meta"] = False
     reasons = [*translation.unsupported, *([NETWORK_REASONS[model]] if model in NETWORK_REASONS else [])]
     if "scattermoe" in setup:
         reasons.append("ScatterMoE's expert kernels and its sharding of experts are not modelled.")
