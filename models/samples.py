@@ -16,7 +16,8 @@ from peakcast.models.baseline import Baseline, baseline
 from peakcast.models.features import features
 from peakcast.models.grouping import architecture_shape, bar_groups, layout_of, residual_group
 from peakcast.prediction import QUANTITIES
-from peakcast.records import Measurement
+from peakcast.ranks import ranks_by_shard
+from peakcast.records import DEVICE_MEAN, Measurement
 from peakcast.spec import TrainingJob, canonical_json
 
 if TYPE_CHECKING:
@@ -116,7 +117,11 @@ def prepare(
         reason = _reason(row, scope_of)
         if not reason or reason == OUT_OF_MEMORY:
             try:
-                sample = _sample(row, device_of(row.gpu), cached(row.job, row.gpu, row.rank))
+                base = cached(row.job, row.gpu, row.rank)
+                if row.environment.get(DEVICE_MEAN):
+                    others = [rank for rank in ranks_by_shard(row.job, 0) if rank != row.rank]
+                    base = _mean_device(base, [cached(row.job, row.gpu, rank) for rank in others], row.job)
+                sample = _sample(row, device_of(row.gpu), base)
                 (censored if reason else kept).append(sample)
             except CatalogError:
                 reason = reason or f"GPU {row.gpu} is not in the catalog"
@@ -156,6 +161,17 @@ def _without_communicators(base: Baseline) -> Baseline:
     """The baseline of a run whose collectives were not NCCL's, which then has no buffers of its own on the GPU."""
     device_bytes = base.peak_device_bytes - base.communicator_bytes
     return replace(base, communicator_bytes=0, peak_device_bytes=device_bytes)
+
+
+def _mean_device(base: Baseline, others: Sequence[Baseline], job: TrainingJob) -> Baseline:
+    """The baseline of a rank with the reserved and device memory that all GPUs of the job have in the mean, where all other
+    ranks are like `others`, the first of them (none: all are alike)."""
+    if not others:
+        return base
+    ranks = job.parallelism.world_size
+    reserved = (base.peak_reserved_bytes + (ranks - 1) * others[0].peak_reserved_bytes) // ranks
+    outside = base.peak_device_bytes - base.peak_reserved_bytes
+    return replace(base, peak_reserved_bytes=reserved, peak_device_bytes=reserved + outside)
 
 
 def _kind(reason: str) -> str:

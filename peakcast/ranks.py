@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from peakcast.conventions import conventions
 from peakcast.spec import TrainingJob
 
 
@@ -22,10 +23,13 @@ MOST_SHARDS = 8
 
 
 def ranks_by_shard(job: TrainingJob, rank: int) -> tuple[int, ...]:
-    """Ranks of the stage of `rank`, the first of it, alike but for the parameters whose states they own. Megatron's
+    """Ranks of the stage of `rank`, the first of it, alike but for the parameters whose states they own, or for how FSDP1
+    builds their networks (`fsdp1_others_on_meta`). Megatron's
     distributed optimizer cuts buffers anywhere, so that ranks with equal sums of bytes have tensors of other sizes, and
     reserve up to 5 % more or less. All of a stage up to `MOST_SHARDS`, else so many at equal distances."""
     layout = job.parallelism
+    if layout.sharding == "fsdp1" and layout.num_replicas > 1 and conventions(job).get("fsdp1_others_on_meta"):
+        return (rank, 1)
     shards = layout.data_parallel_size * layout.context_parallel_size
     if job.framework != "megatron" or not layout.zero_stage or shards == 1:
         return (rank,)

@@ -17,6 +17,9 @@ Provenance = Literal["measured", "published", "traced"]
 Outcome = Literal["ok", "out_of_memory", "failed"]
 Collectives = Literal["nccl", "gloo", "fake", "none"]
 
+DEVICE_MEAN = "device_is_mean"
+"""Key of a row's `environment`, there and true where `peak_device_bytes` is the mean of all GPUs of the run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from peakcast.collectors.published.fms_cases import case_of
 from peakcast.errors import RecordError
-from peakcast.records import Measurement
+from peakcast.records import DEVICE_MEAN, Measurement
 from peakcast.units import MIB
 
 SOURCE = "foundation-model-stack/fms-acceleration scripts/benchmarks/refs/a100_80gb.csv"
@@ -76,6 +76,7 @@ def _measurement(record: Mapping[str, str]) -> Measurement:
             "framework_config": record["framework_config"],
             "model_name_or_path": record["model_name_or_path"],
             "idle_subtracted": True,
+            **({DEVICE_MEAN: True} if int(record["num_gpus"]) > 1 else {}),
         },
         assumptions=(TOTAL_PEAK, *case.assumptions),
         out_of_scope=case.out_of_scope,

@@ -16,6 +16,7 @@ from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.translation import Translation
 from peakcast.fields import FrozenMapping
 from peakcast.spec import TrainingJob
+from peakcast.units import round_up
 
 SEQUENCE_LENGTH = 4096
 
@@ -52,6 +53,14 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
 the GPTQ group sizes are those that allocated-after-step fits. The last two stand for what their cards describe (62 experts
 of which 6 run, and a shared one); their rows are out of scope."""
 
+TOKENS = {"mistral": 32001, "mixtral": 32001, "llama": 32001, "gpt_bigcode": 49158}
+"""By model_type, the tokens that a network's tokenizer has when fms-hf-tuning has added its own padding token; the token
+table and the lm_head are then resized to as many rows. Of other networks nothing is added. Llama's tokenizer has 32,000;
+santacoder's 49,152, an end of text and four for infilling, and its tables shrink.
+Source: foundation-model-stack/fms-hf-tuning tuning/sft_trainer.py special_tokens_dict, tuning/data/tokenizer_data_utils.py
+tokenizer_and_embedding_resize. Full fine-tuning and LoRA of Mistral-7B on one GPU hold, 100 steps on, what so many rows
+need to within 2,048 bytes; a row is 49,152 and 16,384 bytes there."""
+
 NETWORK_REASONS = {
     "ibm-research/moe-7b-1b-active-shared-experts": "The network's shape is assumed: no file at hand gives it.",
     "ibm-granite/granite-4.0-tiny-preview": "The network is a hybrid (Mamba-2) whose shape no file at hand gives.",
@@ -62,7 +71,7 @@ FSDP = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_backward_prefetch": "BACKW
 
 COMMON_ASSUMPTIONS = (
     "peak_device_bytes is nvidia-smi's use with what was used when idle subtracted, in whole MiB.",
-    "For several GPUs the source gives one number, taken as rank 0's; its nvidia-smi number looks like a mean (odd MiB).",
+    "For several GPUs the allocated peak is rank 0's, nvidia-smi's number the mean of all (its benchmark.py).",
     "Gradient checkpointing is reentrant, the default of transformers 4.",
 )
 
@@ -77,19 +86,29 @@ class Case:
     out_of_scope: str
 
 
-def case_of(record: Mapping[str, str], versions: Mapping[str, str]) -> Case:
+def case_of(
+    record: Mapping[str, str], versions: Mapping[str, str], *, rows_multiple_of: int = 1, loads_on_hosts: bool = False
+) -> Case:
     """The case of a line of the benchmark's tables (`record`, its columns as text), run with `versions`.
+    `rows_multiple_of`: what the rows of token table and lm_head were rounded up to. `loads_on_hosts`: whether the plug-ins
+    had every rank load quantised weights onto its host, whatever transformers would do.
 
     Raises: KeyError or ValueError when a column is missing or holds what the benchmark does not write.
     """
     model, setup = record["model_name_or_path"], record["framework_config"]
-    config = NETWORKS[model][1]
+    config = dict(NETWORKS[model][1])
     quantized, facts = _quantization(setup, config)
+    vocabulary = round_up(TOKENS.get(config["model_type"], config["vocab_size"]), rows_multiple_of)
+    if vocabulary != config["vocab_size"]:
+        facts.append(
+            f"Token table and lm_head have {vocabulary} rows: fms-hf-tuning adds a padding token and resizes them."
+        )
+        config["vocab_size"] = vocabulary
     # A position table of 2048 rows cannot take 4096 tokens, and memory per sequence agrees with 2048.
     length = min(SEQUENCE_LENGTH, config.get("n_positions", SEQUENCE_LENGTH))
     if length != SEQUENCE_LENGTH:
         facts.append(f"The packed length is taken as {length}, the size of the position table, not {SEQUENCE_LENGTH}.")
-    translation = _translation(record, versions, quantized, length)
+    translation = _translation(record, config, versions, quantized, length)
     num_gpus = int(record["num_gpus"])
     job, options = translation.job, dict(translation.job.framework_options)
     if _adapters_are_narrow(job, versions, fused="foak" in setup):
@@ -112,6 +131,8 @@ def case_of(record: Mapping[str, str], versions: Mapping[str, str]) -> Case:
             facts.append("Token table and lm_head are in fp32: trl 0.9.6 narrows them again with bf16=True only.")
     if "foak" in setup:
         options["fused_kernels"] = True
+    if loads_on_hosts and quantized and num_gpus > 1:
+        options["fsdp1_others_on_meta"] = False
     reasons = [*translation.unsupported, *([NETWORK_REASONS[model]] if model in NETWORK_REASONS else [])]
     if "scattermoe" in setup:
         reasons.append("ScatterMoE's expert kernels and its sharding of experts are not modelled.")
@@ -134,10 +155,13 @@ def _adapters_are_narrow(job: TrainingJob, versions: Mapping[str, str], *, fused
 
 
 def _translation(
-    record: Mapping[str, str], versions: Mapping[str, str], quantized: Mapping[str, Any] | None, length: int
+    record: Mapping[str, str],
+    config: Mapping[str, Any],
+    versions: Mapping[str, str],
+    quantized: Mapping[str, Any] | None,
+    length: int,
 ) -> Translation:
-    name, config = NETWORKS[record["model_name_or_path"]]
-    num_gpus = int(record["num_gpus"])
+    name, num_gpus = NETWORKS[record["model_name_or_path"]][0], int(record["num_gpus"])
     return from_huggingface(
         architecture_from_hf_config(config, name),
         {

@@ -12,7 +12,7 @@ from typing import Any
 
 from peakcast.collectors.published.fms_cases import case_of
 from peakcast.collectors.published.source_files import read_jsonl
-from peakcast.records import Measurement
+from peakcast.records import DEVICE_MEAN, Measurement
 from peakcast.units import GIB
 
 _JULY_2024 = {"accelerate": "0.32.1", "bitsandbytes": "0.43.1", "flash_attn": "2.5.9.post1", "peft": "0.11.1",
@@ -28,6 +28,13 @@ UNRECORDED_VERSIONS = {
 """Of three commits no releases are recorded (June and November 2024): those of the next commit that has them are taken, but
 for accelerate in June. An inference from the peaks themselves: they fit adapters that nobody has widened, which accelerate
 0.32.1 does; which release began with that was not read. These 93 rows are no independent test of the adapters' dtype."""
+ROWS_MULTIPLE_OF = {"c3a069c842f2f62a70970b5515074f73530ca431": 8, "b6c1455bf12bf613250dc41d275232c0b7f1dca1": 8}
+"""What fms-hf-tuning rounded the rows of token table and lm_head up to, in the two tables of July 2024: the default of
+`embedding_size_multiple_of` (tuning/config/configs.py), 8 when it came that month (fms-hf-tuning #227) and 1 later. The
+allocated peaks of both tables are those of 32,008 rows, of the tables before and after those of 32,001."""
+LOADS_ON_HOSTS = "97fc3c138e09108354c74297cf5ee9899bf606dc"
+"""The commit with transformers 4.45 whose plug-ins say that every rank is a first one, so that none has quantised weights
+on `meta` (framework_plugin_bnb.py: patch_target_module of `is_local_dist_rank_0`; gone with fms-acceleration #90)."""
 HOST_WEIGHTS = "810323822cf38f1f1a1ecae5363555cd75636714"
 """The commit whose plug-in is taken to leave adapted layers out of FSDP, on the host. An inference: the plug-in was read
 at neighbouring commits (0c76157 framework_plugin_fast_quantized_peft.py: ignored_modules = modules; 06a1af9
@@ -55,7 +62,12 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
             facts.append("accelerate is taken as 0.30.1 because the allocated peaks fit adapters that are not widened.")
     if "peak_allocated_bytes" not in measured:
         facts.append(DEVICE_ALONE)
-    case = case_of(arguments, versions)
+    case = case_of(
+        arguments,
+        versions,
+        rows_multiple_of=ROWS_MULTIPLE_OF.get(record["commit"], 1),
+        loads_on_hosts=record["commit"] == LOADS_ON_HOSTS,
+    )
     reasons = [case.out_of_scope] if case.out_of_scope else []
     sharded_foak = record["num_gpus"] > 1 and arguments["framework_config"] == "accelerated-peft-autogptq-foak"
     if record["commit"] == HOST_WEIGHTS and sharded_foak:
@@ -78,6 +90,7 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
             "model_name_or_path": arguments["model_name_or_path"],
             "grade": record["grade"],
             "idle_subtracted": True,
+            **({DEVICE_MEAN: True} if record["num_gpus"] > 1 else {}),
         },
         assumptions=(*facts, *case.assumptions),
         out_of_scope=" ".join(reasons),

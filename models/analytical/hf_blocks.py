@@ -183,6 +183,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
         adapter_bytes=int(DTYPE_BYTES[adapter]),
         adapter_input_bytes=_adapter_input_bytes(job),
         logits_upcast=str(convention.get("logits_upcast", "loss")),
+        slices_whole_dimensions=bool(convention.get("slices_whole_dimensions")),
         expert_ranks=expert_ranks(job),
         experts=str(convention.get("experts_implementation", "grouped_mm")),
         kernels=kernels.layer_compiled() if "ends" in compiled else kernels,

@@ -110,8 +110,8 @@ def layout_and_offload(
 
 
 def _fsdp1_options(shards: Settings, options: dict[str, Any]) -> None:
-    """When FSDP1 fetches in backward, what its optimizer sees, whether rank 0 sends its weights to the others, and whether
-    the CPU waits before it gathers."""
+    """When FSDP1 fetches in backward, what its optimizer sees, whether rank 0 sends its weights to the others, which then
+    need none of their own, and whether the CPU waits before it gathers."""
     prefetch = (shards.text("fsdp_backward_prefetch") or shards.text("backward_prefetch") or "").upper()
     if prefetch:
         options["fsdp1_backward_prefetch"] = "" if prefetch == "NO_PREFETCH" else prefetch
@@ -119,6 +119,9 @@ def _fsdp1_options(shards: Settings, options: dict[str, Any]) -> None:
         for key in (f"fsdp_{name}", name):
             if shards.given(key):
                 options[f"fsdp1_{name}"] = shards.switch(key)
+    for key in ("fsdp_cpu_ram_efficient_loading", "cpu_ram_efficient_loading"):
+        if shards.given(key) and not shards.switch(key):
+            options["fsdp1_others_on_meta"] = False
 
 
 def _zero(

@@ -63,6 +63,9 @@ class HFContext:
     """Bytes of one element of what peft hands to an adapter, whose weight it has asked for the dtype: wider than the
     adapter computes in where the weight is gathered in another dtype after that."""
     logits_upcast: str
+    slices_whole_dimensions: bool = False
+    """Whether `x[..., :-1, :]` is two slices to autograd, each with a gradient of its own: the last one takes everything
+    (torch before 2.9)."""
     first_layer: bool = False
     """The first layer reads what the embedding gives, in the weights' dtype, where later ones read a wider stream."""
     repeats_key_value: bool = False

@@ -216,13 +216,13 @@ def head(context: HFContext) -> Template:
         logits = _logits_op(tape, logits, wide, "logits.to_float32")
         tape.begin_loss()
         kept = [logits]
-        logits = _shift(tape, logits, shifted_rows, rows)
+        logits = _shift(tape, logits, shifted_rows, context)
     elif upcast == "none":
         tape.begin_loss()
         kept = [narrow, sequence_output]
     elif upcast == "none_shifted":
         tape.begin_loss()
-        logits = _shift(tape, logits, shifted_rows, rows)
+        logits = _shift(tape, logits, shifted_rows, context)
         kept = [narrow, logits]
         eager = context.kernels.loss == "eager"
         if eager and context.autocast and context.compute_bytes != FP32:  # cross_entropy is on autocast's fp32 list
@@ -234,7 +234,7 @@ def head(context: HFContext) -> Template:
             logits = _logits_op(tape, logits, wide, "logits.to_float32") if logits.num_bytes != wide else logits
             kept.append(logits)
         if upcast == "loss_shifted":
-            logits = _shift(tape, logits, shifted_rows, rows)
+            logits = _shift(tape, logits, shifted_rows, context)
         elif context.ring.ranks == 1:  # else the labels were shifted before the sequence was cut
             labels = _shifted_labels(tape, context)
             kept += [] if context.in_stages else labels
@@ -328,9 +328,15 @@ def _logits_op(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
     return tape.operation(name, [x], num_bytes, category=Category.LOGITS, output_name=name)
 
 
-def _shift(tape: Tape, x: Tensor, shifted_rows: int, rows: int) -> Tensor:
-    """logits[..., :-1, :].contiguous(): a copy; its gradient is scattered into a full-size one."""
-    return _logits_op(tape, x, x.num_bytes // rows * shifted_rows, "shift_logits")
+def _shift(tape: Tape, x: Tensor, shifted_rows: int, context: HFContext) -> Tensor:
+    """logits[..., :-1, :].contiguous(): a copy; its gradient is scattered into a full-size one, and before that, where a
+    whole dimension that is asked for counts as a slice of its own, into one of its own size."""
+    size = x.num_bytes // context.rows * shifted_rows
+    if not context.slices_whole_dimensions:
+        return _logits_op(tape, x, size, "shift_logits")
+    part = tape.operation("shift_logits.rows", [x], size, view_of=x)
+    whole = tape.operation("shift_logits.vocabulary", [part], size, view_of=part)
+    return tape.operation("shift_logits", [whole], size, gradients=[(whole, None)], category=Category.LOGITS)
 
 
 def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:

@@ -93,6 +93,7 @@ def layout_of(
             original=bool(chosen["fsdp1_use_orig_params"]),
             keeps_inputs=around_units,
             broadcasts=bool(chosen["fsdp1_sync_module_states"]),
+            receives_ahead=bool(rank and chosen.get("fsdp1_others_on_meta")),
             stays_after_forward=stays_after_forward,
             limits=bool(chosen["fsdp1_limit_all_gathers"]),
             offloads=job.offload.parameters,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from peakcast.models.analytical.layouts.base import StoredTensor
-from peakcast.models.analytical.layouts.broadcast import broadcast
+from peakcast.models.analytical.layouts.broadcast import Broadcasts
 from peakcast.models.analytical.layouts.run_ahead import RunAhead
 from peakcast.models.analytical.layouts.sharded import ShardedLayout
 from peakcast.models.analytical.layouts.units import Unit
@@ -51,6 +51,7 @@ class FSDP1(ShardedLayout):
         original: bool = False,
         keeps_inputs: bool = False,
         broadcasts: bool = False,
+        receives_ahead: bool = False,
         stays_after_forward: bool = False,
         limits: bool = True,
         offloads: bool = False,
@@ -86,6 +87,8 @@ class FSDP1(ShardedLayout):
         gathered (`pre_unshard`), a reduced gradient leaves at once (`_offload_grad`)."""
         self.broadcasts = broadcasts
         """`sync_module_states`: rank 0 sends its weights to the others while the network is built."""
+        self.receives_ahead = receives_ahead
+        """Whether this rank has its weights on `meta` until they come (`Broadcasts`)."""
 
     # -- sizes ------------------------------------------------------------------------------------------------------------
 
@@ -124,12 +127,13 @@ class FSDP1(ShardedLayout):
         """One unit after the other, what is inside another before it: its tensors come from the host, are made alike on all
         ranks, joined to one, of which each rank copies its part (`_init_param_handle_from_module`)."""
         self._hold_whole(step)
+        sent = Broadcasts(ahead=self.receives_ahead)
         for unit in self.units:
             sizes = [tensor.numel * tensor.element_bytes for tensor in unit.tensors]
             moved = step.allocate("unsharded", Category.OTHER, sizes, unit.name)
             step.moment("move", Phase.INIT)
             if self.broadcasts:
-                broadcast(step, unit, sizes)
+                sent.send(step, unit, sizes)
             whole = step.allocate("flat_param.whole", Category.OTHER, [self._whole_bytes(unit)], unit.name)
             step.moment("flatten", Phase.INIT)
             if not self.offloads:
@@ -137,6 +141,7 @@ class FSDP1(ShardedLayout):
             step.moment("shard", Phase.INIT)
             step.free(whole)
             step.free(moved)
+        sent.finish(step)
         step.moment("built", Phase.INIT)
 
     def _whole_bytes(self, unit: Unit) -> int:

@@ -14,8 +14,10 @@ from peakcast.models.analytical.blocks.hf_layer import decoder_layer
 from peakcast.models.analytical.hf_blocks import block_context
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.stored_parameters import stored_parameters
+from peakcast.models.baseline import baseline
 from peakcast.spec import Finetuning, TrainingJob
 from peakcast.store import datasets_folder, read_csv
+from peakcast.units import MIB
 
 NETWORK = Architecture(
     name="small",
@@ -72,6 +74,44 @@ def test_fused_kernels_of_published_runs_on_two_gpus():
     """The source's tracker does not see the adapters come to the GPU, between the stages that it watches: 0.6 %."""
     found = errors("fms_a100.csv", networks=("mistral-7b", "llama-2-70b"), setups=FUSED, num_gpus=2)
     assert (len(found), found[0] < 6e-3) == (10, True)
+
+
+def outside_pytorch(table, *, networks, setups, releases=("",)):
+    """Of each row on one GPU, MiB that nvidia-smi shows beyond what the simulated allocator reserves."""
+    rows = [
+        row
+        for row in published(table)
+        if row.counts and row.environment["framework_config"] in setups and row.job.finetuning.method == "lora"
+        and row.job.architecture.name in networks and row.job.parallelism.world_size == 1
+        and row.job.versions.get("transformers", "").startswith(releases)
+    ]  # fmt: skip
+    reserved = [baseline(row.job, catalog.gpu(row.gpu), row.rank).peak_reserved_bytes for row in rows]
+    return [round((row.peak_device_bytes - size) / MIB) for row, size in zip(rows, reserved, strict=True)]
+
+
+def test_whole_dimensions_are_slices_with_gradients_of_their_own():
+    """`logits[..., :-1, :]`: before torch 2.9 the last `:` is a slice too, whose gradient takes the block of the whole
+    logits; these have 32,001 columns, so that the block of what was cut off is too small for their own gradient. A loss
+    that writes its gradient into the logits then needs one more block, any other loss does not."""
+
+    def gradients(torch):
+        trained = job(versions=FrozenMapping({"transformers": "4.45.2", "torch": torch}), micro_batch_size=2)
+        timeline = ledger(trained, step="steady")
+        made = zip(timeline.names, timeline.num_bytes.tolist(), strict=True)
+        return sorted(one for one in made if one[0].startswith("shift_logits") and one[0].endswith(".gradient"))
+
+    shifted, whole = 2 * 255 * 4096 * 4, 2 * 256 * 4096 * 4
+    assert gradients("2.9.0") == [("shift_logits.gradient", whole)]
+    assert gradients("2.8.0") == [("shift_logits.rows.gradient", whole), ("shift_logits.vocabulary.gradient", shifted)]
+
+
+def test_reserved_memory_with_a_loss_in_place_on_one_gpu():
+    """Published runs: what is outside PyTorch is one process's context with this loss as with the other."""
+
+    def outside(setup):
+        return sorted(outside_pytorch("fms_history.csv", networks=("mistral-7b",), setups=(setup,), releases=("4.45",)))
+
+    assert (outside("none"), outside("foak-fast-kernels")) == ([499, 499, 505, 505], [519, 519, 525, 525])
 
 
 def test_old_bitsandbytes_keeps_what_it_multiplies_as_long_as_the_graph():
