@@ -286,6 +286,7 @@ def _expert_reason(job: TrainingJob) -> Finding | None:
     local = convention.get("transformer_impl", "transformer_engine") == "local"
     full = job.activation_checkpointing.mode == "full"
     routed = architecture.moe is not None
+    flex = routed and convention.get("moe_token_dispatcher_type") == "flex"
     checks: list[Check] = [
         (local and architecture.mla is not None, "Multi-latent attention with transformer-impl=local is not modelled."),
         (
@@ -308,10 +309,28 @@ def _expert_reason(job: TrainingJob) -> Finding | None:
             "Full recomputation together with multi-token prediction is not modelled.",
         ),
         (
-            routed and convention.get("moe_token_dispatcher_type") == "flex",
-            "The flex token dispatcher is not modelled: DeepEP and HybridEP keep communication buffers of their own.",
+            flex and convention.get("moe_flex_dispatcher_backend") == "hybridep",
+            "The flex token dispatcher with HybridEP is not modelled: it keeps communication buffers of its own.",
             MORE,
+            "framework_options.moe_flex_dispatcher_backend",
+        ),
+        (
+            flex and bool(convention.get("moe_expert_capacity_factor")),
+            "framework_options.moe_expert_capacity_factor is not modelled with the flex token dispatcher.",
+            UNKNOWN,
+            "framework_options.moe_expert_capacity_factor",
+        ),
+        (
+            flex and layout.expert_parallel_size == 1,
+            "The flex token dispatcher is not modelled without expert parallelism.",
+            UNKNOWN,
             "framework_options.moe_token_dispatcher_type",
+        ),
+        (
+            flex and (layout.expert_tensor_parallel_size or layout.tensor_parallel_size) > 1,
+            "The flex token dispatcher is not modelled with expert tensor parallelism.",
+            UNKNOWN,
+            "parallelism.expert_tensor_parallel_size",
         ),
         (
             routed and bool(convention.get("overlap_moe_expert_parallel_comm")),
