@@ -124,6 +124,9 @@ def expert_context(job: TrainingJob) -> ExpertContext:
             value=routing,
         )
     balancing = str(convention.get("moe_router_load_balancing_type", "aux_loss"))
+    groups, chosen = (int(convention.get(f"moe_router_{name}") or 0) for name in ("num_groups", "group_topk"))
+    if not groups or not chosen or chosen * (moe.num_experts // groups) < moe.num_experts_per_tok:
+        groups = chosen = 1
     return ExpertContext(
         num_experts=moe.num_experts,
         local_experts=moe.num_experts // layout.expert_parallel_size,
@@ -153,6 +156,8 @@ def expert_context(job: TrainingJob) -> ExpertContext:
         capacity_factor=max(0.0, float(convention.get("moe_expert_capacity_factor") or 0)),
         pad_to_capacity=bool(convention.get("moe_pad_expert_input_to_capacity")),
         fused_weighted_activation=_fused_weighted_activation(job),
+        router_groups=groups,
+        chosen_groups=chosen,
         worst_case=routing == "worst_case",
         recompute_layer=bool(convention.get("moe_layer_recompute")) or recomputes(job, "moe"),
         recompute_activation=recomputes(job, "moe_act"),

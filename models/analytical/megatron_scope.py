@@ -13,6 +13,8 @@ from peakcast.models.analytical.megatron_context import PARTS
 from peakcast.spec import TrainingJob
 
 RECOMPUTABLE_MODULES = frozenset({"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"})
+FP8_BLOCK = 128
+"""Elements along a row that share a scale (Transformer Engine 2.8 `Float8BlockQuantizer`)."""
 EXCHANGES = frozenset(get_args(Exchange))
 
 
@@ -193,11 +195,14 @@ def _fully_sharded_checks(job: TrainingJob) -> list[Check]:
 
 
 def _float8_checks(job: TrainingJob) -> list[Check]:
-    """What of float8 compute is not covered: traces show dense layers of Transformer Engine (models/README.md)."""
+    """What of float8 compute is not covered: traces show the rest (models/README.md)."""
     architecture, eight, recompute = job.architecture, job.precision.compute == "float8", job.activation_checkpointing
     own = conventions(job).get("transformer_impl", "transformer_engine") == "local"
     recipe = conventions(job).get("fp8_recipe", "delayed")
-    rest = "is not modelled in float8; dense layers of Transformer Engine are."
+    rest = "is not modelled in float8"
+    routed, latent = architecture.moe is not None, architecture.mla
+    again = set(recompute.modules) if recompute.mode == "selective" else set()
+    blocks = 0 if latent is None else (latent.q_lora_rank or 0) % FP8_BLOCK + latent.kv_lora_rank % FP8_BLOCK
     return [
         (
             eight and own,
@@ -205,10 +210,29 @@ def _float8_checks(job: TrainingJob) -> list[Check]:
             FAILS,
             "precision.compute",
         ),
-        (eight and architecture.moe is not None, f"A mixture of experts {rest}"),
         (eight and architecture.kind == "encoder_decoder", f"A T5 {rest}"),
-        (eight and architecture.mla is not None, f"Multi-latent attention {rest}"),
         (eight and architecture.num_nextn_predict_layers > 0, f"Multi-token prediction {rest}"),
+        (
+            eight and routed and (recompute.mode == "full" or not again <= {"core_attn", "shared_experts"}),
+            f"Recomputing a mixture of experts, or parts of it but the shared one, {rest}.",
+        ),
+        (
+            eight and latent is not None and not again <= {"core_attn", "shared_experts"},
+            f"Recomputing parts of latent attention but its core {rest}.",
+        ),
+        (
+            eight and (routed or latent is not None) and bool(conventions(job).get("fp8_param_gather")),
+            "FP8 parameters (fp8-param-gather) of experts and latent attention are not modelled; of dense layers they are.",
+            UNKNOWN,
+            "framework_options.fp8_param_gather",
+        ),
+        (
+            eight and recipe == "blockwise" and job.parallelism.sequence_parallel and blocks > 0,
+            f"Ranks of latent attention that are no multiples of {FP8_BLOCK} fail with fp8-recipe=blockwise and "
+            "sequence-parallel: Transformer Engine 2.8 cannot gather them.",
+            FAILS,
+            "framework_options.fp8_recipe",
+        ),
         (
             eight and recompute.mode == "full" and recipe == "tensorwise",
             "Full recomputation in float8 fails with fp8-recipe=tensorwise (the attention of Transformer Engine 2.8 looks "
@@ -262,6 +286,7 @@ def _expert_reason(job: TrainingJob) -> Finding | None:
     local = convention.get("transformer_impl", "transformer_engine") == "local"
     full = job.activation_checkpointing.mode == "full"
     routed = architecture.moe is not None
+    flex = routed and convention.get("moe_token_dispatcher_type") == "flex"
     checks: list[Check] = [
         (local and architecture.mla is not None, "Multi-latent attention with transformer-impl=local is not modelled."),
         (
@@ -284,10 +309,28 @@ def _expert_reason(job: TrainingJob) -> Finding | None:
             "Full recomputation together with multi-token prediction is not modelled.",
         ),
         (
-            routed and convention.get("moe_token_dispatcher_type") == "flex",
-            "The flex token dispatcher is not modelled: DeepEP and HybridEP keep communication buffers of their own.",
+            flex and convention.get("moe_flex_dispatcher_backend") == "hybridep",
+            "The flex token dispatcher with HybridEP is not modelled: it keeps communication buffers of its own.",
             MORE,
+            "framework_options.moe_flex_dispatcher_backend",
+        ),
+        (
+            flex and bool(convention.get("moe_expert_capacity_factor")),
+            "framework_options.moe_expert_capacity_factor is not modelled with the flex token dispatcher.",
+            UNKNOWN,
+            "framework_options.moe_expert_capacity_factor",
+        ),
+        (
+            flex and layout.expert_parallel_size == 1,
+            "The flex token dispatcher is not modelled without expert parallelism.",
+            UNKNOWN,
             "framework_options.moe_token_dispatcher_type",
+        ),
+        (
+            flex and (layout.expert_tensor_parallel_size or layout.tensor_parallel_size) > 1,
+            "The flex token dispatcher is not modelled with expert tensor parallelism.",
+            UNKNOWN,
+            "parallelism.expert_tensor_parallel_size",
         ),
         (
             routed and bool(convention.get("overlap_moe_expert_parallel_comm")),

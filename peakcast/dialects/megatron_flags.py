@@ -48,6 +48,7 @@ TEXTS: dict[str, str] = {
     "cross_entropy_fusion_impl": "native",
     "data_parallel_sharding_strategy": "no_shard",
     "hierarchical_context_parallel_sizes": "",
+    "moe_flex_dispatcher_backend": "deepep",
     "moe_router_dtype": "",
     "moe_router_load_balancing_type": "aux_loss",
     "moe_router_score_function": "softmax",
@@ -171,7 +172,7 @@ IGNORED = _words("""
     lr_decay_iters lr_decay_samples lr_decay_style lr_mult_router lr_warmup_fraction lr_warmup_init lr_warmup_iters
     lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style manual_gc manual_gc_interval
     merge_file min_loss_scale min_lr mlp_int_list mmap_bin_files mock_data moe_enable_deepep moe_expert_int_list
-    moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_router_bias_update_rate
+    moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_router_bias_update_rate
     moe_router_topk_scaling_factor moe_token_drop_policy mscale mscale_all_dim
     no_async_tensor_model_parallel_allreduce no_check_for_nan_in_loss_and_grad no_ckpt_fully_parallel_save
     no_ckpt_load_validate_sharding_integrity no_load_optim no_load_rng no_mmap_bin_files no_position_embedding

@@ -50,6 +50,10 @@ class ExpertContext:
     pad_to_capacity: bool
     fused_weighted_activation: bool
     """Whether one kernel applies the activation and the probability, and keeps their inputs only."""
+    router_groups: int
+    """Groups of experts that the router chooses from first (`moe-router-num-groups`), 1 for none, ..."""
+    chosen_groups: int
+    """... of which a token's experts come (`moe-router-group-topk`)."""
     worst_case: bool
     """Whether every token of the expert-parallel group is sent to this rank's experts, instead of an equal share."""
     recompute_layer: bool
@@ -86,6 +90,25 @@ class ExpertContext:
             if self.pad_to_capacity:
                 return self.capacity(tokens) * self.local_experts * self.group_size
         return most if self.worst_case else min(most, self.sent_rows(tokens) * self.expert_tensor_parallel_size)
+
+    def received_tokens(self, tokens: int) -> int:
+        """Tokens that this rank gets from all `group_size` ranks, each once however many of its experts it chose."""
+        every = tokens * self.group_size
+        return every if self.worst_case else round(every * self._chance_of_a_rank())
+
+    def _chance_of_a_rank(self) -> float:
+        """That a token chooses an expert of one rank, where groups are as likely as each other, and experts in them."""
+        size = self.num_experts // self.router_groups
+        spanned = max(1, self.local_experts // size)  # groups that have experts of the rank
+        inside = min(self.local_experts, size)
+        ways = math.comb(self.router_groups, self.chosen_groups)
+        passed_by = 0.0
+        for hit in range(min(spanned, self.chosen_groups) + 1):
+            others = math.comb(self.router_groups - spanned, self.chosen_groups - hit)
+            choice = size * self.chosen_groups
+            missed = math.comb(choice - inside * hit, self.top_k) / math.comb(choice, self.top_k)
+            passed_by += math.comb(spanned, hit) * others / ways * missed
+        return 1 - passed_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""How tokens reach the experts of a Megatron-LM mixture of experts and come back: all-gather or all-to-all.
+"""How tokens reach the experts of a Megatron-LM mixture of experts and come back: all-gather, all-to-all or DeepEP.
 
-Source: megatron-core 0.16.1 `transformer/moe/token_dispatcher.py`, `moe_utils.py` (`permute`, `unpermute`,
+Source: megatron-core 0.16.1 `transformer/moe/token_dispatcher.py`, `fused_a2a.py`, `moe_utils.py` (`permute`, `unpermute`,
 `sort_chunks_by_idxs`), `tensor_parallel/mappings.py`; Transformer Engine 2.8 `pytorch/permutation.py` for the fused forms.
 """
 
@@ -12,6 +12,7 @@ from peakcast.models.analytical.tape import Tape, Tensor
 
 INT64 = 8
 INT32 = 4
+FLOAT32 = 4
 
 
 class Dispatch:
@@ -29,8 +30,8 @@ class Dispatch:
 
     def send(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """[stream_rows, hidden] and [stream_rows, num_experts] to [rows, hidden] and [rows]."""
-        by_gathering = self.experts.dispatcher == "allgather"
-        sent = (self._send_by_gathering if by_gathering else self._send_by_exchange)(x, probabilities)
+        ways = {"allgather": self._send_by_gathering, "alltoall": self._send_by_exchange, "flex": self._send_by_deepep}
+        sent = ways[self.experts.dispatcher](x, probabilities)
         self._computing = sent
         return sent
 
@@ -38,6 +39,8 @@ class Dispatch:
         """The experts' [rows, hidden] back to [stream_rows, hidden]."""
         if self.experts.dispatcher == "allgather":
             return self._combine_by_scattering(output)
+        if self.experts.dispatcher == "flex":
+            return self._combine_by_deepep(output)
         return self._combine_by_exchange(output)
 
     def release(self) -> None:
@@ -87,11 +90,6 @@ class Dispatch:
     def _send_by_exchange(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         experts, tape = self.experts, self.tape
         element = experts.router_bytes
-        if experts.dispatcher == "flex":  # one kernel permutes, exchanges and sorts; its handle is a permutation map
-            rows = tape.operation(
-                "dispatch.fused", [x], self.rows * self.width, extra_saved_bytes=[self.tokens * experts.num_experts * INT32]
-            )
-            return rows, tape.operation("dispatch.fused_probabilities", [probabilities], self.rows * element)
         mask = self.tokens * experts.num_experts
         rows = self._permute(x, None, self.tokens, self.sent, mask)
         if experts.permute_fusion:
@@ -122,8 +120,6 @@ class Dispatch:
 
     def _combine_by_exchange(self, output: Tensor) -> Tensor:
         experts, tape, computed = self.experts, self.tape, output
-        if experts.dispatcher == "flex":
-            return tape.operation("combine.fused", [output], self.tokens * self.width)
         if experts.local_experts > 1:
             output = self._sort(output, "combine.sort")
         if experts.expert_tensor_parallel_size > 1:
@@ -135,7 +131,49 @@ class Dispatch:
         self._alive.append(output)  # of the layer's forward, while `postprocess` runs
         return self._unpermute(output, self.tokens)
 
-    # -- what both are made of ---------------------------------------------------------------------------------------------
+    # -- DeepEP: every token goes to its experts' ranks, once to each, and is copied for their experts there --------------
+
+    def _send_by_deepep(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """`_DeepepManager`. What the exchange keeps of where tokens went, its handle, is a word for each token and rank."""
+        experts, tape, arrived = self.experts, self.tape, self.experts.received_tokens(self.tokens)
+        local = arrived * experts.local_experts
+        chosen = self.tokens * experts.top_k
+        weights = tape.operation(
+            "dispatch.topk_probabilities",
+            [probabilities],
+            chosen * FLOAT32,
+            extra_saved_bytes=[chosen * INT64],
+            backward_temporary_bytes=self.tokens * experts.num_experts * experts.router_bytes,
+        )
+        x = tape.operation(
+            "dispatch.deepep",
+            [x],
+            arrived * self.width,
+            extra_saved_bytes=[self.tokens * experts.group_size * (BOOL + INT32) + arrived * INT32],
+        )
+        weights = tape.operation("dispatch.deepep_probabilities", [weights], arrived * experts.top_k * FLOAT32)
+        self._alive += [x, weights]
+        held = tape.operation(
+            "dispatch.multihot_probabilities",
+            [weights],
+            local * FLOAT32,
+            # int64 and mask of the whole map; row and column of the chosen ones, which indexing keeps
+            forward_temporary_bytes=local * INT64 + arrived * experts.top_k * BOOL,
+            extra_saved_bytes=[4 * self.rows * INT64],
+        )
+        self._alive.append(held)
+        rows = self._permute(x, None, arrived, self.rows, local)
+        return rows, tape.operation("dispatch.permute_probabilities", [held], self.rows * FLOAT32)
+
+    def _combine_by_deepep(self, output: Tensor) -> Tensor:
+        experts, tape = self.experts, self.tape
+        restored = self._unpermute(output, experts.received_tokens(self.tokens))
+        for tensor in (*self._computing, output):
+            tape.hold(tensor)
+        self._alive.append(restored)
+        return tape.operation("combine.deepep", [restored], self.tokens * self.width)
+
+    # -- what all are made of ---------------------------------------------------------------------------------------------
 
     def _permute(self, x: Tensor, mask: Tensor | None, tokens: int, rows: int, map_elements: int) -> Tensor:
         """Rows in the order of their experts. Unfused, backward adds into a new tensor of all tokens."""
@@ -203,6 +241,12 @@ def held_by_dispatcher(context: MegatronContext, experts: ExpertContext) -> tupl
         rows, every = experts.received_rows(tokens), tokens * experts.group_size
         local = every * experts.local_experts
         return 0, local * BOOL + rows * element + _permutation_bytes(experts, every, rows, local)
+    if experts.dispatcher == "flex":
+        arrived = experts.received_tokens(tokens)
+        local = arrived * experts.local_experts
+        indices = arrived * experts.top_k * INT64
+        kept = _permutation_bytes(experts, arrived, experts.received_rows(tokens), local)
+        return indices + local * BOOL, local * FLOAT32 + kept + tokens * experts.top_k * (INT64 + FLOAT32)
     elements = tokens * experts.num_experts
     kept = _permutation_bytes(experts, tokens, experts.sent_rows(tokens), elements)
     return elements * element, elements * BOOL + kept

@@ -11,8 +11,11 @@ from peakcast.models.analytical.blocks.megatron_attention import core_attention
 from peakcast.models.analytical.blocks.megatron_context import LatentContext, MegatronContext
 from peakcast.models.analytical.blocks.megatron_primitives import (
     column_linear,
+    kept_input,
     norm,
     norm_column_linear,
+    other_layout_bytes,
+    quantized_gradient_bytes,
     weight_gradients,
 )
 from peakcast.models.analytical.tape import Tape, Tensor
@@ -61,12 +64,17 @@ def _query(tape: Tape, asked: Tensor, context: MegatronContext, latent: LatentCo
 
 def _duplicated_linear(tape: Tape, x: Tensor, context: MegatronContext, out_features: int, name: str) -> Tensor:
     """A projection that every rank has in whole, of the rank's own tokens. Keeps its input."""
+    output = context.stream_rows * out_features * context.element_bytes
+    saves, kept = kept_input(context, x, context.stream_rows * context.hidden)
     return tape.operation(
         name,
         [x],
-        context.stream_rows * out_features * context.element_bytes,
-        saves=[x],
+        output,
+        saves=saves,
+        extra_saved_bytes=kept,
         weight_gradients=weight_gradients(context, name, out_features * context.hidden, 0),
+        forward_temporary_bytes=other_layout_bytes(context, context.stream_rows * context.hidden),
+        backward_temporary_bytes=quantized_gradient_bytes(context, output),
     )
 
 

@@ -14,7 +14,10 @@ from peakcast.models.analytical.blocks.megatron_dispatch import Dispatch
 from peakcast.models.analytical.blocks.megatron_primitives import (
     column_linear,
     gated_activation,
+    kept_input,
     norm,
+    other_layout_bytes,
+    quantized_gradient_bytes,
     row_linear,
     weight_gradients,
 )
@@ -117,13 +120,20 @@ def _expert_linear(
     gradients = weight_gradients(context, name, in_features * out_features, 0)
     if context.experts is not None and context.experts.placeholders_anew and not gradients:
         gradients = [WeightGradient(f"{name}.placeholder", in_features * out_features * context.element_bytes)]
+    output = rows * out_features * context.element_bytes
+    saves, kept = kept_input(context, x, rows * in_features)
+    quantized = quantized_gradient_bytes(context, output)
+    if context.gradient_accumulation_fusion:  # placeholders are made when the products and the input in FP8 are gone
+        quantized -= min(quantized, sum(kept), count * sum(gradient.num_bytes for gradient in gradients))
     return tape.operation(
         name,
         [x],
-        rows * out_features * context.element_bytes,
-        saves=[x] if again_bytes is None else [],
+        output,
+        saves=saves if again_bytes is None else [],
+        extra_saved_bytes=kept,
         weight_gradients=gradients * count,
-        backward_temporary_bytes=again_bytes or 0,
+        forward_temporary_bytes=other_layout_bytes(context, rows * in_features),
+        backward_temporary_bytes=(again_bytes or 0) + quantized,
     )
 
 

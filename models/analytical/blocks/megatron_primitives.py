@@ -7,6 +7,8 @@ under gradient-accumulation fusion, where the product is written into the main g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from peakcast.models.analytical.blocks.megatron_context import MegatronContext
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 
@@ -123,6 +125,19 @@ def quantized_bytes(context: MegatronContext, elements: int) -> int:
     return elements * FP8 + scales.get(context.fp8_recipe, 0)
 
 
+def kept_input(context: MegatronContext, x: Tensor, elements: int) -> tuple[list[Tensor], list[int]]:
+    """What one of Transformer Engine's projections keeps of its input of `elements`: the tensor, or bytes of it in FP8, in
+    the layout of the weight gradient, which nothing keeps in a run without a graph."""
+    if not context.fp8_recipe:
+        return [x], []
+    return [], [] if context.without_graph else [quantized_bytes(context, elements)]
+
+
+def other_layout_bytes(context: MegatronContext, elements: int) -> int:
+    """Bytes of an input in the layout of the forward product, in FP8."""
+    return quantized_bytes(context, elements) if context.fp8_recipe else 0
+
+
 def quantized_gradient_bytes(context: MegatronContext, num_bytes: int) -> int:
     """Bytes of a gradient of `num_bytes` in FP8, by rows and by columns, for both products of a projection's backward."""
     return 2 * quantized_bytes(context, num_bytes // context.element_bytes) if context.fp8_recipe else 0
@@ -145,6 +160,8 @@ def column_linear(
     output = context.rows * out_features * context.element_bytes
     gradients = weight_gradients(context, name, out_features * width, out_features if bias else 0)
     gathered = context.rows * width * context.element_bytes if context.sequence_parallel else 0
+    if context.fp8_recipe and not own:
+        return _column_linear_in_fp8(tape, x, context, output, name, width, gradients)
     return tape.operation(
         name,
         [x],
@@ -154,6 +171,41 @@ def column_linear(
         forward_temporary_bytes=output * bias if own else gathered,  # the product before `+ bias`
         backward_temporary_bytes=gathered * (1 if own else 2)
         + fused_weight_gradient_bytes(context, out_features * width),
+    )
+
+
+def _column_linear_in_fp8(
+    tape: Tape,
+    x: Tensor,
+    context: MegatronContext,
+    output: int,
+    name: str,
+    width: int,
+    gradients: Sequence[WeightGradient],
+) -> Tensor:
+    """Keeps this rank's part of its input in FP8, gathers it in FP8 under sequence parallelism, and the gradient of the
+    gathered one is reduce-scattered (as `norm_column_linear`, without the norm). A shared expert keeps the input itself,
+    which the router keeps too, where the scale is not a delayed one (megatron-core 0.16.1 `moe/shared_experts.py`)."""
+    saves, kept = kept_input(context, x, context.stream_rows * width)
+    backward = quantized_gradient_bytes(context, output)
+    if name == "shared_experts.linear_fc1" and context.fp8_recipe != "delayed":
+        layouts = 2 if context.fp8_recipe == "tensorwise" else 1
+        saves, kept, backward = [x], [], backward + layouts * quantized_bytes(context, context.stream_rows * width)
+    gathered = other_layout_bytes(context, context.stream_rows * width)
+    if context.sequence_parallel:
+        layouts = quantized_bytes(context, context.rows * width)
+        columns = context.rows * width * FP8 if context.fp8_recipe == "blockwise" else 0
+        backward += layouts + (columns or layouts) + context.rows * width * context.element_bytes
+        gathered += context.rows * width * FP8
+    return tape.operation(
+        name,
+        [x],
+        output,
+        saves=saves,
+        extra_saved_bytes=kept,
+        weight_gradients=gradients,
+        forward_temporary_bytes=gathered,
+        backward_temporary_bytes=backward,
     )
 
 

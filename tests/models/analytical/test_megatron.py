@@ -282,10 +282,10 @@ def test_scope():
     assert megatron_out_of_scope(make(multi_latent_attention=True)) == ""
     assert megatron_out_of_scope(make(fp8_format="hybrid")) == ""
     assert megatron_out_of_scope(make(fp8_format="hybrid", **FULL)) == ""
+    assert megatron_out_of_scope(make(fp8_format="hybrid", num_experts=8)) == ""
     for flags in (
-        {"num_experts": 8},
+        {"num_experts": 8, **FULL},
         {"transformer_impl": "local"},
-        {"multi_latent_attention": True},
         {"mtp_num_layers": 1},
         {"recompute_granularity": "selective", "attention_backend": "unfused"},
     ):
