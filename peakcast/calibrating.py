@@ -165,8 +165,10 @@ def report(
     """
     from peakcast.reports.render import write_index, write_report
 
-    evaluation = evaluation or evaluate(gpu, datasets=datasets, new_hardware=True, progress=progress)
     folder = Path(output) if output is not None else checkout_folder("reports")
+    with explained(folder):  # before minutes are spent
+        folder.mkdir(parents=True, exist_ok=True)
+    evaluation = evaluation or evaluate(gpu, datasets=datasets, new_hardware=True, progress=progress)
     names = sorted({name for table in evaluation.tables for name in table.by_gpu})
     written: list[Path] = []
     with explained(folder):

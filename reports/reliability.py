@@ -23,6 +23,7 @@ from peakcast.reports.tables import markdown_table
 PAGE = Path("docs/reliability.md")
 BEGIN = "<!-- attacks: written by `python -P -m peakcast.reports.reliability` -->"
 END = "<!-- /attacks -->"
+MOST_AT_ONCE = 4
 COLUMNS = ["attacked with", "attacks", "ended badly", "seconds"]
 
 
@@ -39,7 +40,8 @@ class Attacked:
 def run(report: Path) -> None:
     """Run the attacks and write pytest's XML to `report`."""
     command = [sys.executable, "-P", "-m", "pytest", "tests", "-m", "attacks", "-q", f"--junitxml={report}"]
-    subprocess.run(command, check=False)  # its failures are what the table counts
+    several = ["-n", str(min(MOST_AT_ONCE, available_cores())), "--dist", "load"]
+    subprocess.run([*command, *several], check=False)  # its failures are what the table counts
 
 
 def attacked(report: Path) -> dict[str, Attacked]:

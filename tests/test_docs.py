@@ -75,3 +75,10 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_a_page_of_a_command_is_linked_in_the_readme(command: Callable[..., object]) -> None:
     page = f"docs/{command.__name__.replace('_', '-')}.md"
     assert not (ROOT / page).exists() or f"({page})" in TEXT
+
+
+def test_every_test_that_the_page_on_reliability_names_exists() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", PAGES["reliability.md"].read_text(encoding="utf-8")))
+    assert named
+    assert [name for name in sorted(named) if f"def {name}(" not in tests] == []

@@ -21,6 +21,7 @@ from peakcast.searching.found import Found, Plan
 from peakcast.searching.space import GPUS_PER_NODE, candidates
 from peakcast.searching.walk import Candidate, Question, Workers, in_order, series, standing
 from peakcast.spec import MOST_RANKS, TrainingJob
+from peakcast.workers import check_processes
 
 Progress = Callable[[str], None]
 TRIED = 6
@@ -48,6 +49,7 @@ def search(
     for name, value in (("num_gpus", num_gpus), ("top", top), ("gpus_per_node", gpus_per_node)):
         if not 1 <= value <= MOST_RANKS:
             raise SpecError(f"{name}={value} must be from 1 to {MOST_RANKS:,}.", parameter=name, value=value)
+    check_processes(processes)
     own = job.micro_batch_size * job.gradient_accumulation_steps * job.parallelism.data_parallel_size
     batch = global_batch_size or max(own, job.micro_batch_size * num_gpus)
     say = progress or (lambda message: None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -24,6 +25,7 @@ from peakcast.models.analytical.standing import bound_by_depth, standing_bytes
 from peakcast.models.analytical.sweep import fullest_stages
 from peakcast.searching import costs
 from peakcast.spec import TrainingJob
+from peakcast.workers import LostError
 
 ANY = 2**62
 """Room for everything."""
@@ -67,13 +69,19 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[Question, Any], Any], items: Sequence[Any]) -> list[Any]:
-        """The answers, item by item."""
+        """The answers, item by item. Raises: LostError where a process was ended from outside."""
         if self.processes < 2 or len(items) < 2:
             return [function(self.question, item) for item in items]
         if self._pool is None:
             self._pool = ProcessPoolExecutor(self.processes, initializer=_remember, initargs=(self.question,))
         chunk = max(1, len(items) // (self.processes * 8))
-        return list(self._pool.map(_ask, [function] * len(items), items, chunksize=chunk))
+        try:
+            return list(self._pool.map(_ask, [function] * len(items), items, chunksize=chunk))
+        except BrokenProcessPool:
+            raise LostError(
+                f"one of the {self.processes} processes of the search was ended from outside, perhaps for the memory that "
+                "it had; ask again with fewer (processes=1)."
+            ) from None
 
 
 _asked: list[Question] = []

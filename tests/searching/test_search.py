@@ -1,5 +1,7 @@
 """The search tries everything that a job may be, and its answers are those of `predict`."""
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -15,7 +17,8 @@ from peakcast.searching import costs
 from peakcast.searching.inverse import fewest_gpus, largest
 from peakcast.searching.search import planned, search
 from peakcast.searching.space import candidates, layouts
-from peakcast.searching.walk import LEAST, fullest, least_of, no_less, series, standing
+from peakcast.searching.walk import LEAST, Question, Workers, fullest, least_of, no_less, series, standing
+from peakcast.workers import LostError
 
 H100, A100 = catalog.gpu("H100-80GB"), catalog.gpu("A100-80GB")
 MEGATRON = job_from_mapping({"architecture": "llama-3.2-1b", "framework": "megatron", "sequence_length": 4096})
@@ -217,3 +220,15 @@ def test_what_fits_nowhere_is_said():
     job = job_from_mapping({"architecture": "llama-3.1-405b", "framework": "megatron", "sequence_length": 8192})
     assert search(job, H100, 8, 8).plans == ()
     assert api.search(job, "H100-80GB", find="micro_batch_size").value is None
+
+
+def ended(question, item):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_that_no_machine_has_are_refused_and_killed_ones_are_said():
+    with pytest.raises(SpecError, match="processes=100,000 must be from 1 to"):
+        api.search("gpt2", "H100-80GB", num_gpus=8, processes=100_000)
+    question = Question((), catalog.gpu("H100-80GB"), 0)
+    with Workers(question, 2) as workers, pytest.raises(LostError, match="of the search was ended from outside"):
+        workers.map(ended, [1, 2])
