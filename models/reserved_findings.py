@@ -13,13 +13,6 @@ def reserved_findings(job: TrainingJob) -> tuple[Finding, ...]:
         Finding("reserved_beyond_replay", parameter, "more", sentence)
         for holds, parameter, sentence in (
             (
-                job.parallelism.sharding == "fsdp1" and bool(job.finetuning.quantization),
-                "parallelism.sharding",
-                # fms-acceleration #90, and tables of its benchmark before and after it (models/README.md, 2026-11-23)
-                "published runs of FSDP1 with quantised weights hold 1 to 3.5 GiB more than is simulated, and up to 10 GiB "
-                "where ranks load onto `meta`: while weights are broadcast the CPU runs ahead, and buffers wait.",
-            ),
-            (
                 job.task == "train" and job.framework == "huggingface" and job.architecture.moe is not None,
                 "moe",
                 "experts' tensors change size with what the router sends, so the allocator's cache grows step by step: "

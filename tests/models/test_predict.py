@@ -7,6 +7,7 @@ import pytest
 
 from peakcast import catalog
 from peakcast.allocator import Allocator
+from peakcast.architecture import MixtureOfExperts
 from peakcast.errors import SpecError
 from peakcast.findings import CAUSES, FAILS, KINDS, LESS, MORE, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Finding, found
 from peakcast.models.calibration import UNCALIBRATED
@@ -15,7 +16,7 @@ from peakcast.models.fit import fit
 from peakcast.models.predict import predict
 from peakcast.models.verdict import Judgement, judge
 from peakcast.prediction import QUANTITIES, Interval, Limit
-from peakcast.spec import ActivationCheckpointing, Batch, Finetuning, Loss, Offload, Parallelism, TrainingJob
+from peakcast.spec import ActivationCheckpointing, Batch, Loss, Offload, Parallelism, TrainingJob
 from peakcast.units import GIB, format_gib
 
 
@@ -244,9 +245,8 @@ def test_what_the_replay_is_known_to_miss_is_said_and_changes_no_bar_of_tensors(
     def codes(**changes):
         return [(finding.code, finding.parameter, finding.direction) for finding in reserved_findings(fakes.job(**changes))]
 
-    sharded = Parallelism(data_parallel_size=2, sharding="fsdp1")
-    tuning = Finetuning(method="qlora", rank=8, quantization="nf4")
-    assert codes() == codes(parallelism=sharded) == codes(finetuning=tuning) == []
-    assert codes(parallelism=sharded, finetuning=tuning) == [("reserved_beyond_replay", "parallelism.sharding", "more")]
+    experts = MixtureOfExperts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=1408)
+    assert codes() == []
+    assert codes(architecture=fakes.architecture(moe=experts)) == [("reserved_beyond_replay", "moe", "more")]
     assert not KINDS["reserved_beyond_replay"].uncounted
     assert {*CAUSES} <= {*KINDS}
