@@ -352,8 +352,6 @@ def test_leading_layers_may_be_dense():
 def test_scope_of_mixtures():
     assert megatron_out_of_scope(small()) == ""
     engine = {**SMALL, "transformer_impl": "transformer_engine"}
-    flex = make(1, **{**engine, "moe_token_dispatcher_type": "flex"})
-    assert "DeepEP" in megatron_out_of_scope(flex)
     overlapped = make(1, **{**engine, "overlap_moe_expert_parallel_comm": True})
     assert "two micro-batches" in megatron_out_of_scope(overlapped)
     assert "transformer-impl=local" in megatron_out_of_scope(make(1, **SMALL, multi_latent_attention=True))
