@@ -215,6 +215,7 @@ def main(arguments: list[str]) -> int:
         **probes.cuda_environment(),
         "versions": probes.versions(),
         "driver": nvml.driver(),
+        "num_gpus": torch.cuda.device_count(),
         "context_bytes": context,
         "steps": first_uses("cuda", growth),
         "attention": chosen_attention("cuda"),

@@ -41,18 +41,16 @@ def load_grid(grid: str | Path) -> list[TrainingJob]:
 
     path = Path(grid)
     if not path.suffix and not exists(path):
-        shipped = resources.files("peakcast.collectors").joinpath("grids", f"{grid}.yaml")
-        names = sorted(
-            p.name.removesuffix(".yaml") for p in resources.files("peakcast.collectors").joinpath("grids").iterdir()
-        )
-        if not shipped.is_file():
+        folder = resources.files("peakcast.collectors").joinpath("grids")
+        names = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir())
+        if str(grid) not in names:
             raise CollectorError(
                 f"grid={str(grid)!r} is neither a file nor a shipped grid{near_misses(str(grid), names) or '.'} "
                 f"Shipped: {', '.join(names)}.",
                 parameter="grid",
                 value=str(grid),
             )
-        path = Path(str(shipped))
+        path = Path(str(folder.joinpath(f"{grid}.yaml")))
     return expand(read_mapping(path))
 
 

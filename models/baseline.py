@@ -21,7 +21,8 @@ from peakcast.models.analytical.adapter_scope import require_adapters
 from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.host import host_bytes
-from peakcast.ranks import ranks_by_shard, ranks_that_differ
+from peakcast.models.measured_constants import Outside, outside
+from peakcast.ranks import ranks_by_shard
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline
 
@@ -81,6 +82,8 @@ class Baseline:
     """(name, category, bytes, number of tensors) of the biggest groups at the peak."""
     composition: dict[str, int] = field(default_factory=dict)
     """Bytes by category name at the peak, largest first."""
+    outside: Outside | None = None
+    """What was read on the machine at hand in place of the estimates of context and communicators."""
 
     def start(self, quantity: str) -> int:
         """Bytes from which the residual of a quantity counts: its baseline, for allocated with the allocator's slack."""
@@ -116,19 +119,23 @@ def _baseline(
     before: Callable[[int], Sequence[Timeline]] = lambda chosen: (),
 ) -> Baseline:
     """`before`: what the run does on a rank before its first step."""
-    candidates = ranks_that_differ(job) if rank is None else (rank,)
+    from peakcast.models.analytical.fullest_ranks import fullest_ranks
+
+    candidates = fullest_ranks(job) if rank is None else (rank,)
     steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
     worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)
     chosen, steady = candidates[worst], steadies[worst]
     first = ledger(job, device=device, rank=chosen, step="first")
     context, communicators = context_bytes(device, job.versions), communicator_bytes(job, device)
+    read = outside(job, device)
+    outside_bytes = read.num_bytes if read is not None else context + communicators
     steps = _drawn_steps(job, device, chosen, ledger) if lengths_change(job) else [first, steady]
-    run = _replay([*before(chosen), *steps], job, device, context + communicators)
+    run = _replay([*before(chosen), *steps], job, device, outside_bytes)
     if rank is None:
         most = steady.peak().num_bytes
         near = [one for one, other in zip(candidates, steadies, strict=True) if other.peak().num_bytes > NEARLY * most]
         alike = [one for stage in near for one in ranks_by_shard(job, stage) if one != chosen]
-        runs = [_replay_of(one, job, device, ledger, before, context + communicators) for one in alike]
+        runs = [_replay_of(one, job, device, ledger, before, outside_bytes) for one in alike]
         run = replace(run, peak_reserved_bytes=max(one.peak_reserved_bytes for one in (run, *runs)))
     higher = max((steady, first), key=lambda step: step.peak().num_bytes)
     peak = higher.peak()
@@ -152,6 +159,7 @@ def _baseline(
             for name, category, size, number in higher.largest_at(peak.instant, NUM_LARGEST)
         ),
         composition={category.name.lower(): size for category, size in higher.composition(peak.instant).items()},
+        outside=read,
     )
 
 

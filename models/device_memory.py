@@ -1,19 +1,14 @@
 """What a process holds on a GPU outside PyTorch's allocator: the CUDA context and NCCL's communicators, in bytes.
 
-Estimates from published readings, each with its source, or, where `peakcast collect constants` was run on the machine at
-hand, what it read there (`Constants`). What kernels load beyond that differs by machine; the residual of device memory
-learns it from rows.
+Estimates from published readings, each with its source. What kernels load beyond that differs by machine: the residual of
+device memory learns it from rows, and `peakcast collect constants` reads it (`measured_constants.py`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peakcast.errors import RecordError
 from peakcast.spec import TrainingJob
 from peakcast.units import KIB, MIB
 from peakcast.versions import release, resolved, torch_release
@@ -37,74 +32,6 @@ HOPPER_COMMUNICATOR_BYTES = {12: 990 * MIB, 13: 699 * MIB}
 Source: median of what a process holds after NCCL's first collective on 8 × H100 (1,510 MiB under CUDA 12, 1,176 MiB under
 CUDA 13; device_constants_h100.jsonl), less the context above."""
 
-CONSTANTS_SCHEMA = 1
-MAX_CONSTANTS_BYTES = 2**20
-TRAINING_STEPS = (
-    "elementwise", "cublas", "cublas in backward", "cublaslt", "attention: flash", "embedding backward", "cross entropy",
-    "adamw: foreach",
-)  # fmt: skip
-"""First uses (`collectors/first_uses.py`) that any training step has; what they load stays for the process's life."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constants:
-    """What `peakcast collect constants` read on a machine's GPU, in bytes outside PyTorch's allocator."""
-
-    gpu: str
-    """Catalog name of the GPU type."""
-    context_bytes: int
-    first_uses_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Step of `collectors/first_uses.py` → what it added when it ran first."""
-    communicator_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Ranks of one NCCL communicator → what it added."""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """torch, driver: what they were read with."""
-
-    @property
-    def kernels_bytes(self) -> int:
-        """Kernels and handles that a training step loads."""
-        return sum(self.first_uses_bytes.get(step, 0) for step in TRAINING_STEPS)
-
-    def to_bytes(self) -> bytes:
-        """The file's content."""
-        mapping = {"schema_version": CONSTANTS_SCHEMA, **asdict(self)}
-        mapping["communicator_bytes"] = {str(ranks): size for ranks, size in self.communicator_bytes.items()}
-        return json.dumps(mapping, indent=1, sort_keys=True).encode() + b"\n"
-
-    @classmethod
-    def from_mapping(cls, mapping: Any) -> Constants:
-        """The constants of `to_bytes`. Raises: ValueError saying which entry is wrong."""
-        if not isinstance(mapping, dict) or mapping.get("schema_version") != CONSTANTS_SCHEMA:
-            raise ValueError(f"schema_version must be {CONSTANTS_SCHEMA}")
-        texts = {key: mapping.get(key) for key in ("gpu",)}
-        if not all(isinstance(value, str) and value for value in texts.values()):
-            raise ValueError("gpu must be the name of a GPU type")
-        sizes = {key: _sizes(mapping.get(key), key) for key in ("first_uses_bytes", "communicator_bytes")}
-        versions = mapping.get("versions", {})
-        if not isinstance(versions, dict) or not all(isinstance(value, str) for value in versions.values()):
-            raise ValueError("versions must map packages to texts")
-        return cls(
-            gpu=mapping["gpu"],
-            context_bytes=_size(mapping.get("context_bytes"), "context_bytes"),
-            first_uses_bytes=sizes["first_uses_bytes"],
-            communicator_bytes={int(ranks): size for ranks, size in sizes["communicator_bytes"].items()},
-            versions=versions,
-        )
-
-
-def load_constants(path: Path) -> Constants:
-    """The constants in the JSON file at `path`. Raises: RecordError naming the file, the fault and the way out."""
-    try:
-        if path.stat().st_size > MAX_CONSTANTS_BYTES:
-            raise ValueError(f"it has more than {MAX_CONSTANTS_BYTES:,} bytes")
-        return Constants.from_mapping(json.loads(path.read_bytes().decode("utf-8")))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecordError(
-            f"{path} is not what `peakcast collect constants` writes ({error}); run it again, or delete the file.",
-            parameter="constants",
-            value=str(path),
-        ) from error
-
 
 def cuda_major(versions: Mapping[str, Any]) -> int:
     """Major release of CUDA that a job's `versions` imply: `cuda`, or torch's (`2.4.1+cu121`), or the one that torch's
@@ -126,6 +53,11 @@ def context_bytes(device: Device, versions: Mapping[str, Any]) -> int:
 
 def communicator_bytes(job: TrainingJob, device: Device) -> int:
     """Estimate of NCCL's device memory: one communicator per axis of the layout with more than one rank."""
+    return sum(one_communicator_bytes(device, size, job.versions) for size in communicator_ranks(job))
+
+
+def communicator_ranks(job: TrainingJob) -> tuple[int, ...]:
+    """Ranks of each of the communicators of `job`."""
     layout = job.parallelism
     axes = (
         layout.data_parallel_size,
@@ -134,7 +66,7 @@ def communicator_bytes(job: TrainingJob, device: Device) -> int:
         layout.context_parallel_size,
         layout.expert_parallel_size,
     )
-    return sum(one_communicator_bytes(device, size, job.versions) for size in axes if size > 1)
+    return tuple(size for size in axes if size > 1)
 
 
 def one_communicator_bytes(device: Device, num_ranks: int, versions: Mapping[str, Any]) -> int:
@@ -149,15 +81,3 @@ def one_communicator_bytes(device: Device, num_ranks: int, versions: Mapping[str
 
 def _by_release(table: Mapping[int, int], versions: Mapping[str, Any]) -> int:
     return table[min(max(cuda_major(versions), min(table)), max(table))]
-
-
-def _sizes(value: Any, name: str) -> dict[str, int]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a mapping")
-    return {str(key): _size(size, f"{name}[{key!r}]") for key, size in value.items()}
-
-
-def _size(value: Any, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not -(2**50) < value < 2**50:
-        raise ValueError(f"{name}={value!r} must be a whole number of bytes")
-    return value

@@ -13,9 +13,12 @@ from functools import cached_property
 from typing import Any
 
 from peakcast.models.decisions import Decisions, decisions_of
+from peakcast.models.domain import OUT_OF_SCOPE_SEVERITY
+from peakcast.models.grouping import kind_of
 from peakcast.models.holdout import Answers, MakeCandidates, held_out
 from peakcast.models.metrics import Floor, Scored, Summary, floor, summarise
 from peakcast.models.new_hardware import LearningPoint, learning_curves
+from peakcast.models.predict import known_of
 from peakcast.models.regressors import candidates
 from peakcast.models.samples import BaselineOf, DeviceOf, Sample, ScopeOf, prepare, repeat_weights, rows_digest
 from peakcast.prediction import QUANTITIES, Interval
@@ -208,6 +211,7 @@ def _scored(sample: Sample, interval: Interval, quantity: str, weight: float, re
         architecture=sample.architecture,
         layout=sample.layout,
         framework=row.job.framework,
+        kind=kind_of(row.job),
         quantity=quantity,
         measured=sample.measured(quantity) or 1,
         baseline=interval.baseline,
@@ -217,4 +221,8 @@ def _scored(sample: Sample, interval: Interval, quantity: str, weight: float, re
         upper_95=interval.upper_95,
         weight=weight,
         known=". ".join(facts),
+        finding=next((finding.sentence for finding in known_of(row.job) if finding.severity >= OUT_OF_SCOPE_SEVERITY), ""),
+        baseline_allocated=sample.baseline.peak_allocated_bytes,
+        baseline_reserved=sample.baseline.peak_reserved_bytes,
+        context=sample.baseline.context_bytes,
     )

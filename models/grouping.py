@@ -46,6 +46,13 @@ def residual_group(job: TrainingJob) -> str:
     return f"{job.framework}/{layout_of(job.parallelism)}"
 
 
+def kind_of(job: TrainingJob) -> str:
+    """What a row is one of in a report: `inference`, `generation`, `fused kernels`, else the method of fine-tuning."""
+    if job.task == "inference":
+        return "generation" if (job.inference.new_tokens or 0) > 1 else "inference"
+    return "fused kernels" if job.framework_options.get("fused_kernels") else job.finetuning.method
+
+
 def size_of(allocated_bytes: int) -> str:
     """`small`, `medium` or `large`, by the allocated baseline."""
     return ("small", "medium", "large")[sum(allocated_bytes >= edge * GIB for edge in SIZES_GIB)]

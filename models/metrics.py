@@ -14,6 +14,9 @@ from peakcast.models.grouping import SIZES_GIB, size_of
 if TYPE_CHECKING:
     from peakcast.models.samples import Sample
 
+SILENT_ABOVE = 0.10
+"""An error above this must be announced by a finding of the answer (DESIGN section 6)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
@@ -35,8 +38,16 @@ class Scored:
     upper_95: int
     weight: float
     """1 / repeats of the configuration."""
+    kind: str = ""
+    """`grouping.kind_of` the job."""
     known: str = ""
     """What is known about the row that may explain an error."""
+    finding: str = ""
+    """What the answer itself says that the ledger does not count, or counts otherwise; "" where it says nothing."""
+    baseline_allocated: int = 0
+    baseline_reserved: int = 0
+    context: int = 0
+    """What the baseline counts inside the quantity: tensors, what the allocator holds, the CUDA context."""
 
     @property
     def project(self) -> str:
@@ -52,6 +63,11 @@ class Scored:
     def baseline_error(self) -> float:
         """baseline / measured − 1."""
         return self.baseline / self.measured - 1
+
+    @property
+    def silent(self) -> bool:
+        """Whether it is off by more than SILENT_ABOVE, and the answer does not say why: the worst kind of error."""
+        return abs(self.error) > SILENT_ABOVE and not self.finding
 
     @property
     def covered(self) -> bool:
@@ -103,6 +119,8 @@ class Summary:
     """Share of measurements at or below the one-sided 95 % bound."""
     median_half_width: float
     """Half of the interval's width over its point."""
+    silent_misses: int = 0
+    """Rows off by more than SILENT_ABOVE without a finding that says why."""
 
     def to_mapping(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -133,6 +151,7 @@ def summarise(cells: Sequence[Scored]) -> Summary:
         coverage=_share(np.array([cell.covered for cell in cells]), weights),
         upper_coverage=_share(measured <= bound, weights),
         median_half_width=weighted_quantile(np.array([cell.half_width for cell in cells]), weights, 0.5),
+        silent_misses=sum(cell.silent for cell in cells),
     )
 
 

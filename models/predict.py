@@ -20,6 +20,7 @@ from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.device_scope import device_findings
 from peakcast.models.features import features, kinds, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
+from peakcast.models.measured_constants import outside, rests_on_readings
 from peakcast.models.verdict import judge, leaves_out, limits, prevented, ranks_of_a_node
 from peakcast.prediction import QUANTITIES, Interval, Prediction
 from peakcast.ranks import worst_rank
@@ -119,12 +120,13 @@ def combine(
         own = of_quantity(row, base, quantity)
         correction = float(learned.residual.predict([own], [residual_group(job)])[0]) if learned else 0.0
         bar = bar_of(quantity, learned, job, own, groups, gpu, known)
-        exact = base.start(quantity) * math.exp(correction)
+        start, exact = getattr(base, quantity), base.start(quantity) * math.exp(correction)
         if quantity != "peak_host_bytes":
+            start, exact = _with_readings(quantity, base, least, start, exact)
             exact = max(exact, least)
             least = round(exact)
         intervals[quantity] = Interval(
-            baseline=getattr(base, quantity),
+            baseline=start,
             point=round(exact),
             lower=math.floor(exact * math.exp(-bar.half_width)),
             upper=math.ceil(exact * math.exp(bar.half_width)),
@@ -134,17 +136,34 @@ def combine(
     return nested(intervals)
 
 
+def _with_readings(quantity: str, base: Baseline, reserved: int, start: int, exact: float) -> tuple[int, float]:
+    """The baseline `start` and the point `exact` of a quantity as readings of the machine have them. Where they have all
+    that the job holds outside PyTorch's allocator, device memory is what is `reserved` and that, since what the residual
+    has learned is what other machines hold there; where something was not read, it is no less."""
+    read = base.outside
+    if quantity != "peak_device_bytes" or read is None:
+        return start, exact
+    known = reserved + read.num_bytes
+    return base.peak_reserved_bytes + read.num_bytes, max(exact, known) if read.missing else known
+
+
 def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> bool:
     """Whether `predict` may say that `job` fits when its tensors need `allocated_bytes`, without a replay: so many are
     reserved at least, and the rest of an answer (context, communicators) does not depend on what is reserved. The bound is
     that of a job that caches nothing, which is the narrowest."""
     calibration = calibration_for(device)
-    least = allocated_bytes + context_bytes(device, job.versions) + communicator_bytes(job, device)
+    read = outside(job, device)
+    estimate = context_bytes(device, job.versions) + communicator_bytes(job, device)
+    least = allocated_bytes + (read.num_bytes if read is not None else estimate)
     row = {**sizes(job, allocated_bytes), **kinds(job), "gib_over_start": GIB / least, "log2_reserved_over_allocated": 0.0}
     learned = calibration.quantities.get("peak_device_bytes")
     known = (*known_of(job), *device_findings(job, device))
     bar = bar_of("peak_device_bytes", learned, job, row, bar_groups(job, allocated_bytes), device.name, known)
     bound = least * math.exp((learned.residual.least if learned else 0.0) + bar.upper)
+    if read is not None:
+        reserved = calibration.quantities.get("peak_reserved_bytes")
+        least_reserved = allocated_bytes * math.exp(reserved.residual.least if reserved else 0.0)
+        bound = (least_reserved + read.num_bytes) * math.exp(bar.upper)
     return bound < usable_bytes(job, device) and not (leaves_out(known, "more") or prevented(known))
 
 
@@ -202,10 +221,11 @@ def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | N
         sentences.append(worst_rank(job, base.rank))
     sentences += remarks(job.versions)
     sentences += filter(None, [assumed_versions(job)])
-    if base.communicator_bytes:
+    if base.communicator_bytes and (base.outside is None or base.outside.missing):
         sentences.append(
             f"NCCL uses {format_gib(base.communicator_bytes)}, an estimate that depends on the machine's links."
         )
+    sentences.append(rests_on_readings(job, device))
     if job.other_memory_fraction:
         sentences.append(
             f"other processes hold {job.other_memory_fraction:.0%} of the GPU's memory (other_memory_fraction), which is "

@@ -17,11 +17,13 @@ import numpy.typing as npt
 
 from peakcast.errors import CalibrationError
 from peakcast.models.features import ENOUGH_FOR_FEATURES, FEATURES, MONOTONE
-from peakcast.models.gaussian_process import GaussianProcess
 from peakcast.models.strict import WAY_OUT, number, numbers, read
 from peakcast.models.trees import Trees
 
 Floats = npt.NDArray[np.float64]
+ENOUGH_FOR_TREES = 40
+"""Trees have hundreds of leaves to place: on the published rows (29 architectures, 7 sources) they predicted what they had
+not seen worse than ridge or a hidden amount, in every quantity."""
 DIRECTIONS = [MONOTONE.get(name, 0) for name in FEATURES]
 """The sign that physics asks of each feature's effect, 0 where it asks none."""
 
@@ -206,7 +208,7 @@ class BoostedTrees:
 
     name: ClassVar[str] = "boosted_trees"
     never_takes_away: ClassVar[bool] = False
-    least_architectures: ClassVar[int] = ENOUGH_FOR_FEATURES
+    least_architectures: ClassVar[int] = ENOUGH_FOR_TREES
 
     def __init__(self, *, max_iter: int = 40, learning_rate: float = 0.12, max_leaf_nodes: int = 8) -> None:
         self.max_iter = max_iter
@@ -245,7 +247,7 @@ class BoostedTrees:
 
 def candidates() -> list[Regressor]:
     """Fresh candidates, simplest first."""
-    return [Zero(), HiddenBytes(), GroupMedian(), GpuMedian(), Ridge(alpha=1.0), GaussianProcess(), BoostedTrees()]
+    return [Zero(), HiddenBytes(), GroupMedian(), GpuMedian(), Ridge(alpha=1.0), BoostedTrees()]
 
 
 def regressor_from_mapping(mapping: Mapping[str, Any], num_features: int) -> Regressor:
@@ -282,8 +284,6 @@ def regressor_from_mapping(mapping: Mapping[str, Any], num_features: int) -> Reg
         if (ridge.scale_ < 1e-10).any():
             raise CalibrationError(f"regressor.scale must be positive; {WAY_OUT}.", parameter="scale")
         return ridge
-    if name == GaussianProcess.name:
-        return GaussianProcess.from_mapping(mapping, num_features)
     if name == BoostedTrees.name:
         boosted = BoostedTrees()
         boosted.trees_ = Trees.from_mapping({k: v for k, v in mapping.items() if k != "name"}, num_features)

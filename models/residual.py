@@ -1,7 +1,7 @@
 """The learned residual: what measurements have beyond the analytical baseline, as log(measured / start), the start being
 the baseline, for allocated memory with the simulated allocator's slack (`Baseline.start`).
 
-Candidates of growing freedom (nothing, a median per group, ridge, a Gaussian process, boosted trees) compete by predicting
+Candidates of growing freedom (nothing, a hidden amount, a median per group, ridge, boosted trees) compete by predicting
 architectures they were not fitted on, and sources (who measured) where there are several. The simplest that is within one
 standard error of the best wins, and is shrunk towards the baseline only as far as what was held out asks for by more than
 that error: a share that a few of them like a little better is chance, and takes away from everybody.

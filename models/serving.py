@@ -105,23 +105,29 @@ def job_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_row(row: Mapping[str, Any], calibration: Calibration) -> dict[str, Any]:
-    """`fits` and, for each quantity, `<quantity>.baseline`, `.point`, `.lower`, `.upper`, `.upper_95` in bytes.
+    """`fits`; for each quantity `<quantity>.baseline`, `.point`, `.lower`, `.upper`, `.upper_95` in bytes, and `.rests_on`;
+    `findings` and `assumptions` as `Prediction.to_mapping` has them.
 
     Raises: SpecError or CatalogError naming what is wrong with the job.
     """
+    from dataclasses import replace
+
     from peakcast import catalog
+    from peakcast.constants import own_constants
     from peakcast.dialects.job_file import job_from_mapping
     from peakcast.models.predict import predict
 
     job = job_of(row)
     if isinstance(job.get("architecture"), str):  # who asks over the network may name files of theirs, not of ours
         job = {**job, "architecture": catalog.architecture(job["architecture"])}
-    prediction = predict(job_from_mapping(job), catalog.gpu(calibration.gpu), calibration=calibration)
+    device = replace(catalog.gpu(calibration.gpu), constants=own_constants(calibration.gpu))
+    prediction = predict(job_from_mapping(job), device, calibration=calibration)
     found: dict[str, Any] = {"fits": prediction.fits}
     for quantity in QUANTITIES:
         interval = getattr(prediction, quantity)
         found |= {f"{quantity}.{name}": value for name, value in interval.to_mapping().items()}
-    return found
+    findings = [finding.to_mapping() for finding in prediction.findings]
+    return {**found, "findings": findings, "assumptions": list(prediction.assumptions)}
 
 
 def answer_rows(rows: Sequence[Mapping[str, Any]], calibration: Calibration) -> list[dict[str, Any]]:

@@ -37,19 +37,19 @@ TERMS: dict[str, str] = {
 PRIORS: dict[str, dict[str, float]] = {
     "peak_allocated_bytes": {
         "always": 0.001, "fixed": 0.01, "cached": 0.0, "routed": 0.01, "growing": 0.01, "compiled": 0.02, "sharded": 0.001,
-        "outside": 0.002, "unmodelled": 0.05,
+        "outside": 0.002, "unmodelled": 0.11,
     },
     "peak_reserved_bytes": {
         "always": 0.003, "fixed": 0.05, "cached": 0.05, "routed": 0.01, "growing": 0.02, "compiled": 0.02, "sharded": 0.005,
-        "outside": 0.004, "unmodelled": 0.05,
+        "outside": 0.004, "unmodelled": 0.13,
     },
     "peak_device_bytes": {
         "always": 0.003, "fixed": 0.40, "cached": 0.05, "routed": 0.01, "growing": 0.02, "compiled": 0.02, "sharded": 0.005,
-        "outside": 0.004, "unmodelled": 0.05,
+        "outside": 0.004, "unmodelled": 0.18,
     },
     "peak_host_bytes": {
         "always": 0.2, "fixed": 0.0, "cached": 0.0, "routed": 0.0, "growing": 0.0, "compiled": 0.0, "sharded": 0.0,
-        "outside": 0.02, "unmodelled": 0.05,
+        "outside": 0.02, "unmodelled": 0.11,
     },
 }  # fmt: skip
 """Expected |log error| per unit of each term where nothing was measured: judgements, with their reasons.
@@ -59,8 +59,11 @@ PRIORS: dict[str, dict[str, float]] = {
 - `cached`: equal ranks of one run differ by up to 2.6 % in reserved memory, at a cache of 10 to 30 %.
 - `routed`: runs of one mixture that differ in nothing but the run are up to 6 % apart.
 - `compiled`: the same source on the same torch spreads by 1.0 % in the median, 12.6 % at worst.
-- `outside`, `unmodelled`: the best published predictor of unseen configurations errs by 4 % in the median; jobs of another
-  framework, layout and task lie 6 to 8 steps outside.
+- `outside`: the best published predictor of unseen configurations errs by 4 % in the median; jobs of another framework,
+  layout and task lie 6 to 8 steps outside.
+- `unmodelled`: the mean over the published rows that are out of scope (66 of allocated, 66 of reserved, 103 of device
+  memory), each error counted up to `WORST_COUNTED`; half of them are off by less than 5, 11 and 17 %. Of host memory no row
+  says it.
 """
 PRIOR_ROWS = 4.0
 """A prior counts as so many rows of its own in a fit."""

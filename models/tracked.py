@@ -44,6 +44,7 @@ def metrics(summary: Summary) -> dict[str, float]:
         "coverage_90": summary.coverage,
         "upper_coverage_95": summary.upper_coverage,
         "median_half_width": summary.median_half_width,
+        "silent_misses": float(summary.silent_misses),
         "baseline.median_error": summary.baseline_errors.median,
         "baseline.p95_error": summary.baseline_errors.p95,
         "num_configurations": summary.num_configurations,

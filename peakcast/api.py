@@ -15,7 +15,7 @@ from peakcast.calibrating import Checked, Fitted, check, evaluate, fit, report, 
 from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.recognise import Beside, from_arguments
 from peakcast.errors import SpecError
-from peakcast.measuring import collect, import_published, verify
+from peakcast.measuring import collect, collect_constants, import_published, verify
 from peakcast.places import tracker
 from peakcast.questions import Rank, on_node, question, translation_of
 
@@ -36,6 +36,7 @@ __all__ = [
     "answer",
     "check",
     "collect",
+    "collect_constants",
     "doctor",
     "evaluate",
     "explain",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.bounded import file_bytes, json_value, lines_of
+from peakcast.constants import constants_state
 from peakcast.cores import available_cores
 from peakcast.deadline import TimeIsUp, limited
 from peakcast.durable import MAX_FILE_BYTES
@@ -128,9 +129,14 @@ def _but_for_gpu(text: str) -> str:
     return text.partition(",")[2]
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
 def _answer_text(text: str) -> str:
     """The answer to the question in the canonical JSON `text`, as JSON and without its id."""
+    return _remembered(text, constants_state())
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _remembered(text: str, constants: object) -> str:
+    """The answer, while the user's measured `constants` stay as they are."""
     try:
         return json.dumps(_predict(question_from_entry(json.loads(text))), allow_nan=False)
     except PeakcastError as error:

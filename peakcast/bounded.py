@@ -28,6 +28,8 @@ MAX_KEYS = 20_000
 MAX_DIGITS = 100
 """Of a whole number. Longer ones have no place in a configuration, and do not fit into a float."""
 _TOO_DEEP = f"it is nested too deeply, more than {MAX_DEPTH} mappings and lists inside one another"
+MAX_UNSAID_BYTES = 64 * 2**20
+"""What a file may hold beyond the size that it says: some of the system's say 0, and a shard grows while it is read."""
 PIPE_SECONDS = 10.0
 """How long a pipe that is read like a file (`<(command)`) may take to give all that it has."""
 
@@ -59,23 +61,50 @@ def file_bytes(path: Path, most_bytes: int) -> bytes:
 
     Raises: OSError whose `strerror` says why not: larger than `most_bytes`, a device or a folder, or what the system says.
     """
+    descriptor = _opened(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    except ValueError as error:
-        raise OSError(errno.EINVAL, "it cannot be the name of a file") from error
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISFIFO(mode):
+        status = os.fstat(descriptor)
+        if stat.S_ISFIFO(status.st_mode):
             content = _piped(descriptor, most_bytes)
-        elif stat.S_ISREG(mode):
-            content = _read(lambda: os.read(descriptor, 2**20), most_bytes)
         else:
-            raise OSError(errno.EINVAL, "it is a folder" if stat.S_ISDIR(mode) else "it is a device, not a file")
+            _check_file(status.st_mode)
+            if status.st_size > most_bytes:
+                raise _too_large(most_bytes)
+            most_bytes = min(most_bytes, status.st_size + MAX_UNSAID_BYTES)
+            content = _read(lambda: os.read(descriptor, 2**20), most_bytes)
     finally:
         os.close(descriptor)
     if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes")
+        raise _too_large(most_bytes)
     return content
+
+
+def _too_large(most_bytes: int) -> OSError:
+    return OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes")
+
+
+def file_stream(path: Path) -> IO[bytes]:
+    """The file at `path`, opened to be read part by part, and never waiting. Raises: OSError, as `file_bytes`."""
+    descriptor = _opened(path)
+    try:
+        _check_file(os.fstat(descriptor).st_mode)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "it cannot be the name of a file") from error
+
+
+def _check_file(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device"
+        raise OSError(errno.EINVAL, f"it is {kind}, not a file")
 
 
 def _read(part: Callable[[], bytes], most_bytes: int) -> bytes:

@@ -60,10 +60,13 @@ def fit(
     from peakcast.models.samples import prepare
 
     rows = _rows(datasets)
-    prepared = prepare(rows)
+    names = _gpu_types(rows, gpu)
     folder = Path(output) if output is not None else calibration_folder()
+    with explained(folder):  # before minutes are spent
+        folder.mkdir(parents=True, exist_ok=True)
+    prepared = prepare(rows)
     fitted = []
-    for name in _gpu_types(rows, gpu):
+    for name in names:
         if progress:
             progress(f"fitting {name}")
         calibration = fit_prepared(prepared, name, created=datetime.datetime.now(datetime.UTC).date().isoformat())

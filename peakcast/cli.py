@@ -12,7 +12,7 @@ from peakcast.commands.asking import FITS_EXIT_CODES, explain, megatron, predict
 from peakcast.commands.calibrating import HOLDS_EXIT_CODES, evaluate, fit, report, reproduce
 from peakcast.commands.measuring import collect, import_published, verify
 from peakcast.commands.replaying import replay
-from peakcast.errors import PeakcastError
+from peakcast.errors import PeakcastError, shortened
 from peakcast.output import READER_GONE, OutputError, prepare
 
 __all__ = [
@@ -70,5 +70,5 @@ def _run(arguments: list[str]) -> int:
 
 
 def _say(message: str, code: int = 2) -> int:
-    print(f"peakcast: {' '.join(message.split())}", file=sys.stderr)
+    print(f"peakcast: {shortened(' '.join(message.split()))}", file=sys.stderr)
     return code

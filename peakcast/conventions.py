@@ -3,13 +3,15 @@
 A convention is a named value ("logits_upcast", "transformer_impl", ...). The base stanza of a framework gives each one's
 default; stanzas with `when` (packages and version ranges, a `model_type`, what of a job is in `_facts`, or a convention
 that stanzas before have settled) override it in file order; `framework_options` of a job override all. So a ledger asks
-for a convention and never compares versions. `choices` of a base stanza lists the values of those that are names.
+for a convention and never compares versions. `choices` of a base stanza lists the values of those that are names,
+`patterns` says what lists of names and sizes look like.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from importlib import resources
@@ -193,6 +195,9 @@ def _broken_rule(framework: str, name: str, value: object) -> str:
         alike = any(type(choice) is type(value) and choice == value for choice in choices)
         words = ", ".join(map(repr, choices))
         return "" if alike else f"one of {words}{near_misses(str(value), map(str, choices))}".rstrip("?")
+    pattern = next((s["patterns"][name] for s in _stanzas()[framework] if name in s.get("patterns", {})), None)
+    if pattern is not None:
+        return "" if isinstance(value, str) and re.fullmatch(pattern, value) else f"a text like {pattern}"
     default = default_of(framework, name)
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
     if isinstance(default, bool):

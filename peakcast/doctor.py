@@ -9,7 +9,8 @@ from typing import Any
 
 from peakcast import __version__, catalog
 from peakcast.collectors import inventory
-from peakcast.errors import CatalogError
+from peakcast.constants import own_constants
+from peakcast.errors import CatalogError, RecordError
 from peakcast.installation import FoundCalibration, Installation, InstalledGpu
 from peakcast.models.calibration import calibration_for, calibrations
 from peakcast.places import calibration_folder
@@ -85,8 +86,20 @@ def _findings(
         for gpu in {gpu.catalog_name: gpu for gpu in gpus if gpu.catalog_name}.values()
         if gpu.calibration != gpu.catalog_name
     ]
+    sentences += map(_constants, sorted({gpu.catalog_name for gpu in gpus if gpu.catalog_name}))
     if inventory.has_shim():
         sentences.append("the package pynvml is a deprecated shim: pip uninstall pynvml; nvidia-ml-py has the module.")
     if not found:
         sentences.append("no calibration is found: bars are default ones until `peakcast reproduce` has run in a checkout.")
     return sentences
+
+
+def _constants(gpu: str) -> str:
+    """What device memory on a GPU type that is here rests on."""
+    try:
+        own = own_constants(gpu)
+    except RecordError as error:
+        return error.message
+    if own is None:
+        return f"device memory on {gpu} is estimated; `peakcast collect constants` reads what it is on this machine."
+    return f"device memory on {gpu} rests on what `peakcast collect constants` read ({own.observed}, {own.path})."

@@ -49,6 +49,8 @@ def explained(path: Path, done: str) -> Iterator[None]:
     """Turns an operating-system error inside into a RecordError about `path`, which could not be `done`."""
     try:
         yield
+    except ValueError as error:  # a null byte or half a character
+        raise RecordError(f"{str(path)!r} cannot be the name of a file; name another.", parameter="path") from error
     except OSError as error:
         blocked = isinstance(error, (FileExistsError, NotADirectoryError))
         reason = "a file stands where its folder should be" if blocked else error.strerror or str(error)

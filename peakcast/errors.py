@@ -27,10 +27,8 @@ class PeakcastError(Exception):
     """Base of everything raised on purpose; `parameter` and `value` say what was wrong, where known."""
 
     def __init__(self, message: str, *, parameter: str | None = None, value: object = None) -> None:
-        if len(message) > MAX_CHARACTERS:
-            message = f"{message[: MAX_CHARACTERS // 2]} ... {message[-MAX_CHARACTERS // 2 :]}"
-        super().__init__(message)
-        self.message = message
+        self.message = shortened(message)
+        super().__init__(self.message)
         self.parameter = parameter
         self.value = value
 
@@ -55,6 +53,13 @@ class CollectorError(PeakcastError):
 
 class CalibrationError(PeakcastError):
     """A calibration that is missing, damaged or of another schema version."""
+
+
+def shortened(message: str) -> str:
+    """`message`, without its middle where it is longer than one may be."""
+    if len(message) <= MAX_CHARACTERS:
+        return message
+    return f"{message[: MAX_CHARACTERS // 2]} ... {message[-MAX_CHARACTERS // 2 :]}"
 
 
 def near_misses(word: str, known: Iterable[str], *, most: int = 3) -> str:

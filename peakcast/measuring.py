@@ -1,8 +1,9 @@
 """Rows: the doors `collect`, which measures or traces them, `verify`, which lays the ledger beside traces, and
-`import_published`, which takes over what others measured."""
+`import_published`, which takes over what others measured; and `collect_constants`, which reads what no tensor has."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from peakcast.errors import SpecError
 
 if TYPE_CHECKING:
+    from peakcast.collectors.constants import Reading
     from peakcast.collectors.runner import Summary
     from peakcast.models.agreement import Agreement
     from peakcast.searching.search import Progress
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 SELECTIONS = ("grid", "informative")
 UNNAMED_GPU = "A100-80GB"
 """What cells are compared on when the GPU type is not named: only their order depends on it."""
+
 
 def collect(
     grid: str | Path | Iterable[TrainingJob],
@@ -70,6 +73,29 @@ def collect(
     return summary
 
 
+def collect_constants(gpu: str | None = None, *, timeout_seconds: float = 600) -> Reading:
+    """Read what the GPU at hand holds outside PyTorch's allocator, and keep it in the user's own file of its type, which
+    predictions for that type then use (`peakcast.constants`).
+
+    `gpu`: the type's name, where CUDA's is not in the catalog. `timeout_seconds`: for each of the two programs that read.
+    Raises: CollectorError where nothing can be read, RecordError where the file cannot be written.
+    """
+    from dataclasses import replace
+
+    from peakcast import catalog
+    from peakcast.collectors.constants import read_constants
+    from peakcast.constants import save_constants
+
+    if not 0 < timeout_seconds < math.inf:
+        raise SpecError(
+            f"timeout_seconds={timeout_seconds} must be above 0 and finite.",
+            parameter="timeout_seconds",
+            value=timeout_seconds,
+        )
+    read = read_constants(catalog.gpu(gpu).name if gpu is not None else None, timeout_seconds)
+    return replace(read, constants=replace(read.constants, path=str(save_constants(read.constants))))
+
+
 def _selected(
     grid: str | Path | Iterable[TrainingJob], shard: Path, gpu: str | None, select: str
 ) -> str | Path | Iterable[TrainingJob]:
@@ -84,7 +110,7 @@ def _selected(
     from peakcast.store import load, read_shard
 
     jobs = load_grid(grid) if isinstance(grid, (str, Path)) else list(grid)
-    rows = [*load(None), *(read_shard(shard)[0] if shard.exists() else ())]
+    rows = [*load(None), *read_shard(shard)[0]]
     device = catalog.gpu(gpu or UNNAMED_GPU)
     measured = [point_of(sample) for sample in prepare(rows).samples]
     return [jobs[index] for index in most_informative([point(job, device) for job in jobs], measured)]

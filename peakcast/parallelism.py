@@ -11,6 +11,8 @@ from peakcast.fields import require_positive
 
 MOST_RANKS = 2**20
 """Of a job: far beyond any that was run, and small enough that an answer takes a bounded time."""
+V_SHAPED = ("zero_bubble_v", "dualpipe_v")
+"""Schedules in which a rank's second stage is as far from the end as its first is from the beginning."""
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v"]
 
 
@@ -104,7 +106,7 @@ def check_layout(layout: Parallelism, architecture: Architecture, framework: str
             parameter="parallelism.sharding",
             value=layout.sharding,
         )
-    _check_stages(layout, architecture)
+    _check_stages(layout, architecture, framework)
     if sequence_length % layout.sequence_sharing_ranks:
         raise SpecError(
             f"sequence_length={sequence_length} is not divisible by the ranks that share it "
@@ -127,12 +129,19 @@ def _check_size(layout: Parallelism) -> None:
         )
 
 
-def _check_stages(layout: Parallelism, architecture: Architecture) -> None:
+def _check_stages(layout: Parallelism, architecture: Architecture, framework: str) -> None:
     p = layout.pipeline_parallel_size
     if p == 1 and layout.virtual_pipeline_stages > 1:
         raise SpecError(
             f"parallelism.virtual_pipeline_stages={layout.virtual_pipeline_stages} divides the stages of a "
             "pipeline, and pipeline_parallel_size=1 is none; use 1, or a larger pipeline_parallel_size.",
+            parameter="parallelism.virtual_pipeline_stages",
+            value=layout.virtual_pipeline_stages,
+        )
+    if p > 1 and layout.pipeline_schedule in V_SHAPED and layout.virtual_pipeline_stages != 2:
+        raise SpecError(
+            f"parallelism.virtual_pipeline_stages={layout.virtual_pipeline_stages} must be 2 with "
+            f"pipeline_schedule={layout.pipeline_schedule!r}, which runs two stages on each rank.",
             parameter="parallelism.virtual_pipeline_stages",
             value=layout.virtual_pipeline_stages,
         )
@@ -142,6 +151,15 @@ def _check_stages(layout: Parallelism, architecture: Architecture) -> None:
             raise SpecError(
                 f"parallelism.pipeline_layers={list(layout.pipeline_layers)} must list {num_stages} stages that add "
                 f"up to num_hidden_layers={architecture.num_hidden_layers} of {architecture.name!r}.",
+                parameter="parallelism.pipeline_layers",
+                value=list(layout.pipeline_layers),
+            )
+        # the first stage may have the embedding alone and the last the head; Megatron's layouts also know empty ones
+        between = () if framework == "megatron" else layout.pipeline_layers[1:-1]
+        if min(layout.pipeline_layers) < 0 or 0 in between:
+            raise SpecError(
+                f"parallelism.pipeline_layers leaves a stage of pipeline_parallel_size={p} without layers of the "
+                f"{architecture.num_hidden_layers} of {architecture.name!r}; use fewer stages, or give each some.",
                 parameter="parallelism.pipeline_layers",
                 value=list(layout.pipeline_layers),
             )

@@ -10,6 +10,7 @@ from typing import Literal
 from peakcast import catalog
 from peakcast.bounded import is_file
 from peakcast.catalog import Device
+from peakcast.constants import own_constants
 from peakcast.dialects.asked_versions import with_versions
 from peakcast.dialects.opening import is_text, opened
 from peakcast.dialects.pasted import documents
@@ -64,7 +65,10 @@ def question(
 
 
 def on_node(device: Device, host_memory_gib: float | None, gpus_per_node: int | None) -> Device:
-    """`device` in a node with so much host memory and so many GPUs; None leaves what it has. Raises: SpecError."""
+    """`device` in a node with so much host memory and so many GPUs, None leaves what it has, and with what
+    `peakcast collect constants` read of it here. Raises: SpecError, RecordError for a damaged file of readings."""
+    if device.constants is None:
+        device = replace(device, constants=own_constants(device.name))
     if host_memory_gib is not None:
         plain = isinstance(host_memory_gib, (int, float)) and not isinstance(host_memory_gib, bool)
         if not plain or not 0 < host_memory_gib <= MOST_HOST_GIB:

@@ -18,6 +18,7 @@ from peakcast.units import GIB, format_gib
 
 if TYPE_CHECKING:
     from peakcast.calibrating import Checked, Fitted
+    from peakcast.collectors.constants import Reading
     from peakcast.collectors.runner import Summary
     from peakcast.installation import Installation
     from peakcast.models.evaluation import Evaluation
@@ -297,6 +298,30 @@ def summary_text(summary: Summary, shard: Path) -> str:
             errors = f"{e['median_error']:>8.2%} {e['p95_error']:>8.2%} {e['worst_error']:>+8.2%}"
             lines.append(f"{e['quantity']:<10} {e['cells']:>6} {errors}  {e['worst_cell']}")
     return "\n".join(lines)
+
+
+def constants_mapping(read: Reading) -> dict[str, Any]:
+    """What `collect_constants` read and where it is, as JSON has it."""
+    return {**read.constants.to_mapping(), "path": read.constants.path, "remarks": list(read.remarks)}
+
+
+def constants_text(read: Reading) -> str:
+    """What `collect_constants` read, part by part."""
+    found = read.constants
+    parts = {
+        "CUDA context": found.context_bytes,
+        **found.first_uses_bytes,
+        **{f"NCCL communicator, {ranks} ranks": size for ranks, size in found.communicator_bytes.items()},
+    }
+    width = max(map(len, parts))
+    return "\n".join(
+        [
+            f"{found.gpu}, outside PyTorch's allocator:",
+            *(f"  {name:<{width}}  {format_gib(size, 3):>10}" for name, size in parts.items()),
+            *map(_wrapped, read.remarks),
+            _wrapped(f"Kept in {found.path}: predictions for {found.gpu} use it; delete the file to go back to estimates."),
+        ]
+    )
 
 
 @contextmanager

@@ -7,6 +7,7 @@ Reading a CSV is strict: a file that was damaged is refused, never repaired by g
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import os
 import tempfile
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from peakcast.bounded import exists, is_file, is_folder
 from peakcast.durable import explained, locked, read_bytes, replace_file
 from peakcast.errors import RecordError
 from peakcast.records import Measurement
@@ -81,14 +83,14 @@ def read_shard(path: Path) -> tuple[list[Measurement], list[BadLine]]:
     Raises: RecordError only when the file itself cannot be read.
     """
     path = Path(path)
-    return _parsed(read_bytes(path)) if path.exists() else ([], [])
+    return _parsed(read_bytes(path)) if exists(path) else ([], [])
 
 
 def read_rows(path: Path, start: int) -> tuple[list[Measurement], list[BadLine], int]:
     """What `read_shard` gives of the whole lines from byte `start` on, and the byte after them: a file that others append
     to is read little by little. Raises: RecordError only when the file itself cannot be read."""
     path = Path(path)
-    if not path.exists() or path.stat().st_size <= start:
+    if not exists(path) or path.stat().st_size <= start:
         return [], [], start
     new = read_bytes(path)[start:]
     whole = new[: new.rfind(b"\n") + 1]
@@ -100,9 +102,12 @@ def require_writable(path: Path) -> None:
     path = Path(path)
     with explained(path, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        path = Path(os.path.realpath(path))  # a link may lead to where nothing can be
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if exists(path):
             os.close(os.open(path, os.O_RDWR | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)))
-            if not path.is_file():
+            if not is_file(path):
                 raise OSError(22, "it is no file")
         else:
             with tempfile.TemporaryFile(dir=path.parent):
@@ -130,7 +135,7 @@ def keys_in(path: Path) -> set[str]:
     """The `Measurement.key` of every readable row of a shard, or of a CSV: what need not be measured again."""
     path = Path(path)
     if path.suffix == ".csv":
-        return {row.key for row in read_csv(path)} if path.exists() else set()
+        return {row.key for row in read_csv(path)} if exists(path) else set()
     return {row.key for row in read_shard(path)[0]}
 
 
@@ -181,7 +186,7 @@ def read_csv(path: Path) -> list[Measurement]:
 def read_measurements(path: Path) -> list[Measurement]:
     """The rows of one file: a table (`.csv`) or a shard (any other ending). Raises: RecordError with what a table needs."""
     if path.suffix != ".csv":
-        if not path.exists():
+        if not exists(path):
             raise RecordError(f"{path} cannot be read: there is no such file; check the path.")
         rows, bad = read_shard(path)
         if bad:
@@ -213,7 +218,7 @@ def merge(shards: Iterable[Path], table: Path) -> Merged:
     descriptor = os.open(table.parent, os.O_RDONLY)
     try:
         with locked(descriptor):
-            existing = read_csv(table) if table.exists() else []
+            existing = read_csv(table) if exists(table) else []
             found: list[Measurement] = []
             bad_lines: list[tuple[Path, BadLine]] = []
             for shard in map(Path, shards):
@@ -223,7 +228,7 @@ def merge(shards: Iterable[Path], table: Path) -> Merged:
             before = {row.key: row for row in existing}
             after = _newest([*existing, *found], lambda row: (row.key, row.observed))
             replaced = sum(after[key] != row for key, row in before.items())
-            if after != before or not table.exists():
+            if after != before or not exists(table):
                 write_csv(table, after.values())
     finally:
         os.close(descriptor)
@@ -236,7 +241,7 @@ def load(folder: Path | None = None, gpu: str | None = None) -> list[Measurement
     Raises: RecordError when the folder is missing or a table is damaged.
     """
     folder = Path(folder) if folder is not None else datasets_folder()
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise RecordError(f"{folder} is not a folder of tables; give one, or set PEAKCAST_DATASETS.")
     others = {SOURCES_FOLDER, CONSTANTS_FOLDER}
     tables = [table for table in sorted(folder.rglob("*.csv")) if not others & {*table.relative_to(folder).parts}]

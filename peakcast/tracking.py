@@ -322,17 +322,12 @@ def _without_stack_traces() -> None:
 
 def _save_model(scratch: Path, calibration: Calibration) -> Path:
     """The model as MLflow keeps it, in a new folder under `scratch`."""
-    from peakcast.models.serving import PARTS
-
     mlflow = _mlflow()
-    types = mlflow.types
     code, data, folder = scratch / "model.py", scratch / "calibration.json", scratch / "model"
     code.write_text(_MODEL_CODE, encoding="utf-8")
     calibration.save(data)
-    names = [f"{quantity}.{part}" for quantity in QUANTITIES for part in PARTS]
-    outputs = [types.ColSpec("string", "fits"), *(types.ColSpec("long", name) for name in names)]
     # no schema of inputs: MLflow would drop columns that it lacks, and a misspelt one would be answered by its default
-    signature = mlflow.models.ModelSignature(outputs=types.Schema(outputs))
+    signature = mlflow.models.ModelSignature(outputs=_outputs(mlflow.types))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it asks for an input example and type hints; `serving.rows_of` checks what comes
         mlflow.pyfunc.save_model(
@@ -343,6 +338,20 @@ def _save_model(scratch: Path, calibration: Calibration) -> Path:
             signature=signature,
         )
     return folder
+
+
+def _outputs(types: Any) -> Any:
+    """What `serving.answer_row` gives, as a schema."""
+    from peakcast.models.serving import PARTS
+
+    schema, text = types.schema, types.DataType.string
+    columns = [types.ColSpec(text, "fits")]
+    for quantity in QUANTITIES:
+        columns += [types.ColSpec("long", f"{quantity}.{part}") for part in PARTS]
+        columns.append(types.ColSpec(text, f"{quantity}.rests_on"))
+    finding = schema.Object([schema.Property(name, text) for name in ("code", "parameter", "direction", "sentence")])
+    columns += [types.ColSpec(schema.Array(finding), "findings"), types.ColSpec(schema.Array(text), "assumptions")]
+    return types.Schema(columns)
 
 
 def _mlflow() -> Any:

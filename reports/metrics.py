@@ -3,38 +3,55 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from peakcast.models.evaluation import Evaluation
+from peakcast.models.grouping import SIZES_GIB
 from peakcast.models.metrics import Scored, Summary, summarise
 from peakcast.reports.aims import TARGETS, Aim
+from peakcast.units import GIB
 
 CHAIN = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
 """Quantities each of which contains the one before."""
+SMALL_BYTES = SIZES_GIB[0] * GIB
+SIZES: dict[str, Callable[[int], bool]] = {
+    "≥ 5 GiB": lambda measured: measured >= SMALL_BYTES,
+    "< 5 GiB": lambda measured: measured < SMALL_BYTES,
+}
+"""Sizes of measured peaks: of small ones workspaces and buffers are a large part."""
 EVERY_GPU = "all"
 """Stands for all GPU types together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadlineRow:
     """One line of the accuracy table: a quantity on a GPU type, on architectures that were not fitted on."""
 
     gpu: str
     quantity: str
-    summary: Summary
+    size: str
+    """One of SIZES: a common figure would hide large peaks behind small ones."""
+    cells: tuple[Scored, ...]
     aims: tuple[Aim, ...]
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The figures of the line."""
+        return summarise(self.cells)
 
 
 def headline(evaluation: Evaluation, gpu: str | None = None) -> list[HeadlineRow]:
-    """The accuracy table, GPU type by GPU type and quantity by quantity; of `gpu` alone when given."""
+    """The accuracy table, GPU type by GPU type and quantity by quantity, small peaks apart; of `gpu` alone when given."""
     tables = [table for table in evaluation.tables if table.held_out == "architecture"]
     names = sorted({name for table in tables for name in table.by_gpu if gpu in (None, name)})
     return [
-        HeadlineRow(gpu=name, quantity=table.quantity, summary=table.by_gpu[name], aims=TARGETS[table.quantity])
+        HeadlineRow(gpu=name, quantity=table.quantity, size=size, cells=cells, aims=TARGETS[table.quantity])
         for name in names
         for table in tables
-        if name in table.by_gpu
+        for size, holds in SIZES.items()
+        if (cells := tuple(cell for cell in table.cells if cell.gpu == name and holds(cell.measured)))
     ]
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from peakcast.models.evaluation import Evaluation
-from peakcast.models.metrics import Scored, summarise
+from peakcast.models.metrics import Scored, Summary, summarise
 from peakcast.reports.aims import Aim, goals
 from peakcast.reports.decision_tables import Table
 from peakcast.reports.findings import Finding, finding_of
-from peakcast.reports.metrics import cells_of, headline
+from peakcast.reports.metrics import headline
 from peakcast.reports.tables import QUANTITY_NAMES, percent, signed
 
 MISS_COLUMNS = ("of", "figure", "is", "asked", "rows behind it", "what is missing")
@@ -34,12 +34,18 @@ class Miss:
     def line(self) -> list[str]:
         """The line of MISS_COLUMNS."""
         summary = summarise(self.cells)
-        value, asked = percent(self.aim.value(summary)), self.aim.asked
+        value, asked = shown(self.aim, summary), self.aim.asked
         if not self.behind:  # bars that are wider than they need be
             return [self.of, self.aim.figure, value, asked, "–", f"architectures: bars rest on {summary.num_architectures}"]
         found = [(finding.name if finding else UNKNOWN, len(cells)) for finding, cells in causes(self.behind)]
         reasons = "; ".join(f"{name} ({count})" for name, count in found)
         return [self.of, self.aim.figure, value, asked, str(len(self.behind)), reasons]
+
+
+def shown(aim: Aim, summary: Summary) -> str:
+    """The figure of `summary` in words, such as `1.2 %`, or a number of rows."""
+    value = aim.value(summary)
+    return f"{value:.0f}" if aim.figure == "silent misses" else percent(value)
 
 
 def causes(cells: Iterable[Scored]) -> list[tuple[Finding | None, list[Scored]]]:
@@ -61,7 +67,7 @@ def gpu_misses(evaluation: Evaluation, gpu: str) -> list[Miss]:
     return [
         miss
         for row in headline(evaluation, gpu)
-        for miss in misses(QUANTITY_NAMES[row.quantity], row.aims, cells_of(evaluation, gpu, row.quantity))
+        for miss in misses(f"{QUANTITY_NAMES[row.quantity]}, {row.size}", row.aims, row.cells)
     ]
 
 
@@ -76,7 +82,7 @@ def goal_lines(evaluation: Evaluation) -> list[list[str]]:
     for goal in goals(evaluation):
         summary = summarise(goal.cells)
         for aim in goal.aims:
-            value, met = percent(aim.value(summary)), "met" if aim.met(summary) else "missed"
+            value, met = shown(aim, summary), "met" if aim.met(summary) else "missed"
             lines.append([goal.name, str(len(goal.cells)), aim.figure, value, aim.asked, met])
     return lines
 

@@ -19,6 +19,7 @@ from peakcast.models.metrics import Scored
 from peakcast.prediction import QUANTITIES
 from peakcast.reports import metrics, tables
 from peakcast.reports.decision_tables import extra_tables
+from peakcast.reports.device_tables import device_tables
 from peakcast.reports.findings import finding_of
 from peakcast.reports.misses import UNKNOWN, goal_tables, gpu_misses, miss_tables
 from peakcast.reports.plots import PLOTS, svg
@@ -31,6 +32,8 @@ OURS = "peakcast"
 """`source` of rows that were measured by this project."""
 KNOWN_CHARACTERS = 120
 """What a row says of itself is cut after this on the page; the CSV has all of it."""
+GROUPS = {"source": "project", "framework and size": "size", "layout": "layout", "architecture": "architecture"}
+"""What figures of a quantity are grouped by: title → attribute of `Scored`."""
 NAMED_COLUMNS = (
     "case",
     "layout",
@@ -108,7 +111,7 @@ def report_context(evaluation: Evaluation, gpu: str) -> dict[str, Any]:
         "targets": {
             tables.QUANTITY_NAMES[row.quantity]: ", ".join(map(str, row.aims)) for row in metrics.headline(evaluation, gpu)
         },
-        "split_columns": ("held out", "peak", *tables.HEADLINE_COLUMNS[2:-1]),
+        "split_columns": ("held out", "peak", *tables.FIGURE_COLUMNS),
         "splits": [
             [tables.HELD_OUT_NAMES.get(split, split), tables.QUANTITY_NAMES[quantity], *tables.figures(summary)]
             for split, quantity, summary in metrics.by_split(evaluation, gpu)
@@ -120,7 +123,11 @@ def report_context(evaluation: Evaluation, gpu: str) -> dict[str, Any]:
         ],
         "steps_columns": ("step", "rows", "median", "median of the absolute", "worst"),
         "steps": [_step(step) for step in metrics.error_steps(evaluation, gpu)],
-        "extra": [*miss_tables(gpu_misses(evaluation, gpu), named), *extra_tables(evaluation, gpu)],
+        "extra": [
+            *miss_tables(gpu_misses(evaluation, gpu), named),
+            *device_tables(evaluation, gpu),
+            *extra_tables(evaluation, gpu),
+        ],
         "named_above": tables.percent(NAMED_ABOVE, 0),
         **_provenance(evaluation),
     }
@@ -136,10 +143,10 @@ def _quantity_context(evaluation: Evaluation, gpu: str, quantity: str) -> dict[s
         "plots": [(svg(draw, cells, f"{gpu} {quantity} {name}"), note) for name, (draw, note) in PLOTS.items()],
         "groups": [
             (
-                (title, *tables.HEADLINE_COLUMNS[2:-1]),
+                (title, *tables.FIGURE_COLUMNS),
                 [[name, *tables.figures(part)] for name, part in metrics.by_group(cells, attribute).items()],
             )
-            for title, attribute in (("framework and size", "size"), ("layout", "layout"), ("architecture", "architecture"))
+            for title, attribute in GROUPS.items()
         ],
         "floor": (
             f"{floor.num_configurations} configurations were run more than once, on any GPU type; their repeats differ by "

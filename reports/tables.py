@@ -24,6 +24,7 @@ HELD_OUT_NAMES = {
 HEADLINE_COLUMNS = (
     "GPU",
     "peak",
+    "size",
     "rows",
     "architectures",
     "median",
@@ -35,8 +36,11 @@ HEADLINE_COLUMNS = (
     "p95",
     "90 % bars cover",
     "half-width",
+    "silent misses",
     "target",
 )
+FIGURE_COLUMNS = HEADLINE_COLUMNS[HEADLINE_COLUMNS.index("rows") : HEADLINE_COLUMNS.index("target")]
+"""The columns of `figures`."""
 
 
 def percent(value: float, digits: int | None = None) -> str:
@@ -52,7 +56,7 @@ def signed(error: float) -> str:
 
 
 def figures(summary: Summary) -> list[str]:
-    """The cells of one summary, from rows to half-width, in the order of HEADLINE_COLUMNS."""
+    """The cells of one summary, in the order of FIGURE_COLUMNS."""
     errors, baseline = summary.errors, summary.baseline_errors
     return [
         str(summary.num_rows),
@@ -63,6 +67,7 @@ def figures(summary: Summary) -> list[str]:
         percent(baseline.p95),
         percent(summary.coverage, 0),
         "± " + percent(summary.median_half_width),
+        str(summary.silent_misses),
     ]
 
 
@@ -75,7 +80,7 @@ def target_cell(row: HeadlineRow) -> str:
 def headline_cells(evaluation: Evaluation, gpu: str | None = None) -> list[list[str]]:
     """The accuracy table as text cells, one list per line."""
     return [
-        [row.gpu, QUANTITY_NAMES[row.quantity], *figures(row.summary), target_cell(row)]
+        [row.gpu, QUANTITY_NAMES[row.quantity], row.size, *figures(row.summary), target_cell(row)]
         for row in headline(evaluation, gpu)
     ]
 
@@ -86,12 +91,13 @@ def headline_markdown(evaluation: Evaluation, gpu: str | None = None) -> str:
 
 
 def headline_note(evaluation: Evaluation) -> str:
-    """What the accuracy table rests on, in two sentences."""
+    """What the accuracy table rests on."""
     left_out = sum(evaluation.left_out.values())
     return (
         f"Errors are |predicted / measured − 1| of {evaluation.num_rows} rows ({evaluation.num_configurations} "
         f"configurations, repeats count once), each predicted without any row of its architecture; {left_out} rows are "
-        "left out and counted in the reports."
+        "left out and counted in the reports. A silent miss is a row off by more than 10 % whose answer has no finding "
+        "that says why."
     )
 
 

@@ -201,7 +201,7 @@ def test_a_fault_of_ours_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert answer["error"]["message"] == "this is a bug in peakcast: ZeroDivisionError: oops"
     from peakcast import batch
 
-    batch._answer_text.cache_clear()
+    batch._remembered.cache_clear()
 
 
 def test_processes_change_nothing() -> None:
@@ -225,11 +225,11 @@ def test_a_batch_is_lazy_so_that_a_question_can_follow_an_answer() -> None:
 # -- fit, evaluate, report ------------------------------------------------------------------------------------------------
 
 
-def test_fitting_again_from_equal_rows_leaves_the_file_as_it_is(tmp_path: Path) -> None:
-    (first,) = api.fit("A100-80GB", output=tmp_path)
+def test_fitting_again_from_equal_rows_leaves_the_file_as_it_is(tmp_path: Path, few_rows: Path) -> None:
+    (first,) = api.fit("A100-80GB", datasets=few_rows, output=tmp_path)
     before = first.path.read_bytes()
     first.path.write_bytes(before.replace(f'"created":"{first.calibration.created}"'.encode(), b'"created":"2020-01-01"'))
-    (second,) = api.fit("A100-80GB", output=tmp_path)
+    (second,) = api.fit("A100-80GB", datasets=few_rows, output=tmp_path)
     assert (first.changed, second.changed) == (True, False)
     assert second.calibration.created == "2020-01-01"
     assert api.predict(JOB, "A100-80GB", calibration=second.path).calibration == "A100-80GB"

@@ -17,9 +17,12 @@ from peakcast.models.domain import Domain
 from peakcast.models.features import features
 from peakcast.models.intervals import Intervals
 from peakcast.models.residual import Residual
+from peakcast.models.spread import TERMS, Spread
 from peakcast.records import Measurement
 
 QUANTITY = "peak_allocated_bytes"
+AS_IT_IS = Spread.from_mapping({**dict.fromkeys(TERMS, 0.0), "always": 1.0}, QUANTITY)
+"""The same error is expected of every job: bars are quantiles of the log ratios themselves."""
 
 
 def small_job(width: int):
@@ -37,11 +40,13 @@ def calibration(tmp_path_factory) -> Path:
     row = features(job, device, baseline(job, device, 0))
     learned = QuantityCalibration(
         residual=Residual().fit([row] * 30, [0.0] * 30, names, ["huggingface/single"] * 30),
+        spread=AS_IT_IS,
         intervals=Intervals().fit(residuals, names, [("huggingface/single", "all")] * 30),
+        domain=Domain(gpus=("H100-80GB",)),
         rows_by_gpu={"H100-80GB": 30},
     )
     path = tmp_path_factory.mktemp("calibration") / "H100-80GB.json"
-    made = Calibration(gpu="H100-80GB", created="", rows_digest="", quantities={QUANTITY: learned}, domain=Domain())
+    made = Calibration(gpu="H100-80GB", created="", rows_digest="", quantities={QUANTITY: learned})
     made.save(path)
     return path
 

@@ -8,6 +8,7 @@ import pytest
 
 from peakcast import api
 from peakcast.collectors import inventory
+from peakcast.constants import Constants, save_constants
 from peakcast.places import calibration_folder
 from peakcast.render import installation_text
 
@@ -58,3 +59,18 @@ def test_versions_come_from_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.versions["numpy"] == numpy.__version__
     monkeypatch.setitem(found.versions, "torch", None)  # type: ignore[arg-type]
     assert "not installed: " in installation_text(found)
+
+
+def test_what_device_memory_rests_on_is_said_even_where_the_file_is_damaged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PEAKCAST_CONSTANTS", str(tmp_path))
+    with_gpus(monkeypatch, H100, H100)
+    (estimated,) = [said for said in api.doctor().findings if "constants" in said]
+    assert estimated.startswith("device memory on H100-80GB is estimated; `peakcast collect constants`")
+    save_constants(Constants(gpu="H100-80GB", context_bytes=5, observed="2026-01-31"))
+    (read,) = [said for said in api.doctor().findings if "constants" in said]
+    assert f"read (2026-01-31, {tmp_path / 'H100-80GB.json'})" in read
+    (tmp_path / "H100-80GB.json").write_text("{")
+    (damaged,) = [said for said in api.doctor().findings if "constants" in said]
+    assert "is not what `peakcast collect constants` writes" in damaged

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -35,9 +37,9 @@ def stricken(monkeypatch):
         return predict(question)
 
     monkeypatch.setattr(batch, "_predict", stricken)
-    batch._answer_text.cache_clear()
+    batch._remembered.cache_clear()
     yield
-    batch._answer_text.cache_clear()
+    batch._remembered.cache_clear()
 
 
 def lengths(*sizes):
@@ -93,8 +95,8 @@ def test_lines_that_never_end_are_read_no_further_than_a_line_may_be():
     """A line of 100 MB, of which the process never has more than its bound."""
     line = json.dumps(GOOD).encode() + b"\n"
     code = (
-        "import resource, sys; from peakcast.cli import _run; code = _run(['predict', '--batch', '-']);"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
+        "import sys; from peakcast.cli import _run; code = _run(['predict', '--batch', '-']);"
+        "print(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0], file=sys.stderr); sys.exit(code)"
     )
     asking = subprocess.Popen(
         [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -103,4 +105,30 @@ def test_lines_that_never_end_are_read_no_further_than_a_line_may_be():
     answers = [json.loads(text) for text in out.splitlines()]
     assert answers[0] == answers[2]
     assert f"at most {MAX_LINE_CHARACTERS:,} are read" in answers[1]["error"]["message"]
-    assert int(err) * 1024 < 400 * 2**20
+    assert int(err) * 1024 < 400 * 2**20  # VmHWM is in KiB; ru_maxrss would have the parent's in it
+
+
+@pytest.mark.attacks
+def test_a_batch_whose_processes_are_killed_at_100_random_moments_answers_the_rest(tmp_path, record_property):
+    """Each kill costs one line at most; the others are answered, in order."""
+    record_property("attacks", 100)
+    record_property("kind", "processes of a batch killed at random moments")
+    draw = random.Random(0)
+    file = tmp_path / "batch.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lengths(*range(64, 8064))))
+    command = [sys.executable, "-P", "-m", "peakcast", "predict", "--batch", str(file), "--processes", "2"]
+    with (tmp_path / "answers.jsonl").open("wb") as out:
+        asking = subprocess.Popen(command, stdout=out)
+    killed = 0
+    while killed < 100 and asking.poll() is None:
+        time.sleep(draw.uniform(0.05, 0.3))
+        children = Path(f"/proc/{asking.pid}/task/{asking.pid}/children").read_text().split()
+        for child in draw.sample(children, min(1, len(children))):
+            os.kill(int(child), signal.SIGKILL)
+            killed += 1
+    assert asking.wait(timeout=600) == 0
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [answer["id"] for answer in answers] == list(range(64, 8064))
+    lost = [answer for answer in answers if "error" in answer]
+    assert all("was ended by SIGKILL" in answer["error"]["message"] for answer in lost)
+    assert len(lost) <= killed == 100

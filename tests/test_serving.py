@@ -170,6 +170,26 @@ def test_a_served_job_gets_the_answer_of_predict(server):
         assert row[f"peak_device_bytes.{part}"] == value
 
 
+def test_a_served_answer_says_what_it_leaves_out_and_rests_on(server):
+    job = {"architecture": "gpt2", "sequence_length": 2048}  # it has 1,024 positions
+    code, answer = ask(server, json.dumps({"dataframe_records": [{"job": json.dumps(job)}]}).encode())
+    assert code == 200, answer
+    (row,) = answer["predictions"]
+    direct = predict(job_from_mapping(job), gpu("H100-80GB"), calibration=CALIBRATION).to_mapping()
+    assert "positions_exceeded" in {finding["code"] for finding in direct["findings"]}
+    assert {name: row[name] for name in ("findings", "assumptions")} == {
+        name: direct[name] for name in ("findings", "assumptions")
+    }
+
+
+def test_the_registered_signature_names_what_is_answered(tmp_path):
+    from peakcast import tracking
+
+    folder = tracking._save_model(tmp_path, CALIBRATION)
+    schema = tracking._mlflow().models.get_model_info(str(folder)).signature.outputs
+    assert schema.input_names() == list(answer_row(JOB, CALIBRATION))
+
+
 def test_columns_are_served_too(server):
     records = [JOB, {**JOB, "sequence_length": 1024, "finetuning.method": "lora", "finetuning.rank": 8}]
     code, answer = ask(server, json.dumps({"dataframe_records": records}).encode())

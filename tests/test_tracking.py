@@ -22,6 +22,7 @@ from peakcast.models.metrics import Floor, Scored, summarise
 from peakcast.models.predict import predict
 from peakcast.models.promotion import Comparison, QuantityComparison
 from peakcast.models.residual import Residual
+from peakcast.models.spread import TERMS, Spread
 from peakcast.tracking import MODEL_NAME, Tracker, slug
 
 pytestmark = [  # mlflow's own
@@ -44,6 +45,10 @@ JOB = {
 }
 
 
+AS_IT_IS = Spread.from_mapping({**dict.fromkeys(TERMS, 0.0), "always": 1.0}, "peak_allocated_bytes")
+"""The same error is expected of every job: bars are quantiles of the log ratios themselves."""
+
+
 @pytest.fixture
 def tracker(tmp_path, empty_store):
     shutil.copytree(empty_store, tmp_path / "store")
@@ -58,7 +63,9 @@ def calibration():
     row = features(job, device, baseline(job, device, 0))
     quantity = QuantityCalibration(
         residual=Residual().fit([row] * 30, residuals, names, ["huggingface/single"] * 30),
+        spread=AS_IT_IS,
         intervals=Intervals().fit(residuals, names, [("huggingface/single", "all")] * 30),
+        domain=Domain(gpus=("H100-80GB",)),
         rows_by_gpu={"H100-80GB": 30},
     )
     return Calibration(
@@ -66,7 +73,6 @@ def calibration():
         created="2026-11-21",
         rows_digest="ab" * 32,
         quantities={"peak_allocated_bytes": quantity},
-        domain=Domain(),
     )
 
 

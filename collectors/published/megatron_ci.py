@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.published.source_files import read_jsonl
+from peakcast.conventions import conventions
 from peakcast.dialects.megatron import from_megatron
 from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError
+from peakcast.fields import FrozenMapping
 from peakcast.records import Measurement
 
 VOCABULARIES: dict[tuple[str, int], tuple[int, str]] = {
@@ -50,6 +53,23 @@ CONTRADICTIONS: dict[tuple[str, str, str], str] = {
 }
 """Rows whose values cannot be their own configuration's, by case, GPU type and environment."""
 
+SAVED_BATCHES = ("2026-05-26", "2026-07-08")
+"""Days from and to which Megatron-LM's main branch saved batches on the GPU: values of 25 May have none, those of 8 July
+have them, and none between that day and the change that ended it could tell. Main called itself 0.18 before that and 0.19
+at its end, unlike the releases of those numbers (convention `saves_batches_on_gpu`)."""
+
+LAYER_WISE_LAYOUT = "2026-05-21"
+"""Day of the first value with the shard-aligned layout of the layer-wise optimizer; values of 9 May fit the one before, as
+do releases before 0.18, the number that main had on both days (convention `use_layer_wise_param_layout`)."""
+
+FSDP_OF_TODAY = "2026-01-01"
+"""Values of Megatron-FSDP before this day are of older code, which main ran while it called itself 0.16: their first steps
+have no states of the optimizer yet, all later ones have (convention `fsdp_reduces_each_gradient`)."""
+
+ONE_NODE = {("GB200", "_1node"): 4}
+"""GPUs of a case by GPU type and end of its name, where no recipe says it: those of all 27 others named so, and what its
+`allocated_bytes_after_step` fits."""
+
 COMMON_ASSUMPTIONS = (
     "The values are of the last rank, world size − 1, as the tests log them.",
     "steady_allocated_bytes is allocated_bytes.all.current after a step, which step is not recorded.",
@@ -77,10 +97,11 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
     spoiled = []
     if record["second_run"]:
         spoiled.append("a run resumed from a checkpoint: loading it may have set the peak")
-    if record["num_gpus"] is None:
+    num_gpus = _num_gpus(record)
+    if num_gpus is None:
         spoiled.append("the number of GPUs is not recorded")
-    elif record["num_gpus"] % fewest:
-        spoiled.append(f"num_gpus={record['num_gpus']} of its recipe cannot hold the layout, which needs {fewest}")
+    elif num_gpus % fewest:
+        spoiled.append(f"num_gpus={num_gpus} of its recipe cannot hold the layout, which needs {fewest}")
     contradiction = CONTRADICTIONS.get((record["case"], gpu, record["environment"]))
     if contradiction:
         spoiled.append(contradiction)
@@ -105,7 +126,7 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
             "env_vars": record["env_vars"] or {},
             "family": family,
             "logged_steps": record["steps"],
-            "recorded_num_gpus": record["num_gpus"],
+            "recorded_num_gpus": num_gpus,
         },
         assumptions=(*COMMON_ASSUMPTIONS, *facts, *translation.assumptions, *translation.warnings),
         out_of_scope=" ".join(reasons),
@@ -128,12 +149,36 @@ def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str]]:
     if known and "vocab-size" not in arguments:
         arguments["vocab-size"] = known[0]
         facts.append(f"vocab-size is taken as {known[0]}: {known[1]}.")
-    assumed = NUM_GPUS_FROM[record["num_gpus_from"]]
-    if assumed:
+    recorded, fewest = _num_gpus(record), _fewest_gpus(arguments)
+    if recorded != record["num_gpus"]:
+        facts.append(f"num_gpus={recorded} is assumed, as of all cases of one node of {record['gpu']} that have recipes.")
+    elif assumed := NUM_GPUS_FROM[record["num_gpus_from"]]:
         facts.append(assumed)
-    recorded, fewest = record["num_gpus"], _fewest_gpus(arguments)
     num_gpus = fewest if recorded is None or recorded % fewest else recorded
-    return from_megatron(arguments, num_gpus, record["env_vars"], _versions(record)), facts
+    translation = from_megatron(arguments, num_gpus, record["env_vars"], _versions(record))
+    return _as_of_its_day(translation, record["value_since"]), facts
+
+
+def _as_of_its_day(translation: Translation, day: str) -> Translation:
+    """With what the main branch did on `day`, where a release of the same number does otherwise."""
+    job = translation.job
+    then = {"saves_batches_on_gpu": SAVED_BATCHES[0] <= day <= SAVED_BATCHES[1]}
+    if job.optimizer.name == "muon":
+        then["use_layer_wise_param_layout"] = day >= LAYER_WISE_LAYOUT
+    if job.framework_options.get("use_megatron_fsdp"):
+        then["fsdp_reduces_each_gradient"] = day >= FSDP_OF_TODAY
+    held = conventions(job)
+    options = {name: value for name, value in then.items() if held[name] != value}
+    if not options:
+        return translation
+    return replace(translation, job=job.replace(framework_options=FrozenMapping({**job.framework_options, **options})))
+
+
+def _num_gpus(record: Mapping[str, Any]) -> int | None:
+    """The number of GPUs that is recorded, but of one that the source took for granted what its name says (`ONE_NODE`)."""
+    named = (number for (gpu, end), number in ONE_NODE.items() if record["gpu"] == gpu and record["case"].endswith(end))
+    recorded: int | None = record["num_gpus"]
+    return next(named, recorded) if record["num_gpus_from"] == "8 taken" else recorded
 
 
 def _fewest_gpus(arguments: Mapping[str, Any]) -> int:

@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from peakcast.catalog import gpu
 from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
 from peakcast.records import Measurement
 
 COMMON_ASSUMPTIONS = (
     "Numbers are whole MB of 10^6 bytes, rounded down: up to 1 MB less than the run had.",
-    "peak_device_bytes is NVML's use at the end of the call, with the context and without anything subtracted.",
+    "peak_device_bytes is NVML's use at the end of the call less the driver's reserve, which the call that was asked "
+    "(nvmlDeviceGetMemoryInfo, version 1) counts as used and nvidia-smi does not: 881 MiB here, NVML's total less CUDA's.",
 )
 POSITIONS = 4096
 """max_position_embeddings of Llama-2, whose rotary tables transformers of 2023 keeps in every layer."""
@@ -51,4 +53,11 @@ def _reading(record: Mapping[str, Any]) -> Reading:
         assumptions=(*COMMON_ASSUMPTIONS, *facts),
         out_of_scope=tuple(reasons),
         unread=("peak_reserved_bytes", "peak_device_bytes") if stays else (),
+        also_counted={"peak_device_bytes": _driver_reserve_bytes(record["gpu"])},
     )
+
+
+def _driver_reserve_bytes(name: str) -> int:
+    """What version 1 of NVML's call counts as used with nobody there: its total less what CUDA gives out."""
+    device = gpu(name)
+    return device.nvml_memory_bytes - device.cuda_memory_bytes

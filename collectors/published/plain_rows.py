@@ -8,7 +8,7 @@ numbers. Grade A: every input is known; B: something was assumed, which `note` s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ class Reading:
     spoiled: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     """Names in `measured` that say something else than the job's peak; they are kept in `environment["unread"]`."""
+    also_counted: Mapping[str, int] = field(default_factory=dict)
+    """Name in `measured` → bytes that the source's reading counts beside the quantity, which are taken off; what was read
+    is kept in `environment["as_read"]`."""
 
 
 def read_plain_rows(path: Path, reading: Callable[[Mapping[str, Any]], Reading]) -> list[Measurement]:
@@ -55,8 +58,11 @@ def read_plain_rows(path: Path, reading: Callable[[Mapping[str, Any]], Reading])
 
 def measurement(record: Mapping[str, Any], reading: Reading) -> Measurement:
     """`record` as a `Measurement` of the job that was read from it."""
-    measured = {name: value for name, value in record["measured"].items() if name not in reading.unread}
-    unread = {name: record["measured"][name] for name in reading.unread if name in record["measured"]}
+    as_read = record["measured"]
+    measured = {name: value for name, value in as_read.items() if name not in reading.unread}
+    unread = {name: as_read[name] for name in reading.unread if name in as_read}
+    more = {name: size for name, size in reading.also_counted.items() if measured.get(name)}
+    measured |= {name: measured[name] - size for name, size in more.items()}
     return Measurement(
         job=reading.job,
         gpu=record["gpu"],
@@ -69,6 +75,7 @@ def measurement(record: Mapping[str, Any], reading: Reading) -> Measurement:
         environment={
             **{name: record[name] for name in KEPT_AS_FOUND if record[name] is not None},
             **({"unread": unread} if unread else {}),
+            **({"as_read": {name: as_read[name] for name in more}} if more else {}),
         },
         assumptions=(*_note(record), *reading.assumptions),
         out_of_scope=" ".join(reading.out_of_scope),

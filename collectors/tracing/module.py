@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from peakcast import catalog
+from peakcast.bounded import is_file
 from peakcast.collectors.tracing.trace import fake_mode, timeline_from_mapping, timeline_to_mapping
 from peakcast.errors import CollectorError, SpecError
 from peakcast.timeline import Category, Phase, Timeline
@@ -59,7 +60,7 @@ def _target(target: str) -> tuple[Path, str]:
             value=target,
         )
     path = Path(file)
-    if not path.is_file():
+    if not is_file(path):
         raise SpecError(f"module={target!r}: {path} is not a file; check the path.", parameter="module", value=target)
     return path.resolve(), function
 

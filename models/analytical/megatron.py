@@ -6,14 +6,10 @@ from functools import lru_cache
 
 from peakcast.catalog import Device
 from peakcast.models.analytical.blocks.megatron_dispatch import held_by_dispatcher
-from peakcast.models.analytical.megatron_persistent import (
-    hold_fp8_weights,
-    hold_previous_gradients,
-    hold_workspaces,
-    optimizer_stepped,
-    parameters_held,
-    widens_gradients,
-)
+from peakcast.models.analytical.megatron_buffers import parameters_held
+from peakcast.models.analytical.megatron_inputs import hold_saved_batches
+from peakcast.models.analytical.megatron_optimizer import hold_previous_gradients, optimizer_stepped, widens_gradients
+from peakcast.models.analytical.megatron_persistent import hold_fp8_weights, hold_workspaces
 from peakcast.models.analytical.megatron_received import Exchange, hold_received
 from peakcast.models.analytical.megatron_scope import megatron_out_of_scope
 from peakcast.models.analytical.megatron_share import RankShare, activations_share, rank_share, weights_share
@@ -41,6 +37,7 @@ def megatron_ledger(
     done.run_again(optimizer_stepped(weights, first))
     _hold_exchanged(done, turns)
     _hold_dispatchers(done, turns)
+    hold_saved_batches(done, share, turns.spans)
     turns.leaves.hold(done, first=first)
     if widens_gradients(share) and not first:
         hold_previous_gradients(done, weights)

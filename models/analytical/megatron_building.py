@@ -11,7 +11,8 @@ Source: megatron-core 0.14.0 `distributed/param_and_grad_buffer.py` `_ParamAndGr
 
 from __future__ import annotations
 
-from peakcast.models.analytical.megatron_persistent import FP32, buffers, owned_parameters, tensors_of
+from peakcast.models.analytical.megatron_buffers import FP32, buffers, hold_parameters, owned_parameters, tensors_of
+from peakcast.models.analytical.megatron_fsdp import is_fully_sharded
 from peakcast.models.analytical.megatron_share import rank_share, weights_share
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.spec import TrainingJob
@@ -22,6 +23,11 @@ from peakcast.units import DTYPE_BYTES
 def build_megatron(step: Step, job: TrainingJob, rank: int) -> None:
     """The building of `job` on global `rank`, placed on `step`, which ends with what stands before the first step."""
     share = weights_share(rank_share(job, None, rank))
+    if is_fully_sharded(share):  # which empties the cache once its buffers are made
+        step.moment("sharded", Phase.INIT)
+        hold_parameters(step, share)
+        step.moment("built", Phase.INIT)
+        return
     precision = job.precision
     weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
     made = {}

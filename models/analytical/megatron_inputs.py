@@ -5,7 +5,11 @@ Source: Megatron-LM `pretrain_gpt.py`, `pretrain_bert.py`, `pretrain_t5.py`.
 
 from __future__ import annotations
 
-from peakcast.models.analytical.megatron_persistent import FP32
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from peakcast.models.analytical.megatron_buffers import FP32
+from peakcast.models.analytical.megatron_received import Span
 from peakcast.models.analytical.megatron_share import RankShare
 from peakcast.models.analytical.pipeline import Chunk
 from peakcast.models.analytical.step import Step
@@ -14,11 +18,20 @@ from peakcast.timeline import Category
 INT64 = 8
 
 
-def hold_inputs(step: Step, share: RankShare, chunk: Chunk, start: int, end: int) -> None:
-    """Hold on `step`, whose backward of the micro-batch has just run, what its forward from `start` to `end` read: ids and
-    labels until now, the attention mask until its forward is done (checkpoints, and the graph of megatron-core's unfused
-    softmax, keep it until their backward). Stages between the ends read none of them."""
-    context, hold, now = share.context, step.hold, step.now
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One tensor of a micro-batch, and whether it is read until the backward is done or until the forward is."""
+
+    name: str
+    num_bytes: int
+    until_backward: bool = True
+
+
+def inputs(share: RankShare, chunk: Chunk) -> Iterator[Input]:
+    """What `chunk` reads of a micro-batch: ids and labels until its backward is done, the attention mask until its forward
+    is (checkpoints, and the graph of megatron-core's unfused softmax, keep it until their backward). Stages between the
+    ends read none of them."""
+    context = share.context
     tokens = context.batch * context.sequence
     reads = chunk.is_first or (chunk.is_last and share.job.architecture.num_nextn_predict_layers > 0)
     names = ["tokens", "position_ids"] if reads else []
@@ -26,16 +39,43 @@ def hold_inputs(step: Step, share: RankShare, chunk: Chunk, start: int, end: int
     if context.masked_tokens and (chunk.is_first or chunk.is_last):  # broadcast to both ends
         names = ["tokens", "types", "is_random", "padding_mask"]
     for name in names:
-        hold(name, Category.INPUTS, tokens * INT64, start, now)
+        yield Input(name, tokens * INT64)
     if chunk.is_last:
-        hold("labels", Category.INPUTS, targets * INT64, start, now)
-        hold("loss_mask", Category.INPUTS, targets * FP32, start, now)
+        yield Input("labels", targets * INT64)
+        yield Input("loss_mask", targets * FP32)
     if share.target is not None:
-        hold("decoder_tokens", Category.INPUTS, targets * INT64, start, now)
+        yield Input("decoder_tokens", targets * INT64)
     if reads_mask(share, chunk):
         masked = context.attention == "local" and not context.fused_softmax
         kept = masked or context.recompute_attention or share.job.activation_checkpointing.mode == "full"
-        hold("attention_mask", Category.INPUTS, _mask_bytes(share), start, now if kept and chunk.layers else end)
+        yield Input("attention_mask", _mask_bytes(share), until_backward=kept and bool(chunk.layers))
+
+
+def hold_inputs(step: Step, share: RankShare, chunk: Chunk, start: int, end: int) -> None:
+    """Hold on `step`, whose backward of the micro-batch has just run, what its forward from `start` to `end` read."""
+    for one in inputs(share, chunk):
+        step.hold(one.name, Category.INPUTS, one.num_bytes, start, step.now if one.until_backward else end)
+
+
+def hold_saved_batches(step: Step, share: RankShare, spans: Sequence[Span]) -> None:
+    """Hold on `step`, whose turns are `spans`, every micro-batch from its use to the beginning of the next step:
+    `RerunDataIterator` saves what it hands out, to run a step again, and `get_batch` puts the tensors on the GPU into that
+    same dictionary, so that the saved batches are on the GPU too. The first rank of a tensor-parallel group reads batches;
+    others receive copies. (`rerun_state_machine.py` `RerunDataIterator.__next__`, `advance`; `pretrain_gpt.py` `get_batch`
+    since Megatron-LM's pull request 4103; pull request 5635 saves a copy of the dictionary.)"""
+    reads = share.shard % share.job.parallelism.tensor_parallel_size == 0
+    if not (share.convention.get("saves_batches_on_gpu") and reads) or share.context.padding:  # BERT and T5 have their own
+        return
+    backwards = {(span.turn.micro_batch, span.turn.chunk): span.end for span in spans if not span.turn.forward}
+    unplaced = share.job.gradient_accumulation_steps - len(backwards) // len(share.chunks)
+    for span in spans:
+        if span.turn.forward:
+            number, chunk = span.turn.micro_batch, share.chunks[span.turn.chunk]
+            for one in inputs(share, chunk):
+                since = backwards[number, span.turn.chunk] if one.until_backward else span.end
+                step.hold(f"saved.{one.name}", Category.OTHER, one.num_bytes, since, module="batches")
+                if number == 0:  # which stands for those that are not placed
+                    step.hold(f"saved.{one.name}", Category.OTHER, unplaced * one.num_bytes, since, module="batches")
 
 
 def reads_mask(share: RankShare, chunk: Chunk) -> bool:

@@ -29,10 +29,18 @@ class Parameter:
     """Whether it is replicated over the expert data-parallel group only, and lies in that group's buffers."""
     tensors: int = 1
     """How many tensors of one size it is: one for each local expert, unless a grouped product reads them as one."""
+    stacked: bool = False
+    """Whether `shape` begins with the number of experts."""
 
     @property
     def numel(self) -> int:
         return _product(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether Muon updates it: a matrix that is neither the table nor the output layer (megatron-core 0.16.1
+        `optimizer/muon.py`, `is_embedding_or_output_parameter`)."""
+        return len(self.shape) == 2 + self.stacked and self.name not in ("word_embeddings.weight", "output_layer.weight")
 
     def parts(self, numel: int) -> list[int]:
         """The elements of each of its tensors, of which the first `numel` are wanted: whole tensors and what is left."""
@@ -127,7 +135,7 @@ def _routed(context: MegatronContext, experts: ExpertContext) -> Iterator[Parame
     for p in _feed_forward(context, "mlp.experts", experts.ffn):  # all local experts' matrices as one
         tensors = 1 if experts.joined_weights else experts.local_experts
         shape, replicated = (experts.local_experts, *p.shape), experts.expert_parallel_size > 1
-        yield replace(p, shape=shape, expert=replicated, tensors=tensors)
+        yield replace(p, shape=shape, expert=replicated, tensors=tensors, stacked=True)
     if experts.shared_ffn:
         yield from _feed_forward(context, "mlp.shared_experts", experts.shared_ffn)
         if experts.shared_gate:

@@ -1,23 +1,19 @@
-"""What a Megatron-LM rank holds all along: parameters, buffers, optimizer states, library workspaces."""
+"""What a Megatron-LM rank's libraries hold all along: workspaces, cached tables and placeholders, FP8 copies of weights."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import lru_cache
 
 from peakcast.catalog import Device
-from peakcast.models.analytical.columns import Recording
-from peakcast.models.analytical.distributed_optimizer import BufferRules, bucket_size, buffer_elements, shard_pieces
-from peakcast.models.analytical.megatron_parameters import Parameter, chunk_parameters, layer_parameters
-from peakcast.models.analytical.megatron_share import RankShare, activations_share, weights_share
-from peakcast.models.analytical.step import FOREVER, Step
+from peakcast.models.analytical.megatron_buffers import FP32, is_fp8_parameter
+from peakcast.models.analytical.megatron_parameters import layer_parameters
+from peakcast.models.analytical.megatron_share import RankShare, weights_share
+from peakcast.models.analytical.step import Step
 from peakcast.models.analytical.workspaces import cublas_workspace_bytes
-from peakcast.timeline import Category, Phase
-from peakcast.units import DTYPE_BYTES
+from peakcast.timeline import Category
 
-FP8, FP32 = 1, 4
 MXFP8_BLOCK = 32
 """Elements that share a one-byte scale."""
 FP8_STATE_TENSORS = 5
@@ -27,164 +23,6 @@ CONTAINS_NORM = {"linear_qkv": True, "linear_fc1": True, "linear_proj": False, "
 it has let go of the norm's result and of what it gathered (2.8 `pytorch/module/layernorm_linear.py`, `linear.py`)."""
 GROUPED_PRODUCT_STREAMS = 4
 """Streams of Transformer Engine's grouped products, a workspace each (`get_num_cublas_streams`, 2.8 `multi_stream.cpp`)."""
-
-
-@lru_cache(maxsize=512)
-def parameters_held(share: RankShare) -> Recording:
-    """`hold_parameters`, recorded."""
-    step = Step()
-    hold_parameters(step, share)
-    return step.record()
-
-
-@lru_cache(maxsize=512)
-def optimizer_stepped(share: RankShare, first: bool) -> Recording:
-    """`optimizer_step`, recorded."""
-    step = Step()
-    step.moment("before", Phase.BACKWARD)
-    optimizer_step(step, share, first=first)
-    return step.record()
-
-
-def owned_parameters(share: RankShare) -> list[list[Parameter]]:
-    """The parameters of each model chunk."""
-    return _owned_parameters(activations_share(share))  # data parallelism cuts buffers, not parameters
-
-
-@lru_cache(maxsize=512)
-def _owned_parameters(share: RankShare) -> list[list[Parameter]]:
-    architecture, pipelined = share.job.architecture, share.job.parallelism.pipeline_parallel_size > 1
-    ahead = (architecture.num_hidden_layers - 1,) * architecture.num_nextn_predict_layers
-    tied = architecture.tie_word_embeddings
-    return [
-        chunk_parameters(share.layer_context, chunk, tied=tied, pipelined=pipelined, ahead=ahead) for chunk in share.chunks
-    ]
-
-
-def buffer_rules(share: RankShare, *, expert: bool = False) -> BufferRules:
-    """How the buffers of the rank's chunks are laid out and sharded; `expert`: those of the routed experts, whose replicas
-    are what is left of a stage's ranks after expert and expert tensor parallelism."""
-    layout, convention = share.job.parallelism, share.convention
-    replicas = layout.data_parallel_size * layout.context_parallel_size
-    shards = replicas
-    if expert and share.context.experts is not None:
-        shards = replicas * layout.tensor_parallel_size // share.context.experts.group_size
-    overlaps, asked = bool(convention.get("overlap_grad_reduce")), int(convention.get("ddp_bucket_size", 0) or 0)
-    return BufferRules(
-        sharded=layout.zero_stage > 0,
-        shards=max(1, shards // int(convention.get("num_distributed_optimizer_instances", 1) or 1)),
-        bucket_size=bucket_size(overlaps, share.stage, replicas, asked),
-        high_bandwidth_padding=bool(convention.get("ddp_pad_buckets_for_high_nccl_busbw")),
-    )
-
-
-def _place_among_replicas(share: RankShare, *, expert: bool) -> int:
-    """The rank's number among those that hold the same parameters, or the same routed experts (megatron-core 0.16.1
-    `parallel_state.py`: orders tp-cp-ep-dp-pp and, for experts, tp-ep-dp-pp)."""
-    experts = share.context.experts
-    if expert and experts is not None:
-        return share.shard // experts.group_size
-    return share.shard // share.job.parallelism.tensor_parallel_size
-
-
-def is_fp8_parameter(share: RankShare, parameter: Parameter) -> bool:
-    """Whether the parameter itself is FP8: the weight of a projection of Transformer Engine, if asked for."""
-    asked = bool(share.context.fp8_recipe) and bool(share.convention.get("fp8_param_gather"))
-    return asked and ".linear_" in parameter.name and parameter.name.endswith("weight") and len(parameter.shape) > 1
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """A contiguous buffer: its parameters, how it is laid out, its elements, and what this rank's optimizer owns of it."""
-
-    parameters: list[Parameter]
-    rules: BufferRules
-    elements: int
-    pieces: list[tuple[Parameter, int]]
-    width: int
-    """Bytes of an element of its parameters."""
-
-    @property
-    def whole(self) -> list[tuple[Parameter, int]]:
-        """Every parameter with all its elements."""
-        return [(p, p.numel) for p in self.parameters]
-
-
-@lru_cache(maxsize=64)
-def buffers(share: RankShare) -> list[Buffer]:
-    """The contiguous buffers of the rank: one per chunk for the parameters that every data-parallel rank has, one for those
-    of the routed experts (`distributed_data_parallel.py`: `dense_params`, `expert_parallel_params`), and of either one for
-    each dtype (`fp8-param-gather`)."""
-    found = []
-    width = int(DTYPE_BYTES[share.job.precision.parameters])
-    for parameters in owned_parameters(share):
-        for expert, eight in ((False, False), (False, True), (True, False), (True, True)):
-            members = [p for p in parameters if p.expert == expert and is_fp8_parameter(share, p) == eight]
-            if members:
-                rules = buffer_rules(share, expert=expert)
-                pieces = shard_pieces(members, rules, _place_among_replicas(share, expert=expert))
-                found.append(Buffer(members, rules, buffer_elements(members, rules), pieces, FP8 if eight else width))
-    return found
-
-
-def hold_parameters(step: Step, share: RankShare) -> None:
-    """Parameters, gradient buffer and fp32 main parameters of every chunk."""
-    precision = share.job.precision
-    weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
-    for buffer in buffers(share):
-        if buffer.rules.sharded:
-            step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * buffer.width, 0, module="model")
-        else:
-            step.hold_all(tensors_of(buffer.whole, "", buffer.width), Category.PARAMETERS)
-        step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, 0, module="model")
-        if weight != FP32:
-            step.hold_all(tensors_of(buffer.pieces, ".main", FP32), Category.MAIN_PARAMETERS)
-
-
-def tensors_of(pieces: Iterable[tuple[Parameter, int]], suffix: str, width: int) -> list[tuple[str, str, int]]:
-    """(name, module, bytes) of the tensors of `width` bytes an element for the first elements of each parameter."""
-    return [(f"{p.name}{suffix}", p.module, part * width) for p, numel in pieces for part in p.parts(numel)]
-
-
-def widens_gradients(share: RankShare) -> bool:
-    """Whether the optimizer makes fp32 copies of the gradients."""
-    precision = share.job.precision
-    return DTYPE_BYTES[precision.gradients] < FP32 and precision.main_parameters == "float32"
-
-
-def hold_previous_gradients(step: Step, share: RankShare) -> None:
-    """Those of the step before, until `zero_grad`, with which a step begins once the buffers are zero."""
-    for buffer in buffers(share):
-        step.hold_all(tensors_of(buffer.pieces, ".main_grad", FP32), Category.GRADIENTS, 0, 1)
-
-
-def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
-    """Adam on the owned fp32 shards: states made by the first step; gradients narrower than fp32 get an fp32 copy that
-    lives until the next step's `zero_grad`."""
-    now = step.moment("optimizer.step", Phase.OPTIMIZER_STEP)
-    born = now if first else 0
-    width = int(DTYPE_BYTES[share.job.precision.optimizer_states])
-    widened = widens_gradients(share)
-    names = ("exp_avg", "exp_avg_sq")
-    groups: Counter[bool] = Counter()
-    for buffer in buffers(share):
-        for p, owned in buffer.pieces:
-            groups[len(p.shape) > 1] += owned * width
-        for p, owned in buffer.pieces:
-            for part in p.parts(owned):
-                for name in names:
-                    step.hold(f"{p.name}.{name}", Category.OPTIMIZER_STATES, part * width, born, module=p.module)
-                if widened:
-                    step.hold(f"{p.name}.main_grad", Category.GRADIENTS, part * FP32, now, FOREVER, p.module)
-    if share.convention.get("adam_library") == "torch" and groups:
-        # AdamW's foreach path: the square roots of a group's second moments; vectors and biases are a group of their own,
-        # without weight decay (`get_standard_config_overrides`)
-        largest = max(groups.values())
-        step.hold("exp_avg_sq_sqrt", Category.OPTIMIZER_TEMPORARIES, largest, now, now + 1, "optimizer")
-        step.moment("optimizer.step returns", Phase.OPTIMIZER_STEP)
-
-
-# -- library workspaces and buffers that are made at first use and never freed ------------------------------------------
 
 
 def hold_workspaces(step: Step, share: RankShare, first_product: int, first_backward: Mapping[str, int]) -> None:

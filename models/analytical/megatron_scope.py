@@ -1,5 +1,5 @@
-"""What the Megatron-LM ledger covers: GPT models, dense or routed, BERT and T5, trained with Adam. The rest is refused by
-name."""
+"""What the Megatron-LM ledger covers: GPT models, dense or routed, BERT and T5, trained with Adam or Muon. The rest is
+refused by name."""
 
 from __future__ import annotations
 
@@ -83,11 +83,13 @@ def _training_reason(job: TrainingJob) -> Finding | None:
             "finetuning.method",
         ),
         (
-            job.optimizer.name not in ("adam", "adamw"),
-            f"optimizer.name={job.optimizer.name!r} is not modelled with Megatron-LM; adam is.",
+            job.optimizer.name not in ("adam", "adamw", "muon"),
+            f"optimizer.name={job.optimizer.name!r} is not modelled with Megatron-LM; adam and muon are.",
             LESS,
             "optimizer.name",
         ),
+        *_muon_checks(job),
+        *_fully_sharded_checks(job),
         *_float8_checks(job),
         (
             layout.zero_stage > 1 or layout.sharding != "none",
@@ -118,6 +120,76 @@ def _training_reason(job: TrainingJob) -> Finding | None:
         ),
     ]
     return first(checks, "framework")
+
+
+def _muon_checks(job: TrainingJob) -> list[Check]:
+    """What of Muon is not covered, and what its optimizers refuse (megatron-core 0.16.1 `optimizer/muon.py`; main's
+    `optimizer/layer_wise_optimizer.py`)."""
+    muon, convention = job.optimizer.name == "muon", conventions(job)
+    sharded = muon and job.parallelism.zero_stage > 0
+    return [
+        (
+            muon and job.precision.parameters == "float16",
+            "Muon with fp16 is refused; bf16 is not.",
+            FAILS,
+            "precision.parameters",
+        ),
+        (
+            sharded and int(convention.get("num_distributed_optimizer_instances", 1) or 1) > 1,
+            "Muon over several instances of the distributed optimizer is refused; use one.",
+            FAILS,
+            "framework_options.num_distributed_optimizer_instances",
+        ),
+        (
+            sharded and bool(convention.get("overlap_param_gather")) and not convention.get("use_layer_wise_param_layout"),
+            "Muon's overlapped all-gather of tensors that are dealt out (overlap-param-gather before megatron-core 0.18 or "
+            "with no-use-layer-wise-param-layout) is not modelled: it gathers a bucket beside the parameters.",
+            MORE,
+            "framework_options.overlap_param_gather",
+        ),
+        (
+            muon and bool(convention.get("fp8_param_gather")),
+            "Muon over FP8 parameters is not modelled.",
+            UNKNOWN,
+            "framework_options.fp8_param_gather",
+        ),
+    ]
+
+
+def _fully_sharded_checks(job: TrainingJob) -> list[Check]:
+    """What of Megatron-FSDP is not covered."""
+    convention, layout = conventions(job), job.parallelism
+    asked = bool(convention.get("use_megatron_fsdp"))
+    strategy = convention.get("data_parallel_sharding_strategy")
+    eight = job.precision.compute == "float8"
+    rest = "is not modelled with Megatron-FSDP"
+    return [
+        (
+            asked and strategy != "optim_grads_params",
+            f"data-parallel-sharding-strategy={strategy} {rest}; optim_grads_params is.",
+            MORE,
+            "framework_options.data_parallel_sharding_strategy",
+        ),
+        (
+            asked and not convention.get("fsdp_reduces_each_gradient"),
+            "Megatron-FSDP before megatron-core 0.16, which handles the gradients of a layer at its end, is not modelled.",
+            LESS,
+            "framework_options.use_megatron_fsdp",
+        ),
+        (
+            asked and (layout.pipeline_parallel_size > 1 or job.architecture.num_nextn_predict_layers > 0),
+            f"Pipeline parallelism or multi-token prediction {rest}.",
+        ),
+        (asked and eight, f"Float8 compute {rest}.", UNKNOWN, "precision.compute"),
+        (asked and job.optimizer.name == "muon", f"Muon {rest}.", UNKNOWN, "optimizer.name"),
+        (asked and job.architecture.kind not in ("decoder",), f"A {job.architecture.kind} {rest}."),
+        (
+            asked and int(convention.get("num_distributed_optimizer_instances", 1) or 1) > 1,
+            f"Sharding within several groups (num-distributed-optimizer-instances) {rest}.",
+            MORE,
+            "framework_options.num_distributed_optimizer_instances",
+        ),
+    ]
 
 
 def _float8_checks(job: TrainingJob) -> list[Check]:

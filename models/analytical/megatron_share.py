@@ -112,8 +112,11 @@ def _weights_job(job: TrainingJob) -> TrainingJob:
 
 
 def activations_share(share: RankShare) -> RankShare:
-    """The share of a job with the same turns: one whose data parallelism is set aside, which no dense block depends on."""
+    """The share of a job with the same turns: one whose data parallelism is set aside, which no dense block depends on,
+    unless the layers' parameters are sharded over it."""
     job, layout = share.job, share.job.parallelism
+    if share.convention.get("use_megatron_fsdp"):
+        return share
     if job.architecture.moe is None and (layout.data_parallel_size > 1 or layout.zero_stage):
         job = job.replace(parallelism=replace(layout, data_parallel_size=1, zero_stage=0), allocator=Allocator())
     return _stage_share(job, share.device, share.stage, share.place)

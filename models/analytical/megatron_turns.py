@@ -12,11 +12,11 @@ from peakcast.models.analytical.blocks.megatron_ends import embedding
 from peakcast.models.analytical.blocks.megatron_head import encoder_end, head
 from peakcast.models.analytical.blocks.megatron_layer import ENCODER_STATES, decoder_layer
 from peakcast.models.analytical.blocks.megatron_primitives import dropout_mask_bytes
+from peakcast.models.analytical.megatron_buffers import owned_parameters
+from peakcast.models.analytical.megatron_fsdp import is_fully_sharded, whole_buckets
 from peakcast.models.analytical.megatron_inputs import hold_inputs, reads_mask
 from peakcast.models.analytical.megatron_leaves import Leaves
-from peakcast.models.analytical.megatron_persistent import (
-    widens_gradients,
-)
+from peakcast.models.analytical.megatron_optimizer import widens_gradients
 from peakcast.models.analytical.megatron_received import Span
 from peakcast.models.analytical.megatron_share import RankShare
 from peakcast.models.analytical.pipeline import Chunk, Turn, representative_micro_batches, schedule
@@ -66,7 +66,8 @@ class Turns:
 
     def __init__(self, share: RankShare) -> None:
         self.share = share
-        self.step = Step()
+        self.fully_sharded = whole_buckets(share, owned_parameters(share)[0]) if is_fully_sharded(share) else None
+        self.step = Step(hooks=self.fully_sharded) if self.fully_sharded is not None else Step()
         self.templates: dict[tuple[int, bool, bool], Template] = {}
         """Layers, by their number, whether somebody else holds their input, and whether they run for their result alone;
         and what those of one kind share."""
@@ -93,6 +94,10 @@ class Turns:
                 self._forward(turn)
             else:
                 self._backward(turn)
+                if self.fully_sharded is not None:
+                    self.fully_sharded.end_of_backward(self.step)
+        if self.fully_sharded is not None:
+            self.fully_sharded.end_of_step(self.step)
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 

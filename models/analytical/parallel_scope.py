@@ -6,7 +6,7 @@ from peakcast.conventions import conventions, fuses_loss
 from peakcast.findings import FAILS, LESS, MORE, NEARLY_MORE, UNKNOWN, Check, Finding, first, found
 from peakcast.models.analytical.data_parallel_scope import data_parallel_reason, matrix_optimizer_reason
 from peakcast.models.analytical.layouts import expert_ranks, gathered_dtype
-from peakcast.models.analytical.pipeline import SPLIT_BACKWARD, V_SHAPED
+from peakcast.models.analytical.pipeline import SPLIT_BACKWARD
 from peakcast.models.analytical.tensor_scope import like_llama, tensor_reason
 from peakcast.spec import ActivationCheckpointing, Offload, TrainingJob
 
@@ -162,8 +162,7 @@ def _pipeline_reason(job: TrainingJob) -> Finding | None:
             "pipelining keeps no two of them equal.",
         ),
         (
-            (layout.pipeline_schedule, several) not in PIPELINE_SCHEDULES
-            or (layout.pipeline_schedule in V_SHAPED and layout.virtual_pipeline_stages != 2),
+            (layout.pipeline_schedule, several) not in PIPELINE_SCHEDULES,
             f"pipeline_schedule={layout.pipeline_schedule!r} with virtual_pipeline_stages={layout.virtual_pipeline_stages} "
             "is not modelled; gpipe, 1f1b and zero_bubble with 1, gpipe, interleaved_1f1b and zero_bubble with more, "
             "zero_bubble_v and dualpipe_v with 2 are.",

@@ -13,12 +13,11 @@ from functools import lru_cache
 from typing import Literal
 
 from peakcast.errors import SpecError
+from peakcast.parallelism import V_SHAPED
 from peakcast.spec import Parallelism
 
 SPLIT_BACKWARD = ("zero_bubble", "zero_bubble_v", "dualpipe_v")
 """Schedules in which a backward may come in two halves."""
-V_SHAPED = ("zero_bubble_v", "dualpipe_v")
-"""Schedules in which a rank's second stage is as far from the end as its first is from the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

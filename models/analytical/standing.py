@@ -32,7 +32,8 @@ def standing_bytes(job: TrainingJob, stage: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _megatron(job: TrainingJob, stage: int) -> int:
-    from peakcast.models.analytical.megatron_persistent import optimizer_stepped, parameters_held
+    from peakcast.models.analytical.megatron_buffers import parameters_held
+    from peakcast.models.analytical.megatron_optimizer import optimizer_stepped
     from peakcast.models.analytical.megatron_share import rank_share, weights_share
 
     ranks_per_stage = job.parallelism.world_size // job.parallelism.pipeline_parallel_size

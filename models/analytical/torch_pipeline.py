@@ -339,10 +339,13 @@ class _Turns:
 
     def _hold_received_gradient(self, state: _InFlight, module: str) -> None:
         """The buffer of the gradient that came in, but for the time in which the last layer's backward counts it."""
+        size, buffers = self.context.input_bytes, Category.COMMUNICATION_BUFFERS
+        if not state.runs:  # the embedding alone
+            self.step.hold("received.output.grad", buffers, size, 0, module=module)
+            return
         last = state.runs[max(state.runs)]
         run = last.recomputation or last
-        added, size = run.template.added_to_handed_in, self.context.input_bytes
-        begins, buffers = run.backward_start or 0, Category.COMMUNICATION_BUFFERS
+        added, begins = run.template.added_to_handed_in, run.backward_start or 0
         self.step.hold("received.output.grad", buffers, size, 0, begins, module)
         self.step.hold("received.output.grad", buffers, size, begins + added, module=module)
 

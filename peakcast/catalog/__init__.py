@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from peakcast.architecture import Architecture
+from peakcast.constants import Constants
 from peakcast.errors import CatalogError, near_misses
 
 _HERE = files("peakcast.catalog")
@@ -41,6 +42,8 @@ class Device:
     """Host memory of a node: bytes; None where nobody said, and no catalog does."""
     gpus_per_node: int = 8
     """GPUs of a node, as in the usual machine (DGX, HGX)."""
+    constants: Constants | None = None
+    """What was read on a machine with this GPU of memory outside PyTorch's allocator; no catalog has it."""
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Rows, measured, traced or published: `collect`, `verify`, `import-published`."""
+"""Rows, measured, traced or published: `collect` (which also reads constants), `verify`, `import-published`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from peakcast.errors import SpecError
 NOTHING_MEASURED = 1
 """What `peakcast collect` exits with when every cell that it started failed."""
 
+CONSTANTS = "constants"
+"""In the place of a grid: read what no tensor has instead. A grid file of that name is ./constants."""
+OF_CONSTANTS = {"context", "grid", "gpu", "timeout_seconds", "json"}
+"""What may be given then."""
+
 DISAGREES = 1
 """What `peakcast verify` exits with when ledger and trace differ."""
 
 
 @app.command(epilog="Example: peakcast collect my-grid.yaml --budget-minutes 25")
 def collect(
-    grid: Annotated[str, typer.Argument(help="A grid file, or the name of a shipped grid.")],
+    context: typer.Context,
+    grid: Annotated[str, typer.Argument(help="A grid file, the name of a shipped grid, or: constants.")],
     shard: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to.")] = Path("peakcast.shard.jsonl"),
     budget_minutes: Annotated[float | None, typer.Option(help="Start no cell after this long.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Trace on fake tensors; needs no GPU.")] = False,
     timeout_seconds: Annotated[float, typer.Option(help="Longest that one cell may take.")] = 600,
-    gpu: Annotated[str | None, typer.Option(help="GPU type to trace for.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU type to trace for, or that CUDA's name is not known as.")] = None,
     processes: Processes = None,
     select: Annotated[str, typer.Option(help="Order of the cells: grid, or informative, which tells most first.")] = "grid",
     engine: Annotated[str, typer.Option(help="Where cells run: local, ray or slurm.")] = "local",
@@ -39,8 +45,18 @@ def collect(
     plot: Annotated[Path | None, typer.Option(help="Draw measured against predicted to this .png or .svg.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure the cells of GRID that SHARD does not have yet, each in its own process; interrupt and resume at will."""
+    """Measure the cells of GRID that SHARD does not have yet, each in its own process; interrupt and resume at will.
+
+    `peakcast collect constants` reads instead, in seconds, the memory of the GPU at hand that no tensor has: CUDA context,
+    libraries, NCCL. Predictions for that GPU type then use it.
+    """
     from peakcast import api, render
+
+    if grid == CONSTANTS:
+        _refuse_all_but(context, OF_CONSTANTS)
+        read = api.collect_constants(gpu, timeout_seconds=timeout_seconds)
+        print(render.json_text(render.constants_mapping(read)) if json else render.constants_text(read))
+        return
 
     with render.working() as progress:
         summary = api.collect(
@@ -96,6 +112,14 @@ def import_published(
 
     counts = api.import_published(sources, output)
     print(render.json_text(counts) if json else "\n".join(f"{gpu}: {rows} rows" for gpu, rows in counts.items()))
+
+
+def _refuse_all_but(context: typer.Context, allowed: set[str]) -> None:
+    for name in set(context.params) - allowed:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = "--engine-set" if name == "engine_options" else f"--{name.replace('_', '-')}"
+            raise SpecError(f"{flag} is for the cells of a grid; leave it out to collect constants.", parameter=name)
 
 
 def _options(texts: list[str]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from peakcast.errors import SpecError
 KINDS = {
     "NO": "one", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed",
 }  # fmt: skip
+MIXED = ("no", "fp16", "bf16", "fp8")
+"""Values of `mixed_precision` (accelerate 1.15 utils/dataclasses.py, PrecisionType)."""
 _DEEPSPEED = {
     "zero_stage": ("stage",),
     "offload_optimizer_device": ("offload_optimizer", "device"),
@@ -61,6 +63,8 @@ def launcher_of(values: Mapping[str, Any], pasted: Pasted, notes: Notes) -> Laun
     if kind not in KINDS:
         raise settings.refuse("distributed_type", f"is not modelled; {', '.join(KINDS)} are")
     mixed = settings.text("mixed_precision", "no").lower().replace("false", "no")
+    if mixed not in MIXED:
+        raise settings.refuse("mixed_precision", f"must be one of {', '.join(MIXED)}")
     alone = kind == "NO" and "distributed_type" in values
     num_gpus = settings.integer("num_processes", 1 if alone else None)
     deepspeed = _deepspeed(settings, pasted, notes) if kind == "DEEPSPEED" else None

@@ -141,9 +141,10 @@ def _precision(settings: Settings, training: dict[str, Any]) -> None:
     if word == "auto":
         given = "bf16=auto" if settings.given("bf16") else "bf16 is not given; axolotl's default, auto,"
         settings.notes.assumptions.append(f"{given} is bfloat16 on every GPU since Ampere.")
-    fp16 = not bf16 and (
-        settings.text("fp16", "false").lower() == "full" or settings.switch("fp16") or settings.switch("float16")
-    )
+    named = settings.text("fp16", "false").lower() == "full" or settings.switch("fp16") or settings.switch("float16")
+    fp16 = named and not bf16
+    if named and bf16:
+        settings.notes.warnings.append("fp16 is set beside bf16; bf16 is taken.", "fp16")
     if bf16:
         training["bf16"] = True
     elif fp16:
@@ -208,10 +209,20 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
                 "load_in_4bit or load_in_8bit without an adapter cannot train; set adapter: qlora or lora, or neither.",
                 parameter="adapter",
             )
+        settings.notes.ignored += [key for key in keys.ADAPTER if settings.given(key)]
         return None
     if kind not in ("lora", "qlora"):
         settings.notes.unsupported.append(f"adapter={kind} is not modelled; LoRA is taken in its place.", "adapter")
     if linear:
+        if others := sorted(set(settings.words("lora_target_modules")) & set(keys.NOT_LINEAR)):
+            settings.notes.unsupported.append(
+                f"lora_target_modules={others} beside lora_target_linear is not modelled; every linear layer but the "
+                "head is taken.",
+                "lora_target_modules",
+                "more",
+            )
+        elif settings.given("lora_target_modules"):
+            settings.notes.assumptions.append("lora_target_linear is true, so lora_target_modules adds nothing to it.")
         adapter["target_modules"] = "all-linear"
     if "r" not in adapter:
         settings.size("lora_r")
@@ -229,6 +240,9 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
 
 
 def _rest(settings: Settings) -> None:
+    for name in settings.words("plugins"):
+        if name.rpartition(".")[2] not in keys.PLUGINS:
+            settings.notes.unsupported.append(f"What the plugin {name} changes is not modelled.", "plugins")
     together = all(settings.switch(key) for key in keys.LIGER)
     note_unsupported(settings, {key: what for key, what in keys.KERNELS.items() if not (together and key in keys.LIGER)})
     for key, what in keys.LESS.items():

@@ -31,6 +31,12 @@ ADAPTER = {
     "lora_fan_in_fan_out": "fan_in_fan_out", "peft_autocast_adapter_dtype": "autocast_adapter_dtype",
     "peft_trainable_token_indices": "trainable_token_indices",
 }  # fmt: skip
+NOT_LINEAR = ("lm_head", "embed_tokens", "wte", "embed_out")
+"""What peft's all-linear leaves out."""
+PLUGINS = (
+    "LigerPlugin", "CutCrossEntropyPlugin", "ExpertParallelPlugin", "GrokfastPlugin", "LMEvalPlugin", "KernelsPlugin",
+)  # fmt: skip
+"""Whose settings have keys of their own (axolotl 0.13 integrations/), which are read or listed."""
 OPTIMIZERS = {
     "muon": "adamw_torch", "optimi_adamw": "adamw_hf", "ao_adamw_4bit": "adamw_torch_4bit",
     "ao_adamw_8bit": "adamw_torch_8bit", "adopt_adamw": "adamw_torch", "came_pytorch": "adafactor",
@@ -114,7 +120,7 @@ IGNORED = words("""
     lr_quadratic_warmup lr_scheduler lr_scheduler_kwargs max_grad_norm max_memory max_packed_sequence_len
     max_prompt_len max_steps mean_resizing_embeddings metric_for_best_model min_sample_len mlflow_experiment_name
     mlflow_tracking_uri model_type multipack_real_batches num_epochs
-    num_labels optim_args orpo_alpha output_dir pad_to_sequence_len plugins
+    num_labels optim_args orpo_alpha output_dir pad_to_sequence_len
     pose_max_context_len pose_num_chunks pose_split_on_token_ids preprocess_iterable pretrain_multipack_attn
     pretrain_multipack_buffer_size pretraining_dataset pretraining_sample_concatenation profiler_steps
     push_dataset_to_hub quantization remove_unused_columns resume_from_checkpoint revision_of_model ring_attn_func

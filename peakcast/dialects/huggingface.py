@@ -13,13 +13,21 @@ from peakcast.conventions import check_framework_options, conventions
 from peakcast.dialects import huggingface_keys as keys
 from peakcast.dialects.huggingface_adapters import adapter_of
 from peakcast.dialects.huggingface_batch import batch_of, sequence_length
-from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer
+from peakcast.dialects.huggingface_deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
 from peakcast.dialects.huggingface_parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
 from peakcast.dialects.huggingface_quantization import quantization_of
 from peakcast.dialects.huggingface_unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
 from peakcast.dialects.job_file import note_network, resolve_architecture
 from peakcast.dialects.mesh import of_training
-from peakcast.dialects.translation import Notes, Settings, Translation, gpu_count, refuse_teacher, states_direction
+from peakcast.dialects.translation import (
+    Notes,
+    Settings,
+    Translation,
+    gpu_count,
+    note_inner,
+    refuse_teacher,
+    states_direction,
+)
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.findings import Direction
@@ -62,15 +70,15 @@ def from_huggingface(
     """
     num_gpus = gpu_count(num_gpus)
     notes = Notes()
+    versions = check_versions(versions or {})
     unsloths = is_unsloths(versions, training_arguments, peft)
     if unsloths and isinstance(training_arguments or {}, Mapping) and isinstance(peft or {}, Mapping):
         training_arguments, peft = in_words_of_the_trainer(training_arguments, peft)
-        versions = {"unsloth": NEWEST_UNSLOTH, **(versions or {})}
+        versions = {"unsloth": NEWEST_UNSLOTH, **versions}
     model = dict(config) if isinstance(config, Mapping) else {}
     architecture = resolve_architecture(config)
     note_network(config, notes)
     training = _settings("training_arguments", training_arguments, notes, spell)
-    versions = check_versions(versions or {})
     modern = (release(resolved(versions).get("transformers", "")) or (5,)) >= (5,)
     adapter = _settings("peft", peft, notes, spell) if peft is not None else None
     strategy = training.raw("deepspeed") if deepspeed is None else deepspeed
@@ -138,7 +146,10 @@ def _settings(name: str, mapping: object, notes: Notes, spell: Callable[[str], s
         raise SpecError(
             f"huggingface.{name}={mapping!r} must be a mapping of keys to values.", parameter=name, value=mapping
         )
-    values = {key: value for key, value in (mapping or {}).items() if value is not None and value != "auto"}
+    given = {key: value for key, value in (mapping or {}).items() if value is not None}
+    values = {key: value for key, value in given.items() if value != "auto"}
+    if name == "deepspeed":
+        notes.unknown += sorted(set(given) - set(values) - keys.AUTOMATIC)
     return Settings(values, notes, {"peft": "peft", "deepspeed": "DeepSpeed"}.get(name, "transformers"), spell)
 
 
@@ -206,8 +217,10 @@ def _widened(finetuning: Finetuning, half: Dtype | None, shards: Settings | None
 def _half(training: Settings, engine: Settings | None, shards: Settings | None, notes: Notes) -> Dtype | None:
     """The narrow dtype that is asked for, if one is."""
     mixed = shards.text("mixed_precision", "no") if shards else "no"
-    bf16 = training.switch("bf16") or mixed == "bf16" or _enabled(engine, "bf16")
-    fp16 = training.switch("fp16") or mixed == "fp16" or _enabled(engine, "fp16")
+    bf16, fp16 = (
+        any([training.switch(key), mixed == key, _enabled(engine, key)])  # a list: each is read, and refused if it is odd
+        for key in ("bf16", "fp16")
+    )
     if bf16 and fp16:
         raise training.refuse("fp16", "cannot be given together with bf16; keep one", True)
     if mixed == "fp8":
@@ -311,15 +324,18 @@ def _attention(
 def _checkpointing(training: Settings, shards: Settings | None, modern: bool) -> ActivationCheckpointing:
     names = ("fsdp_activation_checkpointing", "activation_checkpointing")
     inside = shards is not None and any(list(map(shards.switch, names)))
-    settings = training.raw("gradient_checkpointing_kwargs") or {}
+    given = training.raw("gradient_checkpointing_kwargs") or {}
+    if not isinstance(given, Mapping):
+        raise training.refuse("gradient_checkpointing_kwargs", "must be a mapping, such as {use_reentrant: false}")
+    settings = Settings(given, training.notes, "transformers", lambda key: f"gradient_checkpointing_kwargs.{key}")
     if not training.switch("gradient_checkpointing") and not inside:
         return ActivationCheckpointing()
-    reentrant = settings.get("use_reentrant", not modern and not inside) if isinstance(settings, Mapping) else not modern
-    if not isinstance(settings, Mapping) or "use_reentrant" not in settings:
+    reentrant = settings.switch("use_reentrant", not modern and not inside)
+    if not settings.given("use_reentrant"):
         training.notes.assumptions.append(
-            f"use_reentrant is not given; {'transformers 5' if modern else 'transformers 4'} takes {bool(reentrant)}."
+            f"use_reentrant is not given; {'transformers 5' if modern else 'transformers 4'} takes {reentrant}."
         )
-    return ActivationCheckpointing(mode="full", use_reentrant=bool(reentrant))
+    return ActivationCheckpointing(mode="full", use_reentrant=reentrant)
 
 
 def _liger(training: Settings, options: dict[str, Any]) -> bool:
@@ -351,8 +367,11 @@ def _account_for_the_rest(
         notes.assumptions.append("torch_empty_cache_steps lowers reserved memory between steps only; it is left out.")
     if not isinstance(training.raw("parallelism_config", {}), Mapping):
         raise training.refuse("parallelism_config", "must be a mapping of sizes, such as dp_shard_size: 8")
+    note_inner(training, "gradient_checkpointing_kwargs", ("use_reentrant",), keys.CHECKPOINT_DETAILS)
     if engine is not None:
-        engine.given("bf16"), engine.given("fp16")
+        for key in ("bf16", "fp16"):
+            note_inner(engine, key, ("enabled",), keys.HALF_DETAILS)
+        note_engine_optimizer(engine)
         for key, what in keys.UNSUPPORTED_DEEPSPEED.items():
             if engine.raw(key) not in (None, False, {}, 1):
                 notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key)
@@ -362,9 +381,14 @@ def _account_for_the_rest(
         (engine, keys.IGNORED_DEEPSPEED),
         (shards, keys.IGNORED_FSDP),
     ):
-        for key in settings.left() if settings is not None else ():
-            (notes.ignored if key in ignored else notes.unknown).append(key)
+        if settings is None:
+            continue
+        for key in settings.left():
+            (notes.ignored if key in ignored else notes.unknown).append(settings.spell(key))
 
 
 def _enabled(engine: Settings | None, key: str) -> bool:
-    return engine is not None and mapping_at(engine, key).get("enabled") is True
+    inner = mapping_at(engine, key) if engine is not None else {}
+    if engine is None or inner.get("enabled") == "auto":
+        return False
+    return Settings(inner, engine.notes, "DeepSpeed", lambda name: f"{key}.{name}").switch("enabled")

@@ -56,7 +56,8 @@ def adapter_of(
     for key, what in UNSUPPORTED.items():
         if adapter.raw(key) not in (None, False, [], {}, ()):
             direction: Direction = "less" if key in FEWER else "more"
-            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key, direction)
+            name = adapter.spell(key)
+            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({name}) is not modelled.", name, direction)
     alpha = adapter.number("lora_alpha", adapter.number("alpha", 8))
     return Finetuning(
         method="qlora" if kind and method == "lora" else method,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from peakcast.dialects.translation import Notes, Settings, states_direction
+from peakcast.dialects.huggingface_keys import ENGINE_OPTIMIZER
+from peakcast.dialects.translation import Notes, Settings, note_inner, states_direction
 from peakcast.errors import SpecError
 from peakcast.spec import Optimizer, OptimizerName
 
@@ -70,6 +71,15 @@ def engine_optimizer(engine: Settings | None, notes: Notes) -> Optimizer | None:
     if name == "sgd" and isinstance(momentum, (int, float)):
         return Optimizer(name=name, implementation="fused", momentum=float(momentum))
     return Optimizer(name=name, implementation="fused")
+
+
+def note_engine_optimizer(engine: Settings) -> None:
+    """Note what is not read of the optimizer that the DeepSpeed configuration names."""
+    note_inner(engine, "optimizer", ("type", "params"), ("legacy_fusion",))
+    optimizer = engine.raw("optimizer")
+    if isinstance(optimizer, Mapping):
+        inside = Settings(optimizer, engine.notes, "DeepSpeed", lambda key: f"optimizer.{key}")
+        note_inner(inside, "params", ("momentum",), ENGINE_OPTIMIZER)
 
 
 def _mismatch(engine: Settings, key: str, other: str) -> SpecError:

@@ -127,11 +127,31 @@ IGNORED_DEEPSPEED = _words("""
     steps_per_print tensorboard train_batch_size wall_clock_breakdown wandb zero_allow_untested_optimizer
     zero_force_ds_cpu_optimizer
 """)
+AUTOMATIC = _words("""
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+    zero_allow_untested_optimizer
+""")
+"""Keys of a DeepSpeed configuration that may be "auto" (transformers 5.17 integrations/deepspeed.py)."""
+CHECKPOINT_DETAILS = _words("preserve_rng_state determinism_check debug early_stop")
+"""Arguments of torch.utils.checkpoint beside use_reentrant that keep no tensor."""
+HALF_DETAILS = _words("""
+    auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale
+    immediate_grad_update check_grad_overflow
+""")
+"""Keys of DeepSpeed's bf16 and fp16 beside `enabled`: how a loss is scaled, and when gradients are added up."""
+ENGINE_OPTIMIZER = _words("""
+    lr betas eps weight_decay bias_correction adam_w_mode set_grad_none nesterov dampening muon_lr adam_lr
+""")
+"""Parameters of DeepSpeed's optimizers that change no state."""
 ZERO_DETAILS = _words("""
     allgather_partitions contiguous_gradients elastic_checkpoint ignore_unused_parameters log_trace_cache_warnings
     overlap_comm reduce_scatter round_robin_gradients sub_group_size
+    reduce_bucket_size allgather_bucket_size stage3_prefetch_bucket_size stage3_param_persistence_threshold
+    stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
+    stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+    stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
 """)
-"""Keys of zero_optimization whose DeepSpeed defaults are taken (as are those that begin with stage3_)."""
+"""Keys of zero_optimization whose DeepSpeed defaults are taken."""
 OFFLOAD_DETAILS = _words("""
     device pin_memory ratio super_offload cpuadam_cores_perc nvme_path buffer_count buffer_size max_in_cpu fast_init
     pipeline_read pipeline_write

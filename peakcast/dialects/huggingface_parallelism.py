@@ -11,6 +11,7 @@ from peakcast.dialects.translation import Notes, Settings
 from peakcast.errors import SpecError
 from peakcast.spec import Offload, Parallelism
 
+RESHARDS = ("fsdp_reshard_after_forward", "reshard_after_forward")
 ZERO_3_SIZES = {
     "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000,
     "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9,
@@ -47,6 +48,9 @@ def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, note
             merged.setdefault("fsdp_sharding_strategy", word)
         elif word == "offload":
             merged["fsdp_offload_params"] = True
+        elif word not in ("auto_wrap", "true"):
+            known = ", ".join((*keys.SHARDING, "offload", "auto_wrap"))
+            raise SpecError(f"fsdp={word!r} must be among {known}.", parameter="fsdp", value=word)
     return Settings(merged, notes, "accelerate")
 
 
@@ -68,7 +72,8 @@ def layout_and_offload(
     activations = training.switch("activation_offloading")
     if engine is not None:
         written = {ALIASES.get(key, key): value for key, value in mapping_at(engine, "zero_optimization").items()}
-        zero = Settings(written, notes, "DeepSpeed", lambda key: f"zero_optimization.{key}")
+        spelled = {ALIASES.get(key, key): key for key in mapping_at(engine, "zero_optimization")}
+        zero = Settings(written, notes, "DeepSpeed", lambda key: f"zero_optimization.{spelled.get(key, key)}")
         return _zero(zero, num_gpus, architecture, notes, options, activations)
     if shards is None:
         return Parallelism(data_parallel_size=num_gpus), Offload(activations=activations)
@@ -77,7 +82,10 @@ def layout_and_offload(
         raise shards.refuse("fsdp_sharding_strategy", f"must be one of {', '.join(keys.SHARDING)}")
     version = fsdp_version(shards)
     sharding: Literal["fsdp1", "fsdp2", "no_shard", "hsdp"] = keys.SHARDING[strategy]
-    reshards = [shards.text(key, "true").lower() for key in ("fsdp_reshard_after_forward", "reshard_after_forward")]
+    reshards = [shards.text(key, "true").lower() for key in RESHARDS]
+    for key, word in zip(RESHARDS, reshards, strict=True):
+        if word not in ("true", "false", *keys.SHARDING):
+            raise shards.refuse(key, "must be true or false, or a sharding strategy of FSDP 1")
     if strategy in ("shard_grad_op", "2", "hybrid_shard_zero2", "5") or (version == 2 and "false" in reshards):
         options["fsdp_reshard_after_forward"] = False
     if shards.switch("fsdp_forward_prefetch") or shards.switch("forward_prefetch"):
@@ -143,13 +151,15 @@ def _zero(
             options[key] = zero.switch(key)
     if stage == 3 and zero.raw("overlap_comm") not in (None, "auto") and not zero.switch("overlap_comm"):
         options["overlap_comm"] = False  # else its default
-    moved = {key: mapping_at(zero, key).get("device", "none") for key in ("offload_optimizer", "offload_param")}
-    if any(place in ("cpu", "nvme") and not mapping_at(zero, key).get("pin_memory") for key, place in moved.items()):
+    inside = {key: _inside(zero, key, notes) for key in ("offload_optimizer", "offload_param")}
+    moved = {key: settings.one_of("device", "none", ("none", "cpu", "nvme")) for key, settings in inside.items()}
+    pinned = {key: settings.switch("pin_memory") for key, settings in inside.items()}
+    if any(place != "none" and not pinned[key] for key, place in moved.items()):
         options["offload_pin_memory"] = False
     for key, place in moved.items():
         if place == "nvme":
             notes.unsupported.append(
-                f"zero_optimization.{key} to NVMe is not modelled; host memory is taken.", f"zero_optimization.{key}"
+                f"zero_optimization.{key} to NVMe is not modelled; host memory is taken.", zero.spell(key)
             )
     if moved["offload_optimizer"] != "none" and (ratio := mapping_at(zero, "offload_optimizer").get("ratio", 1)) != 1:
         notes.unsupported.append(
@@ -167,26 +177,30 @@ def _zero(
             if key not in keys.OFFLOAD_DETAILS:
                 notes.unknown.append(f"zero_optimization.{where}.{key}")
     for key in zero.left():
-        if key in keys.ZERO_DETAILS or key.startswith("stage3_"):
+        if key in keys.ZERO_DETAILS:
             value = zero.raw(key)
             if key == "contiguous_gradients" and value is False:
                 options[key] = False
             elif key == "stage3_gather_16bit_weights_on_model_save" or (key in PLAIN and value == PLAIN[key]):
-                notes.ignored.append(f"zero_optimization.{key}")
+                notes.ignored.append(zero.spell(key))
             elif value != "auto":
-                notes.assumptions.append(f"zero_optimization.{key}={value!r} is left to DeepSpeed's default.")
+                notes.assumptions.append(f"{zero.spell(key)}={value!r} is left to DeepSpeed's default.")
         elif key.startswith("zero_"):
             notes.unsupported.append(
-                f"zero_optimization.{key}={zero.raw(key)!r} is not modelled.", f"zero_optimization.{key}"
+                f"{zero.spell(key)}={zero.raw(key)!r} is not modelled.", zero.spell(key)
             )
         else:
-            notes.unknown.append(f"zero_optimization.{key}")
+            notes.unknown.append(zero.spell(key))
     offload = Offload(
         optimizer=moved["offload_optimizer"] in ("cpu", "nvme"),
         parameters=moved["offload_param"] in ("cpu", "nvme"),
         activations=activations,
     )
     return Parallelism(data_parallel_size=num_gpus, zero_stage=stage), offload
+
+
+def _inside(zero: Settings, key: str, notes: Notes) -> Settings:
+    return Settings(mapping_at(zero, key), notes, "DeepSpeed", lambda name: f"zero_optimization.{key}.{name}")
 
 
 def mapping_at(settings: Settings, key: str) -> Mapping[str, Any]:

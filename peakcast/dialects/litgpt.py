@@ -33,6 +33,8 @@ OPTIMIZERS: dict[str, OptimizerName] = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "lion": "lion", "adafactor": "adafactor",
     "adamw8bit": "adamw_8bit", "pagedadamw": "paged_adamw_32bit", "galore": "galore", "galoreadamw": "galore",
 }  # fmt: skip
+QUANTIZED = ("", "bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8", "bnb.int8-training")
+"""litgpt 0.5.13 finetune/lora.py `setup`."""
 IGNORED = re.compile(
     r"(data|eval|out_dir|logger_name|log|seed|access_token|resume|initial_checkpoint_dir|tokenizer_dir|optimizer\.init_args"
     r"|generate)(\..*|$)"
@@ -121,7 +123,7 @@ def _finetuning(settings: Settings, network: Architecture) -> Finetuning:
     rank = settings.integer("lora_r")
     targets = litgpt_targets([key for key in PROJECTIONS if settings.switch(key, key in ON_BY_DEFAULT)], network)
     alpha, dropout = settings.number("lora_alpha", 16), settings.number("lora_dropout", 0.05)
-    quantize = settings.text("quantize")
+    quantize = settings.one_of("quantize", "", QUANTIZED)
     if rank is None:
         return Finetuning()
     kind: Literal["nf4", "int8"] | None = None

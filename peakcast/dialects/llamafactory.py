@@ -63,6 +63,8 @@ UNSUPPORTED = {
     "use_dft_loss": "the DFT loss", "use_eaft_loss": "EAFT's loss", "use_asft_loss": "the ASFT loss",
     "use_kt": "KTransformers", "use_hyper_parallel": "HyperParallel",
 }  # fmt: skip
+PREFERENCES = ("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo")
+"""Values of `pref_loss` (hparams/finetuning_args.py)."""
 IGNORED = words("""
     use_ray pissa_init
     apply_rope_fusion bias_activation_fusion eaft_alpha fsdp_transformer_layer_cls_to_wrap moe_grouped_gemm
@@ -141,8 +143,9 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     if launcher.mesh:
         training["parallelism_config"] = launcher.mesh
     stage = settings.text("stage", "sft")
-    if stage == "dpo" and settings.text("pref_loss", "sigmoid") in ("orpo", "simpo"):
-        stage = settings.text("pref_loss")
+    preference = settings.one_of("pref_loss", "sigmoid", PREFERENCES)
+    if stage == "dpo" and preference in ("orpo", "simpo"):
+        stage = preference
     _rest(settings)
     translation = from_huggingface(
         model,
@@ -247,7 +250,6 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
 
 def _rest(settings: Settings) -> None:
     note_unsupported(settings, UNSUPPORTED)
-    settings.given("pref_loss")
     for key in ("gradient_checkpointing", "lora_target"):
         settings.given(key)
     for key in settings.left():

@@ -158,7 +158,7 @@ def _parallelism(settings: Settings, architecture: Architecture, sizes: dict[str
         pipeline_layers=layers,
         expert_parallel_size=experts,
         expert_tensor_parallel_size=expert_tensor,
-        zero_stage=int(settings.switch("use_distributed_optimizer")),
+        zero_stage=int(settings.switch("use_distributed_optimizer") or settings.text("optimizer") == "dist_muon"),
     )
 
 
@@ -203,10 +203,15 @@ def _accumulation(settings: Settings, micro_batch_size: int, data_parallel: int)
 def _optimizer(settings: Settings) -> Optimizer:
     name = one_of_table(settings, "optimizer", "adam", OPTIMIZERS)
     momentum = settings.number("sgd_momentum", 0.9) or 0.0
-    if name not in ("adamw", "sgd"):
+    if name not in ("adamw", "sgd", "muon"):
         settings.notes.unsupported.append(
-            f"optimizer={name} is not modelled in Megatron; adam and sgd are.", "optimizer", states_direction(name)
+            f"optimizer={name} is not modelled in Megatron; adam, muon and sgd are.", "optimizer", states_direction(name)
         )
+    for key, known in flags.MUON.items() if name == "muon" else ():
+        if (value := settings.text(key, known)) != known:
+            settings.notes.unsupported.append(
+                f"{settings.spell(key)}={value} is not modelled; {known} is.", settings.spell(key)
+            )
     return Optimizer(name=name, implementation="fused", momentum=momentum if name == "sgd" else 0.0)
 
 
@@ -268,7 +273,7 @@ def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
     values |= {name: settings.text(name, default) for name, default in flags.TEXTS.items()}
     values["hierarchical_context_parallel_sizes"] = " ".join(settings.words("hierarchical_context_parallel_sizes"))
     values |= {option: not settings.switch(flag) for flag, option in flags.TURNED_OFF.items()}
-    values["decoupled_lr"] = settings.given("decoupled_lr")
+    values["decoupled_lr"] = settings.number("decoupled_lr") is not None
     recipe = settings.text("fp8_recipe")
     if recipe in flags.FP8_RECIPES:
         values["fp8_recipe"] = recipe

@@ -21,7 +21,7 @@ SWITCHES = _words("""
     moe_router_padding_for_quantization moe_router_pre_softmax moe_shared_expert_overlap moe_use_legacy_grouped_gemm
     overlap_grad_reduce overlap_moe_expert_parallel_comm overlap_p2p_communication_warmup_flush overlap_param_gather
     overlap_param_gather_with_optimizer_step qk_layernorm rotary_interleaved te_rng_tracker tp_comm_overlap
-    use_flash_attn use_fused_weighted_squared_relu use_legacy_models use_precision_aware_optimizer
+    use_flash_attn use_fused_weighted_squared_relu use_legacy_models use_megatron_fsdp use_precision_aware_optimizer
     use_tp_pp_dp_mapping use_transformer_engine_op_fuser
 """)
 """Switches that become a framework option of the same name, off by default."""
@@ -46,6 +46,7 @@ TEXTS: dict[str, str] = {
     "attention_backend": "auto",
     "cp_comm_type": "p2p",
     "cross_entropy_fusion_impl": "native",
+    "data_parallel_sharding_strategy": "no_shard",
     "hierarchical_context_parallel_sizes": "",
     "moe_router_dtype": "",
     "moe_router_load_balancing_type": "aux_loss",
@@ -139,11 +140,16 @@ UNSUPPORTED: dict[str, str] = {
     "retro_add_retriever": "a RETRO model",
     "export_te_mcore_model": "a ModelOpt model (quantization, pruning, distillation)",
     "export_kd_teacher_load": "distillation from a teacher",
-    "use_megatron_fsdp": "Megatron-FSDP",
+    "fsdp_double_buffer": "Megatron-FSDP's double buffers",
+    "use_nccl_ub": "buffers registered with NCCL",
     "use_torch_fsdp2": "PyTorch FSDP2 inside Megatron",
     "window_size": "sliding-window attention",
 }
 """Flags that ask for something a TrainingJob or the ledgers cannot express, and its name."""
+
+MUON: dict[str, str] = {"muon_tp_mode": "blockwise", "muon_scalar_optimizer": "adam"}
+"""Flags of Muon that matter to memory, with Megatron's default, the only value that the ledger knows: ranks that gather
+matrices to orthogonalize them whole, and what updates all that is no matrix."""
 
 DETAILS = (
     "fp4_", "cuda_graph_", "rl_", "grpo_", "mamba_", "inference_", "mtp_", "muon_", "megatron_fsdp_", "export_",
@@ -154,7 +160,7 @@ DETAILS = (
 IGNORED = _words("""
     adam_beta1 adam_beta2 adam_eps async_ckpt_use_cpu_shm async_save async_strategy auto_detect_ckpt_format
     binary_mask budget_list budget_probs budget_type check_for_large_grads ckpt_format clip_grad data_args_path
-    data_cache_path data_parallel_sharding_strategy data_path dataloader_seq_length dataloader_type decoder_seq_length
+    data_cache_path data_path dataloader_seq_length dataloader_type decoder_seq_length
     decoupled_min_lr disable_gloo_process_groups disable_vision_class_token dist_ckpt_optim_fully_reshardable
     dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness distributed_backend distributed_timeout_minutes emb_int_list
     enable_experimental enable_router eod_mask_loss eval_global_batch_size eval_interval eval_iters

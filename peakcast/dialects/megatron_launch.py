@@ -13,12 +13,12 @@ from typing import Any
 from peakcast.dialects import megatron_flags as flags
 from peakcast.dialects.megatron import from_megatron
 from peakcast.dialects.pasted import Pasted
-from peakcast.dialects.translation import FALSE, Notes, Translation, words
+from peakcast.dialects.translation import FALSE, Notes, Settings, Translation, words
 from peakcast.errors import SpecError
 
 SECTIONS = ("language_model", "model_parallel")
 RENAMED = {
-    "num_moe_experts": "num_experts", "fp8": "fp8_format", "layernorm_epsilon": "norm_epsilon",
+    "fp8": "fp8_format",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }  # fmt: skip
 """Fields of TransformerConfig, which the YAML sections have, whose flags are called otherwise."""
@@ -38,9 +38,11 @@ NO_FLAG = words("""
     finalize_model_grads_func pipeline_dtype grad_scale_func enable_autocast autocast_dtype variable_seq_lengths
     batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p no_sync_func grad_sync_func param_sync_func
     pipeline_model_parallel_split_rank _cpu_offloading_context cpu_offloading_weights cpu_offloading_activations
-    barrier_with_l1_time deallocate_pipeline_outputs
+    barrier_with_l1_time deallocate_pipeline_outputs layernorm_epsilon bert_binary_head
 """)
 """Fields of the sections that no memory hangs on, or that only refine what is off."""
+ACTIVATIONS = ("gelu", "swiglu", "squared_relu")
+"""Values of `activation_func`."""
 GPU_VARIABLES = ("NCCL_", "NVTE_", "CUDA_", "CUBLAS_", "CUDNN_", "TORCH_", "PYTORCH_", "NVSHMEM_", "USE_MNNVL")
 """Beginnings of environment variables that can matter to a GPU's memory."""
 
@@ -55,44 +57,47 @@ def from_megatron_flags(pasted: Pasted) -> Translation:
     values = {str(key).lstrip("-").replace("-", "_"): value for key, value in pasted.values.items()}
     if "yaml_cfg" in values:
         path = values.pop("yaml_cfg")
-        values = {**flags_of_yaml(pasted.file(path, "megatron_yaml", "yaml-cfg")), **values}
+        values = {**flags_of_yaml(pasted.file(path, "megatron_yaml", "yaml-cfg"), notes), **values}
     return _translated(values, pasted, notes)
 
 
 def from_megatron_yaml(pasted: Pasted) -> Translation:
     """The job of a Megatron-LM --yaml-cfg file. Raises: SpecError."""
-    return _translated(flags_of_yaml(pasted.values), pasted, Notes())
+    notes = Notes()
+    return _translated(flags_of_yaml(pasted.values, notes), pasted, notes)
 
 
-def flags_of_yaml(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A --yaml-cfg mapping as flags: its sections' fields by their flags' names, what is off or null left out."""
+def flags_of_yaml(values: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    """A --yaml-cfg mapping as flags: its sections' fields by their flags' names, what is off or null left out.
+
+    Raises: SpecError.
+    """
     fields = dict(values)
     for section in SECTIONS:
         inner = fields.pop(section, None) or {}
         if not isinstance(inner, Mapping):
             raise SpecError(f"{section} must be a mapping of settings.", parameter=section, value=inner)
         fields |= inner
-    out: dict[str, Any] = {}
-    for name, value in fields.items():
-        key = str(name).lower().replace("-", "_")  # flags of the command line come last, with dashes, and hold
-        if key in SWITCHED_OFF:
-            if value is False:
-                out[SWITCHED_OFF[key]] = True
-        elif value is None or value is False or key in NO_FLAG or (key in ("bert_binary_head", "activation_func")):
-            continue
+    # flags of the command line come last, with dashes, and hold
+    written = {str(name).lower().replace("-", "_"): str(name) for name in fields}
+    values = {key: fields[name] for key, name in written.items()}
+    settings = Settings(values, notes, "Megatron-LM", lambda key: written.get(key, key))
+    out: dict[str, Any] = {SWITCHED_OFF[key]: True for key in SWITCHED_OFF if not settings.switch(key, True)}
+    activation = settings.one_of("activation_func", "gelu", ACTIVATIONS)
+    gated = settings.switch("gated_linear_unit") or settings.switch("swiglu") or activation == "swiglu"
+    out |= {"swiglu": True} if gated else {"squared_relu": True} if activation == "squared_relu" else {}
+    dense = not settings.raw("num_experts") and not settings.raw("num_moe_experts")
+    for key in settings.left():
+        value = settings.raw(key)
+        off = value is False or (value in ("", 0) and key in flags.UNSUPPORTED)
+        if off or key in NO_FLAG or (dense and key.startswith("moe_")):
+            notes.ignored.append(settings.spell(key))
         else:
             out[RENAMED.get(key, key)] = value
-    if str(fields.get("activation_func")) == "swiglu" or fields.get("gated_linear_unit") is True:
-        out["swiglu"] = True
-    if fields.get("activation_func") == "squared_relu":
-        out["squared_relu"] = True
-    out.pop("gated_linear_unit", None)
-    dense = not out.get("num_experts")
-    return {
-        key: value
-        for key, value in out.items()
-        if not (dense and key.startswith("moe_")) and (value not in ("", 0) or key not in flags.UNSUPPORTED)
-    }
+    for key in ("num_experts", "num_moe_experts"):
+        if settings.raw(key):
+            out["num_experts"] = settings.raw(key)
+    return out
 
 
 def _size(values: Mapping[str, Any], key: str) -> int:

@@ -76,9 +76,9 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
 
 def of_training(job: TrainingJob, mesh: Mapping[str, object], notes: Notes) -> TrainingJob:
     """`job` with what `parallelism_config` of TrainingArguments or of accelerate's file says. Raises: SpecError."""
-    settings = Settings(
-        {str(key).removeprefix(PREFIX): value for key, value in mesh.items()}, notes, "accelerate", lambda key: PREFIX + key
-    )
+    written = {str(key).removeprefix(PREFIX): str(key) for key in mesh}
+    values = {key: mesh[name] for key, name in written.items()}
+    settings = Settings(values, notes, "accelerate", lambda key: written.get(key, PREFIX + key))
     job = meshed(job, settings, SIZES)
     ulysses = settings.integer("sp_size", 1) != 1 or settings.text("cp_backend") == "deepspeed"
     if ulysses and job.parallelism.context_parallel_size > 1:
@@ -91,5 +91,5 @@ def of_training(job: TrainingJob, mesh: Mapping[str, object], notes: Notes) -> T
         options = FrozenMapping({**job.framework_options, "context_parallel_rotation": "alltoall"})
         job = job.replace(framework_options=options)
     for key in settings.left():
-        (notes.ignored if key in IGNORED else notes.unknown).append(PREFIX + key)
+        (notes.ignored if key in IGNORED else notes.unknown).append(settings.spell(key))
     return job

@@ -14,13 +14,13 @@ from typing import Any
 
 from peakcast.dialects.megatron_launch import from_megatron_flags
 from peakcast.dialects.pasted import Pasted
-from peakcast.dialects.translation import Notes, Settings, Translation, states_direction, words
+from peakcast.dialects.translation import Notes, Settings, Translation, note_inner, states_direction, words
 
 RENAMED = {
     "encoder_seq_length": "seq_length", "activations_checkpoint_granularity": "recompute_granularity",
     "activations_checkpoint_method": "recompute_method", "activations_checkpoint_num_layers": "recompute_num_layers",
     "expert_model_parallel_size": "expert_model_parallel_size", "num_moe_experts": "num_experts",
-    "rotary_percentage": "rotary_percent", "use_flash_attention": "use_flash_attn", "layernorm_epsilon": "norm_epsilon",
+    "rotary_percentage": "rotary_percent", "use_flash_attention": "use_flash_attn",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "ub_tp_comm_overlap": "tp_comm_overlap",
 }  # fmt: skip
@@ -50,18 +50,34 @@ GATED = ("swiglu", "fast-swiglu")
 PLAIN = {"gelu": "", "squared-relu": "squared_relu", "openai-gelu": ""}
 """Activations without a gate -> their flag."""
 IGNORED = words("""
-    activations_checkpoint_layers_per_pipeline apex_transformer_log_level attention_type batch_p2p_comm data exp_manager
-    do_layer_norm_weight_decay ffn_dropout fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin
-    fp8_wgrad gc_interval grad_allreduce_chunk_size_mb grad_div_ar_fusion gradient_as_bucket_view headscale hysteresis
-    mcore_gpt migrate_layernorm name native_amp_growth_interval native_amp_init_scale normalize_attention_scores
-    nsys_profile num_micro_batches_with_partial_activation_checkpoints onnx_safe openai_gelu overlap_p2p_comm
-    post_process pre_process reduce_amax resume_from_checkpoint scale_positional_embedding seed seq_len_interpolation_factor
+    activations_checkpoint_layers_per_pipeline apex_transformer_log_level attention_type batch_p2p_comm data
+    exp_manager layernorm_epsilon do_layer_norm_weight_decay ffn_dropout fp8_amax_compute_algo fp8_amax_history_len
+    fp8_interval fp8_margin fp8_wgrad gc_interval grad_allreduce_chunk_size_mb grad_div_ar_fusion
+    gradient_as_bucket_view headscale hysteresis mcore_gpt migrate_layernorm name native_amp_growth_interval
+    native_amp_init_scale normalize_attention_scores nsys_profile
+    num_micro_batches_with_partial_activation_checkpoints onnx_safe openai_gelu overlap_p2p_comm post_process
+    pre_process reduce_amax resume_from_checkpoint scale_positional_embedding seed seq_len_interpolation_factor
     sync_batch_comm transformer_block_type transformer_engine use_cpu_initialization use_emha use_scaled_init_method
     restore_from_path target nemo_version precision tp_comm_atomic_ag tp_comm_atomic_rs ub_tp_comm_overlap_cfg
-    memory_profile get_attention_mask_from_fusion defer_embedding_wgrad_compute dist_ckpt_format dist_ckpt_load_on_device
+    memory_profile get_attention_mask_from_fusion defer_embedding_wgrad_compute dist_ckpt_format
+    dist_ckpt_load_on_device
 """)
-SECTIONS = words("name restore_from_path defaults hydra run trainer exp_manager model inference target")
-"""Beside `model`: what launches, logs and restores the run; of `trainer` devices, num_nodes and precision are read."""
+SECTIONS = words("name restore_from_path defaults hydra run exp_manager inference target")
+"""Beside `model` and `trainer`: what launches, logs and restores the run."""
+TRAINER = words("""
+    accelerator logger enable_checkpointing use_distributed_sampler replace_sampler_ddp max_epochs max_steps max_time
+    log_every_n_steps val_check_interval limit_val_batches limit_test_batches limit_train_batches gradient_clip_val
+    benchmark enable_model_summary enable_progress_bar num_sanity_val_steps check_val_every_n_epoch
+""")
+"""Keys of `trainer` beside devices, num_nodes, precision and accumulate_grad_batches: how long a run is, what it logs."""
+TOKENIZER = words("model vocab_file merge_file delimiter sentencepiece_legacy use_fast additional_special_tokens")
+LIBRARIES = ("megatron", "huggingface", "sentencepiece", "tiktoken", "yttm", "byte-level", "regex", "tabular", "null")
+LIBRARY_TOKENIZERS = {"huggingface": "HuggingFaceTokenizer", "sentencepiece": "GPTSentencePieceTokenizer"}
+"""Libraries of `tokenizer` -> Megatron's kind; with the others `type` says it."""
+OPTIMIZER = words("""
+    lr weight_decay betas eps sched bucket_cap_mb contiguous_grad_buffer contiguous_param_buffer
+""")
+"""Keys of `optim` beside name and the two overlap_ ones; the buffers are as Megatron's optimizer has them."""
 _NAMED = re.compile(r"\$\{(?:training\.)?(?:model)?\.(\w+)\}")
 
 
@@ -81,14 +97,26 @@ def from_nemo(pasted: Pasted) -> Translation:
     flags |= _training(settings, pasted)
     for key in settings.left():
         (notes.ignored if key in IGNORED else notes.unknown).append(settings.spell(key))
-    notes.unknown += sorted(str(key) for key in pasted.values if key not in SECTIONS)
-    trainer = pasted.values.get("trainer")
-    num_gpus = pasted.num_gpus
-    if num_gpus is None and isinstance(trainer, Mapping) and trainer.get("devices") not in (None, "auto", -1):
-        run = Settings(trainer, notes, "NeMo", lambda key: f"trainer.{key}")
-        num_gpus = run.size("devices") * run.size("num_nodes", 1)
+    note_inner(settings, "tokenizer", ("library", "type", "vocab_size"), TOKENIZER)
+    note_inner(settings, "optim", ("name", "overlap_grad_sync", "overlap_param_sync"), OPTIMIZER)
+    top = Settings({key: value for key, value in pasted.values.items() if key != "model"}, notes, "NeMo")
+    num_gpus = _num_gpus(top, pasted.num_gpus)
+    for key in top.left():
+        (notes.ignored if key in SECTIONS else notes.unknown).append(key)
     named = {key: value for key, value in flags.items() if value is not None and value is not False}
     return notes.finish(notes.include(from_megatron_flags(replace(pasted, values=named, num_gpus=num_gpus))))
+
+
+def _num_gpus(top: Settings, asked: int | None) -> int | None:
+    """The number of GPUs as asked, else the trainer's, None where it leaves that open."""
+    trainer = top.raw("trainer")
+    note_inner(top, "trainer", ("devices", "num_nodes", "precision", "accumulate_grad_batches"), TRAINER)
+    run = Settings(trainer if isinstance(trainer, Mapping) else {}, top.notes, "NeMo", lambda key: f"trainer.{key}")
+    if run.integer("accumulate_grad_batches", 1) != 1:
+        raise run.refuse("accumulate_grad_batches", "must be 1: model.global_batch_size says how many there are")
+    if asked is not None or run.raw("devices", "auto") in ("auto", -1):
+        return asked
+    return run.size("devices") * run.size("num_nodes", 1)
 
 
 def _resolved(value: Any, model: Mapping[str, Any]) -> Any:
@@ -122,12 +150,13 @@ def _network(settings: Settings) -> dict[str, Any]:
     flags["position_embedding_type"] = "rope" if position == "rope" else "learned_absolute"
     tokenizer = settings.raw("tokenizer")
     if isinstance(tokenizer, Mapping):
-        library, kind = str(tokenizer.get("library")), str(tokenizer.get("type"))
+        inside = Settings(tokenizer, settings.notes, "NeMo", lambda key: f"model.tokenizer.{key}")
+        library, kind = inside.one_of("library", "megatron", LIBRARIES), str(tokenizer.get("type"))
+        if library in LIBRARY_TOKENIZERS:
+            settings.notes.ignored.append(inside.spell("type"))
         if tokenizer.get("vocab_size") is not None:
             flags["vocab_size"] = tokenizer["vocab_size"]
-        flags["tokenizer_type"] = {"huggingface": "HuggingFaceTokenizer", "sentencepiece": "GPTSentencePieceTokenizer"}.get(
-            library, kind
-        )
+        flags["tokenizer_type"] = LIBRARY_TOKENIZERS.get(library, kind)
     return flags
 
 
@@ -153,8 +182,10 @@ def _training(settings: Settings, pasted: Pasted) -> dict[str, Any]:
     name = str(optim.get("name", "fused_adam") if isinstance(optim, Mapping) else "fused_adam")
     if "distributed" in name:
         flags["use_distributed_optimizer"] = True
-        flags["overlap_grad_reduce"] = bool(isinstance(optim, Mapping) and optim.get("overlap_grad_sync"))
-        flags["overlap_param_gather"] = bool(isinstance(optim, Mapping) and optim.get("overlap_param_sync"))
+        given = optim if isinstance(optim, Mapping) else {}
+        inside = Settings(given, settings.notes, "NeMo", lambda key: f"model.optim.{key}")
+        flags["overlap_grad_reduce"] = inside.switch("overlap_grad_sync")
+        flags["overlap_param_gather"] = inside.switch("overlap_param_sync")
     elif "adam" not in name:
         settings.notes.unsupported.append(
             f"model.optim.name={name} is not modelled; Adam is taken in its place.",

@@ -14,6 +14,8 @@ from peakcast.dialects.shell_words import MOST_WORDS, closing, statements, token
 from peakcast.errors import SpecError
 
 MAX_CHARACTERS = 2**18
+MOST_NESTED = 8
+"""Texts that a script has run inside one another, and defaults of variables inside one another."""
 _NAME = r"[A-Za-z_]\w*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(rf"(#?)({_NAME}|[0-9]+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?])(.*)|([#%/,^:].*))?", re.DOTALL)
@@ -84,11 +86,12 @@ class _Reader:
         self.exported: set[str] = set()
         self.words_made = 0
         self.depth = 0
+        self.defaults_open = 0
 
     def read(self, text: str) -> None:
         """Follow the statements of `text`."""
         self.depth += 1
-        if self.depth > 8:
+        if self.depth > MOST_NESTED:
             raise SpecError("the script runs text inside text too deeply to be a launch script.")
         branches: list[list[bool]] = []  # of each open `if`: is this branch taken, was any before
         skipping: list[str] = []  # the words that end what is passed over
@@ -287,14 +290,23 @@ class _Reader:
             items = items[int(index) : int(index) + 1]
         text = items[0] if items else ""
         if rule and rule[-1] in "-=" and not (text if rule[0] == ":" else items):
-            text = " ".join(self._expand(other, split=False))
+            text = self._default(other)
             if rule[-1] == "=":
                 self.variables[name] = text
         elif rule and rule[-1] == "+":
-            text = " ".join(self._expand(other, split=False)) if text else ""
+            text = self._default(other) if text else ""
         elif change:
             self.script.notes.append(f"The script's '${{{inside[:40]}}}' is taken as ${{{name}}}.")
         return [text], False
+
+    def _default(self, words: str) -> str:
+        """What stands in a variable's place."""
+        self.defaults_open += 1
+        if self.defaults_open > MOST_NESTED:
+            raise SpecError(f"the script has more than {MOST_NESTED} defaults of variables inside one another.")
+        text = " ".join(self._expand(words, split=False))
+        self.defaults_open -= 1
+        return text
 
     def _arithmetic(self, expression: str) -> str:
         """The whole number that `$((...))` gives, "" where it is not plain arithmetic."""

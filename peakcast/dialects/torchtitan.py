@@ -228,6 +228,8 @@ def _checkpointing_mode(settings: Settings, pasted: Pasted) -> str:
 def _checkpointing(settings: Settings, pasted: Pasted) -> ActivationCheckpointing:
     mode = _checkpointing_mode(settings, pasted)
     option = settings.text("activation_checkpoint.selective_ac_option", "op")
+    if option != "op" and not option.isdecimal():
+        raise settings.refuse("activation_checkpoint.selective_ac_option", "must be op, or every how many layers")
     settings.raw("activation_checkpoint.memory_budget")
     if mode == "none":
         return ActivationCheckpointing()
@@ -271,7 +273,8 @@ def _options(settings: Settings, chunks: int, *, autocast: bool) -> dict[str, An
         options["autocast"] = True
     if settings.one_of("training.mixed_precision_reduce", "float32", ("float32", "bfloat16")) == "bfloat16":
         options["fsdp_reduce_dtype"] = "bfloat16"
-    if settings.text("parallelism.fsdp_reshard_after_forward", "default") == "never":
+    reshards = settings.one_of("parallelism.fsdp_reshard_after_forward", "default", ("default", "always", "never"))
+    if reshards == "never":
         options["fsdp_reshard_after_forward"] = False
     if settings.switch("optimizer.early_step_in_backward"):
         options["optimizer_in_backward"] = True

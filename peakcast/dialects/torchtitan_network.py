@@ -35,6 +35,7 @@ def torchtitan_network(settings: Settings, pasted: Pasted) -> Architecture:
     name = settings.text("model.name", settings.text("model_spec.name", "llama3")).lower()
     flavor = settings.text("model.flavor", settings.text("model_spec.flavor", _named(pasted))).lower()
     assets = settings.text("hf_assets_path", settings.text("model.hf_assets_path"))
+    settings.notes.ignored += [key for key in ("hf_assets_path", "model.hf_assets_path") if settings.given(key)]
     settings.notes.ignored += [key for key in settings.left() if key.startswith(f"{DESCRIBED}.") and settings.given(key)]
     if pasted.model is not None:
         return resolve_architecture(pasted.model)

@@ -101,7 +101,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
         finetuning=_finetuning(settings, method, dtype),
         activation_checkpointing=_checkpointing(settings),
         loss=_loss(settings),
-        compile=settings.text("compile", "false").lower() == "true",
+        compile=settings.switch("compile"),
         parallelism=Parallelism(
             data_parallel_size=max(num_gpus // tensor, 1),
             tensor_parallel_size=tensor,

@@ -229,6 +229,14 @@ class Settings:
         return SpecError(f"{name}={value!r} {rule}.", parameter=name, value=value)
 
 
+def note_inner(settings: Settings, key: str, read: Iterable[str], ignored: Iterable[str] = ()) -> None:
+    """Note the keys of the mapping at `key` but those that are `read` elsewhere: as ignored or as unknown."""
+    value = settings.raw(key)
+    for name in value if isinstance(value, Mapping) else ():
+        if name not in read:
+            (settings.notes.ignored if name in ignored else settings.notes.unknown).append(f"{settings.spell(key)}.{name}")
+
+
 def gpu_count(number: object) -> int:
     """`number` of GPUs of a run; JSON writers may have made it a float. Raises: SpecError."""
     whole = int_like(number) if isinstance(number, (int, float)) and not isinstance(number, bool) else None

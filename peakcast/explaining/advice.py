@@ -283,9 +283,9 @@ def _fresh(candidates: Sequence[Candidate], found: Sequence[Advice], room: int) 
 
 def _room(job: TrainingJob, device: Device | None) -> int:
     from peakcast.models.baseline import usable_bytes
-    from peakcast.models.device_memory import context_bytes
+    from peakcast.models.measured_constants import known_context_bytes
 
-    return usable_bytes(job, device) - context_bytes(device, job.versions) if device is not None else 2**62
+    return usable_bytes(job, device) - known_context_bytes(device, job.versions) if device is not None else 2**62
 
 
 def expandable_segments(job: TrainingJob, device: Device, rank: int) -> tuple[Advice, ...]:

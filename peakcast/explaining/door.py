@@ -17,7 +17,7 @@ from peakcast.explaining.traced import by_layer
 from peakcast.explanation import Explanation
 from peakcast.findings import Finding, ordered
 from peakcast.places import explained
-from peakcast.questions import Rank, rank_number, translation_of
+from peakcast.questions import Rank, on_node, rank_number, translation_of
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
 
@@ -33,6 +33,7 @@ def explanation(
 ) -> Explanation:
     """The explanation asked for. Raises: SpecError, CatalogError or CollectorError."""
     device = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
+    device = on_node(device, None, None) if device is not None else None
     if module is not None:
         from peakcast.collectors.tracing.module import trace_module
 

@@ -15,9 +15,11 @@ from peakcast.explaining.inventory import parameter_rows, unsharded
 from peakcast.explaining.layers import module_rows
 from peakcast.explaining.reason import peak_reason
 from peakcast.explanation import Explanation, ModuleRow
+from peakcast.models.analytical.fullest_ranks import fullest_ranks
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.scope import scope_findings
-from peakcast.ranks import ranks_that_differ, worst_rank
+from peakcast.models.measured_constants import rests_on_readings
+from peakcast.ranks import worst_rank
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
 
@@ -81,7 +83,7 @@ def of_module(timeline: Timeline, name: str) -> Explanation:
 
 
 def _worst(job: TrainingJob, timeline_of: Source) -> tuple[int, Timeline]:
-    found = [(rank, timeline_of(job, rank)) for rank in ranks_that_differ(job)]
+    found = [(rank, timeline_of(job, rank)) for rank in fullest_ranks(job)]
     return max(found, key=lambda item: item[1].peak().num_bytes)
 
 
@@ -103,6 +105,8 @@ def _assumptions(job: TrainingJob, device: Device | None, source: str, asked: in
         sentences.append(NO_KERNELS)
     elif device is None:
         sentences.append("no GPU type is given, so library workspaces and what kernels allocate inside are left out.")
+    elif said := rests_on_readings(job, device):
+        sentences.append(said)
     if asked is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, rank))
     return sentences

@@ -49,7 +49,7 @@ _Named = tuple[tuple[str, str], tuple[int, ...]]
 
 
 def _megatron(job: TrainingJob, rank: int) -> Iterator[_Named]:
-    from peakcast.models.analytical.megatron_persistent import owned_parameters
+    from peakcast.models.analytical.megatron_buffers import owned_parameters
     from peakcast.models.analytical.megatron_share import rank_share
 
     for chunk in owned_parameters(rank_share(job, None, rank)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from peakcast import catalog
 from peakcast.catalog import Device
+from peakcast.constants import own_constants
 from peakcast.conventions import conventions
 from peakcast.findings import Finding
 from peakcast.models.analytical.pipeline import pipeline_rank, stage_chunks
@@ -15,6 +16,7 @@ from peakcast.models.calibration import calibration_for
 from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.device_scope import device_findings
 from peakcast.models.features import features
+from peakcast.models.measured_constants import outside
 from peakcast.models.predict import combine, known_of, reasons_outside
 from peakcast.models.verdict import judge, limits
 from peakcast.prediction import GpuVerdict, Prediction, RankPeak
@@ -32,7 +34,12 @@ def gpu_verdicts(
     base, known = baseline(job, device, rank), (*findings, *known_of(job))
     verdicts = []
     for found in sorted(map(catalog.gpu, catalog.gpu_names()), key=lambda gpu: gpu.cuda_memory_bytes):
-        other = replace(found, host_memory_bytes=device.host_memory_bytes, gpus_per_node=device.gpus_per_node)
+        other = replace(
+            found,
+            host_memory_bytes=device.host_memory_bytes,
+            gpus_per_node=device.gpus_per_node,
+            constants=device.constants if found.name == device.name else own_constants(found.name),
+        )
         moved = _moved(base, job, other)
         calibration = calibration_for(other)
         row = features(job, other, moved)
@@ -46,8 +53,13 @@ def gpu_verdicts(
 
 def _moved(base: Baseline, job: TrainingJob, device: Device) -> Baseline:
     context, communicators = context_bytes(device, job.versions), communicator_bytes(job, device)
-    device_bytes = base.peak_reserved_bytes + context + communicators
-    return replace(base, context_bytes=context, communicator_bytes=communicators, peak_device_bytes=device_bytes)
+    return replace(
+        base,
+        context_bytes=context,
+        communicator_bytes=communicators,
+        peak_device_bytes=base.peak_reserved_bytes + context + communicators,
+        outside=outside(job, device),
+    )
 
 
 # -- ranks --------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import zlib
 from pathlib import Path
 from typing import IO
 
+from peakcast.bounded import file_stream
 from peakcast.errors import RecordError
 from peakcast.histories import plain_pickle
 from peakcast.histories.history import History
@@ -24,8 +25,8 @@ def read_histories(path: Path) -> list[History]:
     """
     path = Path(path)
     try:
-        with path.open("rb") as raw:
-            begins = raw.read(2)
+        with file_stream(path) as raw:
+            begins = raw.read(2) or b""  # None: a file of the system's that has nothing to give yet
             raw.seek(0)
             if begins != GZIP:
                 return _histories(raw, begins, path)

@@ -14,7 +14,7 @@ from peakcast.catalog import Device
 from peakcast.errors import PeakcastError, SpecError
 from peakcast.findings import Finding
 from peakcast.models.baseline import usable_bytes
-from peakcast.models.device_memory import context_bytes
+from peakcast.models.measured_constants import known_context_bytes
 from peakcast.models.predict import could_surely_fit, predict
 from peakcast.searching import costs
 from peakcast.searching.found import Found, Plan
@@ -61,7 +61,7 @@ def search(
             value=batch,
         )
     say(f"{len(every):,} candidates: what stands on their ranks")
-    room = usable_bytes(job, device) - context_bytes(device, job.versions)
+    room = usable_bytes(job, device) - known_context_bytes(device, job.versions)
     groups = series(every)
     left = [members for members in groups if standing(every, members) <= room]
     num_left = sum(map(len, left))

@@ -45,6 +45,10 @@ class Asked:
     versions: str = ""
     """Versions of packages ("torch=2.9,transformers=4.45.2"), or the tag of NVIDIA's PyTorch image ("26.04")."""
     gpu: str = "H100-80GB"
+    host_memory_gib: float | None = None
+    """Host memory of a node, where it is to be weighed too."""
+    gpus_per_node: int | None = None
+    """GPUs that share it; None: 8."""
     knobs: Mapping[str, Any] = field(default_factory=dict)
     """Knob -> value, of those that change what the configuration says."""
 
@@ -116,7 +120,8 @@ def _question(asked: Asked) -> Question:
         model=asked.model.strip() or None,
         versions=asked_versions(None if image else versions or None, image),
     )
-    return question(translation_of(_job(text), beside), asked.gpu)
+    job = translation_of(_job(text), beside)
+    return question(job, asked.gpu, host_memory_gib=asked.host_memory_gib, gpus_per_node=asked.gpus_per_node)
 
 
 def _job(text: str) -> str:

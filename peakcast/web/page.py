@@ -47,11 +47,27 @@ SHOW_ANSWER = """() => {
 NUM_OUTPUTS = 6
 
 
-def ask(text: str, num_gpus: int | None, model: str, versions: str, gpu: str, *values: Any) -> tuple[str, ...]:
+def ask(
+    text: str,
+    num_gpus: int | None,
+    model: str,
+    versions: str,
+    gpu: str,
+    host_memory_gib: float | None,
+    gpus_per_node: int | None,
+    *values: Any,
+) -> tuple[str, ...]:
     """The panels of one question: answer, timeline, layers, notes, job file, link. A fault is shown in the first."""
     knobs = {name: value for name, value in zip(KNOBS, values, strict=True) if value not in (None, AS_GIVEN)}
     asked = Asked(
-        text=text or "", num_gpus=num_gpus or None, model=model or "", versions=versions or "", gpu=gpu, knobs=knobs
+        text=text or "",
+        num_gpus=num_gpus or None,
+        model=model or "",
+        versions=versions or "",
+        gpu=gpu,
+        host_memory_gib=host_memory_gib or None,
+        gpus_per_node=gpus_per_node or None,
+        knobs=knobs,
     )
     try:
         found: tuple[str, ...] = workers().ask(asked)
@@ -80,7 +96,8 @@ def restored(request: gr.Request) -> tuple[Any, ...]:
 def _inputs(asked: Asked) -> tuple[Any, ...]:
     """What the inputs hold for `asked`, in the order of `ask`."""
     values = (asked.knobs.get(name, AS_GIVEN if choices else None) for name, (_, choices) in KNOBS.items())
-    return (asked.text, asked.num_gpus, asked.model, asked.versions, asked.gpu, *values)
+    node = (asked.host_memory_gib, asked.gpus_per_node)
+    return (asked.text, asked.num_gpus, asked.model, asked.versions, asked.gpu, *node, *values)
 
 
 def page(*, reports: bool) -> gr.Blocks:
@@ -115,6 +132,23 @@ def page(*, reports: bool) -> gr.Blocks:
                         elem_id="versions",
                         max_lines=1,
                     )
+                    with gr.Row():
+                        host_memory = gr.Number(
+                            label="Host memory of a node, GiB",
+                            info="--host-memory-gib",
+                            minimum=0,
+                            elem_id="host_memory_gib",
+                            min_width=120,
+                        )
+                        per_node = gr.Number(
+                            label="GPUs of a node",
+                            info="--gpus-per-node",
+                            precision=0,
+                            minimum=0,
+                            placeholder="8",
+                            elem_id="gpus_per_node",
+                            min_width=120,
+                        )
                 with gr.Accordion("Change the step"):
                     knobs = _knobs(STEP)
                 with gr.Accordion("Change the layout over GPUs", open=False):
@@ -129,10 +163,10 @@ def page(*, reports: bool) -> gr.Blocks:
                 with gr.Accordion("The job as a file for the command line", open=False):
                     job = gr.Code(language="yaml", label="job.yaml", interactive=False, max_lines=24)
                 link = gr.HTML(elem_id="link", elem_classes="page")
-        inputs = [text, num_gpus, model, versions, gpu, *knobs]
+        inputs = [text, num_gpus, model, versions, gpu, host_memory, per_node, *knobs]
         outputs = [answer, timeline, layers, notes, job, link]
         changed = [button.click, *(box.submit for box in (text, model, versions))]
-        changed += [box.input for box in (num_gpus, gpu, *knobs)]
+        changed += [box.input for box in (num_gpus, gpu, host_memory, per_node, *knobs)]
         gr.on(changed, ask, inputs, outputs, api_name="ask", concurrency_limit=AT_ONCE)
         button.click(None, None, None, js=SHOW_ANSWER)
         blocks.load(restored, None, [*inputs, *outputs], api_name=False, concurrency_limit=AT_ONCE)

@@ -56,7 +56,7 @@ def answer_html(found: Answered) -> str:
 
 def _quantity(prediction: Any, name: str, scale: int) -> dict[str, Any]:
     bar = getattr(prediction, name)
-    shares = {key: 100 * value / scale for key, value in bar.to_mapping().items()}
+    shares = {end: 100 * getattr(bar, end) / scale for end in ("point", "lower", "upper")}
     return {"name": name.removeprefix("peak_").removesuffix("_bytes"), "bar": bar, "shares": shares, "seen": SEEN_BY[name]}
 
 

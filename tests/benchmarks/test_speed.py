@@ -242,9 +242,9 @@ def test_a_batch_beside_the_same_without_the_compiled_replay(benchmark, monkeypa
     list(predict_batch(lines[:1]))
     answers = benchmark.pedantic(lambda: list(predict_batch(lines)), rounds=1)
     benchmark.extra_info["jobs_per_second"] = round(len(lines) / benchmark.stats.stats.min)
-    from peakcast.batch import _answer_text
+    from peakcast.batch import _remembered
 
-    _answer_text.cache_clear()
+    _remembered.cache_clear()
     monkeypatch.setattr(allocator, "compiled", None)
     slow: list[list[dict]] = []
     seconds = fastest(lambda: slow.append(list(predict_batch(lines))), 1)

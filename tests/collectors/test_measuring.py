@@ -94,10 +94,11 @@ def test_ranks_are_asked_for_by_number_or_by_kind_of_stage(tmp_path):
     two, alone = job(framework="torch", parallelism={"pipeline_parallel_size": 2}), job()
     assert ranks_to_run(two, "1", trace=False) == (1,)
     assert ranks_to_run(two, "0,1,7", trace=True) == (0, 1)
-    assert ranks_to_run(alone, "1", trace=False) == (0,)  # it has one
     assert ranks_to_run(two, "auto", trace=False) == ranks_to_run(two, "real", trace=True) == (0,)
-    with pytest.raises(CollectorError, match="ranks='5' names none of the 2 ranks"):
+    with pytest.raises(CollectorError, match=r"ranks='5' names no rank of tiny, .*, which has 2; they count from 0"):
         ranks_to_run(two, "5", trace=False)
+    with pytest.raises(CollectorError, match=r"ranks='1' names no rank of tiny, .*, which has 1; they count from 0"):
+        ranks_to_run(alone, "1", trace=False)
     for bad in ("all", "-1", "1,x", ""):
         with pytest.raises(CollectorError, match=f"ranks='{bad}' must be one of auto, real, one, or numbers"):
             ranks_to_run(two, bad, trace=False)

@@ -68,8 +68,8 @@ def test_what_the_trainer_is_not_told_is_refused_by_name(changes, says):
 
     with pytest.raises(CollectorError, match=says):
         build(job({"loop": "trainer"}, **changes), "cpu")
-    with pytest.raises(CollectorError, match="loop='other' must be calls or trainer"):
-        build(job({"loop": "other"}), "cpu")
+    with pytest.raises(SpecError, match=r"framework_options\.loop='other' must be one of 'calls', 'trainer'"):
+        job({"loop": "other"})
 
 
 def test_other_frameworks_have_no_such_loop():

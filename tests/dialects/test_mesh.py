@@ -63,7 +63,7 @@ def test_what_a_job_cannot_say_is_said():
     found, spread = layout(8, dp_shard_size=2, sp_size=4, sp_backend="deepspeed", seats=9)
     assert spread.context_parallel_size == 4
     assert "Ulysses" in found.unsupported[0]
-    assert found.unknown == ("parallelism_config_seats",)
+    assert found.unknown == ("seats",)
     ring, ulysses = (layout(8, dp_shard_size=2, cp_size=4, cp_backend=backend)[0] for backend in ("torch", "deepspeed"))
     assert (ring.unsupported, ulysses.unsupported) == ((), found.unsupported)
     older = layout(8, {"fsdp_version": 1}, dp_replicate_size=2, dp_shard_size=4)[0]

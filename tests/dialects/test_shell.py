@@ -115,6 +115,12 @@ def test_launchers_say_the_program_and_the_number_of_gpus(text, program, num_gpu
     assert (launch.program, launch.num_gpus) == (program, num_gpus)
 
 
+def test_defaults_inside_one_another_have_a_bound():
+    assert launch_of(read_script("python train.py --x ${a:-${b:-3}}"), "", "a script").arguments == {"x": "3"}
+    with pytest.raises(SpecError, match="more than 8 defaults of variables inside one another"):
+        read_script("python train.py --x " + "${a:-" * 20_000)
+
+
 def test_the_training_command_is_told_from_those_around_it():
     text = (
         "python tools/preprocess_data.py --input a.json\ntorchrun pretrain_gpt.py --num-layers 2\npython upload.py --to x"

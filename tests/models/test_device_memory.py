@@ -1,20 +1,12 @@
-"""Memory outside PyTorch's allocator: estimates that agree with published readings, and files of measured constants."""
+"""Memory outside PyTorch's allocator: estimates that agree with published readings."""
 
 import csv
-import json
 from statistics import median
 
 import pytest
 
 from peakcast.catalog import gpu
-from peakcast.errors import RecordError
-from peakcast.models.device_memory import (
-    Constants,
-    context_bytes,
-    cuda_major,
-    load_constants,
-    one_communicator_bytes,
-)
+from peakcast.models.device_memory import context_bytes, cuda_major, one_communicator_bytes
 from peakcast.store import datasets_folder
 from peakcast.units import MIB
 
@@ -45,30 +37,3 @@ def test_the_release_of_cuda_follows_from_what_a_job_says():
 def test_a_smaller_communicator_takes_less():
     for name in ("A100-80GB", "H100-80GB"):
         assert 0 < one_communicator_bytes(gpu(name), 2, {}) < one_communicator_bytes(gpu(name), 8, {})
-
-
-def test_measured_constants_come_back_as_written(tmp_path):
-    constants = Constants(
-        gpu="H100-80GB",
-        context_bytes=520 * MIB,
-        first_uses_bytes={"cublas": 100 * MIB, "liger": 7 * MIB},
-        communicator_bytes={8: 990 * MIB},
-        versions={"torch": "2.11.0"},
-    )
-    path = tmp_path / "constants.json"
-    path.write_bytes(constants.to_bytes())
-    assert load_constants(path) == constants
-    assert constants.kernels_bytes == 100 * MIB  # not every step has Liger's kernels
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[]", b"{", b'{"schema_version": 2}', b"[" * 100_000, json.dumps({"schema_version": 1, "gpu": 3}).encode(),
-     json.dumps({"schema_version": 1, "gpu": "L40S", "context_bytes": 1e300, "first_uses_bytes": {},
-                 "communicator_bytes": {}}).encode()],
-)  # fmt: skip
-def test_a_damaged_file_is_a_sentence(tmp_path, content):
-    path = tmp_path / "constants.json"
-    path.write_bytes(content)
-    with pytest.raises(RecordError, match="is not what `peakcast collect constants` writes"):
-        load_constants(path)

@@ -9,7 +9,6 @@ import pytest
 
 from peakcast.errors import CalibrationError
 from peakcast.models.features import FEATURES, MONOTONE
-from peakcast.models.gaussian_process import GaussianProcess
 from peakcast.models.regressors import BoostedTrees, GpuMedian, GroupMedian, Ridge, Zero, regressor_from_mapping
 from peakcast.models.residual import Residual, assign_folds, matrix, simplest_within_one_standard_error
 from peakcast.models.trees import Trees
@@ -60,12 +59,13 @@ def test_a_fixed_hidden_amount_is_a_share_of_the_baseline():
     assert np.abs(fitted.splits_[0].guesses - truth).mean() < 0.01
 
 
-@pytest.mark.parametrize(("num_units", "tried"), [(4, False), (5, True)])
+@pytest.mark.parametrize(
+    ("num_units", "tried"), [(4, set()), (5, {"ridge"}), (39, {"ridge"}), (40, {"ridge", "boosted_trees"})]
+)
 def test_few_architectures_teach_nothing_by_their_features(num_units, tried):
     rows, units, groups, _random = make(num_units)
     fitted = Residual().fit(rows, [0.01 * row["log2_tokens"] for row in rows], units, groups)
-    assert ({"ridge", "gaussian_process", "boosted_trees"} <= set(fitted.scores_)) == tried
-    assert {"zero", "hidden_bytes", "group_median", "gpu_median"} <= set(fitted.scores_)
+    assert set(fitted.scores_) == {"zero", "hidden_bytes", "group_median", "gpu_median"} | tried
 
 
 def test_what_does_not_transfer_to_unseen_architectures_is_not_used():
@@ -139,7 +139,7 @@ def test_exported_trees_are_scikit_learns():
 
 
 @pytest.mark.parametrize(
-    "candidate", [Zero(), GroupMedian(), GpuMedian(), Ridge(), GaussianProcess(), BoostedTrees(max_iter=5)]
+    "candidate", [Zero(), GroupMedian(), GpuMedian(), Ridge(), BoostedTrees(max_iter=5)]
 )
 def test_every_candidate_survives_json(candidate):
     rows, _, groups, random = make()
@@ -147,25 +147,6 @@ def test_every_candidate_survives_json(candidate):
     candidate.fit(x, y, np.ones(len(y)), groups)
     again = regressor_from_mapping(json.loads(json.dumps(candidate.to_mapping())), NUM_FEATURES)
     assert again.predict(x, groups).tolist() == candidate.predict(x, groups).tolist()
-
-
-def test_the_gaussian_process_is_scikit_learns_at_the_same_length_and_noise():
-    from sklearn.gaussian_process import GaussianProcessRegressor
-    from sklearn.gaussian_process.kernels import RBF
-
-    random = np.random.default_rng(2)
-    x = np.zeros((60, NUM_FEATURES))
-    columns = [list(FEATURES).index(name) for name in ("log2_tokens", "temporaries_share", "log2_hidden_size")]
-    x[:, columns] = random.normal(size=(60, 3))
-    y = np.sin(x[:, columns[0]]) + random.normal(0, 0.1, 60)
-    process = GaussianProcess().fit(x, y, np.ones(60), [])
-    noises = []
-    for noise in (0.03, 0.1, 0.3, 1.0, 3.0):
-        kernel = RBF(process.length_, "fixed")
-        oracle = GaussianProcessRegressor(kernel, alpha=noise, optimizer=None).fit(process.rows_, y - y.mean())
-        noises.append(y.mean() + oracle.predict(process.rows_))
-    assert any(process.predict(x, []) == pytest.approx(guess, abs=1e-9) for guess in noises)
-    assert np.abs(process.predict(x, []) - np.sin(x[:, columns[0]])).mean() < 0.08
 
 
 def test_a_gpu_type_never_seen_takes_its_nearest_relatives_median():
@@ -182,17 +163,7 @@ def test_a_gpu_type_never_seen_takes_its_nearest_relatives_median():
     assert fitted.predict(near, []).tolist() == [low, low, high]
 
 
-def test_a_smooth_effect_is_learned_by_the_gaussian_process():
-    rows, units, groups, random = make(20, 8)
-    truth = np.array([0.02 * np.sin(2 * row["log2_tokens"]) for row in rows])
-    fitted = Residual(make_candidates=lambda: [Zero(), Ridge(), GaussianProcess()]).fit(
-        rows, truth + random.normal(0, 0.0005, len(rows)), units, groups
-    )
-    assert fitted.regressor_.name == "gaussian_process"
-    assert np.abs(fitted.splits_[0].guesses - truth).mean() < 0.002
-
-
-@pytest.mark.parametrize("candidate", [Ridge(alpha=0.01), GaussianProcess(), BoostedTrees()])
+@pytest.mark.parametrize("candidate", [Ridge(alpha=0.01), BoostedTrees()])
 @pytest.mark.parametrize("feature", MONOTONE)
 def test_no_candidate_learns_that_hidden_memory_shrinks_with_its_share(candidate, feature):
     """Even where the rows of the fit say so."""
@@ -263,28 +234,6 @@ def test_damaged_trees_are_refused(damage):
         "value": [0.0, 1.0, 2.0, 3.0],
     }
     assert regressor_from_mapping(good, NUM_FEATURES).predict(np.zeros((1, NUM_FEATURES)), []).tolist() == [1.0]
-    with pytest.raises(CalibrationError):
-        regressor_from_mapping({**good, **damage}, NUM_FEATURES)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"columns": [10_000, 1]},
-        {"columns": [0.5, 1]},
-        {"scale": [0.0, 1.0]},
-        {"rows": [[1.0]]},
-        {"rows": "os.system"},
-        {"dual": [1e300]},
-        {"length": 0},
-        {"kernel": "RBF"},
-    ],
-)
-def test_a_damaged_process_is_refused(damage):
-    pair = [0.0, 0.0]
-    arrays = {"columns": [0, 1], "low": pair, "high": [1.0, 1.0], "mean": pair, "scale": [1.0, 1.0]}
-    good = {"name": "gaussian_process", "length": 1.0, "intercept": 0.5, "rows": [pair], "dual": [0.25], **arrays}
-    assert regressor_from_mapping(good, NUM_FEATURES).predict(np.zeros((1, NUM_FEATURES)), []).tolist() == [0.75]
     with pytest.raises(CalibrationError):
         regressor_from_mapping({**good, **damage}, NUM_FEATURES)
 

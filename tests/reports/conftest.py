@@ -22,6 +22,7 @@ def cell(number: int, measured: float, point: float, **changes: Any) -> Scored:
         "architecture": "llama/2048x16/32",
         "layout": "single",
         "framework": "huggingface",
+        "kind": "full",
         "quantity": "peak_allocated_bytes",
         "weight": 1.0,
         "known": "",

@@ -11,11 +11,17 @@ from peakcast.units import GIB
 
 
 def test_the_headline_has_a_line_for_each_gpu_type_and_quantity_with_rows(evaluation: Evaluation) -> None:
-    lines = [(row.gpu, row.quantity, row.summary.num_rows) for row in headline(evaluation)]
+    small = evaluation.tables[1].cells[0]
+    mixed = replace(evaluation.tables[1], cells=(small, replace(small, measured=GIB)))
+    lines = [
+        (row.gpu, row.quantity, row.size, row.summary.num_rows)
+        for row in headline(replace(evaluation, tables=(evaluation.tables[0], mixed)))
+    ]
     assert lines == [
-        ("A100-80GB", "peak_allocated_bytes", 3),
-        ("A100-80GB", "peak_device_bytes", 1),
-        ("H100-80GB", "peak_allocated_bytes", 1),
+        ("A100-80GB", "peak_allocated_bytes", "≥ 5 GiB", 3),
+        ("A100-80GB", "peak_device_bytes", "≥ 5 GiB", 1),
+        ("A100-80GB", "peak_device_bytes", "< 5 GiB", 1),
+        ("H100-80GB", "peak_allocated_bytes", "≥ 5 GiB", 1),
     ]
     assert [row.gpu for row in headline(evaluation, "H100-80GB")] == ["H100-80GB"]
 

@@ -78,7 +78,8 @@ def edited(path: Path, column: str, value: str) -> None:
         ("peak_allocated_bytes", "٣", r"line 2: peak_allocated_bytes='٣' must be a whole number written in digits"),
         ("peak_allocated_bytes", "9" * 17, r"line 2: peak_allocated_bytes=9+ must be a whole number from 0"),
         ("peak_allocated_bytes", "9" * 5000, r"line 2: peak_allocated_bytes='9+\.\.\. must be a whole number"),
-        ("rank", "", r"line 2: rank=None must be a whole number"),
+        ("rank", "-1", r"line 2: rank=-1 must be a whole number"),
+        ("rank", "", r"line 2: key='\w{16}' does not match the row"),  # the largest of all ranks, which is another row
         ("provenance", "mesured", r"line 2: provenance='mesured' must be one of measured, .*did you mean 'measured'"),
         ("outcome", "", r"line 2: outcome='' must be one of ok"),
         ("schema_version", "2", r"line 2: schema_version=2 must be 1; update peakcast or convert the file"),

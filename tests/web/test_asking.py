@@ -38,6 +38,35 @@ def test_knobs_change_what_the_configuration_says():
     assert changed.prediction.peak_allocated_bytes.point < plain.prediction.peak_allocated_bytes.point
 
 
+def test_host_memory_and_gpus_of_a_node_are_weighed_as_the_command_line_weighs_them():
+    from peakcast import api
+
+    job = {"architecture": "llama-3.1-8b", "framework": "deepspeed", "sequence_length": 2048,
+           "activation_checkpointing": {"mode": "full"}, "offload": {"optimizer": True},
+           "parallelism": {"data_parallel_size": 8, "zero_stage": 3}}  # fmt: skip
+    little = {"host_memory_gib": 32.0, "gpus_per_node": 4}
+    found = {
+        node.get("host_memory_gib"): answered(Asked(text=json.dumps(job), gpu="H100-80GB", **node)).prediction
+        for node in ({}, little, {"host_memory_gib": 4096.0})
+    }
+    assert [found[gib].fits for gib in (None, 32.0, 4096.0)] == ["yes", "no", "yes"]
+    assert found[32.0].to_mapping() == api.predict(job, "H100-80GB", **little).to_mapping()
+
+
+def test_the_panels_show_each_quantity_with_its_bar():
+    from peakcast.web.answering import panels_of
+
+    asked = Asked(text="llama-3.2-1b")
+    answer, timeline, layers, notes, job, link = panels_of(asked)
+    for name in ("allocated", "reserved", "device", "host"):
+        assert f'<th scope="row">{name}<br>' in answer
+    assert "<svg" in timeline
+    assert "<table" in layers
+    assert "batches of other lengths" in notes
+    assert job.startswith("architecture: llama-3.2-1b")
+    assert to_query(asked) in link
+
+
 @pytest.mark.parametrize(
     ("asked", "error", "words"),
     [
@@ -57,6 +86,9 @@ def test_knobs_change_what_the_configuration_says():
         (Asked(text="~/.netrc"), CatalogError, "not in the catalog"),
         (Asked(text="architecture: /etc/passwd\n"), SpecError, "no files are read here"),
         (Asked(text="gpt2", model="/etc/passwd"), SpecError, "no files are read here"),
+        (Asked(text="gpt2", host_memory_gib=-1), SpecError, "host_memory_gib=-1 must be a number above 0"),
+        (Asked(text="gpt2", host_memory_gib=[8]), SpecError, "must be a number above 0"),
+        (Asked(text="gpt2", gpus_per_node=2.5), SpecError, "gpus_per_node=2.5 must be a whole number"),
         (Asked(text="gpt2", num_gpus=8), SpecError, "change parallelism.data_parallel_size"),
         (Asked(text='{"zero_optimization": {"stage": 2}}'), SpecError, "the arguments below, after a line of ---.$"),
         (Asked(text="base_model: gpt2\nmicro_batch_size: 1\ndeepspeed: z2.json\n"), SpecError, "line of --- z2.json.$"),

@@ -89,6 +89,18 @@ def test_a_body_of_no_known_length_is_read_no_further_than_a_question(port):
     assert asked(port, "GET", "/")[0] == 200
 
 
+def question(port, text):
+    """What the page shows first for a text, asked as the page asks it."""
+    from peakcast.web.page import KNOBS
+
+    body = json.dumps({"data": [text, None, "", "", "H100-80GB", None, None, *[None] * len(KNOBS)]})
+    code, _, event = asked(port, "POST", "/gradio_api/call/ask", {"Content-Type": "application/json"}, body)
+    assert code == 200, event
+    code, _, answer = asked(port, "GET", f"/gradio_api/call/ask/{json.loads(event)['event_id']}")
+    assert code == 200, answer
+    return json.loads(answer.decode().partition("data: ")[2])
+
+
 GREEDY = "architecture: {model_type: gpt2, n_embd: 64, n_layer: 1000, n_head: 4, vocab_size: 99}"
 HOSTILE = {
     "a key of 90,000 parts": ".".join("a" * 90_000) + " = 1\n",
@@ -98,6 +110,14 @@ HOSTILE = {
     "digits": '{"architecture": "gpt2", "sequence_length": ' + "9" * 5000 + "}",
     "newlines": "\n" * 150_000 + "x y",
     "dashes and blanks": "---" + " " * 150_000 + "x\n",
+    "a whole number": "sequence_length = " + "9" * 150_000,
+    "a whole number in base 60": "a: " + ":".join(["59"] * 40_000),
+    "tables in tables": "x = {" + "a={" * 20_000,
+    "an array of words": "A=(" + "x " * 80_000 + ")\npython pretrain_gpt.py ${A[@]} ${A[@]}\n",
+    "a variable that doubles": "A=xxxxxxxxxx\n" + "A=$A$A$A$A$A$A\n" * 30 + "python pretrain_gpt.py $A\n",
+    "files": "architecture: gpt2\n" + "".join(f"--- f{i}.json\n{{}}\n" for i in range(9_000)),
+    "micro-batches": "{architecture: gpt2, framework: torch, gradient_accumulation_steps: 1000000000, parallelism: "
+    "{pipeline_parallel_size: 4}}",
     "a script in itself": "python train.py --x " + "${a:-" * 20_000,
     "a name": "x" * 400,
     "a device": "/dev/zero",
@@ -108,18 +128,15 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_question_is_answered_with_a_sentence_and_the_next_one_as_ever(name):
-    from peakcast.web.page import KNOBS, ask
-
-    knobs = [None] * len(KNOBS)
+def test_a_hostile_question_is_answered_with_a_sentence_and_the_next_one_as_ever(port, name):
     begun = time.monotonic()
-    answer, *others = ask(HOSTILE[name], None, "", "", "H100-80GB", *knobs)
+    answer, *others = question(port, HOSTILE[name])
     assert time.monotonic() - begun < 20
     assert "No answer" in answer
     assert not any(others)
     assert "this is a bug" not in answer
     assert "<script" not in answer
-    assert "gpt2 needs" in ask("gpt2", None, "", "", "H100-80GB", *knobs)[0]
+    assert "gpt2 on a " in question(port, "gpt2")[0]
 
 
 def test_a_question_has_a_budget():

@@ -13,7 +13,7 @@ import pytest
 from peakcast.catalog import gpu
 from peakcast.dialects.megatron import from_megatron
 from peakcast.models.analytical.megatron import megatron_ledger, megatron_out_of_scope
-from peakcast.models.analytical.megatron_persistent import owned_parameters
+from peakcast.models.analytical.megatron_buffers import owned_parameters
 from peakcast.models.analytical.megatron_share import rank_share
 from peakcast.models.baseline import baseline
 from peakcast.spec import TrainingJob

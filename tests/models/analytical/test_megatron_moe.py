@@ -19,9 +19,9 @@ from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.blocks.megatron_moe import mixture_of_experts
 from peakcast.models.analytical.blocks.megatron_recompute import checkpointed
 from peakcast.models.analytical.megatron import megatron_ledger, megatron_out_of_scope
+from peakcast.models.analytical.megatron_buffers import owned_parameters
 from peakcast.models.analytical.megatron_context import layer_context
 from peakcast.models.analytical.megatron_parameters import Parameter
-from peakcast.models.analytical.megatron_persistent import owned_parameters
 from peakcast.models.analytical.megatron_share import rank_share
 from peakcast.models.analytical.tape import Tape
 from peakcast.models.analytical.template import Template

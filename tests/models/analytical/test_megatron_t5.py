@@ -13,7 +13,7 @@ from peakcast.catalog import gpu
 from peakcast.dialects.megatron import from_megatron
 from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.megatron import megatron_ledger, megatron_out_of_scope
-from peakcast.models.analytical.megatron_persistent import owned_parameters
+from peakcast.models.analytical.megatron_buffers import owned_parameters
 from peakcast.models.analytical.megatron_share import rank_share
 from peakcast.models.baseline import baseline
 from peakcast.spec import TrainingJob
@@ -122,7 +122,12 @@ does not keep; those with every step logged have it."""
 def test_published_runs(
     device: str, tensor: int, flags: dict[str, Any], options: dict[str, Any], measured: int, tolerance: float
 ):
+    """The tensors alone are never more than was measured. The rest, 0.6 to 2 % of the small networks, is what the native
+    allocator leaves of blocks unsplit (none of it with expandable segments), and depends on which blocks are cached: the
+    replay of two steps of `t5_mcore_tp1_pp1_vp1` has 40.0 MB, that of building it before them 47.2, of further steps 4.5 MB
+    more; measured are 39.9 MB (A100) and 37.0 (H100), and 2.1 MB less on another A100."""
     job = make(8, tensor_model_parallel_size=tensor, deterministic_mode=True, **flags)
     job = job.replace(framework_options=FrozenMapping({**job.framework_options, **options}))
-    peak = baseline(job, gpu(device), 7).start("peak_allocated_bytes")
-    assert peak == pytest.approx(measured, rel=tolerance)
+    found = baseline(job, gpu(device), 7)
+    assert found.peak_allocated_bytes < measured
+    assert found.start("peak_allocated_bytes") == pytest.approx(measured, rel=tolerance)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from peakcast.architecture import Architecture
+from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.pipeline import most_in_flight, turns_of_rank
@@ -87,7 +88,6 @@ def test_more_micro_batches_than_are_in_flight_cost_their_buffers_alone():
     ("changed", "words"),
     [
         (job(pipeline_schedule="interleaved_1f1b"), "virtual_pipeline_stages=1"),
-        (job(pipeline_schedule="zero_bubble_v"), "zero_bubble_v and dualpipe_v with 2"),
         (job(3), "Schedule1F1B refuses"),
         (job(7, pipeline_schedule="dualpipe_v", virtual_pipeline_stages=2), "fewer than the stages"),
         (
@@ -152,3 +152,20 @@ def test_zero_bubble_sends_for_all_units_of_a_stage_before_it_copies_any_out():
     )
     assert sorted(sent, key=sent.__getitem__) == sorted(gathered, key=gathered.__getitem__) == units
     assert max(sent.values()) < min(gathered.values())
+
+
+@pytest.mark.parametrize("layers", [(-1, 3, 3, 3), (4, 0, 2, 2), (8, 0, 0, 0)])
+def test_a_stage_between_others_has_layers(layers):
+    with pytest.raises(SpecError, match="leaves a stage of pipeline_parallel_size=4 without layers"):
+        job(pipeline_layers=layers)
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble_v", "dualpipe_v"])
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_v_has_two_stages_on_each_rank(schedule, stages):
+    with pytest.raises(SpecError, match=f"virtual_pipeline_stages={stages} must be 2"):
+        job(pipeline_schedule=schedule, virtual_pipeline_stages=stages)
+
+
+def test_the_first_stage_may_hold_the_embedding_alone():
+    assert held(ledger(job(pipeline_layers=(0, 2, 3, 3)), rank=0), Category.PARAMETERS) == BF16 * VOCABULARY * WIDTH

@@ -1,0 +1,79 @@
+"""What NCCL takes on a GPU, by the ranks of a communicator. torchrun starts this for each GPU at hand
+(`-m peakcast.collectors.communicators FILE.json`), and rank 0 writes the file.
+
+First every rank makes a communicator of its own, which loads NCCL; then there is one of 2 ranks, of 4, ..., of all. Of
+each: what the driver counts on rank 0's GPU and PyTorch's allocator does not.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from peakcast.collectors import gang, probes
+from peakcast.collectors.growth import Growth
+from peakcast.collectors.nvml import Nvml
+
+Use = Callable[[tuple[int, ...]], None]
+"""Makes a communicator of those ranks, and has it used; called on every rank alike."""
+
+
+def sizes(num_ranks: int) -> tuple[int, ...]:
+    """The powers of two from 2 below `num_ranks`, and that."""
+    powers = (2**power for power in range(1, num_ranks.bit_length()))
+    return (*(size for size in powers if size < num_ranks), num_ranks)
+
+
+def communicators(num_ranks: int, growth: Growth, use: Use) -> dict[str, Any]:
+    """Bytes that loading NCCL took (`nccl`), and those of one communicator by its ranks (`communicators`)."""
+    for rank in range(num_ranks):
+        use((rank,))
+    loaded = growth.mark("nccl")
+    return {"nccl": loaded, "communicators": {str(size): _one(size, growth, use) for size in sizes(num_ranks)}}
+
+
+def _one(size: int, growth: Growth, use: Use) -> int | None:
+    use(tuple(range(size)))
+    return growth.mark(f"communicator of {size}")
+
+
+def _used(ranks: tuple[int, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    group = dist.new_group(list(ranks))
+    if dist.get_rank() in ranks:
+        dist.all_reduce(torch.ones(1024, device="cuda"), group=group)
+        torch.cuda.synchronize()
+
+
+def main(arguments: list[str]) -> int:
+    """One rank's process; exit code 0, and the file is whole when it is there."""
+    import torch
+    import torch.distributed as dist
+
+    from peakcast.collectors.nursery import die_with_parent
+    from peakcast.durable import replace_file
+
+    die_with_parent()
+    probes.require_gpu()
+    torch.cuda.set_device(gang.local_rank())
+    nvml = Nvml(gang.local_rank())
+    growth = Growth(nvml.used_bytes, torch.cuda.memory_reserved, nvml.settled_bytes())
+    probes.open_context()
+    nvml.check(probes.cuda_uuid())
+    growth.mark("context")
+    dist.init_process_group("nccl")
+    found = communicators(dist.get_world_size(), growth, _used)
+    if gang.rank() == 0:
+        replace_file(Path(arguments[0]), json.dumps(found).encode())
+    dist.barrier(device_ids=[gang.local_rank()])
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,33 @@
+"""Which ranks of a job to compare for its worst one: those that differ by their place in the layout, and of each pipeline
+stage the one whose optimizer owns most, where ranks own whole tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from peakcast.models.analytical.megatron_buffers import FP32, buffers, owns_whole_tensors
+from peakcast.models.analytical.megatron_optimizer import state_names
+from peakcast.models.analytical.megatron_share import rank_share, weights_share
+from peakcast.ranks import ranks_that_differ
+from peakcast.spec import TrainingJob
+
+
+def fullest_ranks(job: TrainingJob) -> tuple[int, ...]:
+    """`ranks_that_differ`, each with its place in the ring of attention, of the fullest optimizer of its stage."""
+    ranks = ranks_that_differ(job)
+    return tuple(_fullest(job, rank) for rank in ranks) if owns_whole_tensors(job) else ranks
+
+
+@lru_cache(maxsize=1024)
+def _fullest(job: TrainingJob, rank: int) -> int:
+    layout = job.parallelism
+    between = layout.tensor_parallel_size * layout.context_parallel_size
+    return max(range(rank, rank + layout.data_parallel_size * between, between), key=lambda other: _owned(job, other))
+
+
+def _owned(job: TrainingJob, rank: int) -> int:
+    """Bytes of the fp32 parameters and states that the optimizer of `rank` owns."""
+    share = weights_share(rank_share(job, None, rank))
+    return sum(
+        numel * FP32 * (1 + len(state_names(share, p))) for buffer in buffers(share) for p, numel in buffer.pieces
+    )

@@ -1,0 +1,164 @@
+"""The contiguous buffers of a Megatron-LM rank's parameters and gradients, and what of each its optimizer owns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from peakcast.models.analytical.columns import Recording
+from peakcast.models.analytical.distributed_optimizer import BufferRules, bucket_size, buffer_elements, shard_pieces
+from peakcast.models.analytical.layer_wise_optimizer import packed, ping_pong
+from peakcast.models.analytical.megatron_fsdp import buckets_of, hold_shards, is_fully_sharded
+from peakcast.models.analytical.megatron_parameters import Parameter, chunk_parameters
+from peakcast.models.analytical.megatron_share import RankShare, activations_share
+from peakcast.models.analytical.step import Step
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category
+from peakcast.units import DTYPE_BYTES
+
+FP8, FP32 = 1, 4
+
+
+def owned_parameters(share: RankShare) -> list[list[Parameter]]:
+    """The parameters of each model chunk."""
+    return _owned_parameters(activations_share(share))  # data parallelism cuts buffers, not parameters
+
+
+@lru_cache(maxsize=512)
+def _owned_parameters(share: RankShare) -> list[list[Parameter]]:
+    architecture, pipelined = share.job.architecture, share.job.parallelism.pipeline_parallel_size > 1
+    ahead = (architecture.num_hidden_layers - 1,) * architecture.num_nextn_predict_layers
+    tied = architecture.tie_word_embeddings
+    return [
+        chunk_parameters(share.layer_context, chunk, tied=tied, pipelined=pipelined, ahead=ahead) for chunk in share.chunks
+    ]
+
+
+def buffer_rules(share: RankShare, *, expert: bool = False) -> BufferRules:
+    """How the buffers of the rank's chunks are laid out and sharded; `expert`: those of the routed experts, whose replicas
+    are what is left of a stage's ranks after expert and expert tensor parallelism."""
+    layout, convention = share.job.parallelism, share.convention
+    replicas = layout.data_parallel_size * layout.context_parallel_size
+    shards = replicas
+    if expert and share.context.experts is not None:
+        shards = replicas * layout.tensor_parallel_size // share.context.experts.group_size
+    overlaps, asked = bool(convention.get("overlap_grad_reduce")), int(convention.get("ddp_bucket_size", 0) or 0)
+    return BufferRules(
+        sharded=layout.zero_stage > 0,
+        shards=max(1, shards // int(convention.get("num_distributed_optimizer_instances", 1) or 1)),
+        bucket_size=bucket_size(overlaps, share.stage, replicas, asked),
+        high_bandwidth_padding=bool(convention.get("ddp_pad_buckets_for_high_nccl_busbw")),
+    )
+
+
+def _place_among_replicas(share: RankShare, *, expert: bool) -> int:
+    """The rank's number among those that hold the same parameters, or the same routed experts (megatron-core 0.16.1
+    `parallel_state.py`: orders tp-cp-ep-dp-pp and, for experts, tp-ep-dp-pp)."""
+    experts = share.context.experts
+    if expert and experts is not None:
+        return share.shard // experts.group_size
+    return share.shard // share.job.parallelism.tensor_parallel_size
+
+
+def is_fp8_parameter(share: RankShare, parameter: Parameter) -> bool:
+    """Whether the parameter itself is FP8: the weight of a projection of Transformer Engine, if asked for."""
+    asked = bool(share.context.fp8_recipe) and bool(share.convention.get("fp8_param_gather"))
+    return asked and ".linear_" in parameter.name and parameter.name.endswith("weight") and len(parameter.shape) > 1
+
+
+def owns_whole_tensors(job: TrainingJob) -> bool:
+    """Whether the optimizer is Megatron-LM's layer-wise one, which never divides a matrix."""
+    return job.framework == "megatron" and job.optimizer.name == "muon" and job.parallelism.zero_stage > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A contiguous buffer: its parameters, how it is laid out, its elements, and what this rank's optimizer owns of it."""
+
+    parameters: list[Parameter]
+    rules: BufferRules
+    elements: int
+    pieces: list[tuple[Parameter, int]]
+    width: int
+    """Bytes of an element of its parameters."""
+
+    @property
+    def whole(self) -> list[tuple[Parameter, int]]:
+        """Every parameter with all its elements."""
+        return [(p, p.numel) for p in self.parameters]
+
+
+@lru_cache(maxsize=64)
+def buffers(share: RankShare) -> list[Buffer]:
+    """The contiguous buffers of the rank: one per chunk for the parameters that every data-parallel rank has, one for those
+    of the routed experts (`distributed_data_parallel.py`: `dense_params`, `expert_parallel_params`), and of either one for
+    each dtype (`fp8-param-gather`), or for the matrices that a layer-wise optimizer owns whole."""
+    found = []
+    width = int(DTYPE_BYTES[share.job.precision.parameters])
+    layer_wise = owns_whole_tensors(share.job)
+    if layer_wise and not share.convention["use_layer_wise_param_layout"]:
+        return _dealt_out(share, width)
+    for parameters in owned_parameters(share):
+        for expert, eight, matrices in itertools.product((False, True), (False, True), (False, True)):
+            members = [
+                p
+                for p in parameters
+                if (p.expert, is_fp8_parameter(share, p), layer_wise and p.is_matrix) == (expert, eight, matrices)
+            ]
+            if not members:
+                continue
+            rules, place = buffer_rules(share, expert=expert), _place_among_replicas(share, expert=expert)
+            if matrices:
+                elements, owned = packed(tuple(members), rules)
+                pieces = owned[place % rules.shards]
+            else:
+                elements, pieces = buffer_elements(members, rules), shard_pieces(members, rules, place)
+            found.append(Buffer(members, rules, elements, pieces, FP8 if eight else width))
+    return found
+
+
+def _dealt_out(share: RankShare, width: int) -> list[Buffer]:
+    """The buffers where whole tensors of all chunks are dealt out to the ranks' optimizers, and nothing else is sharded."""
+    found = []
+    for expert in (False, True):
+        rules, place = buffer_rules(share, expert=expert), _place_among_replicas(share, expert=expert)
+        chunks = [[p for p in parameters if p.expert == expert] for parameters in owned_parameters(share)]
+        owned = ping_pong(tuple(p for members in chunks for p in members), rules.shards)[place % rules.shards]
+        whole = replace(rules, sharded=False)
+        for members in filter(None, chunks):
+            pieces = [(p, numel) for p, numel in owned if p in members]
+            found.append(Buffer(members, whole, buffer_elements(members, whole), pieces, width))
+    return found
+
+
+def tensors_of(pieces: Iterable[tuple[Parameter, int]], suffix: str, width: int) -> list[tuple[str, str, int]]:
+    """(name, module, bytes) of the tensors of `width` bytes an element for the first elements of each parameter."""
+    return [(f"{p.name}{suffix}", p.module, part * width) for p, numel in pieces for part in p.parts(numel)]
+
+
+@lru_cache(maxsize=512)
+def parameters_held(share: RankShare) -> Recording:
+    """`hold_parameters`, recorded."""
+    step = Step()
+    hold_parameters(step, share)
+    return step.record()
+
+
+def hold_parameters(step: Step, share: RankShare) -> None:
+    """Parameters, gradient buffer and fp32 main parameters of every chunk."""
+    precision = share.job.precision
+    if is_fully_sharded(share):
+        for parameters in owned_parameters(share):
+            hold_shards(step, share, buckets_of(share, parameters))
+        return
+    weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
+    for buffer in buffers(share):
+        if buffer.rules.sharded:
+            step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * buffer.width, 0, module="model")
+        else:
+            step.hold_all(tensors_of(buffer.whole, "", buffer.width), Category.PARAMETERS)
+        step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, 0, module="model")
+        if weight != FP32:
+            step.hold_all(tensors_of(buffer.pieces, ".main", FP32), Category.MAIN_PARAMETERS)

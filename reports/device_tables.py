@@ -1,0 +1,58 @@
+"""What device memory is made of, as the baseline counts it, and how much of a measured peak it leaves over."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from peakcast.models.evaluation import Evaluation
+from peakcast.models.metrics import Scored
+from peakcast.reports.decision_tables import Table
+from peakcast.reports.metrics import cells_of
+from peakcast.units import GIB
+
+COLUMNS = (
+    "source",
+    "layout",
+    "rows",
+    "tensors",
+    "kept by the allocator",
+    "CUDA context",
+    "NCCL",
+    "measured",
+    "left over",
+    "p5 to p95 of it",
+)
+
+
+def device_tables(evaluation: Evaluation, gpu: str) -> Iterator[Table]:
+    """A line for each source and layout with device memory measured on `gpu`: medians of its rows, in GiB; nothing where
+    there are none. What is left over is measured less counted, before anything learned."""
+    groups: dict[tuple[str, str], list[Scored]] = {}
+    for cell in cells_of(evaluation, gpu, "peak_device_bytes"):
+        groups.setdefault((cell.project, cell.layout), []).append(cell)
+    if groups:
+        yield (
+            "What device memory is made of, in GiB",
+            COLUMNS,
+            [[*names, *_medians(cells)] for names, cells in sorted(groups.items())],
+        )
+
+
+def _medians(cells: Sequence[Scored]) -> list[str]:
+    left_over = sorted(cell.measured - cell.baseline for cell in cells)
+    parts = (
+        [cell.baseline_allocated for cell in cells],
+        [cell.baseline_reserved - cell.baseline_allocated for cell in cells],
+        [cell.context for cell in cells],
+        [cell.baseline - cell.baseline_reserved - cell.context for cell in cells],
+        [cell.measured for cell in cells],
+        left_over,
+    )
+    low, high = (left_over[round(share * (len(left_over) - 1))] for share in (0.05, 0.95))
+    medians = [_gib(statistics.median(values)) for values in parts]
+    return [str(len(cells)), *medians, f"{_gib(low)} to {_gib(high)}"]
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f}".replace("-", "−")

@@ -1,0 +1,68 @@
+"""The bar of one quantity of one job."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from peakcast.findings import UNKNOWN, found
+from peakcast.models.bars import WIDEST, bar_of
+from peakcast.models.baseline import baseline
+from peakcast.models.calibration import QuantityCalibration
+from peakcast.models.domain import MOST_SEVERE
+from peakcast.models.features import features, of_quantity
+from peakcast.models.fit import fit_quantity
+from peakcast.models.grouping import bar_groups
+from peakcast.models.regressors import Zero
+from peakcast.models.samples import prepare
+from peakcast.models.spread import JUDGED_FACTOR, Spread, terms_of
+from peakcast.spec import Parallelism
+
+QUANTITY = "peak_allocated_bytes"
+
+
+@pytest.fixture(scope="module")
+def learned(fakes) -> QuantityCalibration:
+    samples = prepare(fakes.rows(num_architectures=12, rows_each=4, noise=0.002), **fakes.stand_ins).samples
+    return fit_quantity(samples, QUANTITY, make_candidates=lambda: [Zero()])
+
+
+@pytest.fixture
+def ask(fakes):
+    def ask(learned, *, gpu="H100-80GB", findings=(), **changes):
+        job, device = fakes.job(**changes), fakes.devices["H100-80GB"]
+        base = baseline(job, device, 0, ledger=fakes.ledger)
+        row = of_quantity(features(job, device, base), base, QUANTITY)
+        return bar_of(QUANTITY, learned, job, row, bar_groups(job, base.peak_allocated_bytes), gpu, findings), row
+
+    return ask
+
+
+def test_where_nothing_was_measured_the_bar_is_a_judgement(ask) -> None:
+    bar, row = ask(None)
+    expected = Spread(QUANTITY).predict(terms_of(row, QUANTITY, MOST_SEVERE))
+    assert (bar.half_width, bar.upper, bar.rests_on) == (JUDGED_FACTOR * expected, JUDGED_FACTOR * expected, "judgement")
+
+
+def test_a_job_like_the_rows_rests_on_them_and_one_outside_on_relatives(ask, learned) -> None:
+    inside, _ = ask(learned)
+    layout, _ = ask(learned, parallelism=Parallelism(tensor_parallel_size=2))
+    other, _ = ask(learned, gpu="H200")
+    assert [bar.rests_on for bar in (inside, layout, other)] == ["measurements", "relatives", "relatives"]
+    assert inside.half_width < other.half_width < layout.half_width
+
+
+def test_what_is_not_modelled_is_a_judgement_with_the_widest_bar(ask, learned) -> None:
+    inside, _ = ask(learned)
+    unmodelled, _ = ask(learned, findings=[found("mixtures are not modelled.", "moe", effect=UNKNOWN)])
+    assert unmodelled.rests_on == "judgement"
+    assert unmodelled.half_width > 5 * inside.half_width
+
+
+def test_no_bar_is_wider_than_a_factor_of_two(ask, learned) -> None:
+    wild = Spread(QUANTITY)
+    wild.coefficients_ = dict.fromkeys(wild.coefficients_, 5.0)
+    bar, _ = ask(replace(learned, spread=wild))
+    assert bar.half_width == bar.upper == WIDEST == math.log(2)
