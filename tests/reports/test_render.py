@@ -52,7 +52,7 @@ def test_who_measured_is_said_for_every_source(evaluation: Evaluation, tmp_path:
     for path in write_report(evaluation, "A100-80GB", tmp_path)[:2]:
         assert "3 rows published by others, not measured by us: someone/else" in path.read_text()
     for path in write_report(evaluation, "H100-80GB", tmp_path)[:2]:
-        assert "1 rows measured by this project" in path.read_text()
+        assert "1 row measured by this project" in path.read_text()
 
 
 def test_rows_that_are_far_off_are_named_and_the_others_are_not(evaluation: Evaluation, tmp_path: Path) -> None:
