@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import queue
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -72,6 +73,9 @@ class Workers:
         self._answer, self._limits = answer, limits
         self._places = [_Place() for _ in range(size)]
         self._free: queue.Queue[_Place] = queue.Queue()
+        self._beginning = threading.Lock()
+        """One process begins at a time: a forked one has whatever pipes are open just then, and would keep another's from
+        ending with it."""
         for place in self._places:
             self._free.put(place)
 
@@ -124,8 +128,9 @@ class Workers:
 
     def _send(self, place: _Place, questions: list[Any]) -> None:
         if place.process is None or not place.process.is_alive():
-            others = [other.connection for other in self._places if other.process is not None and other is not place]
-            place.begin(self._context, self._answer, self._limits, others)
+            with self._beginning:
+                others = [other.connection for other in self._places if other.process is not None and other is not place]
+                place.begin(self._context, self._answer, self._limits, others)
         place.asked.extend(questions)
         place.since = time.monotonic()
         with suppress(OSError):  # it has died meanwhile, which `_receive` finds
