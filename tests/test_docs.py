@@ -3,6 +3,7 @@ the command's."""
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,11 @@ import pytest
 from peakcast import api, cli
 from peakcast.dialects.opening import opened
 from peakcast.dialects.recognise import DIALECTS, dialect_of
+from peakcast.models.samples import prepare as prepare_rows
 from peakcast.reports.readme import accuracy_table, commands, prepare, run
+from peakcast.reports.render import slug
 from peakcast.reports.tables import headline_markdown
+from peakcast.store import load
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -34,9 +38,33 @@ def test_a_command_prints_what_its_page_shows(page: str, command: str, shown: st
     assert run(command, folders[page]) == shown, REFRESH
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_accuracy_table_is_what_evaluate_prints() -> None:
     assert accuracy_table(TEXT, README) == headline_markdown(api.evaluate(splits=["architecture"])), REFRESH
+
+
+def test_the_accuracy_table_is_that_of_the_reports() -> None:
+    *lines, note = [line for line in accuracy_table(TEXT, README).splitlines()[2:] if line]
+    reports = {path.parent.name: path.read_text(encoding="utf-8") for path in (ROOT / "reports").glob("*/report.md")}
+    for line in lines:
+        report = reports[slug(line.split("|")[1].strip())]
+        assert line in report, REFRESH
+        assert note in report, REFRESH
+
+
+def test_the_reports_are_of_the_rows_and_the_ledger_of_today() -> None:
+    """Of every twentieth row the stored baselines are those that the ledger gives."""
+    stored: dict[str, dict[str, int]] = {}
+    for path in (ROOT / "reports").glob("*/rows.csv"):
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                stored.setdefault(row["key"], {})[row["quantity"]] = int(row["baseline_bytes"])
+    chosen = set(sorted(stored)[::20])
+    found = prepare_rows(row for row in load() if row.key in chosen).samples
+    assert len({sample.row.key for sample in found}) == len(chosen) > 50
+    for sample in found:
+        baselines = stored[sample.row.key]
+        assert {name: getattr(sample.baseline, name) for name in baselines} == baselines, "peakcast reproduce refreshes it"
 
 
 @pytest.mark.parametrize("page", PAGES)
