@@ -54,12 +54,23 @@ def trace_job(job: TrainingJob, *, rank: int = 0, timeout_seconds: float = 600) 
 
 def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     """As `trace_job`, in this process, which it changes for good (fake CUDA, patched attention)."""
-    import torch
-
-    from peakcast.collectors.frameworks import layouts, torchtitan_experts
-
     if job.framework == "deepspeed" and job.finetuning.quantization:
         return trace_on_cpu(job, rank)  # weights are quantised by their values
+    check_traceable(job)
+    from peakcast.collectors.tracing.tracer import Tracer
+
+    tracer = Tracer()
+    compiling = prepare(job, tracer, rank)
+    if job.task == "inference":
+        with compiling, fake_mode(), tracer:
+            span = _generate(job, tracer)
+        return {step: tracer.timeline(*span) for step in ("first", "steady")}
+    with compiling, fake_mode(num_nonzero(job)), one_thread():
+        return _train(job, "cuda:0", tracer)
+
+
+def check_traceable(job: TrainingJob) -> None:
+    """Raises: CollectorError for what fake tensors cannot run."""
     beside = _beside_compile(job) if job.compile else ""
     for parameter, value, why in (
         ("compile", bool(beside), f"not yet with {beside}"),
@@ -82,6 +93,11 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
                 parameter=parameter,
                 value=value,
             )
+
+
+def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.AbstractContextManager[None]:
+    """Make this process one in which jobs like `job` can be traced by `tracer`, for good; what a trace runs in besides."""
+    from peakcast.collectors.frameworks import layouts, torchtitan_experts
     from peakcast.collectors.tracing import (
         deepspeed_fakes,
         dtensors,
@@ -92,7 +108,6 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         triton_stub,
         trl_fakes,
     )
-    from peakcast.collectors.tracing.tracer import Tracer
 
     if job.framework == "deepspeed":
         deepspeed_fakes.install()
@@ -112,7 +127,6 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         _import_torchtitan()
     if torchtitan_experts.are_divided(job):
         megatron_fakes.answer_counts(_routed_rows(job))
-    tracer = Tracer()
     loops_itself = conventions(job).get("loop") == "trainer"  # the Trainer sets the device
     if loops_itself:
         patches.install_for_trainer()
@@ -141,15 +155,21 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
         from peakcast.collectors.tracing import flash_attention_stub
 
         flash_attention_stub.install(packed=joined, padded=job.task != "inference")
-    if job.task == "inference":
-        with compiling, fake_mode(), tracer:
-            span = _generate(job, tracer)
-        return {step: tracer.timeline(*span) for step in ("first", "steady")}
-    # flash attention gathers the tokens that are no padding, or finds the sequences by their first positions
-    num_nonzero = job.micro_batch_size if joined else at_its_longest(job).num_tokens
-    # one thread: autograd's own would not know that tensors made in backward are fake too
-    with compiling, fake_mode(num_nonzero), torch.autograd.set_multithreading_enabled(False):
-        return _train(job, "cuda:0", tracer)
+    return compiling
+
+
+def num_nonzero(job: TrainingJob) -> int:
+    """How many entries of a mask are set: flash attention gathers the tokens that are no padding, or finds the sequences by
+    their first positions."""
+    return job.micro_batch_size if job.batch.form == "padding_free" else at_its_longest(job).num_tokens
+
+
+def one_thread() -> contextlib.AbstractContextManager[Any]:
+    """Backward runs in this thread: autograd's own would not know that tensors made there are fake too."""
+    import torch
+
+    context: contextlib.AbstractContextManager[Any] = torch.autograd.set_multithreading_enabled(False)
+    return context
 
 
 def _import_torchtitan() -> None:

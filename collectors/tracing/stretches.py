@@ -1,0 +1,151 @@
+"""A tracer that also sees in which block of the network each operation belongs, forward and backward.
+
+A network's forward is cut where its blocks (the layers in a `ModuleList`) begin and end: gap, block, gap, block, ..., gap.
+The places 0, 1, 2, ... are these in the order in which they run; odd ones are blocks. Backward visits the same places from
+the last to the first: an operation belongs to the place in whose forward its autograd node was made, which the node's
+sequence number tells, and a recomputation belongs to the block that it runs.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules import module as hooks
+
+from peakcast.collectors.tracing.tracer import Tracer
+from peakcast.timeline import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """From the operation `instant` on the step is at `place` of `micro_batch`, forward or backward."""
+
+    instant: int
+    micro_batch: int
+    place: int
+    backward: bool
+
+
+class StretchTracer(Tracer):
+    """As `Tracer`, and knows the stretches. `cuts` say where they begin; `raw_bytes` are sizes that no allocator rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cuts: list[Cut] = []
+        self.raw_bytes: dict[int, int] = {}
+        """By the number of the entry."""
+        self.gradients: dict[int, str] = {}
+        """Entries that autograd hands to a parameter as its gradient, and the parameter's name."""
+        self.first_place: dict[str, int] = {}
+        """By module, the place where it first ran."""
+        self._blocks: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
+        self._made_from: list[int] = []
+        self._made_at: list[int] = []
+        self._micro_batch = -1
+        self._nodes_made = 0
+        """The sequence number after those of all nodes that the forward at hand has made."""
+        self._recomputing: int | None = None
+        """The node that is running a block again."""
+
+    @contextmanager
+    def following(self, model: torch.nn.Module) -> Iterator[None]:
+        """Watch the blocks of `model` begin and end."""
+        self._blocks = {id(part): name for name, part in blocks_of(model)}
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(part): name for name, part in model.named_modules()}
+        before = hooks.register_module_forward_pre_hook(lambda part, _: self._begins(part, names))
+        after = hooks.register_module_forward_hook(lambda part, *_: self._ends(part), always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def micro_batch_begins(self) -> None:
+        """The next micro-batch is about to run forward."""
+        self._micro_batch += 1
+        self._made_from, self._made_at = [], []
+        self._move(0, backward=False)
+
+    def backward_begins(self) -> None:
+        """Its backward is about to run."""
+        self._recomputing, self._nodes_made = None, torch._C._autograd._get_sequence_nr()
+        self._move(self.cuts[-1].place, backward=True)
+
+    def _move(self, place: int, *, backward: bool) -> None:
+        self.cuts.append(Cut(self.now, self._micro_batch, place, backward))
+        if not backward:
+            self._made_from.append(torch._C._autograd._get_sequence_nr())
+            self._made_at.append(place)
+
+    def _begins(self, part: torch.nn.Module, names: dict[int, str]) -> None:
+        if id(part) in self._blocks:
+            if self.phase == Phase.BACKWARD:
+                self._recompute(id(part))
+            elif self.cuts and not self.cuts[-1].place % 2:
+                self._move(self.cuts[-1].place + 1, backward=False)
+        if self.cuts:
+            self.first_place.setdefault(names.get(id(part), ""), self.cuts[-1].place)
+
+    def _ends(self, part: torch.nn.Module) -> None:
+        if id(part) in self._blocks and self.phase != Phase.BACKWARD and self.cuts and self.cuts[-1].place % 2:
+            self._move(self.cuts[-1].place + 1, backward=False)
+
+    def _recompute(self, block: int) -> None:
+        """A block runs again inside backward: what follows is the block's, whoever asked for it."""
+        node = torch._C._current_autograd_node()
+        self._recomputing = node._sequence_nr() if node is not None else None
+        place = self.first_place.get(self._blocks[block], 0)
+        if place < self.cuts[-1].place:
+            self._move(place, backward=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.phase == Phase.BACKWARD and self.cuts and self.cuts[-1].backward:
+            self._follow(torch._C._current_autograd_node(), func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _follow(self, node: Any, func: Any, args: Any) -> None:
+        """Backward goes to the place where the node was made, never back to one that it has left. Nodes of a recomputation
+        are younger than the forward."""
+        variable = getattr(node, "variable", None)  # of AccumulateGrad, which has no place
+        if variable is not None:
+            self._accumulated(self._parameters.get(id(variable), ""), func, args)
+            return
+        number = node._sequence_nr() if node is not None else None
+        if number is None or number == self._recomputing or number >= self._nodes_made:
+            return
+        place = self._made_at[max(0, bisect.bisect_right(self._made_from, number) - 1)]
+        if place < self.cuts[-1].place:
+            self._move(place, backward=True)
+
+    def _accumulated(self, parameter: str, func: Any, args: Any) -> None:
+        """A parameter gets what backward has made as its gradient, or has it added to that (torch
+        `csrc/autograd/functions/accumulate_grad.h`): the last tensor that is read."""
+        read = [one for one in args if isinstance(one, torch.Tensor)]
+        if parameter and read and func in (torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor):
+            number = self._alive.get(read[-1].untyped_storage()._cdata)
+            if number is not None:
+                self.gradients.setdefault(number, parameter)
+
+    def _begin(self, storage: torch.UntypedStorage, instant: int) -> None:
+        number = self._count
+        super()._begin(storage, instant)
+        if number in self._entries:
+            self.raw_bytes[number] = int(storage.nbytes())
+
+
+def blocks_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """The blocks of a network by name: the parts of its outermost lists of modules that have weights."""
+    found: list[tuple[str, torch.nn.Module]] = []
+    lists: list[str] = []
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists.append(name)
+            found += [(f"{name}.{index}", one) for index, one in enumerate(part) if any(True for _ in one.parameters())]
+    return found

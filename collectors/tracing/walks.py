@@ -1,0 +1,217 @@
+"""Walks: one step of a network on one GPU, cut into the stretches of its blocks, with sizes that no allocator rounded.
+
+`python -P -m peakcast.collectors.tracing.walks` reads lines of JSON from standard input: a job, then for each walk
+[layers (null: as many as the job has), micro_batch_size, sequence_length]; it answers each with a line. Recipes are made
+of walks (`peakcast.models.recipes`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from peakcast.collectors.stepping import name_gradients
+from peakcast.collectors.tracing.stretches import Cut, StretchTracer
+from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
+from peakcast.dialects.layer_count import with_layers
+from peakcast.errors import CollectorError, PeakcastError
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category, Phase
+
+NUM_STEPS = 2
+"""The second step meets what the first has left, as every later one does."""
+
+
+class Walker:
+    """Walks of `job`, in this process, which it changes for good. Raises: CollectorError for what cannot be traced."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        check_traceable(job)
+        if job.compile or job.attention == "flex":
+            raise CollectorError(
+                "compiled code has no blocks to record; trace it (`peakcast explain --trace`).", parameter="compile", value=True
+            )
+        self._job = job
+        prepare(job, None)
+
+    def walk(self, layers: int | None, batch: int, length: int) -> dict[str, Any]:
+        """One step of the first `layers` layers (None: of all) with so many sequences of this length."""
+        asked = self._job.replace(micro_batch_size=batch, sequence_length=length)
+        if layers is not None:
+            asked = asked.replace(architecture=with_layers(asked.architecture, layers))
+        with fake_mode(num_nonzero(asked)), one_thread():
+            return _walk(asked, StretchTracer())
+
+
+def _walk(job: TrainingJob, tracer: StretchTracer) -> dict[str, Any]:
+    from peakcast.collectors.frameworks import build
+
+    with tracer:
+        training = build(job, "cuda:0", longest=True)
+        if hasattr(training, "drive"):
+            raise CollectorError("a recipe is recorded of a loop's calls, not of the Trainer's own loop.")
+        gc.collect()  # what wrapping has replaced hangs in cycles of references
+        weights = list(training.model.named_parameters())
+        tracer.name(weights, Category.PARAMETERS)
+        tracer.name(training.model.named_buffers(), Category.OTHER)
+        with tracer.watching(training.model), tracer.following(training.model):
+            for _ in range(NUM_STEPS):
+                before = len(tracer.cuts)
+                _step(training, tracer)
+                end = tracer.now
+                name_gradients(training, tracer.name)
+                training.zero_grad()
+    return _mapping(tracer, weights, tracer.cuts[before:], end)
+
+
+def _step(training: Any, tracer: StretchTracer) -> None:
+    for _ in range(training.job.gradient_accumulation_steps):
+        tracer.phase = Phase.FORWARD
+        tracer.micro_batch_begins()
+        loss = training.forward(lambda: setattr(tracer, "phase", Phase.LOSS))
+        tracer.phase = Phase.BACKWARD
+        tracer.backward_begins()
+        training.backward(loss)
+        del loss
+
+
+def _mapping(
+    tracer: StretchTracer, weights: Sequence[tuple[str, Any]], cuts: Sequence[Cut], end: int
+) -> dict[str, Any]:
+    start, first = cuts[0].instant, cuts[0].micro_batch
+    last_place = max(cut.place for cut in cuts)
+    num_places, num_micro_batches = last_place + 1, cuts[-1].micro_batch - first + 1
+
+    def stretch(cut: Cut) -> int:
+        """All of a micro-batch's places forward, then all of them backward from the last."""
+        within = 2 * num_places - 1 - cut.place if cut.backward else cut.place
+        return (cut.micro_batch - first) * 2 * num_places + within
+
+    starts = [end] * (2 * num_places * num_micro_batches)
+    for cut in reversed(cuts):
+        starts[stretch(cut)] = cut.instant
+    for index in reversed(range(len(starts) - 1)):  # where nothing ran, the stretch is empty
+        starts[index] = min(starts[index], starts[index + 1])
+    spans = list(zip(starts, [*starts[1:], end], strict=True))
+    own = _Names(tracer, weights, last_place)
+    return {
+        "num_places": num_places,
+        "stretches": [[tracer._labels[since:until], tracer._phases[since:until]] for since, until in spans],
+        "entries": list(_entries(tracer, own, starts, start, end, num_places)),
+        "parameters": own.parameters(weights),
+    }
+
+
+def _entries(
+    tracer: StretchTracer, own: _Names, starts: list[int], start: int, end: int, num_places: int
+) -> Iterator[list[Any]]:
+    """[name, category, bytes, place, born: stretch, offset, dies: stretch, offset, whether a parameter's gradient]. Stretch
+    -1 of birth: before this step, its offset 0 if before the first one, else 1; of death: never. `place`: whose it is."""
+    for number, (label, _, born, dies, module) in sorted(tracer._entries.items(), key=lambda item: (item[1][2], item[0])):
+        ends = sys.maxsize if dies is None else dies
+        category, called = tracer._named.get(number, (None, ""))
+        if born >= end or ends <= start or category is Category.PARAMETERS or number not in tracer.raw_bytes:
+            continue
+        if born < start:
+            origin = [-1, int(born >= tracer.cuts[0].instant)]
+        else:
+            at = bisect.bisect_right(starts, born) - 1
+            origin = [at, born - starts[at]]
+        if ends >= end + (ends == end):
+            fate = [-1, 0]
+        else:  # by the end of the stretch in which the operation before it ran
+            at = bisect.bisect_right(starts, ends - 1) - 1
+            fate = [at, ends - starts[at]]
+        gradient = tracer.gradients.get(number)
+        if category is Category.GRADIENTS or gradient is not None:
+            name, category = own.of_weight(gradient or called.removesuffix(".grad")) + ".grad", Category.GRADIENTS
+        else:
+            if category is None:
+                category = Category(int(tracer._guess(born, min(ends, end), end)))
+            name = called or own.of_module(module) or label
+        is_gradient = category is Category.GRADIENTS
+        place = own.place_of(called) if origin[0] < 0 else _place(origin[0], num_places)
+        yield [name, int(category), tracer.raw_bytes[number], place, *origin, *fate, int(is_gradient)]
+
+
+def _place(stretch: int, num_places: int) -> int:
+    within = stretch % (2 * num_places)
+    return min(within, 2 * num_places - 1 - within)
+
+
+class _Names:
+    """What tensors and the places they belong to are called: within a block, by the block's own parts."""
+
+    def __init__(self, tracer: StretchTracer, weights: Sequence[tuple[str, Any]], last_place: int) -> None:
+        self._first, self._last = tracer.first_place, last_place
+        ran = ((self._first[name], name) for name in set(tracer._blocks.values()) if name in self._first)
+        self._blocks = [name for _, name in sorted(ran)]
+        self._prefix = _common_prefix([name for name, _ in weights])
+
+    def _split(self, name: str) -> tuple[int | None, str]:
+        """The block of a dotted name, and the rest of it."""
+        for index, block in enumerate(self._blocks):
+            if name == block or name.startswith(f"{block}."):
+                return index, name[len(block) + 1 :]
+        return None, name.removeprefix(self._prefix)
+
+    def place_of(self, name: str) -> int:
+        block = self._split(name)[0]
+        return 0 if block is None else 2 * block + 1
+
+    def of_module(self, module: str) -> str:
+        return self._split(module)[1]
+
+    def of_weight(self, name: str) -> str:
+        return self._split(name)[1]
+
+    def parameters(self, weights: Sequence[tuple[str, Any]]) -> list[list[Any]]:
+        """[module, name, shape, bytes of an element, whether it trains], in the order of the network's modules."""
+        found = []
+        for name, weight in weights:
+            block, own = self._split(name)
+            module = f"layers.{block}" if block is not None else self._end(name)
+            found.append([module, own, list(weight.shape), weight.element_size(), weight.requires_grad])
+        return found
+
+    def _end(self, name: str) -> str:
+        """Whether a weight outside the blocks is used first before them or after."""
+        module = name
+        while module:
+            module = module.rpartition(".")[0]
+            if module in self._first and (module or "." not in name):
+                break
+        place = self._first.get(module, 0)
+        return "embedding" if place == 0 else "head" if place == self._last else f"between.{place}"
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    """What most names begin with: the network's base model, "model." say."""
+    heads = [name.split(".")[0] + "." for name in names]
+    return max(set(heads), key=heads.count, default="")
+
+
+def main() -> int:
+    """Exit code 0 and a line of JSON for each sample, or 2 with one sentence on standard error."""
+    from peakcast.dialects.job_file import job_from_mapping
+
+    try:
+        walker = Walker(job_from_mapping(json.loads(sys.stdin.readline())))
+        print("{}", flush=True)
+        for line in sys.stdin:
+            print(json.dumps(walker.walk(*json.loads(line))), flush=True)
+    except PeakcastError as error:
+        print(f"peakcast: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(f"peakcast: recording needs {error.name}; install it with: pip install 'peakcast[collect]'", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

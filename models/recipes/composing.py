@@ -1,0 +1,174 @@
+"""A recipe's step on one rank: its blocks placed on a `Step`, with the layouts, optimizers and allocator that every block
+has, hand-written or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from peakcast.catalog import Device
+from peakcast.conventions import mixes_precision
+from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
+from peakcast.models.analytical.columns import WIDTH, Recording
+from peakcast.models.analytical.layouts import gathered_dtype, layout_of
+from peakcast.models.analytical.layouts.base import StoredTensor
+from peakcast.models.analytical.optimizer_step import hand_updates, place_optimizer_step
+from peakcast.models.analytical.step import FOREVER, Run, Step
+from peakcast.models.analytical.template import Template
+from peakcast.models.analytical.workspaces import training_workspaces
+from peakcast.models.recipes.depth import Deep, deepened, place_of
+from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH, PLACE, Ints
+from peakcast.spec import TrainingJob
+from peakcast.texts import Texts
+from peakcast.timeline import Category, Phase, Timeline
+from peakcast.units import DTYPE_BYTES
+
+
+def recipe_ledger(
+    job: TrainingJob, recipe: Recipe, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
+) -> Timeline:
+    """As `peakcast.models.analytical.ledger.ledger`, of the network that `recipe` was recorded of."""
+    job = described(job, recipe)
+    tensors = stored_tensors(job, recipe)
+    layout = layout_of(job, tensors, (), rank)
+    layout.first_step = step == "first"
+    hand_updates(job, layout, step)
+    timeline = Step(hooks=layout)
+    layout.hold_resident(timeline)
+    timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
+    network = _Network(recipe, job)
+    network.run(timeline, layout, first_step=step == "first")
+    place_optimizer_step(timeline, job, layout, step)
+    network.hold_across(timeline, first_step=step == "first")
+    return timeline.timeline()
+
+
+def described(job: TrainingJob, recipe: Recipe) -> TrainingJob:
+    """The job with what the recipe knows of its network."""
+    if job.architecture.kind != "undescribed":
+        return job
+    return job.replace(architecture=replace(job.architecture, tie_word_embeddings=recipe.tied))
+
+
+def stored_tensors(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor, ...]:
+    """Every tensor of the network as a rank stores it, in the order of its modules."""
+    found: dict[str, list[tuple[str, tuple[int, ...], int, bool]]] = {}
+    for module, name, shape, size, trains in recipe.walk.parameters:
+        found.setdefault(module, []).append((name, shape, size, trains))
+    layers = job.architecture.num_hidden_layers
+    deep = deepened(recipe.walk, recipe.repeats, layers)
+    names = ["embedding", *(f"between.{place}" for place in range(2, recipe.walk.num_places - 1, 2))]
+    order = [(name, name) for name in names if name in found]
+    order += [(f"layers.{i}", f"layers.{int(deep.sources[2 * i + 1]) // 2}") for i in range(layers)]
+    stored, used = (int(DTYPE_BYTES[one]) for one in (job.precision.parameters, gathered_dtype(job)))
+    tensors = []
+    for module, source in [*order, ("head", "head")]:
+        for name, shape, size, trains in found.get(source, []):
+            own = stored if size == used else size  # what the library keeps wide stays so
+            gathered = used if mixes_precision(job) else own
+            tensors.append(StoredTensor(name, module, shape, own, gathered, trains, decays=len(shape) > 1))
+    return tuple(tensors)
+
+
+class _Network:
+    """The places of a deep network, their templates and runs."""
+
+    def __init__(self, recipe: Recipe, job: TrainingJob) -> None:
+        self.walk = recipe.walk
+        self.deep: Deep = deepened(recipe.walk, recipe.repeats, job.architecture.num_hidden_layers)
+        raw = recipe.sizes.at(job.micro_batch_size, job.sequence_length)
+        self.num_bytes: Ints = -(-raw // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        self.names = [_module(place, self.deep.num_places) for place in range(self.deep.num_places)]
+        self.runs: list[list[Run]] = []
+        self.forward_ends: list[int] = []
+
+    def run(self, timeline: Step, layout: object, *, first_step: bool) -> None:
+        """Run every micro-batch that the recipe has."""
+        num_micro_batches = self.walk.num_micro_batches
+        for micro_batch in range(num_micro_batches):
+            first, last = micro_batch == 0, micro_batch == num_micro_batches - 1
+            layout.begin_micro_batch(timeline, first=first, last=last)  # type: ignore[attr-defined]
+            templates = [self._template(micro_batch, place) for place in range(self.walk.num_places)]
+            runs = []
+            for place, source in enumerate(self.deep.sources.tolist()):
+                runs.append(timeline.run_forward(templates[source], self.names[place], keeps_gradients=first))
+            for run in reversed(runs):
+                timeline.run_backward(run)
+            timeline.end_backward()
+            layout.end_backward(timeline)  # type: ignore[attr-defined]
+            self.runs.append(runs)
+
+    def hold_across(self, timeline: Step, *, first_step: bool) -> None:
+        """What lives in more than one place."""
+        lives = self.deep.lives
+        crossing = np.flatnonzero(~self._local()[self.deep.entries])
+        if first_step:  # no step was before it
+            crossing = crossing[~((lives[BORN_STRETCH] < 0) & (lives[BORN] == 1))[crossing]]
+        starts = self._starts()
+        born_in, dies_in = lives[BORN_STRETCH, crossing], lives[DIES_STRETCH, crossing]
+        entries = self.deep.entries[crossing]
+        columns = np.zeros((WIDTH, len(crossing)), dtype=np.int64)
+        columns[0] = Texts.of(self.walk.names).numbers[entries]
+        columns[1] = Texts.of(self.names).numbers[lives[PLACE, crossing]]
+        columns[2], columns[3] = self.walk.categories[entries], self.num_bytes[entries]
+        columns[4] = np.where(born_in < 0, 0, starts[born_in] + lives[BORN, crossing])
+        columns[5] = np.where(dies_in < 0, FOREVER, starts[dies_in] + lives[DIES, crossing])
+        timeline.run_again(Recording(columns[:, columns[3] > 0]))
+
+    def _starts(self) -> Ints:
+        """The first instant of each stretch."""
+        found = []
+        for runs in self.runs:
+            found += [run.forward_start for run in runs]
+            found += [run.backward_start or 0 for run in reversed(runs)]
+        return np.array(found, dtype=np.int64)
+
+    def _local(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which of the recipe's entries live in one place of one micro-batch, parameters' gradients among them."""
+        lives, length = self.walk.lives, 2 * self.walk.num_places
+        born, dies = lives[BORN_STRETCH], lives[DIES_STRETCH]
+        one_place = place_of(born, self.walk.num_places) == place_of(dies, self.walk.num_places)
+        return (born >= 0) & ((one_place & (born // length == dies // length)) | self.walk.gradients)
+
+    def _template(self, micro_batch: int, place: int) -> Template:
+        """What lives in `place` of the recipe's network in one micro-batch."""
+        walk, length = self.walk, 2 * self.walk.num_places
+        forward, backward = micro_batch * length + place, (micro_batch + 1) * length - 1 - place
+        born = walk.lives[BORN_STRETCH]
+        own = np.flatnonzero(self._local() & ((born == forward) | (born == backward)))
+        lives, gradients = walk.lives[:, own], walk.gradients[own]
+        dies = np.where(gradients, lives[BORN] + 1, lives[DIES])
+        phases = walk.phases[forward]
+        loss = phases.find(int(Phase.LOSS))
+        return Template(
+            names=[walk.names[i] for i in own],
+            categories=walk.categories[own].astype(np.int8),
+            num_bytes=self.num_bytes[own],
+            born=lives[BORN],
+            dies=dies,
+            born_backward=lives[BORN_STRETCH] == backward,
+            dies_backward=(lives[DIES_STRETCH] == backward) | gradients,
+            weight_gradient=gradients,
+            dies_without_graph=dies,
+            cached=np.zeros(len(own), dtype=bool),
+            num_forward=len(phases),
+            num_recomputed=len(phases),
+            num_backward=len(walk.phases[backward]),
+            forward_labels=list(walk.labels[forward]),
+            backward_labels=list(walk.labels[backward]),
+            input_bytes=0,
+            keeps_input=False,
+            asks_late_bytes=0,
+            saved_bytes=[],
+            loss_from=len(phases) if loss < 0 else loss,
+            added_to_handed_in=len(walk.phases[backward]),
+        )
+
+
+def _module(place: int, num_places: int) -> str:
+    if place % 2:
+        return f"layers.{place // 2}"
+    return "embedding" if place == 0 else "head" if place == num_places - 1 else f"between.{place}"

@@ -1,0 +1,136 @@
+"""Depth: which layers of a network repeat, so that a short network stands for a deep one.
+
+Layer i is its block (place 2i + 1) and the gap after it. A network of n layers is `prefix` layers, `unit` layers that
+repeat, the same again, and the rest. A deeper one has more units; its walk follows by copying the first unit's entries, with
+lives that move along where the second unit's do, and stay where both units' stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH, PLACE, Ints, Walk
+
+LONGEST_UNIT = 12
+"""Of layers that repeat: the longest pattern of published hybrids is 10."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """`prefix` layers come before the units of `unit` layers that repeat. `moves`: of each entry of the short walk,
+    whether the place where it dies moves with the place where it belongs."""
+
+    prefix: int
+    unit: int
+    moves: npt.NDArray[np.bool_]
+
+
+def short_depth(walk: Walk) -> tuple[int, int, int] | None:
+    """(layers of the shortest network like this deep one, prefix, unit); None where no shorter one is."""
+    kinds = [_kind(walk, layer) for layer in range(walk.num_layers)]
+    found = []
+    for unit in range(1, min(LONGEST_UNIT, walk.num_layers // 3) + 1):
+        same = [one == other for one, other in zip(kinds, kinds[unit:], strict=False)]
+        for prefix in range(1, len(same)):  # the first layer takes what the embedding hands on
+            run = next((i for i, equal in enumerate(same[prefix:]) if not equal), len(same) - prefix)
+            rest = walk.num_layers - prefix - run - unit + (run + unit) % unit
+            rest += unit * (rest == 0)  # the last gap is the head, which is not copied
+            if run >= unit:
+                found.append((prefix + 2 * unit + rest, prefix, unit))
+    shortest = min(found, default=None)
+    return shortest if shortest is not None and shortest[0] < walk.num_layers else None
+
+
+def _kind(walk: Walk, layer: int) -> tuple[object, ...]:
+    """What a layer does: two of one kind are equal here."""
+    places = (2 * layer + 1, 2 * layer + 2) if layer < walk.num_layers - 1 else (2 * layer + 1,)
+    stretches = [stretch for place in places for stretch in _stretches(walk, place)]
+    own = np.flatnonzero(np.isin(walk.lives[PLACE], places))
+    died = np.where(np.isin(walk.lives[DIES_STRETCH], stretches), walk.lives[DIES], -1)
+    columns = np.stack([walk.categories, walk.raw_bytes, walk.lives[BORN], died])[:, own]
+    return tuple(walk.labels[one] for one in stretches), tuple(walk.names[i] for i in own), columns.tobytes()
+
+
+def _stretches(walk: Walk, place: int) -> list[int]:
+    """The stretches of a place: forward and backward of each micro-batch."""
+    length = 2 * walk.num_places
+    return [m * length + one for m in range(walk.num_micro_batches) for one in (place, length - 1 - place)]
+
+
+def repeats(walk: Walk, prefix: int, unit: int) -> Repeats | None:
+    """How the first of two units of a short `walk` is copied; None where the two are not alike."""
+    place, born, dies = walk.lives[PLACE], walk.lives[BORN_STRETCH], place_of(walk.lives[DIES_STRETCH], walk.num_places)
+    shift = 2 * unit
+    first, second = (_of_unit(place, prefix + index * unit, unit) for index in (0, 1))
+    if len(first) != len(second) or any(walk.names[a] != walk.names[b] for a, b in zip(first, second, strict=True)):
+        return None
+    alike = [walk.categories, walk.raw_bytes, walk.lives[BORN], walk.lives[DIES], walk.gradients]
+    if any(not np.array_equal(column[first], column[second]) for column in alike):
+        return None
+    del born
+    moved, stayed = dies[second] == dies[first] + shift, dies[second] == dies[first]
+    if not (moved | stayed | (walk.lives[DIES_STRETCH][first] < 0)).all():
+        return None
+    moves = np.zeros(len(place), dtype=bool)
+    moves[first], moves[second] = moved, moved
+    return Repeats(prefix, unit, moves)
+
+
+def _of_unit(place: Ints, start: int, unit: int) -> Ints:
+    return np.flatnonzero((place > 2 * start) & (place <= 2 * (start + unit)))
+
+
+def place_of(stretches: Ints, num_places: int) -> Ints:
+    """The place of each stretch; -1 stays."""
+    within = stretches % (2 * num_places)
+    return np.where(stretches < 0, -1, np.minimum(within, 2 * num_places - 1 - within))
+
+
+@dataclass(frozen=True, slots=True)
+class Deep:
+    """A deeper network in terms of a short one. `sources` [num_places]: the short walk's place for each; `entries`: the
+    short walk's entry for each; `lives` as `Walk.lives`."""
+
+    num_places: int
+    sources: Ints
+    entries: Ints
+    lives: Ints
+
+
+def deepened(walk: Walk, how: Repeats | None, layers: int) -> Deep:
+    """`walk` with as many layers. Raises: ValueError where it cannot have so many."""
+    more, num_places = layers - walk.num_layers, 2 * layers + 1
+    if more == 0:
+        return Deep(num_places, np.arange(num_places), np.arange(len(walk.names)), walk.lives)
+    if how is None or more < 0 or more % how.unit:
+        raise ValueError(f"a walk of {walk.num_layers} layers has no {layers}")
+    shift, copies = 2 * how.unit, more // how.unit
+    ends = 2 * (how.prefix + how.unit)  # the last place of the first unit
+    unit = np.arange(ends - shift + 1, ends + 1)
+    sources = np.concatenate([np.arange(ends + 1), np.tile(unit, copies), np.arange(ends + 1, walk.num_places)])
+    place = walk.lives[PLACE]
+    first = _of_unit(place, how.prefix, how.unit)
+    entries = np.concatenate([np.arange(len(place)), np.tile(first, copies)])
+    offsets = np.concatenate([np.where(place > ends, shift * copies, 0), np.repeat(np.arange(1, copies + 1) * shift, len(first))])
+    lives = walk.lives[:, entries].copy()
+    lives[PLACE] += offsets
+    lives[BORN_STRETCH] = _moved(lives[BORN_STRETCH], walk.num_places, num_places, lambda _: offsets)
+    stays = ~how.moves[entries]
+
+    def fate(place: Ints) -> Ints:
+        return np.where(stays, np.where(place > ends, shift * copies, 0), offsets)
+
+    lives[DIES_STRETCH] = _moved(lives[DIES_STRETCH], walk.num_places, num_places, fate)
+    return Deep(num_places, sources, entries, lives)
+
+
+def _moved(stretches: Ints, before: int, after: int, by: object) -> Ints:
+    """`stretches` of a network of `before` places in one of `after`, their places moved `by`."""
+    place = place_of(stretches, before)
+    micro_batch, backward = stretches // (2 * before), stretches % (2 * before) >= before
+    place = place + by(place)  # type: ignore[operator]
+    within = np.where(backward, 2 * after - 1 - place, place)
+    return np.where(stretches < 0, stretches, micro_batch * 2 * after + within)

@@ -1,0 +1,85 @@
+"""`Walk`: one recorded step as `peakcast.collectors.tracing.walks` writes it, in columns, without instants at which nothing
+is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+PLACE, BORN_STRETCH, BORN, DIES_STRETCH, DIES = range(5)
+"""The rows of `Walk.lives`. Stretches and places: `collectors/tracing/walks.py`."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One step of a network on one GPU. Entries are in the order in which they were made."""
+
+    num_places: int
+    labels: tuple[tuple[str, ...], ...]
+    """Of each stretch, the operations that make something."""
+    phases: tuple[bytes, ...]
+    names: tuple[str, ...]
+    categories: Ints
+    raw_bytes: Ints
+    """As asked for, before any rounding."""
+    lives: Ints
+    """[5, num_entries]: PLACE, BORN_STRETCH (-1: before this step), BORN (of those: 0 before the first step, 1 since),
+    DIES_STRETCH (-1: not in this step), DIES. BORN and DIES count instants from the stretch's first."""
+    gradients: npt.NDArray[np.bool_]
+    parameters: tuple[tuple[str, str, tuple[int, ...], int, bool], ...]
+    """Module, name, shape, bytes of an element, whether it trains."""
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks of the network."""
+        return self.num_places // 2
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the step."""
+        return len(self.labels) // (2 * self.num_places)
+
+    def same_program(self, other: Walk) -> bool:
+        """Whether both ran the same operations, whose results live alike: only sizes may differ."""
+        return (
+            self.labels == other.labels
+            and self.phases == other.phases
+            and self.names == other.names
+            and np.array_equal(self.categories, other.categories)
+            and np.array_equal(self.lives, other.lives)
+        )
+
+    @classmethod
+    def read(cls, mapping: Mapping[str, Any]) -> Walk:
+        """The walk of what a worker wrote."""
+        names, *columns = zip(*mapping["entries"], strict=True)
+        categories, raw, place, born_stretch, born, dies_stretch, dies, gradients = np.array(columns, dtype=np.int64)
+        lives = np.stack([place, born_stretch, born, dies_stretch, dies])
+        labels, phases = [], []
+        for index, (every_label, every_phase) in enumerate(mapping["stretches"]):
+            kept = np.unique(born[born_stretch == index])
+            labels.append(tuple(every_label[instant] for instant in kept))
+            phases.append(bytes(every_phase[instant] for instant in kept))
+            of = lives[:, born_stretch == index]
+            of[BORN] = np.searchsorted(kept, of[BORN])
+            lives[:, born_stretch == index] = of
+            of = lives[:, dies_stretch == index]
+            of[DIES] = np.searchsorted(kept, of[DIES])  # gone when the next operation that makes something begins
+            lives[:, dies_stretch == index] = of
+        parameters = tuple((module, name, tuple(shape), size, trains) for module, name, shape, size, trains in mapping["parameters"])
+        return cls(
+            mapping["num_places"],
+            tuple(labels),
+            tuple(phases),
+            tuple(names),
+            categories,
+            raw,
+            lives,
+            gradients.astype(bool),
+            parameters,
+        )

@@ -1,0 +1,42 @@
+"""A network with fewer layers: of the same kinds, in the same order, from the first on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from peakcast.architecture import Architecture
+from peakcast.spec import canonical_json
+
+COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
+"""How configurations spell the number of layers."""
+
+
+def with_layers(architecture: Architecture, layers: int) -> Architecture:
+    """`architecture` with its first `layers` layers."""
+    if architecture.configuration:
+        config = _shortened(json.loads(architecture.configuration), architecture.num_hidden_layers, layers)
+        return replace(architecture, num_hidden_layers=layers, configuration=canonical_json(config))
+    everything = architecture.full_attention_layers
+    return replace(
+        architecture,
+        num_hidden_layers=layers,
+        layer_types=architecture.layer_types[:layers],
+        full_attention_layers=None if everything is None else tuple(one for one in everything if one < layers),
+    )
+
+
+def _shortened(config: Mapping[str, Any], before: int, layers: int) -> dict[str, Any]:
+    """Every count of `before` layers, and every list of as many entries, shortened, at any depth."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            value = _shortened(value, before, layers)
+        elif key in COUNTS and value == before:
+            value = layers
+        elif isinstance(value, list) and len(value) == before:
+            value = value[:layers]
+        found[key] = value
+    return found
