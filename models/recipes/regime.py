@@ -1,0 +1,27 @@
+"""What of a job changes a recipe: the network, its kernels, precision, checkpoints, adapters and the form of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from peakcast.allocator import Allocator
+from peakcast.fields import FrozenMapping
+from peakcast.models.analytical.layouts import gathered_dtype
+from peakcast.parallelism import Parallelism
+from peakcast.spec import Optimizer, TrainingJob
+
+
+def regime(job: TrainingJob) -> TrainingJob:
+    """The job on one GPU whose recipe `job` shares: what the layout, the optimizer and the allocator do is not recorded.
+    Of micro-batches the first and the last may differ."""
+    precision = job.precision
+    return job.replace(
+        micro_batch_size=1,
+        sequence_length=1,
+        gradient_accumulation_steps=min(job.gradient_accumulation_steps, 2),
+        parallelism=Parallelism(),
+        optimizer=Optimizer(),
+        allocator=Allocator(),
+        versions=FrozenMapping(),
+        precision=replace(precision, parameters=gathered_dtype(job), main_parameters=None),
+    )
