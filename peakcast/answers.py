@@ -20,7 +20,9 @@ def answer(asked: Question, calibration: Calibration | str | Path | None = None)
 
     from peakcast.models.calibration import load_calibration
     from peakcast.models.predict import predict as predict_job
+    from peakcast.recording import ensure_recipe
 
+    ensure_recipe(asked.job)
     if isinstance(calibration, (str, Path)):
         calibration = load_calibration(Path(calibration))
     try:

@@ -210,6 +210,9 @@ def main() -> int:
     except ImportError as error:
         print(f"peakcast: recording needs {error.name}; install it with: pip install 'peakcast[collect]'", file=sys.stderr)
         return 2
+    except Exception as error:  # the library's code may raise anything for a configuration that it does not like
+        print(f"peakcast: it raised {' '.join(f'{type(error).__name__}: {error}'.split())[:500]}", file=sys.stderr)
+        return 2
     return 0
 
 

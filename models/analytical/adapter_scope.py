@@ -16,6 +16,7 @@ from peakcast.models.analytical.adapter_targets import default_adapter_targets, 
 from peakcast.models.analytical.adapter_tensors import ADAPTED_ROLES
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.parameters import layer_parameters
+from peakcast.models.recipes.shelf import recipe_of
 from peakcast.spec import TrainingJob
 
 ENDS = ("embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out")
@@ -115,6 +116,8 @@ def _taken_by_default(architecture: Architecture) -> str:
 
 def require_adapters(job: TrainingJob) -> None:
     """Refuse a job whose adapters are on nothing, as peft does. Raises: SpecError."""
+    if recipe_of(job) is not None:  # peft has put them there
+        return
     projections, targets = _projections(job.architecture), job.finetuning.targets
     if job.finetuning.method in ON_NETWORK or any(
         is_adapter_target(name, job.finetuning, job.architecture) for name in projections

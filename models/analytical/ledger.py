@@ -7,6 +7,8 @@ from typing import Literal
 from peakcast.catalog import Device
 from peakcast.errors import SpecError
 from peakcast.models.analytical.huggingface import huggingface_ledger
+from peakcast.models.recipes.covering import no_recipe
+from peakcast.models.recipes.shelf import recipe_of, wants_recipe
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
 
@@ -14,7 +16,7 @@ Step = Literal["first", "steady"]
 
 
 def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: Step = "steady") -> Timeline:
-    """Every tensor of one training step of `job` on `rank` (None: rank 0), in closed form.
+    """Every tensor of one training step of `job` on `rank` (None: rank 0), in closed form, or as its recipe has it.
 
     `step`: "first", or "steady" for any later one. `device` adds library workspaces and what kernels allocate inside
     themselves on that GPU type; without it the timeline is what a trace sees.
@@ -32,6 +34,19 @@ def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None =
 
 
 def _ledger(job: TrainingJob, device: Device | None, rank: int | None, step: Step) -> Timeline:
+    if wants_recipe(job):
+        from peakcast.models.recipes.composing import recipe_ledger
+
+        recipe, reason = recipe_of(job), no_recipe(job)
+        if recipe is not None and not reason:
+            return recipe_ledger(job, recipe, device=device, rank=rank, step=step)
+        if job.architecture.kind == "undescribed":
+            raise SpecError(
+                f"model_type={job.architecture.model_type!r} of {job.architecture.name!r} is no family of the ledger, and "
+                f"{reason}.",
+                parameter="architecture",
+                value=job.architecture.name,
+            )
     if job.framework == "megatron":
         from peakcast.models.analytical.megatron import megatron_ledger
 

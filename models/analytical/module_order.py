@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+from peakcast.architecture import Architecture
+
 
 class _Tensor(Protocol):
     @property
@@ -21,9 +23,10 @@ NORMS_FIRST = ("bert", "bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gp
 """Families whose layers register a norm before the matrices that it is for (transformers 5.17 modeling_*.py)."""
 
 
-def in_order_of_modules(tensors: Sequence[T], model_type: str) -> list[T]:
-    """`tensors`, module by module: most of transformers' layers register their norms after their matrices."""
-    if model_type in NORMS_FIRST:
+def in_order_of_modules(tensors: Sequence[T], architecture: Architecture) -> list[T]:
+    """`tensors`, module by module: most of transformers' layers register their norms after their matrices. Those of a
+    recorded network are in its order already."""
+    if architecture.configuration or architecture.model_type in NORMS_FIRST:
         return list(tensors)
     by_module: dict[str, list[T]] = {}
     for tensor in tensors:

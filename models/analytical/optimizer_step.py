@@ -107,7 +107,7 @@ def _groups(job: TrainingJob, layout: Layout, tensors: list[TrainedTensor]) -> I
     most of transformers' layers register their norms after their matrices."""
     by_decay = bool(conventions(job).get("trainer"))
     groups = layout.update_groups(tensors, by_decay=by_decay)
-    return groups if by_decay else [in_order_of_modules(group, job.architecture.model_type) for group in groups]
+    return groups if by_decay else [in_order_of_modules(group, job.architecture) for group in groups]
 
 
 def _step(timeline: Step, rule: OptimizerRule, group: Sequence[TrainedTensor], options: Options) -> None:

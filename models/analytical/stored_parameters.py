@@ -23,6 +23,8 @@ from peakcast.models.analytical.parameters import (
     layer_parameters,
 )
 from peakcast.models.analytical.quantization import PARAMETERS, quantized_linear_bytes
+from peakcast.models.recipes.parameters import recorded_parameters
+from peakcast.models.recipes.shelf import recipe_of
 from peakcast.spec import ActivationCheckpointing, Optimizer, TrainingJob
 from peakcast.units import DTYPE_BYTES
 
@@ -50,6 +52,8 @@ def weights_job(job: TrainingJob) -> TrainingJob:
 
 def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
     """Every tensor of the network as a rank stores it, before data parallelism."""
+    if (recipe := recipe_of(job)) is not None:
+        return recorded_parameters(job, recipe)
     return _stored_parameters(weights_job(job))
 
 

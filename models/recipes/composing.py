@@ -3,28 +3,24 @@ has, hand-written or recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
 import numpy as np
 
 from peakcast.catalog import Device
-from peakcast.conventions import mixes_precision
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.models.analytical.columns import WIDTH, Recording
-from peakcast.models.analytical.layouts import gathered_dtype, layout_of
-from peakcast.models.analytical.layouts.base import StoredTensor
+from peakcast.models.analytical.layouts import layout_of
+from peakcast.models.analytical.layouts.base import Layout
 from peakcast.models.analytical.optimizer_step import hand_updates, place_optimizer_step
 from peakcast.models.analytical.step import FOREVER, Run, Step
 from peakcast.models.analytical.template import Template
 from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.models.recipes.depth import Deep, deepened, place_of
+from peakcast.models.recipes.parameters import described, recorded_parameters
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH, PLACE, Ints
 from peakcast.spec import TrainingJob
 from peakcast.texts import Texts
 from peakcast.timeline import Category, Phase, Timeline
-from peakcast.units import DTYPE_BYTES
 
 
 def recipe_ledger(
@@ -32,45 +28,17 @@ def recipe_ledger(
 ) -> Timeline:
     """As `peakcast.models.analytical.ledger.ledger`, of the network that `recipe` was recorded of."""
     job = described(job, recipe)
-    tensors = stored_tensors(job, recipe)
-    layout = layout_of(job, tensors, (), rank)
+    layout = layout_of(job, recorded_parameters(job, recipe), (), rank)
     layout.first_step = step == "first"
     hand_updates(job, layout, step)
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
     timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
     network = _Network(recipe, job)
-    network.run(timeline, layout, first_step=step == "first")
+    network.run(timeline, layout)
     place_optimizer_step(timeline, job, layout, step)
     network.hold_across(timeline, first_step=step == "first")
     return timeline.timeline()
-
-
-def described(job: TrainingJob, recipe: Recipe) -> TrainingJob:
-    """The job with what the recipe knows of its network."""
-    if job.architecture.kind != "undescribed":
-        return job
-    return job.replace(architecture=replace(job.architecture, tie_word_embeddings=recipe.tied))
-
-
-def stored_tensors(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor, ...]:
-    """Every tensor of the network as a rank stores it, in the order of its modules."""
-    found: dict[str, list[tuple[str, tuple[int, ...], int, bool]]] = {}
-    for module, name, shape, size, trains in recipe.walk.parameters:
-        found.setdefault(module, []).append((name, shape, size, trains))
-    layers = job.architecture.num_hidden_layers
-    deep = deepened(recipe.walk, recipe.repeats, layers)
-    names = ["embedding", *(f"between.{place}" for place in range(2, recipe.walk.num_places - 1, 2))]
-    order = [(name, name) for name in names if name in found]
-    order += [(f"layers.{i}", f"layers.{int(deep.sources[2 * i + 1]) // 2}") for i in range(layers)]
-    stored, used = (int(DTYPE_BYTES[one]) for one in (job.precision.parameters, gathered_dtype(job)))
-    tensors = []
-    for module, source in [*order, ("head", "head")]:
-        for name, shape, size, trains in found.get(source, []):
-            own = stored if size == used else size  # what the library keeps wide stays so
-            gathered = used if mixes_precision(job) else own
-            tensors.append(StoredTensor(name, module, shape, own, gathered, trains, decays=len(shape) > 1))
-    return tuple(tensors)
 
 
 class _Network:
@@ -78,19 +46,18 @@ class _Network:
 
     def __init__(self, recipe: Recipe, job: TrainingJob) -> None:
         self.walk = recipe.walk
-        self.deep: Deep = deepened(recipe.walk, recipe.repeats, job.architecture.num_hidden_layers)
+        self.deep: Deep = deepened(recipe.walk, recipe.repeats, recipe.layers)
         raw = recipe.sizes.at(job.micro_batch_size, job.sequence_length)
         self.num_bytes: Ints = -(-raw // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         self.names = [_module(place, self.deep.num_places) for place in range(self.deep.num_places)]
         self.runs: list[list[Run]] = []
-        self.forward_ends: list[int] = []
 
-    def run(self, timeline: Step, layout: object, *, first_step: bool) -> None:
+    def run(self, timeline: Step, layout: Layout) -> None:
         """Run every micro-batch that the recipe has."""
         num_micro_batches = self.walk.num_micro_batches
         for micro_batch in range(num_micro_batches):
             first, last = micro_batch == 0, micro_batch == num_micro_batches - 1
-            layout.begin_micro_batch(timeline, first=first, last=last)  # type: ignore[attr-defined]
+            layout.begin_micro_batch(timeline, first=first, last=last)
             templates = [self._template(micro_batch, place) for place in range(self.walk.num_places)]
             runs = []
             for place, source in enumerate(self.deep.sources.tolist()):
@@ -98,7 +65,7 @@ class _Network:
             for run in reversed(runs):
                 timeline.run_backward(run)
             timeline.end_backward()
-            layout.end_backward(timeline)  # type: ignore[attr-defined]
+            layout.end_backward(timeline)
             self.runs.append(runs)
 
     def hold_across(self, timeline: Step, *, first_step: bool) -> None:

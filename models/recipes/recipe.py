@@ -1,12 +1,13 @@
-"""`Recipe`: what a network allocates in a step on one GPU, for any number of its layers, any batch and length in its range."""
+"""`Recipe`: what a network allocates in a step on one GPU, for any batch and length in its range."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from peakcast.fields import FrozenMapping
 from peakcast.models.recipes.depth import Repeats, deepened, repeats, short_depth
 from peakcast.models.recipes.sizes import Sizes, through
 from peakcast.models.recipes.walk import Ints, Walk
@@ -32,6 +33,8 @@ class Recipe:
 
     walk: Walk
     repeats: Repeats | None
+    layers: int
+    """Of the network that was asked for."""
     sizes: Sizes
     batches: tuple[int, int]
     """The smallest and the largest micro-batch for which it holds."""
@@ -39,6 +42,8 @@ class Recipe:
     """The shortest and the longest sequence."""
     even: bool = False
     """Whether it holds for lengths that are multiples of `EVEN` only."""
+    versions: FrozenMapping = field(default_factory=FrozenMapping)
+    """Releases of the libraries that it was recorded with."""
 
     def covers(self, batch: int, length: int) -> bool:
         """Whether it holds for a micro-batch of so many sequences of this length."""
@@ -74,11 +79,20 @@ def recorded(record: Record, asked: Point) -> Recipe:
         if all(walk.same_program(other) for other in walks.values()):
             sizes = through({point: one.raw_bytes for point, one in walks.items()}, solving)
             if sizes is not None:
-                recipe = Recipe(walk, how, sizes, (smallest, max(batch, 3 * smallest // 2)), _span([*lengths, length]))
+                recipe = Recipe(walk, how, whole.num_layers, sizes, (smallest, max(batch, 3 * smallest // 2)), _span([*lengths, length]))
                 return _widened(recipe, record, depth)
-    alone = through({asked: walks[asked].raw_bytes}, [asked])
-    assert alone is not None
-    return Recipe(walks[asked], how if walks[asked].same_program(walk) else None, alone, (batch, batch), (length, length))
+    alike = walks[asked].same_program(walk)
+    if not alike and depth is not None:  # what was found to repeat may not do so there
+        (own,) = record([(None, *asked)])
+        return Recipe(own, None, own.num_layers, _alone(own, asked), (batch, batch), (length, length))
+    return Recipe(walks[asked], how, whole.num_layers, _alone(walks[asked], asked), (batch, batch), (length, length))
+
+
+def _alone(walk: Walk, point: Point) -> Sizes:
+    """The sizes of one walk, for its own batch and length."""
+    sizes = through({point: walk.raw_bytes}, [point])
+    assert sizes is not None
+    return sizes
 
 
 def _widened(recipe: Recipe, record: Record, depth: int | None) -> Recipe:

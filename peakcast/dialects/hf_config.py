@@ -11,11 +11,11 @@ from peakcast.architecture import MOST_ELEMENTS, MOST_LAYERS, Architecture, Mixt
 from peakcast.dialects.hf_families import FAMILIES, OTHER_KINDS
 from peakcast.dialects.hf_rotary import read_rotary
 from peakcast.dialects.hf_rules import REQUIRED, Choice, Family, Key, Product, Row, Rules, llama
-from peakcast.dialects.hf_undescribed import may_be_undescribed, undescribed
+from peakcast.dialects.hf_undescribed import is_traced, kept_configuration, undescribed
 from peakcast.dialects.hf_unread import Seen, Unread, unread
 from peakcast.dialects.hf_windows import read_windows
 from peakcast.dialects.pasted import flat
-from peakcast.errors import SpecError, near_misses
+from peakcast.errors import SpecError
 
 LLAMA_KEYS = (
     "hidden_size",
@@ -86,12 +86,10 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
     language, multimodal = _language_part(config)
     seen = Seen(language)
     model_type = seen.get("model_type")
-    try:
-        family = _family(model_type, language)
-    except SpecError:
-        if not may_be_undescribed(model_type):
-            raise
+    known = model_type in FAMILIES
+    if isinstance(model_type, str) and not known and (is_traced() or not _is_like_llama(model_type, language)):
         return undescribed(config, name), Unread((), ())
+    family = _family(model_type)
     called = name or config.get("name") or config.get("_name_or_path") or model_type
     values = _read(family.rules, seen)
     _check_demands(family, seen)
@@ -111,7 +109,9 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
         values |= _latent_attention(_read(family.mla, seen), values)
     if multimodal:
         values["kind"] = "multimodal"
-    return Architecture(name=str(called), model_type=str(model_type), **values), unread(seen, known=model_type in FAMILIES)
+    if not known:  # as it is, for what knows more than its keys say
+        values["configuration"] = kept_configuration(config)
+    return Architecture(name=str(called), model_type=str(model_type), **values), unread(seen, known=known)
 
 
 def _language_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
@@ -124,7 +124,8 @@ def _language_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
     return {**shared, **text}, multimodal
 
 
-def _family(model_type: object, config: Mapping[str, Any]) -> Family:
+def _family(model_type: object) -> Family:
+    """The rules by which a configuration is read: its family's, or Llama's."""
     if model_type is None:
         raise SpecError(
             'model_type is required and missing; a config.json names its family there, for example "model_type": "llama".',
@@ -132,26 +133,13 @@ def _family(model_type: object, config: Mapping[str, Any]) -> Family:
         )
     if not isinstance(model_type, str):
         raise _refuse("model_type", model_type, "must be a text", "for example 'llama'")
-    if model_type in FAMILIES:
-        return FAMILIES[model_type]
-    if model_type in OTHER_KINDS:
-        raise SpecError(
-            f"model_type={model_type!r} is {OTHER_KINDS[model_type]}; only decoders, BERT and T5 are "
-            "read from a configuration. Trace it instead (`peakcast explain --trace`).",
-            parameter="model_type",
-            value=model_type,
-        )
-    foreign = next((key for key, value in flat(config).items() if value and FOREIGN_KEYS.fullmatch(key)), "")
-    relative = all(config.get(key) is not None for key in LLAMA_KEYS) and not foreign
-    if relative and not may_be_undescribed(model_type):  # a trace need not guess
-        return Family(llama())
-    why = f" ({foreign} says that it is not like Llama)" if foreign else ""
-    raise SpecError(
-        f"model_type={model_type!r} is not a known family{why}{near_misses(model_type, FAMILIES) or '.'} Describe it with "
-        "a known model_type, or trace it (`peakcast explain --trace`).",
-        parameter="model_type",
-        value=model_type,
-    )
+    return FAMILIES.get(model_type) or Family(llama())
+
+
+def _is_like_llama(model_type: str, config: Mapping[str, Any]) -> bool:
+    """Whether a network of an unknown family may be guessed by its keys."""
+    foreign = any(value and FOREIGN_KEYS.fullmatch(key) for key, value in flat(config).items())
+    return model_type not in OTHER_KINDS and not foreign and all(config.get(key) is not None for key in LLAMA_KEYS)
 
 
 def _check_demands(family: Family, config: Mapping[str, Any]) -> None:

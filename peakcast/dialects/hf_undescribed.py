@@ -1,7 +1,5 @@
-"""Networks of transformers that no row of `hf_families` describes: they can be traced, though not counted.
-
-Only a door that traces asks for them (`for_tracing`). Everywhere else an unknown family is refused, so that no ledger is
-ever asked about a network whose shapes it would have to guess.
+"""Networks of transformers that no row of `hf_families` describes: known by their configuration alone, from which the
+installed library builds them, to be recorded or traced.
 """
 
 from __future__ import annotations
@@ -15,6 +13,8 @@ from peakcast.architecture import Architecture
 from peakcast.spec import canonical_json
 
 _FOR_TRACING: ContextVar[bool] = ContextVar("for_tracing", default=False)
+_LEFT_OUT = ("name", "_name_or_path", "torch_dtype", "dtype", "transformers_version", "architectures")
+"""Keys that change nothing of the network."""
 _SIZES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
@@ -27,7 +27,7 @@ _SIZES = {
 
 @contextlib.contextmanager
 def for_tracing() -> Iterator[None]:
-    """In here a configuration of an unknown family is read as a network that is known by its configuration alone."""
+    """In here a configuration of an unknown family is never guessed to be one like Llama's."""
     token = _FOR_TRACING.set(True)
     try:
         yield
@@ -35,15 +35,19 @@ def for_tracing() -> Iterator[None]:
         _FOR_TRACING.reset(token)
 
 
-def may_be_undescribed(model_type: object) -> bool:
-    """Whether a network of `model_type` may be read without a row."""
-    return _FOR_TRACING.get() and isinstance(model_type, str)
+def is_traced() -> bool:
+    """Whether what is read is to be traced, which needs no guess."""
+    return _FOR_TRACING.get()
+
+
+def kept_configuration(config: Mapping[str, Any]) -> str:
+    """What transformers builds the network of `config` from."""
+    return canonical_json({key: value for key, value in config.items() if key not in _LEFT_OUT})
 
 
 def undescribed(config: Mapping[str, Any], name: str | None) -> Architecture:
     """The network of `config`, which holds what transformers builds it from."""
     called = name or config.get("name") or config.get("_name_or_path") or config["model_type"]
-    kept = {key: value for key, value in config.items() if key not in ("name", "_name_or_path", "torch_dtype", "dtype")}
     return Architecture(
         name=str(called),
         model_type=str(config["model_type"]),
@@ -54,7 +58,7 @@ def undescribed(config: Mapping[str, Any], name: str | None) -> Architecture:
         vocab_size=_size(config, "vocab_size"),
         num_key_value_heads=1,
         head_dim=1,
-        configuration=canonical_json(kept),
+        configuration=kept_configuration(config),
         kind="undescribed",
     )
 

@@ -50,7 +50,7 @@ def layout_of(
                 parallelism.data_parallel_size, int(chosen["shard_group_size"])
             )
         units = units_by_layer(
-            in_order_of_modules(sharded, job.architecture.model_type),
+            in_order_of_modules(sharded, job.architecture),
             ends_apart=chosen["fsdp2_units"] == "ends",
             first_layer_without_gradient=no_gradient_enters,
             tied=job.architecture.tie_word_embeddings,

@@ -1,0 +1,111 @@
+"""Recipes as data: a list of them in a compressed JSON file. Reading one runs nothing; a damaged or foreign one is refused."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from peakcast.bounded import file_bytes
+from peakcast.errors import RecordError
+from peakcast.fields import FrozenMapping
+from peakcast.models.recipes.depth import Repeats
+from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.sizes import EXPONENTS, Sizes
+from peakcast.models.recipes.walk import Walk
+
+SCHEMA = 1
+MAX_FILE_BYTES = 2**24
+MAX_CONTENT_BYTES = 2**28
+"""A recipe of 600 layers that all differ has some 50 MB of JSON."""
+_WALK = ("categories", "lives", "gradients")
+
+
+def written(recipes: list[Recipe]) -> bytes:
+    """The content of a file of `recipes`: the same bytes for the same recipes."""
+    text = json.dumps({"schema_version": SCHEMA, "recipes": [_mapping(one) for one in recipes]}, separators=(",", ":"))
+    return gzip.compress(text.encode(), mtime=0)
+
+
+def read(path: Path) -> list[Recipe]:
+    """The recipes in the file at `path`. Raises: RecordError when it has none."""
+    try:
+        with gzip.open(io.BytesIO(file_bytes(path, MAX_FILE_BYTES))) as file:
+            content = file.read(MAX_CONTENT_BYTES + 1)
+        if len(content) > MAX_CONTENT_BYTES:
+            raise ValueError(f"it has more than {MAX_CONTENT_BYTES:,} bytes")
+        mapping = json.loads(content)
+        if not isinstance(mapping, dict) or mapping.get("schema_version") != SCHEMA:
+            raise ValueError(f"schema_version must be {SCHEMA}")
+        return [_recipe(one) for one in mapping["recipes"]]
+    except OSError as error:
+        raise _refused(path, error.strerror or str(error)) from error
+    except (EOFError, ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
+        raise _refused(path, f"{type(error).__name__}: {error}") from error
+
+
+def _refused(path: Path, reason: str) -> RecordError:
+    return RecordError(f"{path} is no file of recipes: {reason}; delete it, and it is recorded anew.", parameter="recipe")
+
+
+def _mapping(recipe: Recipe) -> dict[str, Any]:
+    walk, how, sizes = recipe.walk, recipe.repeats, recipe.sizes
+    return {
+        "num_places": walk.num_places,
+        "stretches": [[list(labels), list(phases)] for labels, phases in zip(walk.labels, walk.phases, strict=True)],
+        "names": list(walk.names),
+        **{name: np.asarray(getattr(walk, name)).astype(int).tolist() for name in _WALK},
+        "parameters": [[*rest[:2], list(rest[2]), *rest[3:]] for rest in walk.parameters],
+        "layers": recipe.layers,
+        "repeats": None if how is None else [how.prefix, how.unit, np.flatnonzero(how.moves).tolist()],
+        "exponents": [list(one) for one in sizes.exponents],
+        "coefficients": sizes.coefficients.tolist(),
+        "multiples": sizes.multiples.tolist(),
+        "batches": list(recipe.batches),
+        "lengths": list(recipe.lengths),
+        "even": recipe.even,
+        "versions": dict(recipe.versions),
+    }
+
+
+def _recipe(mapping: dict[str, Any]) -> Recipe:
+    names = tuple(map(str, mapping["names"]))
+    count, places = len(names), int(mapping["num_places"])
+    columns = {name: np.array(mapping[name], dtype=np.int64) for name in _WALK}
+    exponents = tuple((int(i), int(j)) for i, j in mapping["exponents"])
+    coefficients = np.array(mapping["coefficients"], dtype=np.int64).reshape(len(exponents), count)
+    multiples = np.array(mapping["multiples"], dtype=np.int64)
+    stretches = mapping["stretches"]
+    shapes = {"categories": (count,), "gradients": (count,), "lives": (5, count)}
+    if any(columns[name].shape != shape for name, shape in shapes.items()) or multiples.shape != (count,):
+        raise ValueError("its columns are not of one length")
+    if not set(exponents) <= set(EXPONENTS) or (multiples < 1).any() or places < 1:
+        raise ValueError("its sizes are no polynomials")
+    if not stretches or len(stretches) % (2 * places) or (abs(columns["lives"]) > len(stretches) + 10**6).any():
+        raise ValueError("its stretches are not those of a step")
+    sizes = Sizes(exponents, coefficients, multiples)
+    walk = Walk(
+        num_places=places,
+        labels=tuple(tuple(map(str, labels)) for labels, _ in stretches),
+        phases=tuple(bytes(phases) for _, phases in stretches),
+        names=names,
+        categories=columns["categories"],
+        raw_bytes=np.zeros(count, dtype=np.int64),
+        lives=columns["lives"],
+        gradients=columns["gradients"].astype(bool),
+        parameters=tuple((str(m), str(n), tuple(map(int, s)), int(b), bool(t)) for m, n, s, b, t in mapping["parameters"]),
+    )
+    how = None
+    if mapping["repeats"] is not None:
+        prefix, unit, moving = mapping["repeats"]
+        moves = np.zeros(count, dtype=bool)
+        moves[np.array(moving, dtype=np.int64)] = True
+        how = Repeats(int(prefix), int(unit), moves)
+    low, high = mapping["batches"]
+    short, long = mapping["lengths"]
+    versions = FrozenMapping({str(key): str(value) for key, value in mapping["versions"].items()})
+    return Recipe(walk, how, int(mapping["layers"]), sizes, (int(low), int(high)), (int(short), int(long)), bool(mapping["even"]), versions)

@@ -1,0 +1,40 @@
+"""The weights of a recorded network as a rank stores them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from peakcast.conventions import mixes_precision
+from peakcast.models.analytical.layouts import gathered_dtype
+from peakcast.models.analytical.layouts.base import StoredTensor
+from peakcast.models.recipes.depth import deepened
+from peakcast.models.recipes.recipe import Recipe
+from peakcast.spec import TrainingJob
+from peakcast.units import DTYPE_BYTES
+
+
+def described(job: TrainingJob, recipe: Recipe) -> TrainingJob:
+    """The job with what the recipe knows of its network."""
+    if job.architecture.kind != "undescribed":
+        return job
+    return job.replace(architecture=replace(job.architecture, tie_word_embeddings=recipe.tied))
+
+
+def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor, ...]:
+    """Every tensor of the network as a rank stores it, in the order of its modules."""
+    found: dict[str, list[tuple[str, tuple[int, ...], int, bool]]] = {}
+    for module, name, shape, size, trains in recipe.walk.parameters:
+        found.setdefault(module, []).append((name, shape, size, trains))
+    layers = recipe.layers
+    deep = deepened(recipe.walk, recipe.repeats, layers)
+    names = ["embedding", *(f"between.{place}" for place in range(2, recipe.walk.num_places - 1, 2))]
+    order = [(name, name) for name in names if name in found]
+    order += [(f"layers.{i}", f"layers.{int(deep.sources[2 * i + 1]) // 2}") for i in range(layers)]
+    stored, used = (int(DTYPE_BYTES[one]) for one in (job.precision.parameters, gathered_dtype(job)))
+    tensors = []
+    for module, source in [*order, ("head", "head")]:
+        for name, shape, size, trains in found.get(source, []):
+            own = stored if size == used else size  # what the library keeps wide stays so
+            gathered = used if mixes_precision(job) else own
+            tensors.append(StoredTensor(name, module, shape, own, gathered, trains, decays=len(shape) > 1))
+    return tuple(tensors)

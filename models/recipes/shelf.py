@@ -1,0 +1,121 @@
+"""The shelf: where recipes are kept, and which of them a job is answered by.
+
+Recipes lie in files, one for each network and regime (`regime.py`) and the releases they were recorded with: those of this
+installation first, then those that come with peakcast. What was found once stays in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Literal
+
+from peakcast.durable import replace_file
+from peakcast.errors import RecordError
+from peakcast.models.recipes import files
+from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.regime import regime
+from peakcast.spec import TrainingJob, canonical_json, job_to_mapping
+
+Baseline = Literal["auto", "ledger", "recipe"]
+MOST = 16
+"""Recipes of one regime that are kept, for ranges of batch and length."""
+LIBRARIES = ("torch", "transformers", "peft")
+"""Packages whose release a recipe depends on."""
+NAMELESS = r"[^A-Za-z0-9_.]"
+"""What of a family's name is not part of a file's."""
+_CHOSEN: ContextVar[Baseline] = ContextVar("baseline", default="auto")
+_found: dict[str, list[Recipe]] = {}
+_reasons: dict[str, str] = {}
+"""Why what was asked for could not be recorded."""
+
+
+@contextmanager
+def baseline_from(chosen: Baseline) -> Iterator[None]:
+    """In here answers come from the ledger's own blocks, or from recorded ones ("auto": these, of unknown networks)."""
+    token = _CHOSEN.set(chosen)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+def chosen() -> Baseline:
+    """Where answers come from."""
+    return _CHOSEN.get()
+
+
+def wants_recipe(job: TrainingJob) -> bool:
+    """Whether `job` is to be answered by a recipe: its family is not the ledger's, or it is asked for so."""
+    return chosen() != "ledger" and (chosen() == "recipe" or bool(job.architecture.configuration))
+
+
+def recipe_of(job: TrainingJob) -> Recipe | None:
+    """The recipe by which `job` is answered; None: none is wanted, or none is there."""
+    if not wants_recipe(job):
+        return None
+    return next((one for one in _recipes(shelf_name(job)) if one.covers(job.micro_batch_size, job.sequence_length)), None)
+
+
+def shelve(job: TrainingJob, recipe: Recipe) -> None:
+    """Keep a recipe of `job` for later, in a file where one can be written."""
+    name = shelf_name(job)
+    _found[name] = [recipe, *_recipes(name)][:MOST]
+    try:
+        replace_file(_own_folder() / f"{name}.json.gz", files.written(_found[name]))
+    except RecordError:
+        return  # the answer at hand has it all the same
+
+
+def could_not_record(job: TrainingJob, reason: str) -> None:
+    """Remember why `job` has no recipe."""
+    _reasons[shelf_name(job)] = reason
+
+
+def why_not(job: TrainingJob) -> str:
+    """Why `job` could not be recorded; "" where nobody tried."""
+    return _reasons.get(shelf_name(job), "")
+
+
+@lru_cache(maxsize=1024)
+def shelf_name(job: TrainingJob) -> str:
+    """The name of the file of the job's recipes."""
+    alone, family = regime(job), job.architecture.model_type
+    alone = alone.replace(architecture=replace(alone.architecture, name=family))
+    asked = canonical_json([job_to_mapping(alone), installed()])
+    return f"{re.sub(NAMELESS, '_', family)[:40]}-{hashlib.sha256(asked.encode()).hexdigest()[:20]}"
+
+
+@cache
+def installed() -> dict[str, str]:
+    """Releases of the libraries here that recipes depend on."""
+    found = {}
+    for package in LIBRARIES:
+        try:
+            found[package] = importlib.metadata.version(package).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _recipes(name: str) -> list[Recipe]:
+    if name not in _found:
+        path = _own_folder() / f"{name}.json.gz"
+        try:
+            _found[name] = files.read(path) if path.is_file() else []
+        except RecordError:
+            _found[name] = []  # recorded anew, in its place
+    return _found[name]
+
+
+def _own_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "peakcast" / "recipes"
