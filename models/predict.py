@@ -21,6 +21,7 @@ from peakcast.models.device_scope import device_findings
 from peakcast.models.features import features, kinds, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
 from peakcast.models.measured_constants import outside, rests_on_readings
+from peakcast.models.recipes.covering import recorded_with
 from peakcast.models.reserved_findings import reserved_findings
 from peakcast.models.verdict import judge, leaves_out, limits, prevented, ranks_of_a_node
 from peakcast.prediction import QUANTITIES, Interval, Prediction
@@ -222,7 +223,7 @@ def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | N
     if rank is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, base.rank))
     sentences += remarks(job.versions)
-    sentences += filter(None, [assumed_versions(job)])
+    sentences += filter(None, [assumed_versions(job), recorded_with(job)])
     if base.communicator_bytes and (base.outside is None or base.outside.missing):
         sentences.append(
             f"NCCL uses {format_gib(base.communicator_bytes)}, an estimate that depends on the machine's links."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from peakcast.errors import SpecError
 from peakcast.questions import Question
 from peakcast.readings import with_others
+from peakcast.recording import ensure_recipe, timelines_from
 
 if TYPE_CHECKING:
     from peakcast.models.calibration import Calibration
@@ -20,7 +21,6 @@ def answer(asked: Question, calibration: Calibration | str | Path | None = None)
 
     from peakcast.models.calibration import load_calibration
     from peakcast.models.predict import predict as predict_job
-    from peakcast.recording import ensure_recipe
 
     ensure_recipe(asked.job)
     if isinstance(calibration, (str, Path)):
@@ -35,8 +35,22 @@ def answer(asked: Question, calibration: Calibration | str | Path | None = None)
     return with_others(prediction, others, lambda job: predict_job(job, asked.device, asked.rank, calibration))
 
 
-def full_answer(asked: Question, calibration: Calibration | str | Path | None = None, *, all_ranks: bool = False) -> Answer:
-    """`answer` with what one asks next: which GPU types would fit, what to try first, what is not modelled, every rank."""
+def full_answer(
+    asked: Question,
+    calibration: Calibration | str | Path | None = None,
+    *,
+    all_ranks: bool = False,
+    baseline: str = "auto",
+) -> Answer:
+    """`answer` with what one asks next: which GPU types would fit, what to try first, what is not modelled, every rank.
+    `baseline`: where timelines come from, as in `api.predict`."""
+    with timelines_from(baseline):
+        return _full_answer(asked, calibration, all_ranks=all_ranks, advises=baseline != "trace")
+
+
+def _full_answer(
+    asked: Question, calibration: Calibration | str | Path | None, *, all_ranks: bool, advises: bool
+) -> Answer:
     from dataclasses import replace
 
     from peakcast.explaining import outlook
@@ -48,7 +62,7 @@ def full_answer(asked: Question, calibration: Calibration | str | Path | None = 
     return Answer(
         **vars(prediction),
         gpus=tuple(replace(item, fits=prediction.fits) if item.gpu == prediction.gpu else item for item in gpus),
-        first_to_try=first_to_try(asked.job, asked.device, prediction.rank),
+        first_to_try=first_to_try(asked.job, asked.device, prediction.rank) if advises else (),
         not_modelled=outlook.not_modelled(asked.job),
         ranks=tuple(
             outlook.rank_peak(stage, answer(replace(asked, rank=stage.rank), calibration))

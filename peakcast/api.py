@@ -5,6 +5,7 @@ Heavy libraries are imported inside the functions that need them, so that asking
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from peakcast.installation import Installation
     from peakcast.models.calibration import Calibration
     from peakcast.prediction import Answer
+    from peakcast.recording import Recorded
     from peakcast.replaying import Replayed
     from peakcast.searching.found import Found, Largest
     from peakcast.searching.search import Progress
@@ -46,6 +48,7 @@ __all__ = [
     "predict",
     "predict_batch",
     "read",
+    "record",
     "replay",
     "report",
     "reproduce",
@@ -65,6 +68,7 @@ def predict(
     all_ranks: bool = False,
     host_memory_gib: float | None = None,
     gpus_per_node: int | None = None,
+    baseline: str = "auto",
 ) -> Answer:
     """The four peaks of one rank of `job` on `gpu`, in bytes, with error bars, and whether it fits.
 
@@ -74,11 +78,13 @@ def predict(
     `rank`: a number, "last", or "worst" (None means the same). `calibration`: one, or the path of one; None takes the
     shipped one of the GPU type, else its nearest relative's. The answer also says which GPU types would fit, what to try
     first and what is not modelled; `all_ranks` adds the peaks of every distinct rank. `host_memory_gib` is the host memory
-    of a node, in GiB, which its `gpus_per_node` (8) ranks share and the verdict then weighs.
+    of a node, in GiB, which its `gpus_per_node` (8) ranks share and the verdict then weighs. `baseline`: "ledger" (the
+    hand-written blocks), "recipe" (recorded from the library installed here), "trace" (of the whole step, seconds for each
+    rank), or "auto": the ledger, and a recipe for a network of a family that it does not know.
     Raises: SpecError, CatalogError or CalibrationError naming the parameter, the value, the rule and the way out.
     """
     asked = question(job, gpu, rank, host_memory_gib=host_memory_gib, gpus_per_node=gpus_per_node)
-    return full_answer(asked, calibration, all_ranks=all_ranks)
+    return full_answer(asked, calibration, all_ranks=all_ranks, baseline=baseline)
 
 
 def read(
@@ -174,6 +180,18 @@ def replay(
     from peakcast.replaying import replayed
 
     return replayed(Path(file), against, gpu, rank, trace=trace, module=module, output=output)
+
+
+def record(job: object, *, python: str = sys.executable, output: str | Path | None = None) -> Recorded:
+    """Record the recipe of the network of `job`, in its regime: what the library allocates, block by block, without a GPU.
+
+    `job` as in `predict`; its batch and length are covered, and all for which the library does the same. `python`: the
+    interpreter of another environment, which needs the library and torch only. `output`: a .json.gz file to write beside
+    the user's cache. Raises: SpecError, or CollectorError when the library cannot run the job on fake tensors.
+    """
+    from peakcast.recording import recorded
+
+    return recorded(translation_of(job).job, python, Path(output) if output is not None else None)
 
 
 def doctor() -> Installation:

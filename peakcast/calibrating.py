@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from peakcast.searching.search import Progress
     from peakcast.tracking import Tracker
 
+
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
     """A calibration and the file it was written to."""
@@ -125,9 +126,7 @@ class Checked:
     left_out: dict[str, int]
 
 
-def check(
-    against: Path, gpu: str | None = None, *, calibration: Calibration | str | Path | None = None
-) -> Checked:
+def check(against: Path, gpu: str | None = None, *, calibration: Calibration | str | Path | None = None) -> Checked:
     """Whether the calibrations still hold on the measurements in `against` (a table or a shard), of `gpu` when given.
 
     `calibration`: one, or the path of one, to be checked instead of the one that `predict` takes for each GPU type.

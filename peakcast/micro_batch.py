@@ -78,6 +78,4 @@ def _check_lengths(batch: Batch, sequence_length: int) -> None:
             if shortest > sequence_length
             else f"draws how many tokens a step has, and batch.num_tokens={batch.num_tokens} fixes it; leave one out"
         )
-        raise SpecError(
-            f"batch.shortest_sequence={shortest} {rule}.", parameter="batch.shortest_sequence", value=shortest
-        )
+        raise SpecError(f"batch.shortest_sequence={shortest} {rule}.", parameter="batch.shortest_sequence", value=shortest)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from peakcast.errors import CollectorError
+from peakcast.durable import replace_file
+from peakcast.errors import CollectorError, SpecError
 from peakcast.fields import FrozenMapping
+from peakcast.models.baseline_choice import Trace, baseline_from
+from peakcast.models.recipes import files
 from peakcast.models.recipes.covering import cannot_be_recorded
-from peakcast.models.recipes.shelf import could_not_record, installed, recipe_of, shelve, wants_recipe, why_not
+from peakcast.models.recipes.shelf import LIBRARIES, could_not_record, installed, recipe_of, shelve, wants_recipe, why_not
 from peakcast.spec import TrainingJob
+from peakcast.timeline import Timeline
+
+if TYPE_CHECKING:
+    from peakcast.models.recipes.recipe import Recipe
 
 
 def ensure_recipe(job: TrainingJob) -> None:
@@ -24,13 +38,88 @@ def ensure_recipe(job: TrainingJob) -> None:
         could_not_record(job, str(error).rstrip("."))
 
 
-def record_recipe(job: TrainingJob) -> None:
-    """Record the recipe of `job` and keep it. Raises: CollectorError when the library cannot run the job on fake tensors."""
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What `peakcast record` has made."""
+
+    architecture: str
+    layers: int
+    """Of the network."""
+    recorded_layers: int
+    """Of the shorter network that stands for it; as many where its layers do not repeat."""
+    num_tensors: int
+    micro_batch_sizes: tuple[int, int]
+    """The smallest and the largest for which it holds."""
+    sequence_lengths: tuple[int, int]
+    """The shortest and the longest."""
+    versions: Mapping[str, str]
+    seconds: float
+    written: str = ""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {**vars(self), "versions": dict(self.versions)}
+
+    def text(self) -> str:
+        """The same in words."""
+        releases = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        (fewest, most), (shortest, longest) = self.micro_batch_sizes, self.sequence_lengths
+        lines = [
+            f"{self.architecture}: {self.num_tensors:,} tensors in {self.recorded_layers} layers stand for {self.layers}.",
+            f"Holds for micro-batches of {fewest:,} to {most:,} sequences of {shortest:,} to {longest:,} tokens.",
+            f"Recorded from {releases} in {self.seconds:.1f} s.",
+        ]
+        return "\n".join([*lines, f"Written to {self.written}."] if self.written else lines)
+
+
+def recorded(job: TrainingJob, python: str, output: Path | None) -> Recorded:
+    """Record `job`, and write the recipe to `output` too. Raises: SpecError, CollectorError, RecordError."""
+    if reason := cannot_be_recorded(job):
+        raise SpecError(f"{job.architecture.name!r} cannot be recorded: {reason}; leave that out.", parameter="job")
+    started = time.monotonic()
+    recipe = record_recipe(job, python)
+    if output is not None:
+        replace_file(output, files.written([recipe]))
+    return Recorded(
+        architecture=job.architecture.name,
+        layers=recipe.layers,
+        recorded_layers=recipe.walk.num_layers,
+        num_tensors=len(recipe.walk.names),
+        micro_batch_sizes=recipe.batches,
+        sequence_lengths=recipe.lengths,
+        versions=recipe.versions,
+        seconds=round(time.monotonic() - started, 1),
+        written=str(output or ""),
+    )
+
+
+@contextmanager
+def timelines_from(baseline: str) -> Iterator[None]:
+    """In here answers come from `baseline`; a trace takes seconds for each rank. Raises: SpecError for another name."""
+    from peakcast.collectors.tracing.trace import trace_job
+
+    with baseline_from(baseline, _traced(trace_job) if baseline == "trace" else None):
+        yield
+
+
+def _traced(trace: Callable[..., dict[str, Timeline]]) -> Trace:
+    """Each job and rank once."""
+    return lru_cache(maxsize=64)(lambda job, rank: trace(job, rank=rank))
+
+
+def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
+    """Record the recipe of `job` in the environment of the interpreter `python`, and keep it.
+
+    Raises: CollectorError when the library there cannot run the job on fake tensors.
+    """
     from peakcast.collectors.recording import walks_of
     from peakcast.models.recipes.recipe import recorded
     from peakcast.models.recipes.regime import regime
     from peakcast.models.recipes.walk import Walk
 
-    with walks_of(regime(job)) as walk:
-        recipe = recorded(lambda samples: [Walk.read(walk(*sample)) for sample in samples], (job.micro_batch_size, job.sequence_length))
-    shelve(job, replace(recipe, versions=FrozenMapping(installed())))
+    with walks_of(regime(job), python) as (walk, versions):
+        asked = job.micro_batch_size, job.sequence_length
+        recipe = recorded(lambda *sample: Walk.read(walk(*sample)), asked, job.architecture.most_positions)
+    recipe = replace(recipe, versions=FrozenMapping({name: versions[name] for name in LIBRARIES if name in versions}))
+    shelve(job, recipe)
+    return recipe

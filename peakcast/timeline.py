@@ -165,6 +165,5 @@ class Timeline:
         largest = np.lexsort((firsts, -totals))[:count].tolist()
         entries = alive[firsts]
         return [
-            (self.names[entries[i]], Category(self.categories[entries[i]]), int(totals[i]), int(counts[i]))
-            for i in largest
+            (self.names[entries[i]], Category(self.categories[entries[i]]), int(totals[i]), int(counts[i])) for i in largest
         ]

@@ -107,7 +107,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 """What a row's own note asks for beside the conventions of its day."""
 LOSS_COMPILED = (
-    "deepseek_v3_16b.toml of that time compiles the loss alone (compile.components = [\"loss\"]), which the reading "
+    'deepseek_v3_16b.toml of that time compiles the loss alone (compile.components = ["loss"]), which the reading '
     "overlooked; experts get what the router sends them, and balanced loads are counted."
 )
 ASSUMED = {

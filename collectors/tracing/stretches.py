@@ -32,7 +32,7 @@ class Cut:
 
 
 class StretchTracer(Tracer):
-    """As `Tracer`, and knows the stretches. `cuts` say where they begin; `raw_bytes` are sizes that no allocator rounded."""
+    """As `Tracer`, and knows the stretches. `cuts` say where they begin; `raw_bytes` are sizes as asked for, unrounded."""
 
     def __init__(self) -> None:
         super().__init__()

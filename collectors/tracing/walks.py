@@ -1,8 +1,8 @@
-"""Walks: one step of a network on one GPU, cut into the stretches of its blocks, with sizes that no allocator rounded.
+"""Walks: one step of a network on one GPU, cut at its blocks, with sizes that no allocator rounded.
 
 `python -P -m peakcast.collectors.tracing.walks` reads lines of JSON from standard input: a job, then for each walk
-[layers (null: as many as the job has), micro_batch_size, sequence_length]; it answers each with a line. Recipes are made
-of walks (`peakcast.models.recipes`).
+[layers (null: as many as the job has), micro_batch_size, sequence_length, steps]; it answers each with a line. Recipes are
+made of walks (`peakcast.models.recipes`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from peakcast.errors import CollectorError, PeakcastError
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase
 
-NUM_STEPS = 2
+PEFT = "base_model.model."
+"""What peft puts before every name of a network."""
+STEPS = 2
 """The second step meets what the first has left, as every later one does."""
 
 
@@ -33,21 +35,23 @@ class Walker:
         check_traceable(job)
         if job.compile or job.attention == "flex":
             raise CollectorError(
-                "compiled code has no blocks to record; trace it (`peakcast explain --trace`).", parameter="compile", value=True
+                "compiled code has no blocks to record; trace it (`peakcast explain --trace`).",
+                parameter="compile",
+                value=True,
             )
         self._job = job
         prepare(job, None)
 
-    def walk(self, layers: int | None, batch: int, length: int) -> dict[str, Any]:
-        """One step of the first `layers` layers (None: of all) with so many sequences of this length."""
+    def walk(self, layers: int | None, batch: int, length: int, steps: int = STEPS) -> dict[str, Any]:
+        """The last of so many steps of the first `layers` layers (None: of all) with so many sequences of this length."""
         asked = self._job.replace(micro_batch_size=batch, sequence_length=length)
         if layers is not None:
             asked = asked.replace(architecture=with_layers(asked.architecture, layers))
         with fake_mode(num_nonzero(asked)), one_thread():
-            return _walk(asked, StretchTracer())
+            return _walk(asked, StretchTracer(), steps)
 
 
-def _walk(job: TrainingJob, tracer: StretchTracer) -> dict[str, Any]:
+def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]:
     from peakcast.collectors.frameworks import build
 
     with tracer:
@@ -59,7 +63,7 @@ def _walk(job: TrainingJob, tracer: StretchTracer) -> dict[str, Any]:
         tracer.name(weights, Category.PARAMETERS)
         tracer.name(training.model.named_buffers(), Category.OTHER)
         with tracer.watching(training.model), tracer.following(training.model):
-            for _ in range(NUM_STEPS):
+            for _ in range(steps):
                 before = len(tracer.cuts)
                 _step(training, tracer)
                 end = tracer.now
@@ -79,9 +83,7 @@ def _step(training: Any, tracer: StretchTracer) -> None:
         del loss
 
 
-def _mapping(
-    tracer: StretchTracer, weights: Sequence[tuple[str, Any]], cuts: Sequence[Cut], end: int
-) -> dict[str, Any]:
+def _mapping(tracer: StretchTracer, weights: Sequence[tuple[str, Any]], cuts: Sequence[Cut], end: int) -> dict[str, Any]:
     start, first = cuts[0].instant, cuts[0].micro_batch
     last_place = max(cut.place for cut in cuts)
     num_places, num_micro_batches = last_place + 1, cuts[-1].micro_batch - first + 1
@@ -149,15 +151,16 @@ class _Names:
     def __init__(self, tracer: StretchTracer, weights: Sequence[tuple[str, Any]], last_place: int) -> None:
         self._first, self._last = tracer.first_place, last_place
         ran = ((self._first[name], name) for name in set(tracer._blocks.values()) if name in self._first)
-        self._blocks = [name for _, name in sorted(ran)]
-        self._prefix = _common_prefix([name for name, _ in weights])
+        self._blocks = [name.removeprefix(PEFT) for _, name in sorted(ran)]
+        self._prefix = _common_prefix([name.removeprefix(PEFT) for name, _ in weights])
 
     def _split(self, name: str) -> tuple[int | None, str]:
-        """The block of a dotted name, and the rest of it."""
+        """The block of a dotted name, and the rest of it, without what peft puts around a module and its adapters."""
+        name = name.removeprefix(PEFT)
         for index, block in enumerate(self._blocks):
             if name == block or name.startswith(f"{block}."):
-                return index, name[len(block) + 1 :]
-        return None, name.removeprefix(self._prefix)
+                return index, _plain(name[len(block) + 1 :])
+        return None, _plain(name.removeprefix(self._prefix))
 
     def place_of(self, name: str) -> int:
         block = self._split(name)[0]
@@ -189,6 +192,11 @@ class _Names:
         return "embedding" if place == 0 else "head" if place == self._last else f"between.{place}"
 
 
+def _plain(name: str) -> str:
+    """A name inside a block as it is without peft: an adapter's matrices are called after what they adapt."""
+    return name.replace(".base_layer", "").replace(".default", "")
+
+
 def _common_prefix(names: Sequence[str]) -> str:
     """What most names begin with: the network's base model, "model." say."""
     heads = [name.split(".")[0] + "." for name in names]
@@ -196,23 +204,28 @@ def _common_prefix(names: Sequence[str]) -> str:
 
 
 def main() -> int:
-    """Exit code 0 and a line of JSON for each sample, or 2 with one sentence on standard error."""
+    """Answers a line for a line: a walk, or `{"refused": a sentence}`. Exit code 2 and one sentence on standard error for a
+    job that cannot be recorded at all."""
+    from peakcast.collectors.probes import versions
     from peakcast.dialects.job_file import job_from_mapping
 
     try:
         walker = Walker(job_from_mapping(json.loads(sys.stdin.readline())))
-        print("{}", flush=True)
-        for line in sys.stdin:
-            print(json.dumps(walker.walk(*json.loads(line))), flush=True)
     except PeakcastError as error:
         print(f"peakcast: {error}", file=sys.stderr)
         return 2
     except ImportError as error:
         print(f"peakcast: recording needs {error.name}; install it with: pip install 'peakcast[collect]'", file=sys.stderr)
         return 2
-    except Exception as error:  # the library's code may raise anything for a configuration that it does not like
-        print(f"peakcast: it raised {' '.join(f'{type(error).__name__}: {error}'.split())[:500]}", file=sys.stderr)
-        return 2
+    print(json.dumps({"versions": versions()}), flush=True)
+    for line in sys.stdin:
+        try:
+            answer = walker.walk(*json.loads(line))
+        except PeakcastError as error:
+            answer = {"refused": str(error)}
+        except Exception as error:  # the library's code may raise anything for a configuration that it does not like
+            answer = {"refused": f"it raised {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
+        print(json.dumps(answer), flush=True)
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 from peakcast.catalog import Device
 from peakcast.errors import SpecError
 from peakcast.models.analytical.huggingface import huggingface_ledger
+from peakcast.models.baseline_choice import tracer
 from peakcast.models.recipes.covering import no_recipe
 from peakcast.models.recipes.shelf import recipe_of, wants_recipe
 from peakcast.spec import TrainingJob
@@ -34,6 +35,8 @@ def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None =
 
 
 def _ledger(job: TrainingJob, device: Device | None, rank: int | None, step: Step) -> Timeline:
+    if (trace := tracer()) is not None:
+        return trace(job, rank or 0)[step]
     if wants_recipe(job):
         from peakcast.models.recipes.composing import recipe_ledger
 

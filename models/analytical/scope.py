@@ -25,6 +25,7 @@ from peakcast.models.analytical.network_scope import architecture_reason, encode
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.analytical.preference_scope import preference_reason
 from peakcast.models.analytical.zero_scope import zero_reason
+from peakcast.models.baseline_choice import tracer
 from peakcast.models.recipes.covering import recipe_findings
 from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.spec import Offload, TrainingJob
@@ -32,6 +33,8 @@ from peakcast.spec import Offload, TrainingJob
 
 def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
     """Why the ledger does not cover `job`: a finding for each part that it does not, none when it covers all."""
+    if tracer() is not None:
+        return ()
     if wants_recipe(job):
         return recipe_findings(job)
     reasons = [_batch_reason(job), preference_reason(job), _lengths_reason(job)]

@@ -4,6 +4,7 @@ has, hand-written or recorded."""
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from peakcast.catalog import Device
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
@@ -93,12 +94,14 @@ class _Network:
             found += [run.backward_start or 0 for run in reversed(runs)]
         return np.array(found, dtype=np.int64)
 
-    def _local(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _local(self) -> npt.NDArray[np.bool_]:
         """Which of the recipe's entries live in one place of one micro-batch, parameters' gradients among them."""
         lives, length = self.walk.lives, 2 * self.walk.num_places
         born, dies = lives[BORN_STRETCH], lives[DIES_STRETCH]
         one_place = place_of(born, self.walk.num_places) == place_of(dies, self.walk.num_places)
-        return (born >= 0) & ((one_place & (born // length == dies // length)) | self.walk.gradients)
+        one_place &= born // length == dies // length  # of one micro-batch
+        local: npt.NDArray[np.bool_] = (born >= 0) & (one_place | self.walk.gradients)
+        return local
 
     def _template(self, micro_batch: int, place: int) -> Template:
         """What lives in `place` of the recipe's network in one micro-batch."""

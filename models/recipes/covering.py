@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
+from peakcast.architecture import Architecture
+from peakcast.dialects.hf_config import left_out_of
+from peakcast.dialects.hf_families import FAMILIES
+from peakcast.errors import near_misses
 from peakcast.findings import Finding, found
 from peakcast.lengths import lengths_change
 from peakcast.models.recipes.shelf import recipe_of, why_not
@@ -19,6 +25,10 @@ def cannot_be_recorded(job: TrainingJob) -> str:
         (job.task != "train", "generation is not recorded"),
         (job.compile or job.attention == "flex", "compiled code has no blocks that could be recorded"),
         (job.finetuning.method not in ("full", "lora"), f"finetuning.method={job.finetuning.method!r} is not recorded"),
+        (
+            job.finetuning.method != "full" and layout.sharding == "fsdp1" and layout.world_size > 1,
+            "adapters, which FSDP1 gathers one by one, are placed under DDP, FSDP2 and HSDP",
+        ),
         (bool(job.finetuning.quantization), "weights are quantised by their values, which a recording does not have"),
         (job.precision.compute == "float8", "float8 is not recorded"),
         (job.offload != Offload(), "offloading is not recorded"),
@@ -43,6 +53,38 @@ def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
     """What of a job that wants a recipe is not as recorded."""
     architecture = job.architecture
     if reason := no_recipe(job):
-        taken = "" if architecture.kind == "undescribed" else " It is counted as a network like Llama, by its keys."
-        return (found(f"model_type={architecture.model_type!r} is no family of the ledger: {reason}.{taken}", "architecture"),)
+        sentence = (
+            f"model_type={architecture.model_type!r} is no family of the ledger, and {reason}{_counted_as(architecture)}"
+        )
+        return (found(sentence, "architecture"),)
+    recipe = recipe_of(job)
+    other = {name: version for name, version in (recipe.versions if recipe else {}).items() if name in job.versions}
+    for name, version in other.items():
+        if str(job.versions[name]) != version:
+            sentence = (
+                f"the network was recorded from {name} {version}, and {name} {job.versions[name]} is asked for; record"
+            )
+            return (found(f"{sentence} it there (`peakcast record --python`).", "versions"),)
     return ()
+
+
+def recorded_with(job: TrainingJob) -> str:
+    """The sentence that says which recipe stands behind an answer; "" where none does."""
+    recipe = recipe_of(job)
+    if recipe is None or no_recipe(job):
+        return ""
+    releases = " and ".join(f"{name} {version}" for name, version in recipe.versions.items() if name != "peft")
+    return f"the network's tensors are those that {releases} makes, recorded without a GPU."
+
+
+def _unknown(architecture: Architecture) -> str:
+    return f"model_type={architecture.model_type!r} is no family of the ledger"
+
+
+def _counted_as(architecture: Architecture) -> str:
+    """What stands in for a network without a recipe, and what of its configuration that passes by."""
+    if architecture.kind == "undescribed":
+        return near_misses(architecture.model_type, FAMILIES) or "."
+    unread = left_out_of(json.loads(architecture.configuration)).keys if architecture.configuration else ()
+    keys = f"; keys of its configuration that are not read: {', '.join(unread)}" if unread else ""
+    return f"; by its keys it is counted as one like Llama's{keys}{near_misses(architecture.model_type, FAMILIES) or '.'}"

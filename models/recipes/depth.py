@@ -1,8 +1,8 @@
 """Depth: which layers of a network repeat, so that a short network stands for a deep one.
 
 Layer i is its block (place 2i + 1) and the gap after it. A network of n layers is `prefix` layers, `unit` layers that
-repeat, the same again, and the rest. A deeper one has more units; its walk follows by copying the first unit's entries, with
-lives that move along where the second unit's do, and stay where both units' stay.
+repeat, the same again, and the rest. A deeper one has more units; its walk follows by copying the first unit's entries,
+with lives that move along where the second unit's do, and stay where both units' stay.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def deepened(walk: Walk, how: Repeats | None, layers: int) -> Deep:
     place = walk.lives[PLACE]
     first = _of_unit(place, how.prefix, how.unit)
     entries = np.concatenate([np.arange(len(place)), np.tile(first, copies)])
-    offsets = np.concatenate([np.where(place > ends, shift * copies, 0), np.repeat(np.arange(1, copies + 1) * shift, len(first))])
+    offsets = np.concatenate(
+        [np.where(place > ends, shift * copies, 0), np.repeat(np.arange(1, copies + 1) * shift, len(first))]
+    )
     lives = walk.lives[:, entries].copy()
     lives[PLACE] += offsets
     lives[BORN_STRETCH] = _moved(lives[BORN_STRETCH], walk.num_places, num_places, lambda _: offsets)

@@ -1,4 +1,4 @@
-"""Recipes as data: a list of them in a compressed JSON file. Reading one runs nothing; a damaged or foreign one is refused."""
+"""Recipes as data: a list of them in a compressed JSON file. Reading one runs nothing; a damaged one is refused."""
 
 from __future__ import annotations
 
@@ -108,4 +108,13 @@ def _recipe(mapping: dict[str, Any]) -> Recipe:
     low, high = mapping["batches"]
     short, long = mapping["lengths"]
     versions = FrozenMapping({str(key): str(value) for key, value in mapping["versions"].items()})
-    return Recipe(walk, how, int(mapping["layers"]), sizes, (int(low), int(high)), (int(short), int(long)), bool(mapping["even"]), versions)
+    return Recipe(
+        walk,
+        how,
+        int(mapping["layers"]),
+        sizes,
+        (int(low), int(high)),
+        (int(short), int(long)),
+        bool(mapping["even"]),
+        versions,
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from peakcast.errors import CollectorError
 from peakcast.fields import FrozenMapping
 from peakcast.models.recipes.depth import Repeats, deepened, repeats, short_depth
 from peakcast.models.recipes.sizes import Sizes, through
@@ -14,8 +16,8 @@ from peakcast.models.recipes.walk import Ints, Walk
 
 Point = tuple[int, int]
 """Micro-batch size and sequence length."""
-Record = Callable[[list[tuple[int | None, int, int]]], list[Walk]]
-"""(layers, or None for all, micro-batch size, sequence length) of each walk to record -> the walks."""
+Record = Callable[..., Walk]
+"""Layers (None: all), micro-batch size, sequence length, and of how many steps (default: 2) the last -> the walk."""
 LENGTHS = (256, 512, 768)
 """Lengths that most networks treat alike: no window of theirs ends in between."""
 UNEVEN = 331
@@ -56,36 +58,56 @@ class Recipe:
         return not any(module == "head" and len(shape) == 2 for module, _, shape, _, _ in self.walk.parameters)
 
 
-def recorded(record: Record, asked: Point) -> Recipe:
-    """The recipe of a network that covers `asked`.
+def recorded(record: Record, asked: Point, most: int | None = None) -> Recipe:
+    """The recipe of a network that covers `asked`; no sequence is longer than `most`.
 
-    One walk of the whole network tells which layers repeat; the others are of a network with two of each, in a few small
-    batches and lengths, and the asked point, an uneven length and a far one confirm what follows from them. What they do not
-    confirm narrows the range, to the asked point alone where no polynomials go through the walks.
+    A walk of the whole network tells which layers repeat; the others are of a network with two of each, in a few small
+    batches and lengths that run the same operations as the asked one. An uneven length and a far one confirm what follows
+    from them, and what they do not confirm narrows the range, to the asked point alone where no polynomials go through.
+
+    Raises: CollectorError when the network cannot be recorded at all.
     """
     batch, length = asked
-    smallest = 1 if batch == 1 else 2
+    batches = (1,) if batch == 1 else (2, 3)
+    first = (batches[0], length)
+    whole = record(None, *first, 1)  # one step tells which layers are alike, and takes half the time
+    short = short_depth(whole)
+    depth = short[0] if short is not None and _repeats(whole, record(short[0], *first, 1), short) is not None else None
+    walks = {first: record(depth, *first)}
+    how = repeats(walks[first], *short[1:]) if short is not None and depth is not None else None
+    walk = walks[first]
+
+    def alike(point: Point) -> bool:
+        """Whether the same operations run at `point`, whose walk is then known."""
+        if point not in walks and (most is None or point[1] <= most):
+            with suppress(CollectorError):  # the library does not run it
+                other = record(depth, *point)
+                if other.same_program(walk):
+                    walks[point] = other
+        return point in walks
+
     for lengths in (LENGTHS, _near(length)):
-        solving = [(one, other) for one in dict.fromkeys((smallest, 3 * smallest // 2)) for other in lengths]
-        (whole,) = record([(None, *solving[0])])
-        short = short_depth(whole)
-        depth = short[0] if short else None
-        walks = dict(zip([*solving, asked], record([(depth, *point) for point in [*solving, asked]]), strict=True))
-        walk = walks[solving[0]]
-        how = repeats(walk, *short[1:]) if short else None
-        if short and (how is None or not _is(whole, walk, how)):
-            depth, how, walk = None, None, whole
-            walks = dict(zip(walks, record([(None, *point) for point in walks]), strict=True))
-        if all(walk.same_program(other) for other in walks.values()):
+        solving = [(one, other) for one in batches for other in lengths]
+        if alike(asked) and all(alike(point) for point in solving):
             sizes = through({point: one.raw_bytes for point, one in walks.items()}, solving)
             if sizes is not None:
-                recipe = Recipe(walk, how, whole.num_layers, sizes, (smallest, max(batch, 3 * smallest // 2)), _span([*lengths, length]))
-                return _widened(recipe, record, depth)
-    alike = walks[asked].same_program(walk)
-    if not alike and depth is not None:  # what was found to repeat may not do so there
-        (own,) = record([(None, *asked)])
-        return Recipe(own, None, own.num_layers, _alone(own, asked), (batch, batch), (length, length))
-    return Recipe(walks[asked], how, whole.num_layers, _alone(walks[asked], asked), (batch, batch), (length, length))
+                span = min(*lengths, length), max(*lengths, length)
+                recipe = Recipe(walk, how, whole.num_layers, sizes, (batches[0], max(batch, batches[-1])), span)
+                return _widened(recipe, walks, alike, most)
+    own = walks[asked] if asked in walks else record(None, *asked)
+    how = how if asked in walks else None
+    return Recipe(own, how, whole.num_layers, _alone(own, asked), (batch, batch), (length, length))
+
+
+def _repeats(whole: Walk, walk: Walk, short: tuple[int, int, int]) -> Repeats | None:
+    """How a short walk is deepened; None where that does not give the whole network's, tensor by tensor."""
+    how = repeats(walk, *short[1:])
+    if how is None:
+        return None
+    deep = deepened(walk, how, whole.num_layers)
+    one = np.vstack([deep.lives, walk.raw_bytes[deep.entries], walk.categories[deep.entries]])
+    other = np.vstack([whole.lives, whole.raw_bytes, whole.categories])
+    return how if one.shape == other.shape and np.array_equal(_sorted(one), _sorted(other)) else None
 
 
 def _alone(walk: Walk, point: Point) -> Sizes:
@@ -95,30 +117,18 @@ def _alone(walk: Walk, point: Point) -> Sizes:
     return sizes
 
 
-def _widened(recipe: Recipe, record: Record, depth: int | None) -> Recipe:
+def _widened(recipe: Recipe, walks: dict[Point, Walk], alike: Callable[[Point], bool], most: int | None) -> Recipe:
     """The recipe with as wide a range as an uneven length and a far point confirm."""
-    batch, most = recipe.batches
-    batch, far = (batch, (1, FAR[1])) if batch == 1 else (batch, FAR)
-    uneven, distant = record([(depth, batch, recipe.lengths[0] + UNEVEN - LENGTHS[0]), (depth, *far)])
-    points = {(batch, recipe.lengths[0] + UNEVEN - LENGTHS[0]): uneven, far: distant}
-    known = {point: one.raw_bytes for point, one in points.items() if one.same_program(recipe.walk)}
+    batch = recipe.batches[0]
+    uneven = batch, recipe.lengths[0] + UNEVEN - LENGTHS[0]
+    far = FAR[0] if batch > 1 else 1, max(recipe.lengths[1], min(FAR[1], FAR[1] if most is None else most))
+    known = {point: walks[point].raw_bytes for point in (uneven, far) if alike(point)}
+    even = uneven not in known and bool(uneven[1] % EVEN)
     sizes = recipe.sizes.confirmed(known)
-    if sizes is None or len(known) < len(points):
-        recipe = replace(recipe, even=not any(point[1] % EVEN for point in known))
-    if sizes is None:
-        return recipe
-    wide = far in known
-    lengths = recipe.lengths[0], max(recipe.lengths[1], far[1] if wide else 0)
-    batches = recipe.batches[0], 1 if batch == 1 else LARGEST_BATCH if wide else most
-    return replace(recipe, sizes=sizes, lengths=lengths, batches=batches)
-
-
-def _is(whole: Walk, walk: Walk, how: Repeats) -> bool:
-    """Whether a short walk, deepened, is the whole network's, tensor by tensor."""
-    deep = deepened(walk, how, whole.num_layers)
-    one = np.vstack([deep.lives, walk.raw_bytes[deep.entries], walk.categories[deep.entries]])
-    other = np.vstack([whole.lives, whole.raw_bytes, whole.categories])
-    return one.shape == other.shape and np.array_equal(_sorted(one), _sorted(other))
+    if sizes is None or far not in known:
+        return replace(recipe, even=even)
+    batches = batch, 1 if batch == 1 else LARGEST_BATCH
+    return replace(recipe, sizes=sizes, lengths=(recipe.lengths[0], far[1]), batches=batches, even=even)
 
 
 def _sorted(columns: Ints) -> Ints:
@@ -129,7 +139,3 @@ def _near(length: int) -> tuple[int, int, int]:
     """Lengths just below one, itself among them."""
     step = max(1, length // 16 // EVEN * EVEN)
     return length - 2 * step, length - step, length
-
-
-def _span(lengths: Sequence[int]) -> tuple[int, int]:
-    return min(lengths), max(lengths)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from peakcast.allocator import Allocator
-from peakcast.fields import FrozenMapping
+from peakcast.fields import FrozenMapping, build, to_mapping
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.parallelism import Parallelism
-from peakcast.spec import Optimizer, TrainingJob
+from peakcast.spec import Optimizer, Precision, TrainingJob
 
 
 def regime(job: TrainingJob) -> TrainingJob:
@@ -23,5 +21,5 @@ def regime(job: TrainingJob) -> TrainingJob:
         optimizer=Optimizer(),
         allocator=Allocator(),
         versions=FrozenMapping(),
-        precision=replace(precision, parameters=gathered_dtype(job), main_parameters=None),
+        precision=build(Precision, to_mapping(precision) | {"parameters": gathered_dtype(job), "main_parameters": None}),
     )

@@ -10,64 +10,50 @@ import hashlib
 import importlib.metadata
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Literal
 
 from peakcast.durable import replace_file
 from peakcast.errors import RecordError
+from peakcast.fields import FrozenMapping
+from peakcast.models.baseline_choice import chosen
 from peakcast.models.recipes import files
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.regime import regime
 from peakcast.spec import TrainingJob, canonical_json, job_to_mapping
 
-Baseline = Literal["auto", "ledger", "recipe"]
 MOST = 16
 """Recipes of one regime that are kept, for ranges of batch and length."""
 LIBRARIES = ("torch", "transformers", "peft")
 """Packages whose release a recipe depends on."""
 NAMELESS = r"[^A-Za-z0-9_.]"
 """What of a family's name is not part of a file's."""
-_CHOSEN: ContextVar[Baseline] = ContextVar("baseline", default="auto")
 _found: dict[str, list[Recipe]] = {}
 _reasons: dict[str, str] = {}
 """Why what was asked for could not be recorded."""
 
 
-@contextmanager
-def baseline_from(chosen: Baseline) -> Iterator[None]:
-    """In here answers come from the ledger's own blocks, or from recorded ones ("auto": these, of unknown networks)."""
-    token = _CHOSEN.set(chosen)
-    try:
-        yield
-    finally:
-        _CHOSEN.reset(token)
-
-
-def chosen() -> Baseline:
-    """Where answers come from."""
-    return _CHOSEN.get()
-
-
 def wants_recipe(job: TrainingJob) -> bool:
     """Whether `job` is to be answered by a recipe: its family is not the ledger's, or it is asked for so."""
-    return chosen() != "ledger" and (chosen() == "recipe" or bool(job.architecture.configuration))
+    return chosen() == "recipe" or (chosen() == "auto" and bool(job.architecture.configuration))
 
 
 def recipe_of(job: TrainingJob) -> Recipe | None:
     """The recipe by which `job` is answered; None: none is wanted, or none is there."""
     if not wants_recipe(job):
         return None
-    return next((one for one in _recipes(shelf_name(job)) if one.covers(job.micro_batch_size, job.sequence_length)), None)
+    return next((one for one in recipes_of(job) if one.covers(job.micro_batch_size, job.sequence_length)), None)
+
+
+def recipes_of(job: TrainingJob) -> list[Recipe]:
+    """All recipes of the job's network and regime: those of the releases that it names, else those of what is installed."""
+    return _recipes(shelf_name(job)) or _recipes(shelf_name(job.replace(versions=FrozenMapping())))
 
 
 def shelve(job: TrainingJob, recipe: Recipe) -> None:
-    """Keep a recipe of `job` for later, in a file where one can be written."""
-    name = shelf_name(job)
+    """Keep a recipe of `job` for later, under the releases it was recorded with, in a file where one can be."""
+    name = shelf_name(job.replace(versions=FrozenMapping(recipe.versions)))
     _found[name] = [recipe, *_recipes(name)][:MOST]
     try:
         replace_file(_own_folder() / f"{name}.json.gz", files.written(_found[name]))
@@ -90,7 +76,8 @@ def shelf_name(job: TrainingJob) -> str:
     """The name of the file of the job's recipes."""
     alone, family = regime(job), job.architecture.model_type
     alone = alone.replace(architecture=replace(alone.architecture, name=family))
-    asked = canonical_json([job_to_mapping(alone), installed()])
+    releases = {**installed(), **{name: str(job.versions[name]) for name in LIBRARIES if name in job.versions}}
+    asked = canonical_json([job_to_mapping(alone), releases])
     return f"{re.sub(NAMELESS, '_', family)[:40]}-{hashlib.sha256(asked.encode()).hexdigest()[:20]}"
 
 

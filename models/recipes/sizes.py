@@ -1,4 +1,4 @@
-"""Sizes: bytes of every tensor as a polynomial in micro-batch and sequence length, through the walks of a few small ones."""
+"""Sizes: bytes of every tensor as a polynomial in micro-batch and sequence length, through a few walks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Sizes:
             found[which] = powers @ self.coefficients[:, which] // PARTS
         return found
 
-
     def confirmed(self, samples: Mapping[tuple[int, int], Ints]) -> Sizes | None:
         """With what rounds lengths up, as `samples` show; None where a tensor of theirs has another size all the same."""
         found = self
@@ -59,7 +58,7 @@ class Sizes:
 
 
 def through(samples: Mapping[tuple[int, int], Ints], solving: Sequence[tuple[int, int]]) -> Sizes | None:
-    """The polynomials that the points `solving` of `samples`, (batch, length) -> bytes of each tensor, determine; None where
+    """The polynomials that the points `solving` determine of `samples`, (batch, length) -> bytes of each tensor; None where
     another sample has other sizes."""
     exponents = {1: CONSTANT, 3: LENGTH_EXPONENTS, 6: EXPONENTS}[len(solving)]
     powers = np.stack([_powers(*point, exponents) for point in solving])

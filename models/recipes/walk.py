@@ -71,7 +71,7 @@ class Walk:
             of = lives[:, dies_stretch == index]
             of[DIES] = np.searchsorted(kept, of[DIES])  # gone when the next operation that makes something begins
             lives[:, dies_stretch == index] = of
-        parameters = tuple((module, name, tuple(shape), size, trains) for module, name, shape, size, trains in mapping["parameters"])
+        parameters = tuple((module, name, tuple(shape), *rest) for module, name, shape, *rest in mapping["parameters"])
         return cls(
             mapping["num_places"],
             tuple(labels),

@@ -33,6 +33,7 @@ def predict(
     host_memory_gib: HostMemory = None,
     gpus_per_node: GpusPerNode = None,
     all_findings: AllFindings = False,
+    baseline: Annotated[str, typer.Option(help="auto, ledger, recipe (of the library installed here) or trace.")] = "auto",
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
     print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
     json: Json = False,
@@ -54,7 +55,8 @@ def predict(
     if print_job:
         print(render.job_text(asked.read(), as_json=json))
         return
-    options = {"all_ranks": all_ranks, "host_memory_gib": host_memory_gib, "gpus_per_node": gpus_per_node}
+    options: dict[str, Any] = {"all_ranks": all_ranks, "baseline": baseline}
+    options |= {"host_memory_gib": host_memory_gib, "gpus_per_node": gpus_per_node}
     _answer(asked.read(), gpu, rank, calibration, options, json=json, all_findings=all_findings)
 
 

@@ -55,9 +55,7 @@ def generation_of(settings: Settings, batch: str) -> Generation:
     )
     held, sentence = _beside_the_step(settings)
     notes.warnings.append(f"The number is that of GRPO's optimisation step; {sentence}.", "vllm", "more")
-    return Generation(
-        sequence_length=length, refers=bool(settings.number("beta", 0.0)), other_memory_fraction=held
-    )
+    return Generation(sequence_length=length, refers=bool(settings.number("beta", 0.0)), other_memory_fraction=held)
 
 
 def _beside_the_step(settings: Settings) -> tuple[float, str]:

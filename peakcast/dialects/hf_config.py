@@ -71,8 +71,8 @@ def left_out_of(config: Mapping[str, Any]) -> Unread:
     return read_hf_config(config)[1]
 
 
-def is_relative(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is of no family that is known here, and is read as one like Llama's."""
+def is_unknown(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of no family that is known here."""
     return isinstance(config.get("model_type"), str) and config["model_type"] not in FAMILIES
 
 

@@ -46,6 +46,7 @@ def batch_of(training: Settings, attention: str, versions: Mapping[str, object],
     if attention != "flash_attention_2":
         notes.warnings.append(
             f"A padding-free batch with attention={attention} needs a mask of tokens × tokens, which is counted; flash "
-            "attention needs none.", "attn_implementation"
+            "attention needs none.",
+            "attn_implementation",
         )
     return Batch(form="padding_free")

@@ -186,9 +186,7 @@ def _zero(
             elif value != "auto":
                 notes.assumptions.append(f"{zero.spell(key)}={value!r} is left to DeepSpeed's default.")
         elif key.startswith("zero_"):
-            notes.unsupported.append(
-                f"{zero.spell(key)}={zero.raw(key)!r} is not modelled.", zero.spell(key)
-            )
+            notes.unsupported.append(f"{zero.spell(key)}={zero.raw(key)!r} is not modelled.", zero.spell(key))
         else:
             notes.unknown.append(zero.spell(key))
     offload = Offload(

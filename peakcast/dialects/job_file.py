@@ -12,7 +12,7 @@ from peakcast.architecture import Architecture
 from peakcast.bounded import exists, is_file, is_folder
 from peakcast.conventions import check_framework_options, conventions, conventions_of
 from peakcast.dialects import hub, text
-from peakcast.dialects.hf_config import architecture_from_hf_config, is_relative, left_out_of
+from peakcast.dialects.hf_config import architecture_from_hf_config, is_unknown, left_out_of
 from peakcast.dialects.litgpt_targets import PROJECTIONS, litgpt_targets
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.translation import Notes, Translation
@@ -121,15 +121,10 @@ def note_network(value: object, notes: Notes) -> None:
     config = read_mapping(path) if path is not None else value
     if not isinstance(config, Mapping) or "norm_placement" in config:
         return
-    relative, left = is_relative(config), left_out_of(config)
-    if relative:
-        notes.warnings.append(
-            f"model_type={config['model_type']!r} is no family that is known here; by its keys it is read as one like "
-            "Llama's.",
-            "model_type",
-        )
-        notes.unknown += left.keys
-    elif left.keys:
+    if is_unknown(config):  # what answers for it says what it was taken for
+        return
+    left = left_out_of(config)
+    if left.keys:
         notes.assumptions.append(f"keys of the network's configuration that are not read: {', '.join(left.keys)}.")
     for key in left.deviating:
         notes.unsupported.append(f"{key} of the network's configuration is not modelled.", key.partition("=")[0])

@@ -210,9 +210,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
     if bits == 4:
         training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
         if not settings.given("double_quantization"):
-            settings.notes.assumptions.append(
-                "double_quantization is not given; the default of LLaMA-Factory is true."
-            )
+            settings.notes.assumptions.append("double_quantization is not given; the default of LLaMA-Factory is true.")
     elif bits == 8:
         training["quantization_config"] = {"load_in_8bit": True}
     elif bits is not None:

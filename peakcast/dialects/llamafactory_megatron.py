@@ -100,9 +100,7 @@ def _layout(settings: Settings, architecture: Architecture, pasted: Pasted) -> P
     expert_tensor = settings.integer("expert_tensor_parallel_size")
     if architecture.moe is not None and tensor > 1 and expert_tensor is None:
         expert_tensor = 1
-        settings.notes.assumptions.append(
-            "expert_tensor_parallel_size is not given; the default of mcore_adapter is 1."
-        )
+        settings.notes.assumptions.append("expert_tensor_parallel_size is not given; the default of mcore_adapter is 1.")
     least = ranks * max(1, experts * (expert_tensor or tensor) // (tensor * sizes["context_parallel_size"]))
     num_gpus = pasted.gpus(settings.notes, least, ", the least for this layout")
     if num_gpus % ranks:

@@ -88,9 +88,7 @@ def nanotron_architecture(settings: Settings, tensor: int) -> Architecture:
     routed = any(key.startswith(EXPERTS) for key in settings.left())
     config |= _experts(settings, config) if routed else {}
     name = f"nanotron-{config['num_hidden_layers']}-layers-{config['hidden_size']}"
-    described = resolve_architecture(
-        {"name": name, "model_type": "qwen2_moe" if routed else family, **sliding, **config}
-    )
+    described = resolve_architecture({"name": name, "model_type": "qwen2_moe" if routed else family, **sliding, **config})
     settings.notes.assumptions.append(
         "nanotron's layers are taken as Hugging Face's: its fused RMSNorm and rotary embedding keep less than those."
     )

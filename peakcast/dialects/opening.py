@@ -46,9 +46,7 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
     if isinstance(value, str) and kind == "YAML" and " --" in f" {value}":  # a bare argument list
         return _launched(f"torchrun pretrain_gpt.py {text}", where, folder, files, counted=False)
     if not isinstance(value, dict):
-        raise SpecError(
-            f"{where} must hold a mapping of keys to values, or a launch command, not {type(value).__name__}."
-        )
+        raise SpecError(f"{where} must hold a mapping of keys to values, or a launch command, not {type(value).__name__}.")
     return Pasted(values=value, where=where, folder=folder)
 
 

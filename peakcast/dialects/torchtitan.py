@@ -184,9 +184,7 @@ def _optimizer(settings: Settings) -> Optimizer:
     else:
         implementation = IMPLEMENTATIONS[settings.one_of("optimizer.implementation", "fused", IMPLEMENTATIONS)]
         if not settings.given("optimizer.implementation"):
-            settings.notes.assumptions.append(
-                "optimizer.implementation is not given; the default of torchtitan is fused."
-            )
+            settings.notes.assumptions.append("optimizer.implementation is not given; the default of torchtitan is fused.")
     return Optimizer(name=OPTIMIZERS.get(name.lower(), "adamw"), implementation=implementation)
 
 

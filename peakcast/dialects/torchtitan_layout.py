@@ -21,6 +21,7 @@ SCHEDULES: dict[str, tuple[PipelineSchedule, int]] = {
 
 def torchtitan_layout(settings: Settings, pasted: Pasted, num_layers: int) -> Parallelism:
     """The layout of a network of `num_layers` layers. Raises: SpecError."""
+
     def degree(name: str, default: int = 1) -> int:
         return settings.integer(f"parallelism.{name}", default, least=-1) or default
 

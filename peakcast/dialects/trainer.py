@@ -275,9 +275,7 @@ def _take_trl_defaults(training: dict[str, Any], notes: Notes) -> None:
     for key, value in _TRL_DEFAULTS.items():
         if key not in training and not (key == "bf16" and training.get("fp16")):
             training[key] = value
-            notes.assumptions.append(
-                f"{key} is not given; the default of trl (since 0.24 at the latest) is {value}."
-            )
+            notes.assumptions.append(f"{key} is not given; the default of trl (since 0.24 at the latest) is {value}.")
     inner = training.pop("model_init_kwargs", None)
     if isinstance(inner, Mapping):
         for key, value in inner.items():

@@ -18,6 +18,7 @@ from peakcast.explanation import Explanation
 from peakcast.findings import Finding, ordered
 from peakcast.places import explained
 from peakcast.questions import Rank, on_node, rank_number, translation_of
+from peakcast.recording import ensure_recipe
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
 
@@ -42,8 +43,9 @@ def explanation(
         return of_module(by_layer(trace_module(module, device.name if device else None)["steady"]), module)
     with for_tracing() if trace else contextlib.nullcontext():
         translation = translation_of(job)
-    if translation.job.architecture.kind == "undescribed":
+    if trace and translation.job.architecture.kind == "undescribed":
         return _undescribed(translation.job, against)
+    ensure_recipe(translation.job)
     other = translation_of(against) if against is not None else None
     try:
         found = explain(

@@ -10,6 +10,8 @@ from peakcast.models.analytical.adapter_methods import METHODS, matrix_of
 from peakcast.models.analytical.adapter_tensors import NETWORK, network_tensors
 from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
 from peakcast.models.analytical.parameters import embedding_parameters, head_parameters, layer_parameters
+from peakcast.models.recipes.parameters import recorded_parameters
+from peakcast.models.recipes.shelf import recipe_of
 from peakcast.spec import Parallelism, TrainingJob
 
 
@@ -39,6 +41,12 @@ def parameter_rows(job: TrainingJob, rank: int) -> tuple[ParameterRow, ...]:
             for key, shape in _megatron(job, rank)
         )
     shards = parameter_shards(job)
+    if (recipe := recipe_of(job)) is not None:
+        named = ((tensor.module, tensor.name, tensor.shape) for tensor in recorded_parameters(job, recipe))
+        return tuple(
+            ParameterRow(module=module, name=name, shape=shape, rank_shape=shape, shards=shards)
+            for module, name, shape in named
+        )
     return tuple(
         ParameterRow(module=module, name=name, shape=shape, rank_shape=shape, shards=shards)
         for (module, name), shape in _huggingface(job)

@@ -135,9 +135,7 @@ def _grids(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[tupl
                     yield tensor, pipeline, context, num_gpus // (tensor * pipeline * context)
 
 
-def _variants(
-    job: TrainingJob, tensor: int, pipeline: int, context: int, expert: int, data: int
-) -> Iterator[Parallelism]:
+def _variants(job: TrainingJob, tensor: int, pipeline: int, context: int, expert: int, data: int) -> Iterator[Parallelism]:
     """Sequence parallelism and the distributed optimizer, where they do something; interleaving as the job has it, since it
     costs memory and communication, and what it buys, a smaller bubble, is no part of the order."""
     per_stage, asked = job.architecture.num_hidden_layers // pipeline, job.parallelism.virtual_pipeline_stages

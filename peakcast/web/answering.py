@@ -19,6 +19,7 @@ AT_ONCE = 2
 LIMITS = Limits(seconds=30.0, memory_bytes=2 * GIB)
 """Of one question. One of a real project takes a second and 0.2 GiB, drawn pictures included."""
 
+
 def panels_of(asked: Asked) -> tuple[str, ...]:
     """The panels of one question: answer, timeline, layers, notes, job file, link. Raises: SpecError or CatalogError."""
     found = answered(asked)

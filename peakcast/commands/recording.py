@@ -1,0 +1,30 @@
+"""Recipes of networks from the library that is installed: `record`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peakcast.commands.application import Json, app
+from peakcast.job_flags import AskedJob, takes_job
+
+
+@app.command(epilog="Example: peakcast record --model config.json --checkpointing full --sequence-length 4096")
+@takes_job
+def record(
+    asked: AskedJob,
+    python: Annotated[str, typer.Option(help="Interpreter of another environment, whose libraries are recorded.")] = "",
+    output: Annotated[Path | None, typer.Option(help="Also write the recipe to this .json.gz file.")] = None,
+    json: Json = False,
+) -> None:
+    """Record what JOB's network allocates, block by block, from the transformers installed here, without a GPU.
+
+    Predictions with --baseline recipe use it, and those for networks of families that the ledger does not know.
+    """
+    from peakcast import api, render
+
+    found = api.record(asked.read(), python=python or sys.executable, output=output)
+    print(render.json_text(found.to_mapping()) if json else found.text())
