@@ -22,7 +22,6 @@ def answer(asked: Question, calibration: Calibration | str | Path | None = None)
     from peakcast.models.calibration import load_calibration
     from peakcast.models.predict import predict as predict_job
 
-    ensure_recipe(asked.job)
     if isinstance(calibration, (str, Path)):
         calibration = load_calibration(Path(calibration))
     try:
@@ -45,6 +44,7 @@ def full_answer(
     """`answer` with what one asks next: which GPU types would fit, what to try first, what is not modelled, every rank.
     `baseline`: where timelines come from, as in `api.predict`."""
     with timelines_from(baseline):
+        ensure_recipe(asked.job)
         return _full_answer(asked, calibration, all_ranks=all_ranks, advises=baseline != "trace")
 
 

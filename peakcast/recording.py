@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,27 +16,33 @@ from peakcast.durable import replace_file
 from peakcast.errors import CollectorError, SpecError
 from peakcast.fields import FrozenMapping
 from peakcast.models.baseline_choice import Trace, baseline_from
-from peakcast.models.recipes import files
+from peakcast.models.recipes import files, shelf
 from peakcast.models.recipes.covering import cannot_be_recorded
-from peakcast.models.recipes.shelf import LIBRARIES, could_not_record, installed, recipe_of, shelve, wants_recipe, why_not
+from peakcast.models.recipes.shelf import LIBRARIES, installed, recipe_of, wants_recipe
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
 
 if TYPE_CHECKING:
     from peakcast.models.recipes.recipe import Recipe
 
+VARIABLE, NEVER = "PEAKCAST_RECORD", "never"
+"""The environment variable that keeps predictions from recording, and its value."""
+
 
 def ensure_recipe(job: TrainingJob) -> None:
-    """Record the recipe that `job` wants, unless it is there or cannot be made. Why not is remembered: the answer says."""
-    if not wants_recipe(job) or recipe_of(job) is not None or cannot_be_recorded(job) or why_not(job):
+    """Record the recipe that `job` wants, unless it is there or cannot be made, or `PEAKCAST_RECORD=never` says not to. Why
+    there is none is remembered: the answer says it."""
+    if os.environ.get(VARIABLE) == NEVER:
+        return
+    if not wants_recipe(job) or recipe_of(job) is not None or cannot_be_recorded(job) or shelf.why_not(job):
         return
     if "transformers" not in installed():
-        could_not_record(job, "recording it needs transformers; install it with: pip install 'peakcast[collect]'")
+        shelf.could_not_record(job, "recording it needs transformers; install it with: pip install 'peakcast[collect]'")
         return
     try:
         record_recipe(job)
     except CollectorError as error:
-        could_not_record(job, str(error).rstrip("."))
+        shelf.could_not_record(job, str(error).rstrip("."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +127,7 @@ def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
     with walks_of(regime(job), python) as (walk, versions):
         asked = job.micro_batch_size, job.sequence_length
         recipe = recorded(lambda *sample: Walk.read(walk(*sample)), asked, job.architecture.most_positions)
-    recipe = replace(recipe, versions=FrozenMapping({name: versions[name] for name in LIBRARIES if name in versions}))
-    shelve(job, recipe)
+    releases = {name: shelf.public(versions[name]) for name in LIBRARIES if name in versions}
+    recipe = replace(recipe, versions=FrozenMapping(releases))
+    shelf.shelve(job, recipe)
     return recipe

@@ -12,6 +12,7 @@ from peakcast.findings import Finding, found
 from peakcast.lengths import lengths_change
 from peakcast.models.recipes.shelf import recipe_of, why_not
 from peakcast.spec import Offload, TrainingJob
+from peakcast.versions import release
 
 FRAMEWORKS = ("huggingface", "torch")
 """Stacks whose loops are recorded."""
@@ -51,20 +52,16 @@ def no_recipe(job: TrainingJob) -> str:
 
 def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
     """What of a job that wants a recipe is not as recorded."""
-    architecture = job.architecture
     if reason := no_recipe(job):
+        return (found(f"{_wanting(job.architecture)}, and {reason}{_instead(job.architecture)}", "architecture"),)
+    recipe, name = recipe_of(job), "transformers"
+    was, asked = (str(one.versions.get(name, "")) for one in (recipe, job) if one is not None)
+    if was and asked and release(was)[:2] != release(asked)[:2]:
         sentence = (
-            f"model_type={architecture.model_type!r} is no family of the ledger, and {reason}{_counted_as(architecture)}"
+            f"the network's tensors are those of {name} {was}, and {name} {asked} is asked for; record it in an "
+            "environment that has that (`peakcast record --python`)."
         )
-        return (found(sentence, "architecture"),)
-    recipe = recipe_of(job)
-    other = {name: version for name, version in (recipe.versions if recipe else {}).items() if name in job.versions}
-    for name, version in other.items():
-        if str(job.versions[name]) != version:
-            sentence = (
-                f"the network was recorded from {name} {version}, and {name} {job.versions[name]} is asked for; record"
-            )
-            return (found(f"{sentence} it there (`peakcast record --python`).", "versions"),)
+        return (found(sentence, "versions"),)
     return ()
 
 
@@ -74,17 +71,22 @@ def recorded_with(job: TrainingJob) -> str:
     if recipe is None or no_recipe(job):
         return ""
     releases = " and ".join(f"{name} {version}" for name, version in recipe.versions.items() if name != "peft")
-    return f"the network's tensors are those that {releases} makes, recorded without a GPU."
+    return f"the network's tensors are those that {releases} make, recorded without a GPU."
 
 
-def _unknown(architecture: Architecture) -> str:
+def _wanting(architecture: Architecture) -> str:
+    if architecture.model_type in FAMILIES:
+        return f"a recipe of {architecture.name!r} is asked for"
     return f"model_type={architecture.model_type!r} is no family of the ledger"
 
 
-def _counted_as(architecture: Architecture) -> str:
+def _instead(architecture: Architecture) -> str:
     """What stands in for a network without a recipe, and what of its configuration that passes by."""
+    if architecture.model_type in FAMILIES:
+        return "; the ledger's own blocks answer."
+    near = near_misses(architecture.model_type, FAMILIES) or "."
     if architecture.kind == "undescribed":
-        return near_misses(architecture.model_type, FAMILIES) or "."
+        return near
     unread = left_out_of(json.loads(architecture.configuration)).keys if architecture.configuration else ()
     keys = f"; keys of its configuration that are not read: {', '.join(unread)}" if unread else ""
-    return f"; by its keys it is counted as one like Llama's{keys}{near_misses(architecture.model_type, FAMILIES) or '.'}"
+    return f"; by its keys it is counted as one like Llama's{keys}{near}"

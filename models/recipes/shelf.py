@@ -87,10 +87,15 @@ def installed() -> dict[str, str]:
     found = {}
     for package in LIBRARIES:
         try:
-            found[package] = importlib.metadata.version(package).partition("+")[0]
+            found[package] = public(importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def public(version: str) -> str:
+    """A release without the build that it is of: "2.13.0" of "2.13.0+cpu"."""
+    return version.partition("+")[0]
 
 
 def _recipes(name: str) -> list[Recipe]:
@@ -104,5 +109,6 @@ def _recipes(name: str) -> list[Recipe]:
 
 
 def _own_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "peakcast" / "recipes"
+    if own := os.environ.get("PEAKCAST_RECIPES"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peakcast" / "recipes"

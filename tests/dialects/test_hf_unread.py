@@ -32,10 +32,12 @@ def test_an_unread_key_of_a_known_family_is_listed() -> None:
     assert api.read({"architecture": LLAMA}).assumptions == ()
 
 
-def test_an_unread_key_of_an_unknown_family_widens_the_answer() -> None:
-    plain, odd = api.read({"architecture": OTHER}), api.read({"architecture": {**OTHER, "value_residual_dim": 3}})
-    assert any("'my_own' is no family that is known here" in warning for warning in plain.warnings)
-    assert (plain.unknown, odd.unknown) == ((), ("value_residual_dim",))
+def test_an_unknown_family_without_a_recipe_is_counted_as_a_llama_and_the_answer_says_so() -> None:
+    plain, odd = (api.predict({"architecture": one}, "H100-80GB") for one in (OTHER, {**OTHER, "value_residual_dim": 3}))
+    guessed = "model_type='my_own' is no family of the ledger, and no recipe of it has been recorded; by its keys it is"
+    assert any(warning.startswith(guessed) for warning in plain.warnings)
+    assert any("are not read: value_residual_dim" in warning for warning in odd.warnings)
+    assert not any("are not read" in warning for warning in plain.warnings)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +53,9 @@ def test_an_unread_key_of_an_unknown_family_widens_the_answer() -> None:
     ],
 )
 def test_a_stranger_with_experts_or_other_attention_is_not_taken_for_llama(more: dict[str, object]) -> None:
-    with pytest.raises(SpecError, match=rf"not a known family \(\w*{next(iter(more))}.* says that it is not like Llama\)"):
-        architecture_from_hf_config({**OTHER, **more})
+    assert architecture_from_hf_config({**OTHER, **more}).kind == "undescribed"
+    with pytest.raises(SpecError, match=r"model_type='my_own' .* is no family of the ledger, and no recipe"):
+        api.predict({"architecture": {**OTHER, **more}}, "H100-80GB")
 
 
 def test_a_setting_that_changes_what_a_layer_computes_is_said() -> None:
