@@ -39,7 +39,8 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
     told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
     config = transformers.AutoConfig.for_model(**told)
     begins_padded = architecture.kind == "encoder_decoder"  # T5 shifts targets by its padding, whose row is like others
-    if not (padded or begins_padded) or (getattr(config, "pad_token_id", None) or 0) >= architecture.vocab_size:
+    rows = getattr(config, "vocab_size", architecture.vocab_size)
+    if not (padded or begins_padded) or (getattr(config, "pad_token_id", None) or 0) >= rows:
         config.pad_token_id = None  # the family's default, which a smaller vocabulary does not have
     dtype = getattr(torch, job.precision.parameters)
     if job.loss.kind == "reward":
@@ -61,7 +62,10 @@ def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
     """A network known by its configuration alone, by the first class that has it; where sdpa is not written for it, with
     the attention that is. It trains without a cache, as the Trainer has it (`config.use_cache`), whatever is configured."""
     config.use_cache = False
-    for auto in dict.fromkeys(AUTO_MODELS.values()):
+    classes = dict.fromkeys(AUTO_MODELS.values())
+    if getattr(config, "is_encoder_decoder", False):  # of which some can be a decoder alone as well
+        classes = dict.fromkeys([AUTO_MODELS["encoder_decoder"], *classes])
+    for auto in classes:
         known = getattr(transformers, auto)
         if type(config) in known._model_mapping:
             try:
