@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -22,7 +23,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from peakcast.collectors.probes import forget_allocator_settings
@@ -51,9 +52,7 @@ def main(arguments: list[str]) -> int:
     libraries = getattr(importlib.import_module(load(name).__module__), "LIBRARIES", ())
     # torch then asks NVML, not CUDA, whether there is a GPU: asking CUDA would spoil it for the forked processes
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    for library in libraries:
-        with contextlib.suppress(Exception):  # Transformer Engine without its binaries fails its own way
-            importlib.import_module(library)
+    _import_for_good(libraries)
     # the answers' way out is kept from whatever prints in a cell
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -62,6 +61,18 @@ def main(arguments: list[str]) -> int:
         answer = ask(name, request["question"], float(request["timeout_seconds"]))
         print(json.dumps(answer, allow_nan=False), file=answers, flush=True)
     return 0
+
+
+def _import_for_good(libraries: Iterable[str]) -> None:
+    """Import `libraries`, and take what is of them out of Python's search for cycles: each search in a forked process would
+    look at half a million objects, and copy the memory that they lie in by writing to it."""
+    gc.disable()
+    for library in libraries:
+        with contextlib.suppress(Exception):  # Transformer Engine without its binaries fails its own way
+            importlib.import_module(library)
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def load(name: str) -> Work:
