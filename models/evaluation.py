@@ -20,7 +20,7 @@ from peakcast.models.metrics import Floor, Scored, Summary, floor, summarise
 from peakcast.models.new_hardware import LearningPoint, learning_curves
 from peakcast.models.predict import known_of, retries
 from peakcast.models.regressors import candidates
-from peakcast.models.samples import BaselineOf, DeviceOf, Sample, ScopeOf, prepare, repeat_weights, rows_digest
+from peakcast.models.samples import BaselineOf, DeviceOf, Sample, Samples, ScopeOf, prepare, repeat_weights, rows_digest
 from peakcast.prediction import QUANTITIES, Interval
 from peakcast.records import Measurement
 
@@ -144,6 +144,19 @@ def evaluate(
     procedure that users get (choice of candidate, bars, widening outside the domain included). `new_hardware` asks for
     the learning curves too, which take another fit for each of their points."""
     prepared = prepare(rows, device_of=device_of, baseline_of=baseline_of, scope_of=scope_of)
+    asked: dict[str, Any] = {"splits": splits, "quantities": quantities, "make_candidates": make_candidates}
+    return evaluate_prepared(prepared, **asked, new_hardware=new_hardware)
+
+
+def evaluate_prepared(
+    prepared: Samples,
+    *,
+    splits: Sequence[str] = tuple(SPLITS),
+    quantities: Sequence[str] = QUANTITIES,
+    make_candidates: MakeCandidates = candidates,
+    new_hardware: bool = False,
+) -> Evaluation:
+    """As `evaluate`, of rows that were prepared already."""
     samples = prepared.samples
     everyone = (*samples, *prepared.censored)
     tables = []
