@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     libraries = getattr(importlib.import_module(load(name).__module__), "LIBRARIES", ())
     # torch then asks NVML, not CUDA, whether there is a GPU: asking CUDA would spoil it for the forked processes
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    _import_for_good(libraries)
+    import_for_good(libraries)
     # the answers' way out is kept from whatever prints in a cell
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _import_for_good(libraries: Iterable[str]) -> None:
+def import_for_good(libraries: Iterable[str]) -> None:
     """Import `libraries`, and take what is of them out of Python's search for cycles: each search in a forked process would
     look at half a million objects, and copy the memory that they lie in by writing to it."""
     gc.disable()
