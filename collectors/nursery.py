@@ -14,7 +14,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
-import gc
 import importlib
 import json
 import os
@@ -23,9 +22,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
+from peakcast.collectors.packages import import_for_good
 from peakcast.collectors.probes import forget_allocator_settings
 from peakcast.errors import PeakcastError
 from peakcast.records import Measurement
@@ -61,18 +61,6 @@ def main(arguments: list[str]) -> int:
         answer = ask(name, request["question"], float(request["timeout_seconds"]))
         print(json.dumps(answer, allow_nan=False), file=answers, flush=True)
     return 0
-
-
-def import_for_good(libraries: Iterable[str]) -> None:
-    """Import `libraries`, and take what is of them out of Python's search for cycles: each search in a forked process would
-    look at half a million objects, and copy the memory that they lie in by writing to it."""
-    gc.disable()
-    for library in libraries:
-        with contextlib.suppress(Exception):  # Transformer Engine without its binaries fails its own way
-            importlib.import_module(library)
-    gc.collect()
-    gc.freeze()
-    gc.enable()
 
 
 def load(name: str) -> Work:

@@ -12,13 +12,16 @@ from peakcast.errors import PeakcastError
 
 def main(arguments: list[str]) -> int:
     """Exit code 0, or 2 with one sentence on standard error."""
+    from peakcast.collectors.packages import import_for_good
     from peakcast.collectors.tracing.trace import timeline_to_mapping, trace_here
+    from peakcast.collectors.worker import LIBRARIES
     from peakcast.dialects.job_file import job_from_mapping, load_job
     from peakcast.units import format_gib
 
     if len(arguments) not in (1, 2, 3) or not all(argument.isdecimal() for argument in arguments[1:2]):
         print("usage: python -P -m peakcast.collectors.tracing JOB.yaml [RANK [GPU]]", file=sys.stderr)
         return 2
+    import_for_good(LIBRARIES)
     rank, gpu = int(arguments[1]) if arguments[1:] else 0, arguments[2] if arguments[2:] else None
     try:
         if arguments[0] == "-":

@@ -17,7 +17,7 @@ PROGRAM = """
 import importlib, json, os, sys
 import torch
 from peakcast.collectors.grid import expand
-from peakcast.collectors.nursery import import_for_good
+from peakcast.collectors.packages import import_for_good
 from peakcast.collectors.tracing import fake_cuda, patches
 from peakcast.collectors.tracing.trace import trace_here
 from peakcast.collectors.worker import LIBRARIES
