@@ -24,9 +24,9 @@ BASE_CONTEXT_BYTES = {12: 256 * MIB, 13: 213 * MIB}
 Source: CUDA 12.8 on H200, a process of 520 MiB beside another one's (CTX-045 of
 datasets/published/constants/device_constants_h100.csv), less its arena of 264 MiB; CUDA 13.0 on RTX 6000 Ada, bare context
 426 MiB (unslothai/unsloth-zoo #1053), less 213 MiB. Older releases of CUDA are taken as 12."""
-AMPERE_COMMUNICATOR_BYTES = (544 * 10**6, 688 * 10**6)
+AMPERE_COMMUNICATOR_BYTES = (544 * MIB, 688 * MIB)
 """Device memory of one NCCL communicator, of 2 ranks and of more, up to compute capability 8.x.
-Source: 4 × A100, NVIDIA/nccl #964."""
+Source: 4 × A100, NVIDIA/nccl #964, which writes MB; both are whole pages of 2 MiB, as memory is given out, in MiB only."""
 HOPPER_COMMUNICATOR_BYTES = {12: 990 * MIB, 13: 699 * MIB}
 """The same of 8 ranks from compute capability 9.0 on, by major release of CUDA; NVLink SHARP's buffers are part of it.
 Source: median of what a process holds after NCCL's first collective on 8 × H100 (1,510 MiB under CUDA 12, 1,176 MiB under
