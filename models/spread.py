@@ -70,8 +70,8 @@ PRIOR_ROWS = 4.0
 """A prior counts as so many rows of its own in a fit."""
 LEAST_SHARE = 0.25
 """A coefficient stays at least this share of its prior: what half a dozen sources do not show, a seventh may."""
-JUDGED_FACTOR = 2.5
-"""Bar over expected error where no row says it: of exponentially distributed errors 90 % lie below 2.3 times the mean."""
+JUDGED_FACTOR = math.log(10.0)
+"""Bar over expected error where no row says it: 90 % of exponentially distributed errors lie below 2.3 times their mean."""
 LEAST = 2e-4
 """Expected errors are at least this: the 512-byte rounding and driver noise that nothing explains."""
 WORST_COUNTED = 0.3
