@@ -18,6 +18,7 @@ from peakcast.models.grouping import kind_of
 from peakcast.models.holdout import Answers, MakeCandidates, held_out
 from peakcast.models.metrics import Floor, Scored, Summary, floor, summarise
 from peakcast.models.new_hardware import LearningPoint, learning_curves
+from peakcast.models.outside_findings import outside_estimated
 from peakcast.models.predict import known_of, retries
 from peakcast.models.regressors import candidates
 from peakcast.models.samples import BaselineOf, DeviceOf, Sample, Samples, ScopeOf, prepare, repeat_weights, rows_digest
@@ -207,10 +208,11 @@ def _table(samples: Sequence[Sample], answers: Mapping[int, Answers], quantity: 
     )
 
 
-def _cause(sample: Sample, quantity: str) -> str:
-    """The sentence of a finding of the answer that names a cause why its `quantity` may be off, "" without one."""
+def _cause(sample: Sample, quantity: str, point: int) -> str:
+    """The sentence of a finding of the answer that names a cause why the `point` of `quantity` may be off, "" without."""
     caches = quantity in ("peak_reserved_bytes", "peak_device_bytes")
-    found = (*known_of(sample.row.job), retries(sample.baseline))
+    beside = outside_estimated(sample.baseline, point) if quantity == "peak_device_bytes" else None
+    found = (*known_of(sample.row.job), retries(sample.baseline), beside)
     return next(
         (
             finding.sentence
@@ -248,7 +250,7 @@ def _scored(sample: Sample, interval: Interval, quantity: str, weight: float, re
         upper_95=interval.upper_95,
         weight=weight,
         known=". ".join(facts),
-        finding=_cause(sample, quantity),
+        finding=_cause(sample, quantity, interval.point),
         baseline_allocated=sample.baseline.peak_allocated_bytes,
         baseline_reserved=sample.baseline.peak_reserved_bytes,
         context=sample.baseline.context_bytes,
