@@ -16,6 +16,7 @@ from peakcast.conventions import conventions
 from peakcast.dialects.hf_reverse import hf_config_of
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
+from peakcast.versions import release
 
 AUTO_MODELS = {
     "decoder": "AutoModelForCausalLM",
@@ -46,16 +47,21 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
     if job.loss.kind == "reward":
         config.num_labels, config.pad_token_id = 1, 0
         auto = transformers.AutoModelForSequenceClassification
-        return auto.from_config(config, attn_implementation=attention, dtype=dtype)
+        return auto.from_config(config, attn_implementation=attention, **_of_dtype(dtype))
     if architecture.kind == "undescribed":
         return _undescribed(config, attention, dtype)
     auto = getattr(transformers, AUTO_MODELS[architecture.kind])
-    model = auto.from_config(config, attn_implementation=attention, dtype=dtype)
+    model = auto.from_config(config, attn_implementation=attention, **_of_dtype(dtype))
     if torchtitan_experts.has_torchtitan_experts(job):
         torchtitan_experts.put_in_place(model, job)
         if torchtitan_experts.are_divided(job):
             torchtitan_expert_parallel.divide(model, job)
     return model
+
+
+def _of_dtype(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """How a release of transformers is told the weights' dtype (4.56 renamed it)."""
+    return {"dtype" if release(transformers.__version__) >= (4, 56) else "torch_dtype": dtype}
 
 
 def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
@@ -69,9 +75,9 @@ def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
         known = getattr(transformers, auto)
         if type(config) in known._model_mapping:
             try:
-                return known.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype)
+                return known.from_config(copy.deepcopy(config), attn_implementation=attention, **_of_dtype(dtype))
             except ValueError:
-                return known.from_config(config, attn_implementation="eager", dtype=dtype)
+                return known.from_config(config, attn_implementation="eager", **_of_dtype(dtype))
     raise CollectorError(
         f"transformers {transformers.__version__} has no language model of model_type={config.model_type!r} to train; "
         "trace a step of your own instead (peakcast explain --module).",
