@@ -134,7 +134,7 @@ def _entries(
         else:
             if category is None:
                 category = Category(int(tracer._guess(born, min(ends, end), end)))
-            name = called or own.of_module(module) or label
+            name = own.of_weight(called) if called else own.of_module(module) or label
         is_gradient = category is Category.GRADIENTS
         place = own.place_of(called) if origin[0] < 0 else _place(origin[0], num_places)
         yield [name, int(category), tracer.raw_bytes[number], place, *origin, *fate, int(is_gradient)]
@@ -170,6 +170,7 @@ class _Names:
         return self._split(module)[1]
 
     def of_weight(self, name: str) -> str:
+        """Or of a buffer."""
         return self._split(name)[1]
 
     def parameters(self, weights: Sequence[tuple[str, Any]]) -> list[list[Any]]:
