@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
+from peakcast.collectors.packages import import_for_good
 from peakcast.collectors.probes import forget_allocator_settings
 from peakcast.errors import PeakcastError
 from peakcast.records import Measurement
@@ -51,9 +52,7 @@ def main(arguments: list[str]) -> int:
     libraries = getattr(importlib.import_module(load(name).__module__), "LIBRARIES", ())
     # torch then asks NVML, not CUDA, whether there is a GPU: asking CUDA would spoil it for the forked processes
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    for library in libraries:
-        with contextlib.suppress(Exception):  # Transformer Engine without its binaries fails its own way
-            importlib.import_module(library)
+    import_for_good(libraries)
     # the answers' way out is kept from whatever prints in a cell
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

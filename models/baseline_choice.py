@@ -13,8 +13,8 @@ from peakcast.timeline import Timeline
 
 BaselineName = Literal["auto", "ledger", "recipe", "trace"]
 """`auto`: the ledger, and recipes for networks of families that it does not know."""
-Trace = Callable[[TrainingJob, int], dict[str, Timeline]]
-"""A job and a rank -> the timelines of its "first" and "steady" step."""
+Trace = Callable[[TrainingJob, int, str | None], dict[str, Timeline]]
+"""A job, a rank and a GPU type, whose kernels run -> the timelines of its "first" and "steady" step."""
 _CHOSEN: ContextVar[tuple[BaselineName, Trace | None]] = ContextVar("baseline", default=("auto", None))
 
 

@@ -16,6 +16,7 @@ from peakcast.versions import release, resolved, torch_release
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
+HOPPER = (9, 0)
 LOCAL_MEMORY_BYTES_PER_THREAD = 1 * KIB
 """Default stack of a thread; the driver reserves it for every thread that the GPU can hold at once.
 Source: NVIDIA developer forums 289339 and 39558; A100 216 MiB = 108 × 2048 KiB as reported."""
@@ -24,11 +25,17 @@ BASE_CONTEXT_BYTES = {12: 256 * MIB, 13: 213 * MIB}
 Source: CUDA 12.8 on H200, a process of 520 MiB beside another one's (CTX-045 of
 datasets/published/constants/device_constants_h100.csv), less its arena of 264 MiB; CUDA 13.0 on RTX 6000 Ada, bare context
 426 MiB (unslothai/unsloth-zoo #1053), less 213 MiB. Older releases of CUDA are taken as 12."""
-AMPERE_COMMUNICATOR_BYTES = (544 * 10**6, 688 * 10**6)
-"""Device memory of one NCCL communicator, of 2 ranks and of more, up to compute capability 8.x.
-Source: 4 × A100, NVIDIA/nccl #964."""
+AMPERE_COMMUNICATOR_BYTES = (544 * MIB, 688 * MIB)
+"""Buffers of one NCCL communicator, of 2 ranks and of more, up to compute capability 8.x.
+Source: 4 × A100, NVIDIA/nccl #964, which writes MB. They are MiB: 256 MiB that sends and receives share (32 channels × 16
+steps × 512 KiB, the formula in #2363), and 24 channels with 10 and 2 MiB of buffers (sizes seen in #1685), of more than 2
+ranks 36, where a tree has other edges than the ring."""
+AMPERE_NCCL_BYTES = 128 * MIB
+"""NCCL's kernels, once for each process, up to compute capability 8.x: the buffers above are all that a group has.
+Source: 4 × L4 without peer access, where buffers are a few MiB, hold 0.13 GiB after NCCL 2.21.5's first collectives (log
+of SGLang's start under torch 2.5 in didier-durand/llms-in-clouds)."""
 HOPPER_COMMUNICATOR_BYTES = {12: 990 * MIB, 13: 699 * MIB}
-"""The same of 8 ranks from compute capability 9.0 on, by major release of CUDA; NVLink SHARP's buffers are part of it.
+"""Both, of 8 ranks from compute capability 9.0 on, by major release of CUDA; NVLink SHARP's buffers are part of it.
 Source: median of what a process holds after NCCL's first collective on 8 × H100 (1,510 MiB under CUDA 12, 1,176 MiB under
 CUDA 13; device_constants_h100.jsonl), less the context above."""
 
@@ -52,8 +59,10 @@ def context_bytes(device: Device, versions: Mapping[str, Any]) -> int:
 
 
 def communicator_bytes(job: TrainingJob, device: Device) -> int:
-    """Estimate of NCCL's device memory: one communicator per axis of the layout with more than one rank."""
-    return sum(one_communicator_bytes(device, size, job.versions) for size in communicator_ranks(job))
+    """Estimate of NCCL's device memory: kernels, and one communicator per axis of the layout with more than one rank."""
+    ranks = communicator_ranks(job)
+    kernels = AMPERE_NCCL_BYTES if ranks and device.compute_capability < HOPPER else 0
+    return kernels + sum(one_communicator_bytes(device, size, job.versions) for size in ranks)
 
 
 def communicator_ranks(job: TrainingJob) -> tuple[int, ...]:
@@ -73,7 +82,7 @@ def one_communicator_bytes(device: Device, num_ranks: int, versions: Mapping[str
     """Estimate of one NCCL communicator of `num_ranks` on `device`. Of 2 ranks on Hopper the same share of that of 8 is
     taken as on A100, because nobody has published it."""
     pair, more = AMPERE_COMMUNICATOR_BYTES
-    if device.compute_capability < (9, 0):
+    if device.compute_capability < HOPPER:
         return more if num_ranks > 2 else pair
     full = _by_release(HOPPER_COMMUNICATOR_BYTES, versions)
     return full if num_ranks > 2 else full * pair // more

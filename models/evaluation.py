@@ -18,9 +18,10 @@ from peakcast.models.grouping import kind_of
 from peakcast.models.holdout import Answers, MakeCandidates, held_out
 from peakcast.models.metrics import Floor, Scored, Summary, floor, summarise
 from peakcast.models.new_hardware import LearningPoint, learning_curves
+from peakcast.models.outside_findings import outside_estimated
 from peakcast.models.predict import known_of, retries
 from peakcast.models.regressors import candidates
-from peakcast.models.samples import BaselineOf, DeviceOf, Sample, ScopeOf, prepare, repeat_weights, rows_digest
+from peakcast.models.samples import BaselineOf, DeviceOf, Sample, Samples, ScopeOf, prepare, repeat_weights, rows_digest
 from peakcast.prediction import QUANTITIES, Interval
 from peakcast.records import Measurement
 
@@ -144,6 +145,19 @@ def evaluate(
     procedure that users get (choice of candidate, bars, widening outside the domain included). `new_hardware` asks for
     the learning curves too, which take another fit for each of their points."""
     prepared = prepare(rows, device_of=device_of, baseline_of=baseline_of, scope_of=scope_of)
+    asked: dict[str, Any] = {"splits": splits, "quantities": quantities, "make_candidates": make_candidates}
+    return evaluate_prepared(prepared, **asked, new_hardware=new_hardware)
+
+
+def evaluate_prepared(
+    prepared: Samples,
+    *,
+    splits: Sequence[str] = tuple(SPLITS),
+    quantities: Sequence[str] = QUANTITIES,
+    make_candidates: MakeCandidates = candidates,
+    new_hardware: bool = False,
+) -> Evaluation:
+    """As `evaluate`, of rows that were prepared already."""
     samples = prepared.samples
     everyone = (*samples, *prepared.censored)
     tables = []
@@ -194,10 +208,11 @@ def _table(samples: Sequence[Sample], answers: Mapping[int, Answers], quantity: 
     )
 
 
-def _cause(sample: Sample, quantity: str) -> str:
-    """The sentence of a finding of the answer that names a cause why its `quantity` may be off, "" without one."""
+def _cause(sample: Sample, quantity: str, point: int) -> str:
+    """The sentence of a finding of the answer that names a cause why the `point` of `quantity` may be off, "" without."""
     caches = quantity in ("peak_reserved_bytes", "peak_device_bytes")
-    found = (*known_of(sample.row.job), retries(sample.baseline))
+    beside = outside_estimated(sample.baseline, point) if quantity == "peak_device_bytes" else None
+    found = (*known_of(sample.row.job), retries(sample.baseline), beside)
     return next(
         (
             finding.sentence
@@ -235,7 +250,7 @@ def _scored(sample: Sample, interval: Interval, quantity: str, weight: float, re
         upper_95=interval.upper_95,
         weight=weight,
         known=". ".join(facts),
-        finding=_cause(sample, quantity),
+        finding=_cause(sample, quantity, interval.point),
         baseline_allocated=sample.baseline.peak_allocated_bytes,
         baseline_reserved=sample.baseline.peak_reserved_bytes,
         context=sample.baseline.context_bytes,

@@ -42,8 +42,9 @@ def layout_of(parallelism: Parallelism) -> str:
 
 
 def residual_group(job: TrainingJob) -> str:
-    """The group whose median the residual may learn: framework and layout."""
-    return f"{job.framework}/{layout_of(job.parallelism)}"
+    """The group whose median the residual may learn: framework, layout, and whether a router decides how large tensors are,
+    since what experts leave in the cache is bytes of another order."""
+    return f"{job.framework}/{layout_of(job.parallelism)}" + ("/experts" if job.architecture.moe else "")
 
 
 def kind_of(job: TrainingJob) -> str:
@@ -67,7 +68,7 @@ def bar_groups(job: TrainingJob, allocated_bytes: int) -> tuple[str, ...]:
     """Groups whose residuals may set the error bar of `job`, finest first, each inside the next: framework, layout,
     feed-forward and size; without the size; framework, whether it is parallel at all, and feed-forward; feed-forward;
     everything."""
-    kind, own = feed_forward_of(job), residual_group(job)
-    coarse = "single" if own.endswith("/single") else "parallel"
-    finest = f"{own}/{kind}/{size_of(allocated_bytes)}"
-    return (finest, f"{own}/{kind}", f"{job.framework}/{coarse}*/{kind}", kind, EVERYTHING)
+    kind, layout = feed_forward_of(job), layout_of(job.parallelism)
+    coarse = "single" if layout == "single" else "parallel"
+    own = f"{job.framework}/{layout}/{kind}"
+    return (f"{own}/{size_of(allocated_bytes)}", own, f"{job.framework}/{coarse}*/{kind}", kind, EVERYTHING)

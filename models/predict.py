@@ -21,6 +21,7 @@ from peakcast.models.device_scope import device_findings
 from peakcast.models.features import features, kinds, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
 from peakcast.models.measured_constants import outside, rests_on_readings
+from peakcast.models.outside_findings import outside_estimated
 from peakcast.models.recipes.covering import recorded_with
 from peakcast.models.reserved_findings import reserved_findings
 from peakcast.models.verdict import judge, leaves_out, limits, prevented, ranks_of_a_node
@@ -58,7 +59,7 @@ def predict(
     reasons = reasons_outside(job, device, row, calibration, known)
     intervals = combine(job, base, row, calibration, device.name, known)
     judged = judge(intervals, limits(job, device), reasons)
-    noticed = (*reasons, judged.finding, retries(base))
+    noticed = (*reasons, judged.finding, retries(base), outside_estimated(base, intervals["peak_device_bytes"].point))
     return Prediction(
         gpu=device.name,
         rank=base.rank,

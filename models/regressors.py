@@ -71,19 +71,20 @@ class Zero:
 
 
 class GroupMedian:
-    """The median log ratio of the job's group, pulled towards the median of all rows as if `prior_weight` rows of that
-    value had been seen too. Learned: `medians_` (group → value), `overall_`."""
+    """The median log ratio of the job's group, pulled towards the median of all rows, or towards `overall` where that is
+    given, as if `prior_weight` rows of that value had been seen too. Learned: `medians_` (group → value), `overall_`."""
 
     name: ClassVar[str] = "group_median"
     never_takes_away: ClassVar[bool] = False
     least_architectures: ClassVar[int] = 1
 
-    def __init__(self, *, prior_weight: float = 3.0) -> None:
+    def __init__(self, *, prior_weight: float = 3.0, overall: float | None = None) -> None:
         self.prior_weight = prior_weight
+        self.overall = overall
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> GroupMedian:
         """Learn the medians."""
-        self.overall_ = weighted_median(y, weights)
+        self.overall_ = weighted_median(y, weights) if self.overall is None else self.overall
         self.medians_: dict[str, float] = {}
         for name in sorted(set(groups)):
             rows = np.array([group == name for group in groups])
@@ -93,7 +94,7 @@ class GroupMedian:
         return self
 
     def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
-        """The group's value, or that of all rows for a group never seen."""
+        """The group's value, or `overall_` for a group never seen."""
         return np.array([self.medians_.get(group, self.overall_) for group in groups], dtype=np.float64)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -104,7 +105,8 @@ class GroupMedian:
 class HiddenBytes:
     """Memory that no tensor explains (a CUDA context, its kernels, workspaces, communicators), the same amount for every
     job of a group: log(1 + amount / start). Learned: `amounts_`, the median over a group's rows of measured − start in GiB,
-    pulled towards that of all rows (`GroupMedian`); never negative: what is hidden can only add."""
+    pulled towards nothing (`GroupMedian`), which is also what a group never seen has: what ranks hide says nothing of one
+    GPU, and what a router hides nothing of a dense network. Never negative: what is hidden can only add."""
 
     name: ClassVar[str] = "hidden_bytes"
     never_takes_away: ClassVar[bool] = True
@@ -113,7 +115,7 @@ class HiddenBytes:
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> HiddenBytes:
         """Learn the amounts."""
-        self.amounts_ = GroupMedian().fit(x, np.expm1(y) / x[:, self.column], weights, groups)
+        self.amounts_ = GroupMedian(overall=0.0).fit(x, np.expm1(y) / x[:, self.column], weights, groups)
         return self
 
     def predict(self, x: Floats, groups: Sequence[str]) -> Floats:

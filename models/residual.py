@@ -2,9 +2,11 @@
 the baseline, for allocated memory with the simulated allocator's slack (`Baseline.start`).
 
 Candidates of growing freedom (nothing, a hidden amount, a median per group, ridge, boosted trees) compete by predicting
-architectures they were not fitted on, and sources (who measured) where there are several. The simplest that is within one
-standard error of the best wins, and is shrunk towards the baseline only as far as what was held out asks for by more than
-that error: a share that a few of them like a little better is chance, and takes away from everybody.
+architectures they were not fitted on, and sources (who measured) where there are several. One that loses more than the
+baseline alone does, on either, is out. Of the others the simplest wins that is, on either, within one standard error of the
+best. The two are judged apart, because both hold out the same rows: in one list, seven architectures that one source
+measured outvote the sources. What wins is shrunk towards the baseline only as far as the same rule asks for: a share that a
+few units like a little better is chance, and takes away from everybody.
 
 A run that went out of memory is a bound: its peak would have been at least this. It teaches nothing where the fit lies
 above it, and counts as a row at the bound where the fit lies below (`fit_bounded`).
@@ -29,6 +31,9 @@ SHRINKAGES = (1.0, 0.75, 0.5, 0.25, 0.0)
 WORST_COUNTED = 0.1
 """Log ratios further than this from the median are learned, and errors beyond it counted, as just this far: such a row is
 a fault of the ledger, not something a residual should chase."""
+
+LEAST_LOSS = 1e-9
+"""Mean errors that differ by less are equal: sums of floats."""
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -100,17 +105,17 @@ class Residual:
             if candidate.least_architectures <= len(np.unique(units[~censored]))
         }
 
-        def lost(guesses: Sequence[Floats], share: float = 1.0) -> Floats:
+        def lost(guesses: Sequence[Floats], share: float = 1.0) -> list[Floats]:
             parts = []
             for split, guess in zip(self.splits_, guesses, strict=True):
                 missed = y - share * guess
                 parts.append(per_unit_error(np.where(censored, np.maximum(missed, 0.0), missed), split.units, counts))
-            return np.concatenate(parts)
+            return parts
 
         errors = {name: lost(guesses) for name, guesses in tried.items()}
-        self.scores_ = {name: float(error.mean()) for name, error in errors.items()}
-        chosen = simplest_within_one_standard_error(errors)
-        self.shrinkage_ = simplest_within_one_standard_error({s: lost(tried[chosen], s) for s in SHRINKAGES})
+        self.scores_ = {name: float(np.concatenate(parts).mean()) for name, parts in errors.items()}
+        chosen = simplest_in_every_split(errors)
+        self.shrinkage_ = simplest_in_every_split({s: lost(tried[chosen], s) for s in SHRINKAGES})
         if chosen != Zero.name and self.shrinkage_ > 0:
             winner = next(c for c in self.make_candidates() if c.name == chosen)
             self.regressor_ = fit_bounded(winner, x, targets, balanced, groups, censored)
@@ -232,13 +237,28 @@ def per_unit_error(errors: Floats, units: npt.NDArray[np.int64], counts: Floats)
     return sums
 
 
-def simplest_within_one_standard_error(errors: Mapping[Choice, Floats]) -> Choice:
-    """The first choice whose mean error exceeds the best one's by at most one standard error of their difference,
-    unit by unit (paired, so that units which are hard for every candidate do not blur the comparison)."""
+def simplest_in_every_split(errors: Mapping[Choice, Sequence[Floats]]) -> Choice:
+    """Of the choices that lose no more than the first does in any split, the first that is within one standard error of the
+    best in every split; where none is, in the last split, the hardest. `errors`: choice → the errors of each split."""
+    first = next(iter(errors))
+    mean = {name: [float(part.mean()) for part in parts] for name, parts in errors.items()}
+    harmless = [
+        name for name in errors if all(own <= its + LEAST_LOSS for own, its in zip(mean[name], mean[first], strict=True))
+    ]
+    near = [
+        within_one_standard_error({name: errors[name][split] for name in harmless}) for split in range(len(errors[first]))
+    ]
+    return next((name for name in harmless if all(name in choices for choices in near)), near[-1][0])
+
+
+def within_one_standard_error(errors: Mapping[Choice, Floats]) -> list[Choice]:
+    """The choices whose mean error exceeds the best one's by at most one standard error of their difference, unit by unit
+    (paired, so that units which are hard for every candidate do not blur the comparison), in the order of `errors`."""
     best = min(errors, key=lambda name: float(errors[name].mean()))
+    found = []
     for name, error in errors.items():
         difference = error - errors[best]
         standard_error = float(difference.std(ddof=1)) / len(difference) ** 0.5
         if name == best or float(difference.mean()) <= standard_error:
-            return name
-    raise AssertionError("the best candidate is within its own standard error")
+            found.append(name)
+    return found

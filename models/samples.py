@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from peakcast.cores import available_cores
 from peakcast.errors import CatalogError, PeakcastError
 from peakcast.models.baseline import Baseline, baseline
 from peakcast.models.features import features
@@ -19,13 +20,18 @@ from peakcast.prediction import QUANTITIES
 from peakcast.ranks import ranks_by_shard
 from peakcast.records import DEVICE_MEAN, Measurement
 from peakcast.spec import TrainingJob, canonical_json
+from peakcast.workers import Limits, LostError, Workers
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
-BaselineOf = Callable[[TrainingJob, "Device", int], Baseline]
+BaselineOf = Callable[[TrainingJob, "Device", int | None], Baseline]
 DeviceOf = Callable[[str], "Device"]
 ScopeOf = Callable[[TrainingJob], str]
+Asked = tuple[TrainingJob, str, int | None]
+"""A job, the GPU type's name and the rank."""
+ENOUGH_TO_SHARE = 50
+"""A process that answers fewer takes longer to begin than it saves."""
 OUT_OF_MEMORY = "outcome is out_of_memory"
 TRUST = {"measured": 1.0, "published": 0.5}
 """A row of ours, whose versions, allocator and phases are recorded, beside one whose run had to be reconstructed from what
@@ -108,19 +114,20 @@ def prepare(
     """
     device_of = device_of or _catalog_device
     scope_of = scope_of or _ledger_scope
-    compute = baseline_of or baseline
-    cached = functools.lru_cache(maxsize=None)(lambda job, gpu, rank: compute(job, device_of(gpu), rank))
+    compute = functools.partial(_computed, device_of, baseline_of or baseline)
+    rows = sorted(rows, key=_order)  # so that the same rows give the same fit, whatever file order they came in
+    why = [_reason(row, scope_of) for row in rows]
+    counted = [row for row, reason in zip(rows, why, strict=True) if not reason or reason == OUT_OF_MEMORY]
+    baselines = _baselines({asked: None for row in counted for asked in _asked(row)}, compute)
     kept: list[Sample] = []
     censored: list[Sample] = []
     reasons: Counter[str] = Counter()
-    for row in sorted(rows, key=_order):  # so that the same rows give the same fit, whatever file order they came in
-        reason = _reason(row, scope_of)
+    for row, reason in zip(rows, why, strict=True):
         if not reason or reason == OUT_OF_MEMORY:
             try:
-                base = cached(row.job, row.gpu, row.rank)
-                if row.environment.get(DEVICE_MEAN):
-                    others = [rank for rank in ranks_by_shard(row.job, 0) if rank != row.rank]
-                    base = _mean_device(base, [cached(row.job, row.gpu, rank) for rank in others], row.job)
+                base, *others = (_given(baselines[asked]) for asked in _asked(row))
+                if others:
+                    base = _mean_device(base, others, row.job)
                 sample = _sample(row, device_of(row.gpu), base)
                 (censored if reason else kept).append(sample)
             except CatalogError:
@@ -130,6 +137,42 @@ def prepare(
         if reason:
             reasons[_kind(reason)] += 1
     return Samples(samples=tuple(kept), left_out=dict(sorted(reasons.items())), censored=tuple(censored))
+
+
+def _asked(row: Measurement) -> list[Asked]:
+    """Whose baselines a row needs: its rank's and, of a mean over GPUs, that of each other kind of rank."""
+    ranks = [row.rank]
+    if row.environment.get(DEVICE_MEAN):
+        ranks += [rank for rank in ranks_by_shard(row.job, 0) if rank != row.rank]
+    return [(row.job, row.gpu, rank) for rank in ranks]
+
+
+def _computed(device_of: DeviceOf, compute: BaselineOf, asked: Asked) -> Baseline:
+    job, gpu, rank = asked
+    return compute(job, device_of(gpu), rank)
+
+
+def _baselines(asked: Iterable[Asked], compute: Callable[[Asked], Baseline]) -> dict[Asked, Baseline | Exception]:
+    """Each baseline, or why there is none: many are shared out to as many processes as there are cores."""
+    found: dict[Asked, Baseline | Exception] = {}
+    waiting = list(asked)
+    processes = min(available_cores(), len(waiting) // ENOUGH_TO_SHARE)
+    if processes > 1:
+        with Workers(compute, processes, Limits(math.inf)) as workers:
+            found.update(workers.answers(waiting))
+        waiting = [one for one, answer in found.items() if isinstance(answer, LostError)]
+    for one in waiting:
+        try:
+            found[one] = compute(one)
+        except (PeakcastError, NotImplementedError, ImportError) as error:
+            found[one] = error
+    return found
+
+
+def _given(answer: Baseline | Exception) -> Baseline:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _sample(row: Measurement, device: Device, base: Baseline) -> Sample:

@@ -94,6 +94,17 @@ def file_stream(path: Path) -> IO[bytes]:
     return os.fdopen(descriptor, "rb")
 
 
+def first_bytes(path: Path, count: int) -> bytes:
+    """The first `count` bytes of the file at `path`, however large it is; none of what is no file. Raises: OSError."""
+    if not is_file(path):
+        return b""
+    descriptor = _opened(path)
+    try:
+        return os.read(descriptor, count)
+    finally:
+        os.close(descriptor)
+
+
 def _opened(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from peakcast.models.calibration import Calibration
     from peakcast.models.checking import Check
     from peakcast.models.evaluation import Evaluation
+    from peakcast.models.samples import Samples
     from peakcast.records import Measurement
     from peakcast.searching.search import Progress
     from peakcast.tracking import Tracker
@@ -55,17 +56,22 @@ def fit(
     that the alias stood for.
     Raises: RecordError, CatalogError or CalibrationError.
     """
-    from peakcast.models.calibration import calibrations
-    from peakcast.models.fit import fit_prepared
-    from peakcast.models.promotion import compare
     from peakcast.models.samples import prepare
 
     rows = _rows(datasets)
     names = _gpu_types(rows, gpu)
-    folder = Path(output) if output is not None else calibration_folder()
-    with explained(folder):  # before minutes are spent
-        folder.mkdir(parents=True, exist_ok=True)
-    prepared = prepare(rows)
+    folder = _made(Path(output) if output is not None else calibration_folder())
+    return _fitted(prepare(rows), names, folder, tracker, progress)
+
+
+def _fitted(
+    prepared: Samples, names: Iterable[str], folder: Path, tracker: Tracker | None, progress: Progress | None
+) -> list[Fitted]:
+    """The calibration of each GPU type in `names` from rows that were prepared, written to `folder`."""
+    from peakcast.models.calibration import calibrations
+    from peakcast.models.fit import fit_prepared
+    from peakcast.models.promotion import compare
+
     fitted = []
     for name in names:
         if progress:
@@ -104,13 +110,25 @@ def evaluate(
     tracked.
     """
     from peakcast.models.evaluation import SPLITS
-    from peakcast.models.evaluation import evaluate as evaluate_rows
+    from peakcast.models.samples import prepare
 
     rows = _rows(datasets)
     _gpu_types(rows, gpu)
     if progress:
         progress(f"evaluating {len(rows):,} rows, each predicted without its group")
-    evaluation = evaluate_rows(rows, splits=tuple(splits or SPLITS), new_hardware=new_hardware)
+    return _evaluated(prepare(rows), tuple(splits or SPLITS), new_hardware, calibrations, tracker)
+
+
+def _evaluated(
+    prepared: Samples,
+    splits: Sequence[str],
+    new_hardware: bool,
+    calibrations: Sequence[Calibration],
+    tracker: Tracker | None,
+) -> Evaluation:
+    from peakcast.models.evaluation import evaluate_prepared
+
+    evaluation = evaluate_prepared(prepared, splits=splits, new_hardware=new_hardware)
     if tracker:
         from peakcast.reports.plots import figures
 
@@ -164,9 +182,7 @@ def report(
     """
     from peakcast.reports.render import write_index, write_report
 
-    folder = Path(output) if output is not None else checkout_folder("reports")
-    with explained(folder):  # before minutes are spent
-        folder.mkdir(parents=True, exist_ok=True)
+    folder = _made(Path(output) if output is not None else checkout_folder("reports"))
     evaluation = evaluation or evaluate(gpu, datasets=datasets, new_hardware=True, progress=progress)
     names = sorted({name for table in evaluation.tables for name in table.by_gpu})
     written: list[Path] = []
@@ -190,17 +206,30 @@ def reproduce(
 
     With `output`, calibrations go to `output`/calibration and reports to `output`/reports, and nothing else is touched.
     """
-    places = {"output": output / "calibration"} if output else {}
-    fitted = fit(None, datasets=datasets, tracker=tracker, progress=progress, **places)
-    calibrations = [item.calibration for item in fitted]
-    evaluation = evaluate(
-        None, datasets=datasets, new_hardware=True, calibrations=calibrations, tracker=tracker, progress=progress
-    )
+    from peakcast.models.evaluation import SPLITS
+    from peakcast.models.samples import prepare
+
+    rows = _rows(datasets)
+    folder = _made(output / "calibration" if output else calibration_folder())
+    if progress:
+        progress(f"preparing {len(rows):,} rows: the baseline of each")
+    prepared = prepare(rows)
+    fitted = _fitted(prepared, _gpu_types(rows, None), folder, tracker, progress)
+    if progress:
+        progress("evaluating, each row predicted without its group")
+    evaluation = _evaluated(prepared, tuple(SPLITS), True, [item.calibration for item in fitted], tracker)
     reports = output / "reports" if output else None
     return fitted, evaluation, report(None, output=reports, evaluation=evaluation, progress=progress)
 
 
 # -- rows and files ------------------------------------------------------------------------------------------------------
+
+
+def _made(folder: Path) -> Path:
+    """`folder`, which is there before minutes are spent."""
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _rows(datasets: Path | None) -> list[Measurement]:

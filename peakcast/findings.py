@@ -58,11 +58,14 @@ KINDS = {
     "host_memory_not_given": Kind("the host memory that is needed is more than a usual node has"),
     "reserved_beyond_replay": Kind("published runs of such jobs hold more than the simulated allocator reserves"),
     "allocator_retries": Kind("the simulated allocator runs out of memory and frees its cache to go on"),
+    "outside_estimated": Kind("what lies outside PyTorch's allocator is an estimate, and a large share of a small peak"),
 }
 """Every code a finding can have. A code keeps its meaning; a new meaning is a new code."""
 OF_THE_CACHE = frozenset(("reserved_beyond_replay", "allocator_retries"))
 """Codes of findings about what the allocator keeps, which allocated memory knows nothing of."""
-CAUSES = OF_THE_CACHE | {"not_modelled", "nearly_modelled", "setting_ignored", "setting_not_modelled"}
+CAUSES = OF_THE_CACHE | {
+    "not_modelled", "nearly_modelled", "setting_ignored", "setting_not_modelled", "outside_estimated",
+}  # fmt: skip
 """Codes of findings that name a cause of error, where others say that something was not measured or how it was read."""
 
 

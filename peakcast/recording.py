@@ -134,7 +134,7 @@ def timelines_from(baseline: str) -> Iterator[None]:
 
 def _traced(trace: Callable[..., dict[str, Timeline]]) -> Trace:
     """Each job and rank once."""
-    return lru_cache(maxsize=64)(lambda job, rank: trace(job, rank=rank))
+    return lru_cache(maxsize=64)(lambda job, rank, gpu: trace(job, rank=rank, gpu=gpu))
 
 
 def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:

@@ -88,7 +88,9 @@ def test_every_command_is_in_the_readme_and_every_one_there_exists() -> None:
 def test_every_example_is_on_the_page_of_configurations_and_known() -> None:
     examples = sorted((ROOT / "docs" / "examples").glob("*.*"))
     text = PAGES["configs.md"].read_text(encoding="utf-8")
-    found = {dialect_of(opened(path).values) for path in examples if f"examples/{path.name}" in text}
+    named = [path for path in examples if f"examples/{path.name}" in text]
+    linked = [ROOT / "docs" / target for target in re.findall(r"\]\((\.\./tests/dialects/recorded/[^)]+)\)", text)]
+    found = {dialect_of(opened(path).values) for path in (*named, *linked)}
     asked_for = {"trl", "transformers"}  # by --dialect alone
     assert found >= set(DIALECTS) - {"job", "hf_config", "peft", "fsdp", "megatron_yaml"} - asked_for
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 from typing import Any
 
 import torch
-from transformers.integrations.neftune import neftune_post_forward_hook
 
 from peakcast.collectors.frameworks import layouts, scope, spreading
 from peakcast.collectors.frameworks.batches import batch_of, random_tokens
@@ -55,7 +55,8 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
     if job.framework_options.get("neftune"):
         embeddings = causal_model(model).get_input_embeddings()  # as transformers' activate_neftune does
         embeddings.neftune_noise_alpha = NEFTUNE_NOISE_ALPHA
-        embeddings.register_forward_hook(neftune_post_forward_hook)
+        neftune = importlib.import_module("transformers.integrations.neftune")  # releases before 5 have it elsewhere
+        embeddings.register_forward_hook(neftune.neftune_post_forward_hook)
     if job.compile and not is_compiled_whole(job):
         model = compile_layers(model, job)
     layout = layouts.wrap(model, job)

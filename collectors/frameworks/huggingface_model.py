@@ -16,6 +16,7 @@ from peakcast.conventions import conventions
 from peakcast.dialects.hf_reverse import hf_config_of
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
+from peakcast.versions import release
 
 AUTO_MODELS = {
     "decoder": "AutoModelForCausalLM",
@@ -39,17 +40,18 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
     told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
     config = transformers.AutoConfig.for_model(**told)
     begins_padded = architecture.kind == "encoder_decoder"  # T5 shifts targets by its padding, whose row is like others
-    if not (padded or begins_padded) or (getattr(config, "pad_token_id", None) or 0) >= architecture.vocab_size:
+    rows = getattr(config, "vocab_size", architecture.vocab_size)
+    if not (padded or begins_padded) or (getattr(config, "pad_token_id", None) or 0) >= rows:
         config.pad_token_id = None  # the family's default, which a smaller vocabulary does not have
     dtype = getattr(torch, job.precision.parameters)
     if job.loss.kind == "reward":
         config.num_labels, config.pad_token_id = 1, 0
         auto = transformers.AutoModelForSequenceClassification
-        return auto.from_config(config, attn_implementation=attention, dtype=dtype)
+        return auto.from_config(config, attn_implementation=attention, **_of_dtype(dtype))
     if architecture.kind == "undescribed":
         return _undescribed(config, attention, dtype)
     auto = getattr(transformers, AUTO_MODELS[architecture.kind])
-    model = auto.from_config(config, attn_implementation=attention, dtype=dtype)
+    model = auto.from_config(config, attn_implementation=attention, **_of_dtype(dtype))
     if torchtitan_experts.has_torchtitan_experts(job):
         torchtitan_experts.put_in_place(model, job)
         if torchtitan_experts.are_divided(job):
@@ -57,17 +59,25 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
     return model
 
 
+def _of_dtype(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """How a release of transformers is told the weights' dtype (4.56 renamed it)."""
+    return {"dtype" if release(transformers.__version__) >= (4, 56) else "torch_dtype": dtype}
+
+
 def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
     """A network known by its configuration alone, by the first class that has it; where sdpa is not written for it, with
     the attention that is. It trains without a cache, as the Trainer has it (`config.use_cache`), whatever is configured."""
     config.use_cache = False
-    for auto in dict.fromkeys(AUTO_MODELS.values()):
+    classes = dict.fromkeys(AUTO_MODELS.values())
+    if getattr(config, "is_encoder_decoder", False):  # of which some can be a decoder alone as well
+        classes = dict.fromkeys([AUTO_MODELS["encoder_decoder"], *classes])
+    for auto in classes:
         known = getattr(transformers, auto)
         if type(config) in known._model_mapping:
             try:
-                return known.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype)
+                return known.from_config(copy.deepcopy(config), attn_implementation=attention, **_of_dtype(dtype))
             except ValueError:
-                return known.from_config(config, attn_implementation="eager", dtype=dtype)
+                return known.from_config(config, attn_implementation="eager", **_of_dtype(dtype))
     raise CollectorError(
         f"transformers {transformers.__version__} has no language model of model_type={config.model_type!r} to train; "
         "trace a step of your own instead (peakcast explain --module).",

@@ -170,19 +170,21 @@ def announcing_loss(model: Any, job: TrainingJob, on_loss: Callable[[], None]) -
         yield
         return
     inner = causal_model(model)
-    loss_function = inner.loss_function
+    loss_function = getattr(inner, "loss_function", None)
 
     def announced(*arguments: Any, **keywords: Any) -> Any:
         on_loss()
         return loss_function(*arguments, **keywords)
 
-    inner.loss_function = announced
+    if loss_function is not None:
+        inner.loss_function = announced
     before = _module_before_loss(inner, job)
     announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
     try:
         yield
     finally:
-        inner.loss_function = loss_function
+        if loss_function is not None:
+            inner.loss_function = loss_function
         if announcement is not None:
             announcement.remove()
 
@@ -191,5 +193,6 @@ def _module_before_loss(inner: Any, job: TrainingJob) -> Any:
     """The module after which the loss begins, where the model does not call its `loss_function`."""
     if job.loss.fused_linear_cross_entropy:
         return inner.base_model
-    own_loss = ("encoder", "encoder_decoder", "undescribed")
-    return inner.get_output_embeddings() if job.architecture.kind in own_loss else None
+    own_loss = job.architecture.kind in ("encoder", "encoder_decoder", "undescribed")
+    own_loss = own_loss or not hasattr(inner, "loss_function")  # transformers before 4.46
+    return inner.get_output_embeddings() if own_loss else None

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
-from transformers.initialization import no_init_weights
 
 from peakcast.spec import TrainingJob
 
@@ -33,6 +32,8 @@ def is_spread(job: TrainingJob) -> bool:
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
     """Networks made here are in host memory whose pages nobody writes, so that they take neither room nor time."""
+    from transformers.initialization import no_init_weights  # which releases before 5 do not have
+
     with torch.device("cpu"), no_init_weights():
         yield
 

@@ -1,5 +1,5 @@
-"""`python -P -m peakcast.collectors.tracing JOB [RANK]`: trace a job file and print the peaks; `-` reads a job as JSON from
-standard input and writes both timelines as one line of JSON."""
+"""`python -P -m peakcast.collectors.tracing JOB [RANK [GPU]]`: trace a job file and print the peaks; `-` reads a job
+as JSON from standard input and writes both timelines as one line of JSON. With a GPU type also what its kernels take."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from peakcast.errors import PeakcastError
 
 def main(arguments: list[str]) -> int:
     """Exit code 0, or 2 with one sentence on standard error."""
+    from peakcast.collectors.packages import import_for_good
     from peakcast.collectors.tracing.trace import timeline_to_mapping, trace_here
+    from peakcast.collectors.worker import LIBRARIES
     from peakcast.dialects.job_file import job_from_mapping, load_job
     from peakcast.units import format_gib
 
-    if len(arguments) not in (1, 2) or not all(argument.isdecimal() for argument in arguments[1:]):
-        print("usage: python -P -m peakcast.collectors.tracing JOB.yaml [RANK]", file=sys.stderr)
+    if len(arguments) not in (1, 2, 3) or not all(argument.isdecimal() for argument in arguments[1:2]):
+        print("usage: python -P -m peakcast.collectors.tracing JOB.yaml [RANK [GPU]]", file=sys.stderr)
         return 2
-    rank = int(arguments[1]) if arguments[1:] else 0
+    import_for_good(LIBRARIES)
+    rank, gpu = int(arguments[1]) if arguments[1:] else 0, arguments[2] if arguments[2:] else None
     try:
         if arguments[0] == "-":
-            timelines = trace_here(job_from_mapping(json.load(sys.stdin)), rank)
+            timelines = trace_here(job_from_mapping(json.load(sys.stdin)), rank, gpu)
             print(json.dumps({step: timeline_to_mapping(timeline) for step, timeline in timelines.items()}))
             return 0
-        timelines = trace_here(load_job(Path(arguments[0])), rank)
+        timelines = trace_here(load_job(Path(arguments[0])), rank, gpu)
     except PeakcastError as error:
         print(f"peakcast: {error}", file=sys.stderr)
         return 2

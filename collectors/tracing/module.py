@@ -20,6 +20,7 @@ from typing import Any
 
 from peakcast import catalog
 from peakcast.bounded import is_file
+from peakcast.collectors.packages import import_for_good
 from peakcast.collectors.tracing.trace import fake_mode, timeline_from_mapping, timeline_to_mapping
 from peakcast.errors import CollectorError, SpecError
 from peakcast.timeline import Category, Phase, Timeline
@@ -185,6 +186,7 @@ def _name_states(tracer: Any, model: Any, optimizers: list[Any]) -> None:
 def main(arguments: list[str]) -> int:
     """Exit code 0 and both timelines as a line of JSON, or 2 with one sentence on standard error."""
     path, function, *gpu = arguments
+    import_for_good(("torch", "transformers.masking_utils"))
     try:
         timelines = trace_here(Path(path), function, *gpu)
     except CollectorError as error:

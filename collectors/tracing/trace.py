@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from peakcast import catalog
 from peakcast.collectors.stepping import name_gradients, name_states, run_steps
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
@@ -25,13 +26,16 @@ NUM_STEPS = 2
 """The first step makes the optimizer states; the second is steady."""
 
 
-def trace_job(job: TrainingJob, *, rank: int = 0, timeout_seconds: float = 600) -> dict[str, Timeline]:
+def trace_job(
+    job: TrainingJob, *, rank: int = 0, gpu: str | None = None, timeout_seconds: float = 600
+) -> dict[str, Timeline]:
     """`{"first": ..., "steady": ...}`: the timelines of the two steps of `job` on `rank`, traced in a subprocess without a
-    GPU.
+    GPU. With a GPU of the catalog also what its kernels take for themselves.
 
     Raises: CollectorError with what the subprocess said.
     """
     command = [sys.executable, "-P", "-m", "peakcast.collectors.tracing", "-", str(rank)]
+    command += [gpu] if gpu is not None else []
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
@@ -52,7 +56,7 @@ def trace_job(job: TrainingJob, *, rank: int = 0, timeout_seconds: float = 600) 
     return {step: timeline_from_mapping(answer[step]) for step in ("first", "steady")}
 
 
-def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
+def trace_here(job: TrainingJob, rank: int = 0, gpu: str | None = None) -> dict[str, Timeline]:
     """As `trace_job`, in this process, which it changes for good (fake CUDA, patched attention)."""
     if job.framework == "deepspeed" and job.finetuning.quantization:
         return trace_on_cpu(job, rank)  # weights are quantised by their values
@@ -60,6 +64,7 @@ def trace_here(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
     from peakcast.collectors.tracing.tracer import Tracer
 
     tracer = Tracer()
+    tracer.gpu = catalog.gpu(gpu) if gpu is not None else None
     compiling = prepare(job, tracer, rank)
     if job.task == "inference":
         with compiling, fake_mode(), tracer:
@@ -141,8 +146,8 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         dispatcher = str(conventions(job)["moe_token_dispatcher_type"])
         shares = job.parallelism.expert_tensor_parallel_size or job.parallelism.tensor_parallel_size
         blocks = conventions(job)["fp8_recipe"] == "mxfp8"  # which no GPU before Blackwell has
-        gpu = megatron_fakes.BLACKWELL if blocks else megatron_fakes.HOPPER
-        megatron_fakes.install(tracer, engine=engine, compiles=compiles_part, gpu=gpu)
+        seen = megatron_fakes.BLACKWELL if blocks else megatron_fakes.HOPPER
+        megatron_fakes.install(tracer, engine=engine, compiles=compiles_part, gpu=seen)
         if job.architecture.moe is not None:
             megatron_fakes.balance(_routed_rows(job), shares, dispatcher)
     compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

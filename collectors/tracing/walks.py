@@ -11,7 +11,7 @@ import bisect
 import gc
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from peakcast.collectors.stepping import name_gradients
@@ -68,8 +68,9 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
                 _step(training, tracer)
                 end = tracer.now
                 name_gradients(training, tracer.name)
+                updated = {name for name, weight in weights if weight.grad is not None}
                 training.zero_grad()
-    return _mapping(tracer, weights, tracer.cuts[before:], end)
+    return _mapping(tracer, weights, updated, tracer.cuts[before:], end)
 
 
 def _step(training: Any, tracer: StretchTracer) -> None:
@@ -83,7 +84,9 @@ def _step(training: Any, tracer: StretchTracer) -> None:
         del loss
 
 
-def _mapping(tracer: StretchTracer, weights: Sequence[tuple[str, Any]], cuts: Sequence[Cut], end: int) -> dict[str, Any]:
+def _mapping(
+    tracer: StretchTracer, weights: Sequence[tuple[str, Any]], updated: Set[str], cuts: Sequence[Cut], end: int
+) -> dict[str, Any]:
     start, first = cuts[0].instant, cuts[0].micro_batch
     last_place = max(cut.place for cut in cuts)
     num_places, num_micro_batches = last_place + 1, cuts[-1].micro_batch - first + 1
@@ -104,7 +107,7 @@ def _mapping(tracer: StretchTracer, weights: Sequence[tuple[str, Any]], cuts: Se
         "num_places": num_places,
         "stretches": [[tracer._labels[since:until], tracer._phases[since:until]] for since, until in spans],
         "entries": list(_entries(tracer, own, starts, start, end, num_places)),
-        "parameters": own.parameters(weights),
+        "parameters": own.parameters(weights, updated),
     }
 
 
@@ -134,7 +137,7 @@ def _entries(
         else:
             if category is None:
                 category = Category(int(tracer._guess(born, min(ends, end), end)))
-            name = own.of_weight(called) if called else own.of_module(module) or label
+            name = own.of_weight(called) or own.of_module(module) or label
         is_gradient = category is Category.GRADIENTS
         place = own.place_of(called) if origin[0] < 0 else _place(origin[0], num_places)
         yield [name, int(category), tracer.raw_bytes[number], place, *origin, *fate, int(is_gradient)]
@@ -173,13 +176,14 @@ class _Names:
         """Or of a buffer."""
         return self._split(name)[1]
 
-    def parameters(self, weights: Sequence[tuple[str, Any]]) -> list[list[Any]]:
-        """[module, name, shape, bytes of an element, whether it trains], in the order of the network's modules."""
+    def parameters(self, weights: Sequence[tuple[str, Any]], updated: Set[str]) -> list[list[Any]]:
+        """[module, name, shape, bytes of an element, whether it trains], in the order of the network's modules. A weight
+        that no loss depends on gets no gradient, and optimizers pass it by."""
         found = []
         for name, weight in weights:
             block, own = self._split(name)
             module = f"layers.{block}" if block is not None else self._end(name)
-            found.append([module, own, list(weight.shape), weight.element_size(), weight.requires_grad])
+            found.append([module, own, list(weight.shape), weight.element_size(), name in updated])
         return found
 
     def _end(self, name: str) -> str:

@@ -36,7 +36,7 @@ def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None =
 
 def _ledger(job: TrainingJob, device: Device | None, rank: int | None, step: Step) -> Timeline:
     if (trace := tracer()) is not None:
-        return trace(job, rank or 0)[step]
+        return trace(job, rank or 0, device.name if device is not None else None)[step]
     if wants_recipe(job):
         from peakcast.models.recipes.composing import recipe_ledger
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.polynomials import Polynomials
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
+from peakcast.workers import LostError
 
 REFUSED = -1
 """The "peak" of a combination that is no valid job."""
@@ -56,7 +58,8 @@ def sweep(
 
     `knobs`: a job's keys, dotted where nested ("parallelism.tensor_parallel_size"), each with an array of one value per
     combination. `stage`: whose peaks, a pipeline stage's; None for the fullest. `processes` share the work.
-    Raises: SpecError for knobs that are no keys of a job or differ in length.
+    Raises: SpecError for knobs that are no keys of a job or differ in length; LostError where a process was ended from
+    outside.
     """
     columns = {name: np.asarray(values) for name, values in knobs.items()}
     length = num_combinations(job, columns)
@@ -90,7 +93,13 @@ def _map(function: Callable[[_Task], Ints], tasks: Sequence[_Task], processes: i
         yield from map(function, tasks)
         return
     with ProcessPoolExecutor(min(processes, len(tasks))) as pool:
-        yield from pool.map(function, tasks, chunksize=max(1, len(tasks) // (processes * 8)))
+        try:
+            yield from pool.map(function, tasks, chunksize=max(1, len(tasks) // (processes * 8)))
+        except BrokenProcessPool:
+            raise LostError(
+                f"one of the {processes} processes of the sweep was ended from outside, perhaps for the memory that it "
+                "had; ask again with fewer (processes=1)."
+            ) from None
 
 
 def _place_fewest_micro_batches(job: TrainingJob, columns: dict[str, npt.NDArray[Any]]) -> None:

@@ -31,6 +31,7 @@ class Repeats:
 def short_depth(walk: Walk) -> tuple[int, int, int] | None:
     """(layers of the shortest network like this deep one, prefix, unit); None where no shorter one is."""
     kinds = [_kind(walk, layer) for layer in range(walk.num_layers)]
+    blocks = [tuple(walk.labels[one] for one in _stretches(walk, 2 * layer + 1)) for layer in range(walk.num_layers)]
     found = []
     for unit in range(1, min(LONGEST_UNIT, walk.num_layers // 3) + 1):
         same = [one == other for one, other in zip(kinds, kinds[unit:], strict=False)]
@@ -38,8 +39,10 @@ def short_depth(walk: Walk) -> tuple[int, int, int] | None:
             run = next((i for i, equal in enumerate(same[prefix:]) if not equal), len(same) - prefix)
             rest = walk.num_layers - prefix - run - unit + (run + unit) % unit
             rest += unit * (rest == 0)  # the last gap is the head, which is not copied
-            if run >= unit:
-                found.append((prefix + 2 * unit + rest, prefix, unit))
+            layers = prefix + 2 * unit + rest
+            # the last layers of a network with fewer must be of the kinds that the last ones of this one are
+            if run >= unit and blocks[layers - rest : layers] == blocks[-rest:]:
+                found.append((layers, prefix, unit))
     shortest = min(found, default=None)
     return shortest if shortest is not None and shortest[0] < walk.num_layers else None
 

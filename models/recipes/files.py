@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from peakcast.architecture import MOST_LAYERS
 from peakcast.bounded import file_bytes
 from peakcast.errors import RecordError
 from peakcast.fields import FrozenMapping
@@ -44,7 +45,7 @@ def read(path: Path) -> list[Recipe]:
         return [_recipe(one) for one in mapping["recipes"]]
     except OSError as error:
         raise _refused(path, error.strerror or str(error)) from error
-    except (EOFError, ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
+    except (EOFError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise _refused(path, f"{type(error).__name__}: {error}") from error
 
 
@@ -85,6 +86,8 @@ def _recipe(mapping: dict[str, Any]) -> Recipe:
         raise ValueError("its columns are not of one length")
     if not set(exponents) <= set(EXPONENTS) or (multiples < 1).any() or places < 1:
         raise ValueError("its sizes are no polynomials")
+    if not places // 2 <= int(mapping["layers"]) <= MOST_LAYERS:
+        raise ValueError(f"layers must be from those that were recorded to {MOST_LAYERS:,}")
     if not stretches or len(stretches) % (2 * places) or (abs(columns["lives"]) > len(stretches) + 10**6).any():
         raise ValueError("its stretches are not those of a step")
     sizes = Sizes(exponents, coefficients, multiples)

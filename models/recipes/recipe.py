@@ -101,8 +101,8 @@ def recorded(record: Record, asked: Point, most: int | None = None) -> Recipe:
 
 def _repeats(whole: Walk, walk: Walk, short: tuple[int, int, int]) -> Repeats | None:
     """How a short walk is deepened; None where that does not give the whole network's, tensor by tensor."""
-    how = repeats(walk, *short[1:])
-    if how is None:
+    how = repeats(walk, *short[1:]) if walk.num_layers == short[0] else None
+    if how is None:  # nor is it where the library makes another network of the same count, an encoder and a decoder say
         return None
     deep = deepened(walk, how, whole.num_layers)
     one = np.vstack([deep.lives, walk.raw_bytes[deep.entries], walk.categories[deep.entries]])

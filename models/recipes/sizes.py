@@ -12,6 +12,8 @@ from peakcast.models.recipes.walk import Ints
 
 PARTS = 64
 """Coefficients are counted in parts of a byte: a dropout mask has an eighth of one per element."""
+LARGEST = 2.0**62
+"""Of what is counted in 64 bits, with room for rounding."""
 EXPONENTS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
 """Of micro-batch and sequence length, term by term."""
 CONSTANT = ((0, 0),)
@@ -36,6 +38,8 @@ class Sizes:
         for multiple in np.unique(self.multiples).tolist():
             which = self.multiples == multiple
             powers = _powers(batch, -(-length // multiple) * multiple, self.exponents)
+            if (powers.astype(float) @ abs(self.coefficients[:, which]).astype(float)).max(initial=0.0) > LARGEST:
+                raise OverflowError(f"a tensor of {batch} sequences of {length} tokens has more bytes than 64 bits count")
             found[which] = powers @ self.coefficients[:, which] // PARTS
         return found
 

@@ -46,11 +46,21 @@ def no_files() -> Iterator[None]:
         _FILES_ARE_READ.reset(token)
 
 
+PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
+"""What a pickle of each protocol in use begins with."""
+
+
 def read_text(path: Path, *, named: bool = True) -> str:
     """The text of a file; `named`: the question names it. Raises: SpecError when it is missing, too large or not UTF-8."""
     if named and not _FILES_ARE_READ.get():
         raise SpecError(f"{str(path)!r} is a path, and no files are read here; paste what the file holds.", value=str(path))
     try:
+        if bounded.first_bytes(path, 2) in PICKLES:
+            raise SpecError(
+                f"{path} is a pickle, as PyTorch's memory snapshots are: `peakcast replay {path} --against JOB` compares "
+                "one with what JOB is predicted to take; give a YAML or JSON file as the job.",
+                value=str(path),
+            )
         text = bounded.file_bytes(path, MAX_FILE_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}; check the path.", value=str(path)) from error

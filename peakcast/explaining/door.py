@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from peakcast import catalog
@@ -40,21 +41,21 @@ def explanation(
 
         if against is not None:
             raise SpecError("against cannot be used with module: a module is no job; leave one out.", parameter="against")
-        return of_module(by_layer(trace_module(module, device.name if device else None)["steady"]), module)
+        return of_module(by_layer(trace_module(module, device.name if device else None)["steady"]), module, device)
     with for_tracing() if trace else contextlib.nullcontext():
         translation = translation_of(job)
     if trace and translation.job.architecture.kind == "undescribed":
-        return _undescribed(translation.job, against)
+        return _undescribed(translation.job, device, against)
     ensure_recipe(translation.job)
     other = translation_of(against) if against is not None else None
     try:
         found = explain(
             translation.job,
-            None if trace else device,
+            device,
             rank_number(rank, translation.job),
             other.job if other is not None else None,
             source="trace" if trace else "ledger",
-            timeline_of=_traced if trace else None,
+            timeline_of=partial(_traced, device) if trace else None,
         )
     except NotImplementedError as error:
         raise SpecError(f"this job cannot be explained: {error}", parameter="job") from error
@@ -66,21 +67,21 @@ def explanation(
     )
 
 
-def _undescribed(job: TrainingJob, against: object) -> Explanation:
+def _undescribed(job: TrainingJob, device: Device | None, against: object) -> Explanation:
     """A network that only transformers knows: what its trace says by itself."""
     name = job.architecture.name
     if against is not None:
         raise SpecError(f"against cannot be used with {name!r}, which is only traced; leave it out.", parameter="against")
-    found = of_module(_traced(job, 0), name)
+    found = of_module(_traced(device, job, 0), name, device)
     sentence = f"model_type={job.architecture.model_type!r} is not known to the ledger: this is the trace alone."
     finding = Finding("not_modelled", "architecture", "either", sentence)
     return replace(found, findings=(*found.findings, finding))
 
 
-def _traced(job: TrainingJob, rank: int) -> Timeline:
+def _traced(device: Device | None, job: TrainingJob, rank: int) -> Timeline:
     from peakcast.collectors.tracing.trace import trace_job
 
-    return by_layer(trace_job(job)["steady"])
+    return by_layer(trace_job(job, rank=rank, gpu=device.name if device else None)["steady"])
 
 
 def write(found: Explanation, picture: Path | None, snapshot: Path | None) -> Explanation:

@@ -24,6 +24,9 @@ from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
 
 NO_KERNELS = "a trace has no kernels: their workspaces, and libraries', are not in it."
+SOME_KERNELS = (
+    "of what kernels of {} take for themselves, the trace has cuBLAS's workspaces, sums and sorted indices, and no other."
+)
 Source = Callable[[TrainingJob, int], Timeline]
 """A steady step's timeline of a rank of a job."""
 
@@ -67,19 +70,25 @@ def explain(
     )
 
 
-def of_module(timeline: Timeline, name: str) -> Explanation:
-    """The explanation of a step of the user's own module, traced: what can be said without knowing the job."""
+def of_module(timeline: Timeline, name: str, device: Device | None = None) -> Explanation:
+    """The explanation of a step of the user's own module, traced (for `device`, where given): what can be said without
+    knowing the job."""
     reason = peak_reason(timeline, None)
     return Explanation(
         architecture=name,
-        gpu=None,
+        gpu=device.name if device else None,
         rank=0,
         source="trace",
         peak=reason,
         timeline=timeline,
         modules=module_rows(timeline, None, ()),
-        assumptions=(NO_KERNELS,),
+        assumptions=(_kernels(device),),
     )
+
+
+def _kernels(device: Device | None) -> str:
+    """What a trace for `device` has of kernels."""
+    return NO_KERNELS if device is None else SOME_KERNELS.format(device.name)
 
 
 def _worst(job: TrainingJob, timeline_of: Source) -> tuple[int, Timeline]:
@@ -102,7 +111,7 @@ def _advice(job: TrainingJob, device: Device | None, rank: int) -> tuple[Advice,
 def _assumptions(job: TrainingJob, device: Device | None, source: str, asked: int | None, rank: int) -> list[str]:
     sentences = []
     if source == "trace":
-        sentences.append(NO_KERNELS)
+        sentences.append(_kernels(device))
     elif device is None:
         sentences.append("no GPU type is given, so library workspaces and what kernels allocate inside are left out.")
     elif said := rests_on_readings(job, device):

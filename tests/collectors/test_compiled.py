@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from peakcast.collectors.grid import expand
-from peakcast.collectors.tracing.trace import trace_job
+from peakcast.collectors.tracing.trace import trace_here
 from peakcast.errors import CollectorError
 from peakcast.models.agreement import ONE_GPU_TOLERANCE
 from peakcast.models.analytical.ledger import ledger
@@ -22,7 +22,8 @@ FLOAT32 = {"precision.parameters": "float32", "precision.compute": "float32"}
 LAYERS = {"framework_options": {"compiled_regions": "layers"}}
 CHECKPOINTED = {"activation_checkpointing.mode": "full"}
 REAL = """
-import gc, json, sys, torch
+import gc, json, sys, torch, torch._inductor.config
+torch._inductor.config.cpp.simdlen = 1  # kernels without vector instructions take half as long to compile
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile, record_function
 from peakcast.collectors.frameworks import build
@@ -121,7 +122,7 @@ def test_a_compiled_step_trains_the_same_and_a_trace_of_it_on_fake_tensors_is_wh
 
 
 @pytest.mark.slow
-def test_layers_compiled_one_by_one_are_one_graph_and_keep_what_is_counted_by_hand():
+def test_layers_compiled_one_by_one_are_one_graph_and_keep_what_is_counted_by_hand(traced):
     """Ten layers: were each compiled anew, Dynamo would give up at the ninth and run it uncompiled."""
     hidden, f, heads, kv_heads, tokens, layers = 256, 512, 4, 2, 512, 10
     network = {
@@ -129,7 +130,7 @@ def test_layers_compiled_one_by_one_are_one_graph_and_keep_what_is_counted_by_ha
         "num_key_value_heads": kv_heads, "vocab_size": 1024, "num_hidden_layers": layers,
     }  # fmt: skip
     cell = job(architecture=network, sequence_length=tokens, compile=True, **LAYERS)
-    steady = trace_job(cell)["steady"]
+    steady = traced(cell)["steady"]
     before_loss = list(steady.phases).index(Phase.LOSS)
     kept = np.flatnonzero(steady.alive_at(before_loss) & (steady.categories == Category.ACTIVATIONS))
     of_layer = [0] * layers
@@ -146,12 +147,12 @@ def test_layers_compiled_one_by_one_are_one_graph_and_keep_what_is_counted_by_ha
 
 
 @pytest.mark.slow
-def test_the_ledger_of_a_network_compiled_whole_is_its_trace():
+def test_the_ledger_of_a_network_compiled_whole_is_its_trace(traced):
     """Two sequences: transformers builds a mask for each, since it cannot look at values inside what is compiled."""
     llama = {"name": "llama-3.1-8b", "num_hidden_layers": 2}
     cell = job(architecture=llama, sequence_length=512, micro_batch_size=2, compile=True)
     assert out_of_scope(cell) == ""
-    steady = trace_job(cell)["steady"]
+    steady = traced(cell)["steady"]
     assert any(label.startswith("_scaled_dot_product_efficient_attention") for label in steady.labels)
     agree(ledger(cell, step="steady"), steady)
 
@@ -162,8 +163,8 @@ def agree(found, traced):
 
 
 @pytest.mark.slow
-def test_a_checkpointed_layer_is_recomputed_inside_what_is_compiled():
-    steady = trace_job(job(compile=True, **CHECKPOINTED))["steady"]
+def test_a_checkpointed_layer_is_recomputed_inside_what_is_compiled(traced):
+    steady = traced(job(compile=True, **CHECKPOINTED))["steady"]
     attention = [label for label in steady.labels if label.startswith("_scaled_dot_product")]
     assert len(attention) == 3  # forward, the same again, backward
 
@@ -178,4 +179,4 @@ def test_a_checkpointed_layer_is_recomputed_inside_what_is_compiled():
 )
 def test_what_was_never_traced_beside_the_compiler_is_refused_by_name(parameter, changes):
     with pytest.raises(CollectorError, match=f"compile=True cannot be traced: not yet with .*{parameter}"):
-        trace_job(job(compile=True, **changes))
+        trace_here(job(compile=True, **changes))  # before it changes anything of this process

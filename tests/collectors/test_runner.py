@@ -37,6 +37,11 @@ def test_repeats_come_after_all_first_runs_and_are_rows_of_their_own(tmp_path, c
     assert len({row.key for row in rows}) == 6  # a table keeps each
 
 
+def test_a_cell_does_not_search_what_its_parent_has_imported_for_cycles(tmp_path, cell):
+    text = "import gc; assert gc.isenabled() and gc.get_freeze_count() > 9 * len(gc.get_objects()); return row(question)"
+    assert collect(JOBS[:1], tmp_path / "cells.jsonl", trace=True, work=cell(text)).finished == 1
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

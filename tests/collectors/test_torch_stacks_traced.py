@@ -58,8 +58,6 @@ def test_the_ledger_equals_what_was_traced(name):
 
 
 @pytest.mark.parametrize("name", ["ends in the root, operators kept", "loss alone compiled"])
-def test_a_trace_gives_the_same_today(name):
+def test_a_trace_gives_the_same_today(name, traced):
     pytest.importorskip("transformers")
-    from peakcast.collectors.tracing.trace import trace_job
-
-    assert peaks(trace_job(job(name))["steady"]) == pytest.approx(TRACED[name], rel=1e-5)
+    assert peaks(traced(job(name))["steady"]) == pytest.approx(TRACED[name], rel=1e-5)

@@ -14,15 +14,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 PROGRAM = """
-import contextlib, importlib, json, os, sys
+import importlib, json, os, sys
 import torch
 from peakcast.collectors.grid import expand
+from peakcast.collectors.packages import import_for_good
 from peakcast.collectors.tracing import fake_cuda, patches
 from peakcast.collectors.tracing.trace import trace_here
 from peakcast.collectors.worker import LIBRARIES
-for library in LIBRARIES:
-    with contextlib.suppress(ImportError):
-        importlib.import_module(library)
+import_for_good(LIBRARIES)
 install = patches.install
 sdpa = torch.nn.functional.scaled_dot_product_attention
 import transformers.masking_utils as masks

@@ -208,7 +208,8 @@ def test_an_unknown_family_with_all_of_llamas_keys_is_a_relative_of_llama() -> N
 
 
 @pytest.mark.parametrize(
-    "changes", [{"model_type": "bart"}, {"model_type": "lama", "rms_norm_eps": None}, {"model_type": "new", "num_experts": 8}]
+    "changes",
+    [{"model_type": "bart"}, {"model_type": "lama", "rms_norm_eps": None}, {"model_type": "new", "num_experts": 8}],
 )
 def test_an_unknown_family_that_is_not_like_llama_is_known_by_its_configuration_alone(changes: dict[str, Any]) -> None:
     found = read(**changes)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from peakcast.dialects import megatron_flags as flags
 from peakcast.dialects.megatron import from_megatron
-from peakcast.dialects.megatron_layout import binary_pattern, layout_stages
 from peakcast.errors import SpecError
 
 GPT = {
@@ -349,36 +348,6 @@ def test_an_impossible_value_is_refused_in_the_flags_own_name(num_gpus, argument
     with pytest.raises(SpecError, match=message) as error:
         from_megatron({**GPT, **arguments}, num_gpus)
     assert error.value.parameter == parameter
-
-
-@pytest.mark.parametrize(
-    ("text", "pattern"),
-    [
-        ("([0]*3+[1]*11)", [0] * 3 + [1] * 11),
-        ("([1]*1+[0]*1)*2", [1, 0, 1, 0]),
-        ("[0,1]*2", [0, 1, 0, 1]),
-        ("__import__('os')", None),
-        ("[2]*3", None),
-        ("([0]*99999)", None),
-    ],
-)
-def test_patterns_are_parsed_never_evaluated(text, pattern):
-    assert binary_pattern(text) == pattern
-
-
-@pytest.mark.parametrize(
-    ("text", "stages"),
-    [
-        ("Et*2|(tt|)*2tmL", ["Ett", "tt", "tt", "tmL"]),
-        ("Et*7|t*7mL", ["Ettttttt", "tttttttmL"]),
-        ("t*999t*999", ["t" * 1998]),
-        ("((t)*999)*999", None),
-        ("(t*999)*999", None),
-        ("print()", None),
-    ],
-)
-def test_layout_texts(text, stages):
-    assert layout_stages(text) == stages
 
 
 def test_the_catalog_declares_every_option_with_its_default():

@@ -1,9 +1,11 @@
 """Configuration text is parsed with bounds: bombs, depth, size and nonsense get a sentence, quickly."""
 
+import pickle
 import time
 
 import pytest
 
+import peakcast
 from peakcast.dialects.text import MAX_FILE_BYTES, kind_of, parse, read_text
 from peakcast.errors import SpecError
 
@@ -64,6 +66,15 @@ def test_ten_megabytes_are_refused_before_they_are_read(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError, match="is not UTF-8"):
         read_text(binary)
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.DEFAULT_PROTOCOL, pickle.HIGHEST_PROTOCOL])
+def test_a_memory_snapshot_in_the_place_of_a_job_is_shown_to_replay(tmp_path, protocol):
+    file = tmp_path / "snapshot.pickle"
+    file.write_bytes(pickle.dumps({"segments": [], "device_traces": []}, protocol) + bytes(2 * MAX_FILE_BYTES))
+    for ask in (lambda job: peakcast.watch(job, "H100-80GB"), lambda job: peakcast.predict(job, "H100-80GB")):
+        with pytest.raises(SpecError, match=f"`peakcast replay {file} --against JOB`"):
+            ask(str(file))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from peakcast import api, cli
 from peakcast.collectors.tracing import module
 from peakcast.errors import CollectorError, SpecError
 from peakcast.explanation import COLUMNS
+from peakcast.kernel_workspaces import CUBLAS_BYTES
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.parameters import num_parameters
 from peakcast.questions import translation_of
@@ -228,8 +229,9 @@ def test_a_trace_of_a_job_is_explained_like_the_ledger(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     job = {"architecture": str(tmp_path / "config.json"), "sequence_length": 256}
-    traced, computed = peakcast.explain(job, trace=True), peakcast.explain(job)
-    assert traced.source == "trace"
+    traced, computed = peakcast.explain(job, "A100-80GB", trace=True), peakcast.explain(job, "A100-80GB")
+    assert (traced.source, traced.gpu) == ("trace", "A100-80GB")
+    assert traced.peak.standing_bytes["workspaces"] == 2 * CUBLAS_BYTES  # the forward and the autograd thread's
     assert traced.peak.num_bytes == pytest.approx(computed.peak.num_bytes, rel=1e-3)
     weights = {row.module: row.weights for row in computed.modules if row.weights}
     assert {row.module: row.weights for row in traced.modules if row.weights} == weights
@@ -238,7 +240,7 @@ def test_a_trace_of_a_job_is_explained_like_the_ledger(tmp_path: Path) -> None:
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, traced: Callable[..., object]) -> None:
     """Traces are forked from a process that has imported the libraries, instead of importing them each."""
-    monkeypatch.setattr("peakcast.collectors.tracing.trace.trace_job", traced)
+    monkeypatch.setattr("peakcast.collectors.tracing.trace.trace_job", lambda job, *, rank, gpu: traced(job, rank))
 
 
 @pytest.mark.usefixtures("forked")

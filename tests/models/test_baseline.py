@@ -80,7 +80,7 @@ def test_the_worst_rank_is_found_among_the_pipeline_stages(fakes):
 
 def test_each_axis_of_more_than_one_rank_has_a_communicator(fakes):
     job = fakes.job(parallelism=Parallelism(data_parallel_size=4, tensor_parallel_size=2))
-    assert communicator_bytes(job, fakes.devices["A100-80GB"]) == (688 + 544) * 10**6
+    assert communicator_bytes(job, fakes.devices["A100-80GB"]) == (688 + 544 + 128) * MIB
 
 
 def test_offloaded_states_go_to_the_host_rounded_to_powers_of_two(fakes):

@@ -6,9 +6,17 @@ from statistics import median
 import pytest
 
 from peakcast.catalog import gpu
-from peakcast.models.device_memory import context_bytes, cuda_major, one_communicator_bytes
+from peakcast.models.device_memory import (
+    AMPERE_COMMUNICATOR_BYTES,
+    AMPERE_NCCL_BYTES,
+    communicator_bytes,
+    context_bytes,
+    cuda_major,
+    one_communicator_bytes,
+)
+from peakcast.spec import Parallelism
 from peakcast.store import datasets_folder
-from peakcast.units import MIB
+from peakcast.units import KIB, MIB
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +45,18 @@ def test_the_release_of_cuda_follows_from_what_a_job_says():
 def test_a_smaller_communicator_takes_less():
     for name in ("A100-80GB", "H100-80GB"):
         assert 0 < one_communicator_bytes(gpu(name), 2, {}) < one_communicator_bytes(gpu(name), 8, {})
+
+
+def test_nccls_kernels_are_there_once_and_only_where_ranks_are(fakes):
+    a100 = gpu("A100-80GB")
+    two = one_communicator_bytes(a100, 2, {})
+    layouts = ({}, {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2})
+    held = [communicator_bytes(fakes.job(parallelism=Parallelism(**sizes)), a100) for sizes in layouts]
+    assert held == [0, two + AMPERE_NCCL_BYTES, 2 * two + AMPERE_NCCL_BYTES]
+
+
+def test_a_communicator_on_a100_is_what_its_channels_need():
+    shared = 32 * 16 * 512 * KIB
+    pair, more = AMPERE_COMMUNICATOR_BYTES
+    assert pair == shared + 24 * 12 * MIB
+    assert more == shared + 36 * 12 * MIB

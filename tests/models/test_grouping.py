@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from peakcast.architecture import MixtureOfExperts
-from peakcast.models.grouping import architecture_shape, bar_groups, layout_of, size_of
+from peakcast.models.grouping import architecture_shape, bar_groups, layout_of, residual_group, size_of
 from peakcast.spec import Parallelism
 from peakcast.units import GIB
 
@@ -42,4 +42,5 @@ def test_groups_go_from_fine_to_everything(fakes):
     assert bar_groups(job, 6 * GIB) == names
     routed = job.replace(architecture=replace(job.architecture, moe=MOE))
     assert bar_groups(routed, 6 * GIB)[-2:] == ("experts", "all")
+    assert [residual_group(one) for one in (job, routed)] == ["megatron/tp", "megatron/tp/experts"]
     assert [size_of(size * GIB) for size in (0, 5, 20)] == ["small", "medium", "large"]

@@ -10,6 +10,7 @@ from peakcast.allocator import Allocator
 from peakcast.architecture import MixtureOfExperts
 from peakcast.errors import SpecError
 from peakcast.findings import CAUSES, FAILS, KINDS, LESS, MORE, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Finding, found
+from peakcast.models.baseline import baseline
 from peakcast.models.calibration import UNCALIBRATED
 from peakcast.models.domain import Domain
 from peakcast.models.fit import fit
@@ -17,7 +18,7 @@ from peakcast.models.predict import predict
 from peakcast.models.verdict import Judgement, judge
 from peakcast.prediction import QUANTITIES, Interval, Limit
 from peakcast.spec import ActivationCheckpointing, Batch, Loss, Offload, Parallelism, TrainingJob
-from peakcast.units import GIB, format_gib
+from peakcast.units import GIB, MIB, format_gib
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,7 @@ def test_another_layout_or_gpu_type_widens_the_bars_with_a_reason(fakes, calibra
     assert width(relative) > 1.4 * width(inside)
     assert any("not on H200" in warning for warning in relative.warnings)
     assert not layout.inside_calibrated_domain
-    assert [finding.code for finding in relative.findings] == ["gpu_not_measured"]
+    assert [finding.code for finding in relative.findings if finding.severity] == ["gpu_not_measured"]
 
 
 def test_an_unmodelled_job_is_answered_with_wide_bars(fakes, calibration, monkeypatch):
@@ -250,3 +251,23 @@ def test_what_the_replay_is_known_to_miss_is_said_and_changes_no_bar_of_tensors(
     assert codes(architecture=fakes.architecture(moe=experts)) == [("reserved_beyond_replay", "moe", "more")]
     assert not KINDS["reserved_beyond_replay"].uncounted
     assert {*CAUSES} <= {*KINDS}
+
+
+def test_an_estimate_is_named_where_it_may_be_a_tenth_of_the_answer_and_nothing_was_measured(fakes, calibration):
+    """The most that equal runs on two machines differed by, beside what is predicted: 9 times as much hides it."""
+    from peakcast.models.measured_constants import Outside
+    from peakcast.models.outside_findings import ELSEWHERE_BYTES, outside_estimated
+
+    one, several = ELSEWHERE_BYTES
+    alone = replace(baseline(fakes.job(), fakes.devices["H100-80GB"], ledger=fakes.ledger), communicator_bytes=0)
+    ranks = replace(alone, communicator_bytes=1)
+    small = outside_estimated(alone, 9 * one - MIB)
+    assert (small.code, small.direction, small.uncounted, small.severity) == ("outside_estimated", "more", False, 0)
+    assert "collect constants" in small.sentence
+    assert outside_estimated(alone, 9 * one + MIB) is None
+    assert "NCCL" in outside_estimated(ranks, 9 * one + MIB).sentence
+    assert outside_estimated(ranks, 9 * several + MIB) is None
+    read = Outside(context_bytes=1, kernels_bytes=1, communicator_bytes=0, missing=())
+    assert outside_estimated(replace(alone, outside=read), 9 * one - MIB) is None
+    answer = predict(fakes.job(), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
+    assert small.sentence in answer.warnings

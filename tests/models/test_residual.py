@@ -9,8 +9,16 @@ import pytest
 
 from peakcast.errors import CalibrationError
 from peakcast.models.features import FEATURES, MONOTONE
-from peakcast.models.regressors import BoostedTrees, GpuMedian, GroupMedian, Ridge, Zero, regressor_from_mapping
-from peakcast.models.residual import Residual, assign_folds, matrix, simplest_within_one_standard_error
+from peakcast.models.regressors import (
+    BoostedTrees,
+    GpuMedian,
+    GroupMedian,
+    HiddenBytes,
+    Ridge,
+    Zero,
+    regressor_from_mapping,
+)
+from peakcast.models.residual import Residual, assign_folds, matrix, simplest_in_every_split, within_one_standard_error
 from peakcast.models.trees import Trees
 
 NUM_FEATURES = len(FEATURES)
@@ -104,9 +112,51 @@ def test_folds_never_split_an_architecture():
 
 def test_the_simplest_within_one_standard_error_wins():
     hard_for_all = np.array([0.0, 0.1, 0.0, 0.1])
-    assert simplest_within_one_standard_error({"simple": hard_for_all + 0.001, "complex": hard_for_all}) == "complex"
+    assert within_one_standard_error({"simple": hard_for_all + 0.001, "complex": hard_for_all}) == ["complex"]
     noisy = hard_for_all + np.array([0.01, -0.01, 0.02, -0.015])
-    assert simplest_within_one_standard_error({"simple": noisy, "complex": hard_for_all}) == "simple"
+    assert within_one_standard_error({"simple": noisy, "complex": hard_for_all}) == ["simple", "complex"]
+
+
+def test_what_neither_architectures_nor_sources_show_is_not_shown_by_both_together():
+    """Both hold out the same rows: in one list their gains would pass for twice the evidence."""
+    gains = np.array([0.004, 0.002, 0.003, -0.006])
+    base = np.full(4, 0.01)
+    apart = {"nothing": [base, base], "more": [base - gains, base - gains]}
+    assert within_one_standard_error({name: parts[0] for name, parts in apart.items()}) == ["nothing", "more"]
+    assert simplest_in_every_split(apart) == "nothing"
+
+
+def test_a_gain_on_architectures_does_not_count_where_sources_lose():
+    base, better, worse = np.full(4, 0.03), np.full(4, 0.01), np.array([0.031, 0.030])
+    sources = np.full(2, 0.03)
+    assert simplest_in_every_split({"nothing": [base, sources], "more": [better, worse]}) == "nothing"
+    assert simplest_in_every_split({"nothing": [base, sources], "more": [better, sources]}) == "more"
+
+
+def test_a_source_that_hides_nothing_is_not_taught_what_two_others_hide():
+    """Of three sources two hide the same amount; who comes next may be like the third. Of the two alone it is learned."""
+    rows, units, groups, random = make(12)
+    sources = np.array([("first", "second", "exact")[int(unit[3:]) % 3] for unit in units])
+    hidden = np.where(sources == "exact", 0.0, 0.01) * [row["gib_over_start"] for row in rows]
+    truth = hidden + random.normal(0, 0.0002, len(rows))
+
+    def fitted(kept):
+        chosen = np.flatnonzero(kept)
+        parts = [[things[i] for i in chosen] for things in (rows, truth, units, groups)]
+        simple = Residual(make_candidates=lambda: [Zero(), HiddenBytes()])
+        return simple.fit(*parts, sources=sources[chosen])
+
+    assert fitted(sources != "exact").regressor_.name == "hidden_bytes"
+    assert fitted(sources != "").regressor_.name == "zero"
+
+
+def test_a_hidden_amount_is_known_of_groups_that_were_seen_only():
+    rows, _, groups, _ = make(12, 4)
+    x = matrix(rows)
+    y = np.log1p(0.5 * x[:, HiddenBytes.column])
+    fitted = HiddenBytes().fit(x, y, np.ones(len(y)), groups)
+    assert fitted.predict(x[:1], ["torch/single"])[0] == pytest.approx(y[0], rel=0.15)  # three rows of nothing beside 24
+    assert fitted.predict(x[:1], ["megatron/tp"])[0] == 0
 
 
 def test_what_is_learned_is_taken_whole_unless_less_of_it_is_surely_better():
@@ -121,8 +171,8 @@ def test_what_is_learned_is_taken_whole_unless_less_of_it_is_surely_better():
     assert fitted.splits_[0].guesses[::8] == pytest.approx([0.06, 0.06, 0.04, 0.04])
     assert fitted.shrinkage_ == 1
     off = np.array([0.04, 0.02, 0.02, 0.04])
-    sure = {1.0: off, 0.75: off - np.array([0.010, 0.011, 0.012, 0.009]), 0.5: off}
-    assert simplest_within_one_standard_error(sure) == 0.75
+    sure = {1.0: [off], 0.75: [off - np.array([0.010, 0.011, 0.012, 0.009])], 0.5: [off]}
+    assert simplest_in_every_split(sure) == 0.75
 
 
 def test_exported_trees_are_scikit_learns():
@@ -139,7 +189,7 @@ def test_exported_trees_are_scikit_learns():
 
 
 @pytest.mark.parametrize(
-    "candidate", [Zero(), GroupMedian(), GpuMedian(), Ridge(), BoostedTrees(max_iter=5)]
+    "candidate", [Zero(), GroupMedian(), HiddenBytes(), GpuMedian(), Ridge(), BoostedTrees(max_iter=5)]
 )
 def test_every_candidate_survives_json(candidate):
     rows, _, groups, random = make()

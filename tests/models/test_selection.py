@@ -107,5 +107,6 @@ def test_a_collection_takes_the_most_telling_cell_first(tmp_path, few_rows, monk
     # the published rows have Mistral and Llama shapes; a network of another width tells more than one more of theirs
     jobs = expand({"axes": {"architecture": ["mistral-7b", "gpt2"]}, "base": {"sequence_length": 256}})
     seen = []
-    api.collect(jobs, tmp_path / "x.jsonl", trace=True, select="informative", progress=seen.append, processes=1)
+    asked = {"select": "informative", "progress": seen.append, "processes": 1, "budget_minutes": 0.001}  # for one of them
+    api.collect(jobs, tmp_path / "x.jsonl", trace=True, **asked)
     assert "gpt2" in seen[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from peakcast.catalog import architecture, gpu
 from peakcast.errors import SpecError
 from peakcast.models.analytical.knobs import with_knobs
 from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.sweep import REFUSED, sweep
+from peakcast.models.analytical.sweep import REFUSED, _map, sweep
 from peakcast.spec import Parallelism, Precision, TrainingJob
+from peakcast.workers import LostError
 
 DEVICE = gpu("H100-80GB")
 LLAMA = architecture("llama-3.2-1b")
@@ -111,6 +114,15 @@ def test_two_processes_give_what_one_gives():
     job, knobs = CASES["sharded"]
     columns = grid({**knobs, "activation_checkpointing.mode": ["none", "full"]})
     assert np.array_equal(sweep(job, columns, processes=2), sweep(job, columns))
+
+
+def ends_its_process(task):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_was_killed_is_said():
+    with pytest.raises(LostError, match=r"one of the 2 processes of the sweep was ended .*processes=1"):
+        list(_map(ends_its_process, [None, None], 2))
 
 
 def test_no_knobs_is_the_job_itself():

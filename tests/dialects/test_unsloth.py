@@ -1,0 +1,35 @@
+"""Unsloth's arguments, as its notebooks have them: what its kernels and its checkpoints on the host make of a job."""
+
+import pytest
+
+from peakcast.dialects.huggingface import from_huggingface
+
+NOTEBOOK = {
+    "r": 16, "lora_alpha": 16, "lora_dropout": 0, "bias": "none", "use_gradient_checkpointing": "unsloth",
+    "random_state": 3407, "use_rslora": False, "loftq_config": None,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}  # fmt: skip
+
+
+def test_unsloths_notebook_arguments_are_its_kernels_and_checkpoints_on_the_host():
+    given = {"load_in_4bit": True, "max_seq_length": 2048, "packing": True, "per_device_train_batch_size": 4, "bf16": True}
+    answer = from_huggingface("llama-3.2-1b", given, NOTEBOOK)
+    job = answer.job
+    assert (job.finetuning.quantization, "unsloth" in job.versions) == ("nf4", True)
+    assert (job.activation_checkpointing.mode, job.activation_checkpointing.use_reentrant) == ("full", True)
+    assert job.offload.activations
+    assert not any("not known here" in sentence for sentence in answer.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("peft", "training", "mode", "offloaded"),
+    [
+        (NOTEBOOK, {"max_seq_length": 128, "packing": True, "per_device_train_batch_size": 1}, "full", False),
+        ({**NOTEBOOK, "use_gradient_checkpointing": True}, {}, "full", False),
+        ({**NOTEBOOK, "use_gradient_checkpointing": False}, {}, "none", False),
+        (None, {"gradient_checkpointing": "unsloth"}, "full", True),
+    ],
+)
+def test_unsloths_checkpoints_stay_where_they_are_small_or_not_asked_for(peft, training, mode, offloaded):
+    job = from_huggingface("llama-3.2-1b", training, peft, versions={"unsloth": "2025.11.4"}).job
+    assert (job.activation_checkpointing.mode, job.offload.activations) == (mode, offloaded)

@@ -1,0 +1,52 @@
+"""A short network stands for a deep one, tensor by tensor."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from peakcast.models.recipes.depth import deepened, repeats, short_depth
+from peakcast.models.recipes.walk import Walk
+from tests.models.recipes.walks import walk
+
+
+def tensors(found: Walk) -> list[tuple[int, ...]]:
+    columns = np.vstack([found.lives, found.raw_bytes, found.categories])
+    return sorted(map(tuple, columns.T.tolist()))
+
+
+def test_four_layers_stand_for_a_network_whose_layers_are_alike() -> None:
+    # one that takes what the embedding hands on, two that repeat, and the last
+    assert short_depth(walk(9)) == (4, 1, 1)
+
+
+@pytest.mark.parametrize("layers", [4, 5, 6, 11])
+def test_a_deepened_walk_is_the_deep_networks_own(layers: int) -> None:
+    short = walk(4)
+    how = repeats(short, 1, 1)
+    assert how is not None
+    deep = deepened(short, how, layers)
+    own = np.vstack([deep.lives, short.raw_bytes[deep.entries], short.categories[deep.entries]])
+    assert sorted(map(tuple, own.T.tolist())) == tensors(walk(layers))
+    assert deep.num_places == 2 * layers + 1
+    assert [int(one) for one in deep.sources[:3]] == [0, 1, 2]
+
+
+def test_what_lives_until_the_last_layer_still_does() -> None:
+    short = walk(4)
+    deep = deepened(short, repeats(short, 1, 1), 7)
+    rotary = [index for index, entry in enumerate(deep.entries) if short.names[entry] == "rotary"]
+    assert [int(deep.lives[3, index]) for index in rotary] == [2 * 7 - 1]
+
+
+def test_a_network_with_a_layer_unlike_the_others_needs_it() -> None:
+    found = short_depth(walk(9, odd_layer=2))
+    assert found is not None
+    assert found[0] > 4  # and the layers before it
+    assert short_depth(walk(5, odd_layer=2)) is None
+
+
+def test_units_that_are_unlike_are_not_copied() -> None:
+    assert repeats(walk(4, odd_layer=2), 1, 1) is None
+    with pytest.raises(ValueError, match="4 layers has no 7"):
+        deepened(walk(4), None, 7)

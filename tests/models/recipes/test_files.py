@@ -1,0 +1,64 @@
+"""Files of recipes: read back as they were, and refused when damaged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peakcast.errors import RecordError
+from peakcast.models.recipes import files
+from peakcast.models.recipes.recipe import Recipe, recorded
+from tests.models.recipes.walks import Library
+
+
+def recipe() -> Recipe:
+    return recorded(Library(12), (2, 512))
+
+
+def test_a_recipe_is_read_back_as_it_was(tmp_path: Path) -> None:
+    one, path = recipe(), tmp_path / "one.json.gz"
+    path.write_bytes(files.written([one]))
+    (back,) = files.read(path)
+    assert back.walk.same_program(one.walk)
+    assert back.walk.parameters == one.walk.parameters
+    assert back.sizes.at(7, 4096).tolist() == one.sizes.at(7, 4096).tolist()
+    assert (back.layers, back.batches, back.lengths, back.even) == (one.layers, one.batches, one.lengths, one.even)
+    assert back.repeats is not None
+    assert one.repeats is not None
+    assert np.array_equal(back.repeats.moves, one.repeats.moves)
+    assert files.written([back]) == files.written([one])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b"[" * 10_000), files.written([recipe()])[:-20]],
+)
+def test_what_is_no_file_of_recipes_is_refused_in_a_sentence(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "one.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match="is no file of recipes"):
+        files.read(path)
+    with pytest.raises(RecordError, match="is no file of recipes"):
+        files.read(tmp_path / "missing.json.gz")
+
+
+PLAIN = json.loads(gzip.decompress(files.written([recipe()])))
+
+
+VALUES = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=3))
+
+
+@settings(max_examples=200)
+@given(key=st.sampled_from(sorted(PLAIN["recipes"][0])), value=VALUES)
+def test_a_damaged_recipe_is_refused_or_harmless(key: str, value: object, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({**PLAIN, "recipes": [{**PLAIN["recipes"][0], key: value}]}).encode()))
+    with suppress(RecordError):
+        files.read(path)

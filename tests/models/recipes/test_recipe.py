@@ -1,0 +1,47 @@
+"""A recipe is recorded from a few walks, and says where it holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from peakcast.errors import CollectorError
+from peakcast.models.recipes.recipe import recorded
+from tests.models.recipes.walks import Library, walk
+
+
+def test_a_deep_network_is_walked_whole_once() -> None:
+    library = Library(40)
+    recipe = recorded(library, (4, 1000))
+    assert (recipe.layers, recipe.walk.num_layers) == (40, 4)
+    assert [layers for layers, _, _ in library.asked].count(None) == 1
+    assert recipe.covers(4, 1000)
+    assert recipe.covers(64, 32768)
+    assert not recipe.covers(1, 1000)  # of one sequence the library may make fewer copies
+
+
+def test_sizes_follow_batch_and_length() -> None:
+    recipe = recorded(Library(12), (2, 512))
+    expected = dict(zip(walk(4).names, walk(4, 6, 2048).raw_bytes.tolist(), strict=True))
+    assert dict(zip(recipe.walk.names, recipe.sizes.at(6, 2048).tolist(), strict=True)) == expected
+
+
+def test_a_recipe_ends_where_the_library_does_something_else() -> None:
+    short, long = recorded(Library(8, window=4096), (2, 512)), recorded(Library(8, window=4096), (2, 8192))
+    assert short.lengths == (256, 768)  # what was walked: nobody knows where between there and far it changes
+    assert not short.covers(2, 8192)
+    assert long.covers(2, 8192)
+    assert not long.covers(2, 4096)
+
+
+def test_a_table_of_positions_bounds_the_lengths() -> None:
+    library = Library(8)
+    recipe = recorded(library, (2, 512), most=1024)
+    assert recipe.lengths == (256, 1024)
+    assert max(length for _, _, length in library.asked) <= 1024
+
+
+def test_a_length_that_the_library_refuses_is_not_covered() -> None:
+    recipe = recorded(Library(8, refuses_from=20_000), (2, 512))
+    assert recipe.lengths == (256, 768)
+    with pytest.raises(CollectorError, match="too long"):
+        recorded(Library(8, refuses_from=20_000), (2, 32768))
