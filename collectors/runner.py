@@ -153,7 +153,7 @@ def collect(
     if isinstance(options.get("processes"), int):
         check_processes(options["processes"])
     if engine == "local" and "gpus" not in options:
-        options.setdefault("processes", processes or (_traces_at_once() if trace else 1))
+        options.setdefault("processes", processes or (traces_at_once() if trace else 1))
     if engine == "ray" and trace:
         options.setdefault("num_gpus", 0)
     if left:
@@ -215,7 +215,8 @@ def _with_timelines(row: Measurement, answer: Answer, folder: Path) -> Measureme
     return replace(row, environment={**row.environment, "readings": readings})
 
 
-def _traces_at_once() -> int:
+def traces_at_once() -> int:
+    """How many processes with torch in them this machine has cores and memory for."""
     return min(available_cores(), MOST_TRACES_AT_ONCE)
 
 

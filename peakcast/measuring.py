@@ -125,6 +125,7 @@ def verify(
     progress: Progress | None = None,
 ) -> list[Agreement]:
     """Trace the cells of `grid` that `shard` does not have yet, and lay the ledger beside every trace, in the grid's order.
+    Recipes that its cells want are recorded first.
 
     `output`: a folder for ledger.md, a page with every cell. Needs torch and the stacks of the grid, but no GPU.
     Raises: CollectorError for a bad grid, RecordError when a file cannot be written.
@@ -132,12 +133,17 @@ def verify(
     from peakcast.collected import telling_time
     from peakcast.collectors.grid import load_grid
     from peakcast.collectors.runner import collect as run
+    from peakcast.collectors.runner import traces_at_once
     from peakcast.collectors.sharing import cell_identity
     from peakcast.models.agreement import agreements
     from peakcast.ranks import ranks_to_trace
+    from peakcast.recording import ensure_recipes
     from peakcast.store import read_shard
+    from peakcast.workers import check_processes
 
     jobs = load_grid(grid)
+    shown = telling_time(progress) if progress else None
+    ensure_recipes(jobs, check_processes(processes) if processes is not None else traces_at_once(), shown)
     run(jobs, shard, trace=True, processes=processes, progress=telling_time(progress) if progress else None)
     rows = {cell_identity(row.job, row.rank): row for row in read_shard(shard)[0] if row.provenance == "traced"}
     names = (cell_identity(job, rank) for job in jobs for rank in ranks_to_trace(job))

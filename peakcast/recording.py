@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -43,6 +45,27 @@ def ensure_recipe(job: TrainingJob) -> None:
         record_recipe(job)
     except CollectorError as error:
         shelf.could_not_record(job, str(error).rstrip("."))
+
+
+def ensure_recipes(
+    jobs: Iterable[TrainingJob], processes: int, progress: Callable[[str, int, int], None] | None = None
+) -> None:
+    """As `ensure_recipe`, `processes` networks at a time. Those that may share a recipe ask for it in their order."""
+    by_shelf: dict[str, list[TrainingJob]] = {}
+    for job in jobs:
+        if wants_recipe(job):
+            by_shelf.setdefault(shelf.shelf_name(job), []).append(job)
+    total = sum(map(len, by_shelf.values()))
+    done = itertools.count()
+
+    def record(sharing: list[TrainingJob]) -> None:
+        for job in sharing:
+            if progress:
+                progress(f"recipe of {job.architecture.name}", next(done), total)
+            ensure_recipe(job)
+
+    with ThreadPoolExecutor(processes) as pool:  # each waits for a process of its own
+        list(pool.map(record, by_shelf.values()))
 
 
 @dataclass(frozen=True, kw_only=True)

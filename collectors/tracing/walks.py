@@ -173,6 +173,7 @@ class _Names:
         return self._split(module)[1]
 
     def of_weight(self, name: str) -> str:
+        """Or of a buffer."""
         return self._split(name)[1]
 
     def parameters(self, weights: Sequence[tuple[str, Any]], updated: Set[str]) -> list[list[Any]]:

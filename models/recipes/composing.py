@@ -3,6 +3,8 @@ has, hand-written or recorded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +24,9 @@ from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH,
 from peakcast.spec import TrainingJob
 from peakcast.texts import Texts
 from peakcast.timeline import Category, Phase, Timeline
+
+PRODUCTS = ("mm.", "addmm.", "bmm.")
+"""How the labels of matrix products begin."""
 
 
 def recipe_ledger(
@@ -128,7 +133,7 @@ class _Network:
             num_recomputed=len(phases),
             num_backward=len(walk.phases[backward]),
             forward_labels=list(walk.labels[forward]),
-            backward_labels=list(walk.labels[backward]),
+            backward_labels=_hooked(walk.labels[backward]) if place == walk.num_places - 1 else list(walk.labels[backward]),
             input_bytes=0,
             keeps_input=False,
             asks_late_bytes=0,
@@ -136,6 +141,13 @@ class _Network:
             loss_from=len(phases) if loss < 0 else loss,
             added_to_handed_in=len(walk.phases[backward]),
         )
+
+
+def _hooked(labels: Sequence[str]) -> list[str]:
+    """The operations of the head's backward. The first product is the lm_head's own, where its layout's hooks are: what
+    runs before it is the loss's."""
+    first = next((index for index, label in enumerate(labels) if label.startswith(PRODUCTS)), None)
+    return [f"lm_head.{label}" if index == first else label for index, label in enumerate(labels)]
 
 
 def _module(place: int, num_places: int) -> str:

@@ -48,12 +48,11 @@ def short_depth(walk: Walk) -> tuple[int, int, int] | None:
 
 
 def _kind(walk: Walk, layer: int) -> tuple[object, ...]:
-    """What a layer does: two of one kind are equal here."""
+    """What a layer does: two of one kind are equal here, and so are the neighbours that let go what it hands them."""
     places = (2 * layer + 1, 2 * layer + 2) if layer < walk.num_layers - 1 else (2 * layer + 1,)
     stretches = [stretch for place in places for stretch in _stretches(walk, place)]
     own = np.flatnonzero(np.isin(walk.lives[PLACE], places))
-    died = np.where(np.isin(walk.lives[DIES_STRETCH], stretches), walk.lives[DIES], -1)
-    columns = np.stack([walk.categories, walk.raw_bytes, walk.lives[BORN], died])[:, own]
+    columns = np.stack([walk.categories, walk.raw_bytes, walk.lives[BORN], walk.lives[DIES]])[:, own]
     return tuple(walk.labels[one] for one in stretches), tuple(walk.names[i] for i in own), columns.tobytes()
 
 
