@@ -75,7 +75,7 @@ class HFContext:
     sdpa_copies: bool = False
     """Whether sdpa is given contiguous copies, and so hands on one (transformers 4.48 to 4.55)."""
     mask_is_additive: bool = False
-    """Whether sdpa's mask is in the embeddings' dtype, to be added as it is (transformers before 4.53), and not of bools."""
+    """Whether sdpa's mask is of numbers in the embeddings' dtype, as before transformers 4.53, and not of bools."""
     input_requires_grad: bool = True
     """False for the first layer of a network with adapters and no checkpointing: nothing before an adapter is kept."""
     rotates: bool = True

@@ -1,6 +1,6 @@
 """What releases of transformers make of queries, keys, values and masks before they call sdpa, counted by hand.
 
-The library itself says the same: recorded from transformers 4.45.2 and 4.48.3, llama-3.2-1b's step is the ledger's to 0.0 %.
+The library itself says the same: recorded from transformers 4.45.2 and 4.48.3, llama-3.2-1b's step is the ledger's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_before_4_54_keys_and_values_are_copied_for_every_query_head() -> None:
 def test_from_4_48_to_4_55_the_result_is_copied_too() -> None:
     # attention keeps its own result, and the output projection the copy
     assert kept("4.48.3") - kept("4.45.2") == LAYERS * HEADS * ROW
-    assert kept("4.55.4") - kept("5.17.0") == LAYERS * HEADS * ROW  # and queries, keys and values in place of what they copy
+    assert kept("4.55.4") - kept("5.17.0") == LAYERS * HEADS * ROW  # copies take the others' places
     assert kept("4.56.2") == kept("5.17.0")
 
 

@@ -39,6 +39,7 @@ def test_a_recipe_is_read_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b"[" * 10_000), files.written([recipe()])[:-20]],
+    ids=["empty", "no gzip", "no recipes", "too deep", "cut off"],
 )
 def test_what_is_no_file_of_recipes_is_refused_in_a_sentence(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "one.json.gz"
