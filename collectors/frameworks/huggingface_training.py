@@ -174,9 +174,10 @@ def announcing_loss(model: Any, job: TrainingJob, on_loss: Callable[[], None]) -
 
     def announced(*arguments: Any, **keywords: Any) -> Any:
         on_loss()
+        assert loss_function is not None
         return loss_function(*arguments, **keywords)
 
-    if loss_function is not None:
+    if loss_function is not None:  # which transformers has since 4.46
         inner.loss_function = announced
     before = _module_before_loss(inner, job)
     announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None
