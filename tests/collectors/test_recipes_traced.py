@@ -14,13 +14,13 @@ from peakcast.recording import ensure_recipes
 
 pytest.importorskip("transformers")
 
-NANOCHAT = {"model_type": "nanochat", "num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024}
-NANOCHAT |= {"num_attention_heads": 4, "vocab_size": 4096}
-ERNIE = {"model_type": "ernie4_5_moe", "num_hidden_layers": 9, "hidden_size": 256, "intermediate_size": 640}
+APERTUS = {"model_type": "apertus", "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 640}
+APERTUS |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096}
+ERNIE = {"model_type": "ernie4_5_moe", "num_hidden_layers": 7, "hidden_size": 256, "intermediate_size": 640}
 ERNIE |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 4096}
 ERNIE |= {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 128, "moe_num_shared_experts": 1}
 """Its first layer has no experts."""
-FIRST = {"architecture": NANOCHAT, "micro_batch_size": 2, "sequence_length": 256}
+FIRST = {"architecture": APERTUS, "micro_batch_size": 2, "sequence_length": 256}
 CELLS = {
     "as recorded": FIRST,
     "uneven and longer than recorded": {**FIRST, "micro_batch_size": 5, "sequence_length": 1001},
@@ -51,7 +51,7 @@ def test_a_recipe_equals_the_trace_phase_by_phase(cell, ledger_equals_trace):
 
 def test_cells_of_one_regime_share_a_recipe_of_a_shorter_network(recorded):
     files = sorted(path.name.partition("-")[0] for path in recorded.iterdir())
-    assert files == ["ernie4_5_moe", "nanochat"]
+    assert files == ["apertus", "ernie4_5_moe"]
     for job in JOBS.values():
         (recipe,) = shelf.recipes_of(job)
         assert recipe.walk.num_layers < recipe.layers == job.architecture.num_hidden_layers
