@@ -139,7 +139,7 @@ def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
     one = layers[0]
     scores = one.sequence**2
     family = traits(one.architecture)
-    kinds = kinds_of_masks(one.architecture)
+    kinds, element = kinds_of_masks(one.architecture), one.weight_bytes if one.mask_is_additive else 1
     if one.architecture.kind == "encoder":
         return [], False  # nothing is masked without padding
     if "mask" in one.compiled:
@@ -152,13 +152,13 @@ def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
     if one.attention == "flex":
         return [flex_block_mask_bytes(one.batch, one.sequence)], True
     if one.attention == "sdpa" and one.mask_of_batch:
-        return [one.batch * scores] * kinds, True
+        return [one.batch * scores * element] * kinds, True
     if one.attention == "flash_attention_2" and one.valid_rows:  # which tokens are no padding, as bool: [batch, sequence]
         return [one.batch * one.sequence], True
     taken = list(dict.fromkeys(layer.masked for layer in layers))  # kinds in the order of their first layers
     if one.attention != "sdpa" or not (any(taken) or family.masks_for_both_kinds):
         return [], any(taken)
-    return [scores * masked for masked in taken] if any(taken) else [scores], any(taken)
+    return [scores * element * masked for masked in taken] if any(taken) else [scores * element], any(taken)
 
 
 def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: Sequence[int]) -> None:

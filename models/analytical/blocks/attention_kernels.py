@@ -48,6 +48,7 @@ def attention_kernel(context: HFContext) -> str:
         return context.attention
     architecture = context.architecture
     grouped = attention_key_heads(architecture) != architecture.num_attention_heads
+    grouped = grouped and not context.sdpa_repeats_key_value
     one_width = architecture.mla is None and architecture.head_dim <= 256
     if context.masked:
         return "efficient" if traits(architecture).grouped_query_kernel or not grouped else "math"
@@ -58,7 +59,9 @@ def attention_kernel(context: HFContext) -> str:
 
 def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context, mla = build.context, build.context.architecture.mla
-    q, k, v = _to_compute_dtype(build, q, k, v, repeated=context.repeats_key_value)
+    variables = q, k, v = _as_sdpa_takes_them(build, q, k, v)
+    repeated = context.repeats_key_value or (context.attention == "sdpa" and context.sdpa_repeats_key_value)
+    q, k, v = _to_compute_dtype(build, q, k, v, repeated=repeated)
     whole, narrow, taken, unpadded = q.num_bytes, 0, context.rows, False
     indices, widened = list[Tensor](), list[Tensor]()
     if mla is not None and mla.v_head_dim < mla.qk_nope_head_dim + mla.qk_rope_head_dim:
@@ -91,10 +94,29 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for variable in widened:
         build.tape.hold(variable)
     output = build.tape.operation("self_attn.crop", [output], narrow) if narrow else output
+    if context.attention == "sdpa" and context.sdpa_copies:  # laid out as the queries were
+        output = ops.copy(build.tape, output, "self_attn.contiguous")
+        for variable in variables:
+            build.tape.hold(variable)
     if traits(context.architecture).returns_attention_weights:  # in their place
         build.variables.append(output)
         build.attention_weights = output
     return output
+
+
+def _as_sdpa_takes_them(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What releases of transformers before 4.56 make of q, k and v before they call sdpa (`sdpa_attention_forward`)."""
+    context = build.context
+    if context.attention != "sdpa":
+        return q, k, v
+    key_heads, before = attention_key_heads(context.architecture), (k, v)
+    if context.sdpa_repeats_key_value:
+        k, v = repeat_key_value(build, q, k, v)
+    if context.sdpa_copies:
+        q = ops.copy(build.tape, q, "self_attn.contiguous_q")
+        if (k, v) == before or key_heads == 1:  # copied already where repeated, and one head is expanded as a view
+            k, v = (ops.copy(build.tape, x, f"self_attn.contiguous_{name}") for x, name in ((k, "k"), (v, "v")))
+    return q, k, v
 
 
 def _contiguous(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
@@ -246,7 +268,8 @@ def flash_backward_bytes(context: HFContext) -> int:
     accumulator = FP32 * heads * padded * round_up(dim, 64 if dim > 128 else 32)
     row_sums = FP32 * heads * padded
     expanded = 0
-    if architecture.num_key_value_heads != heads and not context.repeats_key_value:
+    repeated = context.repeats_key_value or (context.attention == "sdpa" and context.sdpa_repeats_key_value)
+    if architecture.num_key_value_heads != heads and not repeated:
         expanded = 2 * context.compute_bytes * rows * heads * dim
     return accumulator + row_sums + expanded
 
@@ -257,10 +280,13 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     is as large as that. Key heads are copied for every query head by transformers."""
     context, tape = build.context, build.tape
     heads = context.architecture.num_attention_heads
-    k, v = repeated = repeat_key_value(build, q, k, v)
-    q, k, v = _to_compute_dtype(build, q, k, v, repeated=True)
+    if context.sdpa_repeats_key_value or context.sdpa_copies:
+        q, k, v = _as_sdpa_takes_them(build, q, k, v)
+    repeated = (k, v) if context.sdpa_repeats_key_value else repeat_key_value(build, q, k, v)
+    q, k, v = _to_compute_dtype(build, q, *repeated, repeated=True)
     bias = []
-    if context.masked and "mask" not in context.compiled:  # compiled, one is made for all layers (`hold_masks`)
+    # compiled, and in older releases, one is made for all layers (`hold_masks`)
+    if context.masked and "mask" not in context.compiled and not context.mask_is_additive:
         size = context.batch * context.sequence * context.keys * context.compute_bytes
         mask = tape.operation("self_attn.additive_mask", [], size, gradients=[])
         # kept as it is expanded to all heads, which `save_on_cpu` writes out (torch `cuda/attention.cu` preprocess_mask)

@@ -70,6 +70,12 @@ class HFContext:
     """The first layer reads what the embedding gives, in the weights' dtype, where later ones read a wider stream."""
     repeats_key_value: bool = False
     """Whether flash attention is given a copy of each key and value head for every query head (older transformers)."""
+    sdpa_repeats_key_value: bool = False
+    """Whether sdpa is given such copies where nothing is masked too (transformers before 4.54)."""
+    sdpa_copies: bool = False
+    """Whether sdpa is given contiguous copies, and so hands on one (transformers 4.48 to 4.55)."""
+    mask_is_additive: bool = False
+    """Whether sdpa's mask is in the embeddings' dtype, to be added as it is (transformers before 4.53), and not of bools."""
     input_requires_grad: bool = True
     """False for the first layer of a network with adapters and no checkpointing: nothing before an adapter is kept."""
     rotates: bool = True
