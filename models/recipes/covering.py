@@ -8,7 +8,7 @@ from peakcast.architecture import Architecture
 from peakcast.dialects.hf_config import left_out_of
 from peakcast.dialects.hf_families import FAMILIES
 from peakcast.errors import near_misses
-from peakcast.findings import Finding, found
+from peakcast.findings import MORE, Finding, found
 from peakcast.lengths import lengths_change
 from peakcast.models.recipes.shelf import recipe_of, why_not
 from peakcast.spec import Offload, TrainingJob
@@ -62,6 +62,13 @@ def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
             "environment that has that (`peakcast record --python`)."
         )
         return (found(sentence, "versions"),)
+    layout = job.parallelism
+    if recipe is not None and layout.num_replicas > 1 and layout.sharding != "none" and recipe.odd_ends:
+        sentence = (
+            f"{job.architecture.name!r} has more weights outside its layers than an embedding, a norm and an lm_head; how "
+            f"sharding={layout.sharding!r} groups those is not known, and more may be gathered at a time."
+        )
+        return (found(sentence, "parallelism.sharding", effect=MORE),)
     return ()
 
 

@@ -57,6 +57,16 @@ class Recipe:
         """Whether the lm_head uses the embedding's table: it has no weight of its own."""
         return not any(module == "head" and len(shape) == 2 for module, _, shape, _, _ in self.walk.parameters)
 
+    @property
+    def odd_ends(self) -> bool:
+        """Whether matrices stand outside the blocks that are neither the embedding's nor the lm_head's, a prediction head's
+        or a projector's say, or between the blocks."""
+        matrices = [(module, shape) for module, _, shape, _, _ in self.walk.parameters if len(shape) > 1]
+        tables = {shape for module, shape in matrices if module == "embedding"}
+        return any(
+            module.startswith("between.") or (module == "head" and shape not in tables) for module, shape in matrices
+        )
+
 
 def recorded(record: Record, asked: Point, most: int | None = None) -> Recipe:
     """The recipe of a network that covers `asked`; no sequence is longer than `most`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from peakcast.errors import CollectorError
@@ -45,3 +47,14 @@ def test_a_length_that_the_library_refuses_is_not_covered() -> None:
     assert recipe.lengths == (256, 768)
     with pytest.raises(CollectorError, match="too long"):
         recorded(Library(8, refuses_from=20_000), (2, 32768))
+
+
+def test_weights_that_are_neither_in_blocks_nor_a_table_are_odd_ends() -> None:
+    recipe = recorded(Library(8), (2, 512))
+    assert not recipe.odd_ends
+    assert recipe.tied
+    head, between = (("head", "dense", (4, 4), 2, True), ("between.4", "norm", (8, 4), 2, True))
+    own = ("head", "lm_head", (10, 4), 2, True)  # as the embedding's table is
+    for more, odd in ((head, True), (between, True), (own, False)):
+        walk = replace(recipe.walk, parameters=(*recipe.walk.parameters, more))
+        assert replace(recipe, walk=walk).odd_ends is odd
