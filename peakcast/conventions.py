@@ -22,7 +22,7 @@ from peakcast.fields import FrozenMapping
 from peakcast.findings import Finding
 from peakcast.spec import TrainingJob
 from peakcast.versions import ASSUMED_TORCH as ASSUMED_TORCH
-from peakcast.versions import CONTAINER, STACKS, compare, not_compared, resolved
+from peakcast.versions import CONTAINER, OWN_NETWORKS, STACKS, compare, not_compared, resolved
 from peakcast.versions import release as release
 from peakcast.versions import torch_release as torch_release
 
@@ -34,6 +34,7 @@ ONLY_USED_BY: Mapping[str, Callable[[TrainingJob], bool]] = {
     "trl": lambda job: job.loss.kind != "cross_entropy",
     "bitsandbytes": lambda job: job.finetuning.quantization is not None or "8bit" in job.optimizer.name,
     "peft": lambda job: job.finetuning.method != "full",
+    "transformers": lambda job: not any(stack in job.versions for stack in OWN_NETWORKS),
     "flash_attn": lambda job: job.attention == "flash_attention_2",
 }
 """Packages whose versions are of no account to jobs that do not use them."""

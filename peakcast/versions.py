@@ -36,6 +36,8 @@ PACKAGES = {
 """The keys of `versions` that packages installed here can answer -> the name that the package is installed under."""
 STACKS = ("unsloth", "torchtitan", "torchtune", "litgpt", "nanotron")
 """Packages whose mere mention says that their code runs the training; one that only is installed here says nothing."""
+OWN_NETWORKS = ("torchtitan", "torchtune", "litgpt", "nanotron")
+"""Those that train networks of their own, whatever transformers is beside them."""
 _RELEASE = re.compile(
     r"v?(?:\d{1,4}|(\d{1,6}(?:\.\d{1,9}){1,5})(?:[._-]?(?:a|b|c|rc|alpha|beta|pre|preview)[._-]?\d*)?"
     r"(?:[._-]?(?:post|rev|r)[._-]?\d*)?(?:[._-]?dev[._-]?\d*)?)(?:[+-][\w.+-]*)?",

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from peakcast.collectors.stepping import name_gradients
-from peakcast.collectors.tracing.stretches import Cut, StretchTracer
+from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
 from peakcast.dialects.layer_count import with_layers
 from peakcast.errors import CollectorError, PeakcastError
@@ -70,7 +70,8 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
                 name_gradients(training, tracer.name)
                 updated = {name for name, weight in weights if weight.grad is not None}
                 training.zero_grad()
-    return _mapping(tracer, weights, updated, tracer.cuts[before:], end)
+        wrapped = _wrapped(training.model)
+    return _mapping(tracer, weights, updated, wrapped, tracer.cuts[before:], end)
 
 
 def _step(training: Any, tracer: StretchTracer) -> None:
@@ -85,7 +86,12 @@ def _step(training: Any, tracer: StretchTracer) -> None:
 
 
 def _mapping(
-    tracer: StretchTracer, weights: Sequence[tuple[str, Any]], updated: Set[str], cuts: Sequence[Cut], end: int
+    tracer: StretchTracer,
+    weights: Sequence[tuple[str, Any]],
+    updated: Set[str],
+    wrapped: bool,
+    cuts: Sequence[Cut],
+    end: int,
 ) -> dict[str, Any]:
     start, first = cuts[0].instant, cuts[0].micro_batch
     last_place = max(cut.place for cut in cuts)
@@ -107,6 +113,7 @@ def _mapping(
         "num_places": num_places,
         "stretches": [[tracer._labels[since:until], tracer._phases[since:until]] for since, until in spans],
         "entries": list(_entries(tracer, own, starts, start, end, num_places)),
+        "wrapped": wrapped,
         "parameters": own.parameters(weights, updated),
     }
 
@@ -146,6 +153,13 @@ def _entries(
 def _place(stretch: int, num_places: int) -> int:
     within = stretch % (2 * num_places)
     return min(within, 2 * num_places - 1 - within)
+
+
+def _wrapped(model: Any) -> bool:
+    """Whether FSDP makes a unit of each block: accelerate and the Trainer go by the classes that the network names."""
+    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    named = set(getattr(network, "_no_split_modules", None) or ())
+    return all(type(block).__name__ in named for _, block in blocks_of(network))
 
 
 class _Names:

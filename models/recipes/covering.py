@@ -63,7 +63,14 @@ def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
         )
         return (found(sentence, "versions"),)
     layout = job.parallelism
-    if recipe is not None and layout.num_replicas > 1 and layout.sharding != "none" and recipe.odd_ends:
+    sharded = layout.num_replicas > 1 and layout.sharding != "none"
+    if recipe is not None and sharded and not recipe.walk.wrapped:
+        sentence = (
+            f"{job.architecture.name!r} does not name its layers to FSDP (_no_split_modules), which gathers all of them at "
+            "once unless it is told their class; they are counted one by one."
+        )
+        return (found(sentence, "parallelism.sharding", effect=MORE),)
+    if recipe is not None and sharded and recipe.odd_ends:
         sentence = (
             f"{job.architecture.name!r} has more weights outside its layers than an embedding, a norm and an lm_head; how "
             f"sharding={layout.sharding!r} groups those is not known, and more may be gathered at a time."

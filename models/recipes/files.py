@@ -69,6 +69,7 @@ def _mapping(recipe: Recipe) -> dict[str, Any]:
         "batches": list(recipe.batches),
         "lengths": list(recipe.lengths),
         "even": recipe.even,
+        "wrapped": walk.wrapped,
         "versions": dict(recipe.versions),
     }
 
@@ -101,6 +102,7 @@ def _recipe(mapping: dict[str, Any]) -> Recipe:
         lives=columns["lives"],
         gradients=columns["gradients"].astype(bool),
         parameters=tuple((str(m), str(n), tuple(map(int, s)), int(b), bool(t)) for m, n, s, b, t in mapping["parameters"]),
+        wrapped=bool(mapping["wrapped"]),
     )
     how = None
     if mapping["repeats"] is not None:

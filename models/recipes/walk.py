@@ -33,6 +33,8 @@ class Walk:
     gradients: npt.NDArray[np.bool_]
     parameters: tuple[tuple[str, str, tuple[int, ...], int, bool], ...]
     """Module, name, shape, bytes of an element, whether it trains."""
+    wrapped: bool = True
+    """Whether FSDP makes a unit of each block."""
 
     @property
     def num_layers(self) -> int:
@@ -82,4 +84,5 @@ class Walk:
             lives,
             gradients.astype(bool),
             parameters,
+            bool(mapping.get("wrapped", True)),
         )

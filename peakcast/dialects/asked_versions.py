@@ -10,7 +10,7 @@ from peakcast.conventions import packages_of
 from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
-from peakcast.versions import CONTAINER, STACKS, check_versions, installed, read_versions
+from peakcast.versions import CONTAINER, OWN_NETWORKS, STACKS, check_versions, installed, read_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class AskedVersions:
         packages installed here those of `framework` are taken, and of stacks the one that `own` names."""
         own = own or {}
         known = packages_of(framework)
+        if any(stack in own for stack in OWN_NETWORKS):
+            known -= {"transformers"}
         here = {
             name: version
             for name, version in (installed() if self.here else {}).items()

@@ -86,8 +86,8 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
     language, multimodal = _language_part(config)
     seen = Seen(language)
     model_type = seen.get("model_type")
-    known = model_type in FAMILIES
-    if isinstance(model_type, str) and not known and (is_traced() or not _is_like_llama(model_type, language)):
+    known = not isinstance(model_type, str) or model_type in FAMILIES  # what is no text is refused below
+    if not known and (is_traced() or not _is_like_llama(model_type, language)):
         return undescribed(config, name), Unread((), ())
     family = _family(model_type)
     called = name or config.get("name") or config.get("_name_or_path") or model_type

@@ -270,7 +270,7 @@ def test_a_network_that_the_ledger_does_not_know_is_traced(tmp_path: Path) -> No
         {"model_type": "openai-gpt", "n_embd": 64, "n_layer": 2, "n_head": 8},  # eager alone
     ],
 )
-def test_a_network_that_no_family_describes_is_traced_alone_and_refused_elsewhere(
+def test_a_network_that_no_family_describes_is_traced_alone_and_refused_without_a_recipe(
     tmp_path: Path, config: dict[str, object]
 ) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 128}
@@ -281,7 +281,7 @@ def test_a_network_that_no_family_describes_is_traced_alone_and_refused_elsewher
     assert found.source == "trace"
     assert found.peak.num_bytes > 0
     assert any("is not known to the ledger" in warning for warning in found.warnings)
-    with pytest.raises(SpecError, match="peakcast explain --trace"):
+    with pytest.raises(SpecError, match="is no family of the ledger, and no recipe of it has been recorded"):
         peakcast.predict(job, "H100-80GB")
 
 
