@@ -307,7 +307,7 @@ def test_what_is_installed_holds_where_it_concerns_the_job(here: dict[str, str])
     titan = {"architecture": TINY, "framework": "torch", "versions": {"torchtitan": "main"}}
     assert api.read(titan, here=True).job.versions == {"torch": "2.7.1", "torchtitan": "0.2"}
     loop = {"architecture": TINY, "framework": "torch"}  # that torchtitan is installed does not make it one of its runs
-    assert api.read(loop, here=True).job.versions == {"torch": "2.7.1"}
+    assert api.read(loop, here=True).job.versions == {"torch": "2.7.1", "transformers": "4.45.2"}  # its networks are of it
 
 
 def test_what_is_given_holds_over_what_is_installed_and_over_the_job(here: dict[str, str]) -> None:
