@@ -128,17 +128,16 @@ def _alone(walk: Walk, point: Point) -> Sizes:
 
 
 def _widened(recipe: Recipe, walks: dict[Point, Walk], alike: Callable[[Point], bool], most: int | None) -> Recipe:
-    """The recipe with as wide a range as an uneven length and a far point confirm."""
+    """The recipe with as wide a range as an uneven length and a far point confirm, each for itself."""
     batch = recipe.batches[0]
     uneven = batch, recipe.lengths[0] + UNEVEN - LENGTHS[0]
     far = FAR[0] if batch > 1 else 1, max(recipe.lengths[1], min(FAR[1], FAR[1] if most is None else most))
-    known = {point: walks[point].raw_bytes for point in (uneven, far) if alike(point)}
-    even = uneven not in known and bool(uneven[1] % EVEN)
-    sizes = recipe.sizes.confirmed(known)
-    if sizes is None or far not in known:
-        return replace(recipe, even=even)
+    told = recipe.sizes.confirmed({uneven: walks[uneven].raw_bytes}) if alike(uneven) else None
+    recipe = replace(recipe, sizes=told or recipe.sizes, even=told is None and bool(uneven[1] % EVEN))
+    if not alike(far) or recipe.sizes.wrong({far: walks[far].raw_bytes}).any():
+        return recipe
     batches = batch, 1 if batch == 1 else LARGEST_BATCH
-    return replace(recipe, sizes=sizes, lengths=(recipe.lengths[0], far[1]), batches=batches, even=even)
+    return replace(recipe, lengths=(recipe.lengths[0], far[1]), batches=batches)
 
 
 def _sorted(columns: Ints) -> Ints:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from peakcast.errors import CollectorError
 from peakcast.models.recipes.recipe import recorded
+from peakcast.models.recipes.walk import Walk
 from tests.models.recipes.walks import Library, walk
 
 
@@ -33,6 +35,23 @@ def test_a_recipe_ends_where_the_library_does_something_else() -> None:
     assert not short.covers(2, 8192)
     assert long.covers(2, 8192)
     assert not long.covers(2, 4096)
+
+
+def test_an_uneven_length_is_told_apart_from_a_far_one() -> None:
+    class Rounding(Library):
+        """Rounds the length of what a block keeps up to 32, and no longer keeps as much from 4,096 on."""
+
+        def __call__(self, layers: int | None, batch: int, length: int, steps: int = 2) -> Walk:
+            made = super().__call__(layers, batch, length, steps)
+            kept = np.array([name == "kept" for name in made.names])
+            rows = -(-length // 32) * 32 if length < 4096 else length // 2
+            return replace(made, raw_bytes=np.where(kept, batch * rows * 4, made.raw_bytes))
+
+    recipe = recorded(Rounding(8), (2, 512))
+    assert recipe.lengths == (256, 768)  # the far walk has other sizes
+    assert recipe.covers(2, 333)
+    sizes = dict(zip(recipe.walk.names, recipe.sizes.at(2, 333).tolist(), strict=True))
+    assert sizes["kept"] == 2 * 352 * 4
 
 
 def test_a_table_of_positions_bounds_the_lengths() -> None:
