@@ -228,6 +228,13 @@ def search(
 
     device = on_node(catalog.gpu(gpu) if isinstance(gpu, str) else gpu, host_memory_gib, gpus_per_node)
     read = translation_of(job)
+    if (family := read.job.architecture).kind == "undescribed":
+        raise SpecError(
+            f"model_type={family.model_type!r} of {family.name!r} is no family of the ledger, which search asks about "
+            "thousands of layouts; ask predict about those that matter, which records the network.",
+            parameter="architecture",
+            value=family.name,
+        )
     options: dict[str, Any] = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
     options["findings"] = read.findings
     found = ask(read.job, device, find, num_gpus, global_batch_size, options)

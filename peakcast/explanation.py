@@ -171,7 +171,7 @@ class Explanation:
     gpu: str | None
     """None: what the framework allocates on any GPU, without library workspaces."""
     rank: int
-    source: Literal["ledger", "trace"]
+    source: Literal["ledger", "recipe", "trace"]
     peak: PeakReason
     timeline: Timeline
     modules: tuple[ModuleRow, ...]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from peakcast import recording
+from peakcast import api, recording
 from peakcast.collectors.grid import expand
+from peakcast.errors import CollectorError, SpecError
 from peakcast.spec import TrainingJob
 
 UNKNOWN = {"model_type": "minimax_m2", "num_hidden_layers": 4, "hidden_size": 64, "num_local_experts": 4}
@@ -27,3 +30,32 @@ def test_cells_that_share_a_recipe_ask_for_it_in_their_order_and_known_families_
 def test_where_nothing_wants_a_recipe_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "ensure_recipe", lambda job: pytest.fail(f"asked for {job.architecture.name}"))
     recording.ensure_recipes(expand({"include": [{"architecture": "gpt2"}]}), processes=1)
+
+
+def test_a_network_that_cannot_be_recorded_says_what_stands_in_the_way(tmp_path: Path) -> None:
+    for more, said in (
+        ({"compile": True}, "compiled code has no blocks"),
+        ({"framework": "megatron"}, "framework='megatron' is not recorded"),
+        ({"parallelism": {"data_parallel_size": 2, "zero_stage": 3}, "framework": "deepspeed"}, "framework='deepspeed'"),
+    ):
+        with pytest.raises(SpecError, match=f"'gpt2' cannot be recorded: .*{said}"):
+            api.record({"architecture": "gpt2", **more})
+    with pytest.raises(CollectorError, match="cannot be started: No such file or directory; give the path"):
+        api.record("gpt2", python=str(tmp_path / "python"))
+
+
+def test_search_asks_only_about_families_of_the_ledger() -> None:
+    with pytest.raises(SpecError, match=r"model_type='minimax_m2' .* ask predict about those that matter"):
+        api.search({"architecture": UNKNOWN}, "H100-80GB", num_gpus=8)
+
+
+def test_another_baseline_is_refused_by_name() -> None:
+    with pytest.raises(SpecError, match="baseline='guess' must be one of auto, ledger, recipe, trace"):
+        api.predict("gpt2", "H100-80GB", baseline="guess")
+
+
+def test_a_recipe_that_is_asked_for_and_not_there_widens_the_answer() -> None:
+    plain, asked = (api.predict("gpt2", "H100-80GB", baseline=name) for name in ("auto", "recipe"))
+    assert any("a recipe of 'gpt2' is asked for, and no recipe of it has been" in warning for warning in asked.warnings)
+    assert asked.peak_allocated_bytes.point == plain.peak_allocated_bytes.point
+    assert asked.peak_allocated_bytes.upper > plain.peak_allocated_bytes.upper

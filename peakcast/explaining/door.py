@@ -17,6 +17,8 @@ from peakcast.explaining.snapshot import write_snapshot
 from peakcast.explaining.traced import by_layer
 from peakcast.explanation import Explanation
 from peakcast.findings import Finding, ordered
+from peakcast.models.recipes.covering import no_recipe
+from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.places import explained
 from peakcast.questions import Rank, on_node, rank_number, translation_of
 from peakcast.recording import ensure_recipe
@@ -59,8 +61,10 @@ def explanation(
         )
     except NotImplementedError as error:
         raise SpecError(f"this job cannot be explained: {error}", parameter="job") from error
+    recorded = not trace and wants_recipe(translation.job) and not no_recipe(translation.job)
     return replace(
         found,
+        source="recipe" if recorded else found.source,
         allocator=translation.job.allocator,
         assumptions=tuple(dict.fromkeys((*translation.assumptions, *found.assumptions))),
         findings=ordered((*translation.findings, *found.findings)),

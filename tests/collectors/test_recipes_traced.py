@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import peakcast
 from peakcast.collectors.grid import expand
 from peakcast.models.analytical.scope import out_of_scope
 from peakcast.models.recipes import shelf
@@ -52,3 +54,14 @@ def test_all_cells_share_one_recipe_of_a_shorter_network(recorded):
     for job in JOBS.values():
         (recipe,) = shelf.recipes_of(job)
         assert recipe.walk.num_layers < recipe.layers == EXPERTS["num_hidden_layers"]
+
+
+def test_answers_say_what_they_rest_on(recorded: Path) -> None:
+    job = JOBS["uneven and longer than recorded"]
+    answer = peakcast.predict(job, "H200")
+    assert any("recorded without a GPU" in sentence for sentence in answer.assumptions)
+    assert not any("no family of the ledger" in sentence for sentence in answer.warnings)
+    found = peakcast.explain(job)
+    assert found.source == "recipe"
+    assert found.peak.num_bytes == found.timeline.peak().num_bytes
+    assert sum(row.num_parameters for row in found.modules) == sum(math.prod(row.rank_shape) for row in found.parameters)
