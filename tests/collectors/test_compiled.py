@@ -1,9 +1,11 @@
 """torch.compile around the measured network: really compiled here by the CPU's Inductor, and traced for a GPU."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -104,7 +106,9 @@ def job(**changes):
 
 def found(script, cell):
     command = [sys.executable, "-P", "-c", script, json.dumps(job_to_mapping(cell))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    with tempfile.TemporaryDirectory() as kernels:  # those that a process which was killed has left are no good
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": kernels}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))[6:])
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from peakcast.collectors.published.optimum_benchmark import read_optimum_benchmark
-from peakcast.collectors.published.peft_method_comparison import read_peft_method_comparison
+from peakcast.collectors.published.peft_method_comparison import UNPADDED, read_peft_method_comparison
 from peakcast.collectors.published.plain_rows import Reading, job_of, measurement
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.errors import RecordError
@@ -45,13 +45,17 @@ def test_no_row_is_dropped_and_none_is_changed(rows, name):
 
 
 def test_a_job_that_the_source_writes_out_is_the_row_s_job(rows):
-    """But for what a module adds: adapters' scaling, which takes no memory, and rotary positions."""
+    """But for what a module adds: adapters' scaling, which takes no memory, rotary positions, and that PEFT's unpadded
+    batches stand for padded ones."""
     for name, own in rows.items():
         for row, line in zip(own, lines(name), strict=True):
             if not line.get("job") or row.out_of_scope:
                 continue
             said = job_from_mapping(line["job"])
-            assert row.job.replace(finetuning=said.finetuning, inference=said.inference) == said
+            options = UNPADDED if name == "peft_method_comparison" else {}
+            assert dict(row.job.framework_options) == {**said.framework_options, **options}
+            added = {name: getattr(said, name) for name in ("finetuning", "inference", "framework_options")}
+            assert row.job.replace(**added) == said
             assert row.job.finetuning.rank == said.finetuning.rank
             assert set(row.job.finetuning.targets) == set(said.finetuning.targets)
 
