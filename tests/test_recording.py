@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peakcast import api, recording
+from peakcast import api, cli, recording
 from peakcast.collectors.grid import expand
 from peakcast.errors import CollectorError, SpecError
 from peakcast.spec import TrainingJob
@@ -59,3 +59,9 @@ def test_a_recipe_that_is_asked_for_and_not_there_widens_the_answer() -> None:
     assert any("a recipe of 'gpt2' is asked for, and no recipe of it has been" in warning for warning in asked.warnings)
     assert asked.peak_allocated_bytes.point == plain.peak_allocated_bytes.point
     assert asked.peak_allocated_bytes.upper > plain.peak_allocated_bytes.upper
+
+
+def test_a_batch_does_not_pass_the_baseline_by(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SpecError, match="--baseline is of a single question; leave it out beside --batch"):
+        cli.app(["predict", "--batch", "questions.jsonl", "--baseline", "recipe"], standalone_mode=False)
+    assert capsys.readouterr().out == ""

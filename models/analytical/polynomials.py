@@ -20,7 +20,7 @@ BOUND = 1.02
 POINTS_AT_ONCE = 128
 SHRINKS = 0.9
 """Instants are thinned out until a round leaves more than this part of them."""
-_EXPONENTS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
+EXPONENTS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
 """Of micro-batch and sequence length, term by term."""
 
 
@@ -42,7 +42,7 @@ class Polynomials:
         """The polynomials through samples; None where lives differ between them."""
         if not all(_same_lives(timelines[0], other) for other in timelines[1:]):
             return None
-        exponents = _EXPONENTS if len(samples) == len(_EXPONENTS) else _EXPONENTS[:2]
+        exponents = EXPONENTS if len(samples) == len(EXPONENTS) else EXPONENTS[:2]
         powers = _powers(np.array(samples, dtype=np.int64).T, exponents)
         scale = powers.max(axis=1).astype(float)
         sizes = np.stack([timeline.num_bytes for timeline in timelines]) * PARTS

@@ -7,6 +7,7 @@ with lives that move along where the second unit's do, and stay where both units
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +65,7 @@ def _stretches(walk: Walk, place: int) -> list[int]:
 
 def repeats(walk: Walk, prefix: int, unit: int) -> Repeats | None:
     """How the first of two units of a short `walk` is copied; None where the two are not alike."""
-    place, born, dies = walk.lives[PLACE], walk.lives[BORN_STRETCH], place_of(walk.lives[DIES_STRETCH], walk.num_places)
+    place, dies = walk.lives[PLACE], place_of(walk.lives[DIES_STRETCH], walk.num_places)
     shift = 2 * unit
     first, second = (_of_unit(place, prefix + index * unit, unit) for index in (0, 1))
     if len(first) != len(second) or any(walk.names[a] != walk.names[b] for a, b in zip(first, second, strict=True)):
@@ -72,7 +73,6 @@ def repeats(walk: Walk, prefix: int, unit: int) -> Repeats | None:
     alike = [walk.categories, walk.raw_bytes, walk.lives[BORN], walk.lives[DIES], walk.gradients]
     if any(not np.array_equal(column[first], column[second]) for column in alike):
         return None
-    del born
     moved, stayed = dies[second] == dies[first] + shift, dies[second] == dies[first]
     if not (moved | stayed | (walk.lives[DIES_STRETCH][first] < 0)).all():
         return None
@@ -131,10 +131,10 @@ def deepened(walk: Walk, how: Repeats | None, layers: int) -> Deep:
     return Deep(num_places, sources, entries, lives)
 
 
-def _moved(stretches: Ints, before: int, after: int, by: object) -> Ints:
+def _moved(stretches: Ints, before: int, after: int, by: Callable[[Ints], Ints]) -> Ints:
     """`stretches` of a network of `before` places in one of `after`, their places moved `by`."""
     place = place_of(stretches, before)
     micro_batch, backward = stretches // (2 * before), stretches % (2 * before) >= before
-    place = place + by(place)  # type: ignore[operator]
+    place = place + by(place)
     within = np.where(backward, 2 * after - 1 - place, place)
     return np.where(stretches < 0, stretches, micro_batch * 2 * after + within)

@@ -14,9 +14,10 @@ from peakcast.architecture import MOST_LAYERS
 from peakcast.bounded import file_bytes
 from peakcast.errors import RecordError
 from peakcast.fields import FrozenMapping
+from peakcast.models.analytical.polynomials import EXPONENTS
 from peakcast.models.recipes.depth import Repeats
 from peakcast.models.recipes.recipe import Recipe
-from peakcast.models.recipes.sizes import EXPONENTS, Sizes
+from peakcast.models.recipes.sizes import Sizes
 from peakcast.models.recipes.walk import Walk
 
 SCHEMA = 1

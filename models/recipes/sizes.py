@@ -8,14 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from peakcast.models.analytical.polynomials import EXPONENTS, PARTS
 from peakcast.models.recipes.walk import Ints
 
-PARTS = 64
-"""Coefficients are counted in parts of a byte: a dropout mask has an eighth of one per element."""
 LARGEST = 2.0**62
 """Of what is counted in 64 bits, with room for rounding."""
-EXPONENTS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
-"""Of micro-batch and sequence length, term by term."""
 CONSTANT = ((0, 0),)
 LENGTH_EXPONENTS = ((0, 0), (0, 1), (0, 2))
 """Where the micro-batch is one."""

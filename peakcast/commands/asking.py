@@ -47,6 +47,8 @@ def predict(
     if batch is not None:
         if asked.given:
             raise SpecError("--batch asks the questions of its file; give no JOB and no job flags beside it.")
+        if baseline != "auto":
+            raise SpecError("--baseline is of a single question; leave it out beside --batch.", parameter="baseline")
         from peakcast.batch import LINE_SECONDS, batch_of
 
         for answer in api.predict_batch(*batch_of(batch, processes), timeout_seconds=timeout_seconds or LINE_SECONDS):
