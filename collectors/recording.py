@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,66 @@ TIMEOUT_SECONDS = 300
 """How long all walks of one network may take together."""
 
 
-@contextmanager
-def walks_of(
-    job: TrainingJob, python: str = sys.executable, timeout_seconds: float = TIMEOUT_SECONDS
-) -> Iterator[tuple[RecordWalk, Mapping[str, str]]]:
-    """Records walks of `job` in the environment of the interpreter `python`; and the releases of the packages there.
+@dataclass(frozen=True)
+class Library:
+    """The libraries of an environment, for one job."""
 
-    Raises: CollectorError with what it said.
+    walk: RecordWalk
+    versions: Mapping[str, str]
+    """Releases of the packages there."""
+    defaults: Mapping[str, Any]
+    """What a configuration means that leaves a value unsaid, by its flat name."""
+
+
+class Recorder:
+    """Records walks in the environment of the interpreter `python`, one job at a time. To be used as a context.
+
+    Raises: CollectorError with what the process there said.
     """
-    with ExitStack() as around:
-        environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
-        if python != sys.executable:
-            environment["PYTHONPATH"] = str(around.enter_context(_package()))
-        worker = _Worker(python, environment, timeout_seconds)
-        around.callback(worker.end)
-        versions = worker.ask(job_to_mapping(job))["versions"]
-        yield lambda *sample: worker.ask(sample), versions
+
+    def __init__(self, python: str = sys.executable, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        self._python, self._timeout_seconds = python, timeout_seconds
+        self._around = ExitStack()
+        self._worker: _Worker | None = None
+
+    def __enter__(self) -> Recorder:
+        self._environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if self._python != sys.executable:
+            self._environment["PYTHONPATH"] = str(self._around.enter_context(_package()))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()
+        self._around.close()
+
+    @contextmanager
+    def of(self, job: TrainingJob) -> Iterator[Library]:
+        """Walks of `job`, all of which together may take as long as the time limit says."""
+        if self._worker is None:
+            self._worker = _Worker(self._python, self._environment)
+        worker = self._worker
+        try:
+            with worker.limited(self._timeout_seconds):
+                said = worker.ask(job_to_mapping(job))
+                yield Library(lambda *sample: worker.ask(sample), said["versions"], said["defaults"])
+        except BaseException:
+            self._end()  # whatever it is at, the next job gets a new one
+            raise
+        worker.ask(None)
+
+    def families(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """The families of networks that the library there has, `model_type` -> a configuration; and releases."""
+        command = [self._python, "-P", "-m", "peakcast.collectors.tracing.families"]
+        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CollectorError((done.stderr.strip().splitlines() or ["the families could not be listed."])[-1])
+        found = json.loads(done.stdout)
+        return found["families"], found["versions"]
+
+    def _end(self) -> None:
+        if self._worker is not None:
+            self._worker.end()
+        self._worker = None
 
 
 @contextmanager
@@ -58,17 +104,35 @@ def _package() -> Iterator[Path]:
 class _Worker:
     """A process that answers a line of JSON for a line."""
 
-    def __init__(self, python: str, environment: Mapping[str, str], timeout_seconds: float) -> None:
+    def __init__(self, python: str, environment: Mapping[str, str]) -> None:
         command = [python, "-P", "-m", "peakcast.collectors.tracing.walks"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         try:
-            self._process = subprocess.Popen(command, text=True, env=environment, **pipes)  # type: ignore[call-overload]
+            self._process = subprocess.Popen(  # type: ignore[call-overload]
+                command, text=True, env=environment, start_new_session=True, **pipes
+            )
         except OSError as error:
             reason = f"python={python!r} cannot be started: {error.strerror}; give the path of an interpreter."
             raise CollectorError(reason, parameter="python", value=python) from error
-        self._timeout_seconds = timeout_seconds
-        self._late = threading.Timer(timeout_seconds, self._process.kill)
-        self._late.start()
+        self._limit = 0.0
+
+    @contextmanager
+    def limited(self, timeout_seconds: float) -> Iterator[None]:
+        """In here it is ended after so long."""
+        late = threading.Timer(timeout_seconds, self._late, [timeout_seconds])
+        late.start()
+        try:
+            yield
+        finally:
+            late.cancel()
+
+    def _late(self, timeout_seconds: float) -> None:
+        self._limit = timeout_seconds
+        self._kill()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def ask(self, line: object) -> dict[str, Any]:
         """The answer to `line`. Raises: CollectorError with the reason when there is none."""
@@ -79,20 +143,18 @@ class _Worker:
             answer = ""
         if not answer:
             raise CollectorError(self._last_words())
-        found: dict[str, Any] = json.loads(answer)
+        found: dict[str, Any] = json.loads(answer) or {}
         if "refused" in found:
             raise CollectorError(found["refused"])
         return found
 
     def _last_words(self) -> str:
-        if not self._late.is_alive():
-            limit = f"{self._timeout_seconds:g} s"
-            return f"recording it took longer than {limit}; trace a smaller network (`peakcast explain --trace`)."
+        if self._limit:
+            return f"recording it took longer than {self._limit:g} s; trace a smaller network (`peakcast explain --trace`)."
         lines = self._process.communicate()[1].strip().splitlines() or ["the recording process ended without a word."]
         return str(lines[-1]).removeprefix("peakcast: ")
 
     def end(self) -> None:
         """Stop it."""
-        self._late.cancel()
-        self._process.kill()
+        self._kill()
         self._process.communicate()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from peakcast.replaying import Replayed
     from peakcast.searching.found import Found, Largest
     from peakcast.searching.search import Progress
+    from peakcast.shipping import Shipment
 
 __all__ = [
     "Checked",
@@ -192,6 +193,24 @@ def record(job: object, *, python: str = sys.executable, output: str | Path | No
     from peakcast.recording import recorded
 
     return recorded(translation_of(job).job, python, Path(output) if output is not None else None)
+
+
+def record_all(
+    folder: str | Path,
+    *,
+    families: Sequence[str] = (),
+    python: str = sys.executable,
+    progress: Progress | None = None,
+) -> Shipment:
+    """Record every family of transformers that the ledger does not know, or `families`, in the regimes that people use,
+    into `folder`; what is there already stays, so that it goes on where it was interrupted. A family takes minutes.
+
+    Raises: SpecError, or CollectorError when the library cannot be asked.
+    """
+    from peakcast.cores import available_cores
+    from peakcast.shipping import record_all as ship
+
+    return ship(Path(folder), families, python, available_cores(), progress)
 
 
 def doctor() -> Installation:

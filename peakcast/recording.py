@@ -142,15 +142,15 @@ def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
 
     Raises: CollectorError when the library there cannot run the job on fake tensors.
     """
-    from peakcast.collectors.recording import walks_of
+    from peakcast.collectors.recording import Recorder
     from peakcast.models.recipes.recipe import recorded
     from peakcast.models.recipes.regime import regime
     from peakcast.models.recipes.walk import Walk
 
-    with walks_of(regime(job), python) as (walk, versions):
+    with Recorder(python) as recorder, recorder.of(regime(job)) as library:
         asked = job.micro_batch_size, job.sequence_length
-        recipe = recorded(lambda *sample: Walk.read(walk(*sample)), asked, job.architecture.most_positions)
-    releases = {name: shelf.public(versions[name]) for name in LIBRARIES if name in versions}
+        recipe = recorded(lambda *sample: Walk.read(library.walk(*sample)), asked, job.architecture.most_positions)
+    releases = {name: shelf.public(library.versions[name]) for name in LIBRARIES if name in library.versions}
     recipe = replace(recipe, versions=FrozenMapping(releases))
     shelf.shelve(job, recipe)
     return recipe

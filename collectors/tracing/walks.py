@@ -1,8 +1,8 @@
 """Walks: one step of a network on one GPU, cut at its blocks, with sizes that no allocator rounded.
 
 `python -P -m peakcast.collectors.tracing.walks` reads lines of JSON from standard input: a job, then for each walk
-[layers (null: as many as the job has), micro_batch_size, sequence_length, steps]; it answers each with a line. Recipes are
-made of walks (`peakcast.models.recipes`).
+[layers (null: as many as the job has), micro_batch_size, sequence_length, steps, changed values], then null before another
+job; it answers each with a line. Recipes are made of walks (`peakcast.models.recipes`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import bisect
 import gc
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from peakcast.collectors.stepping import name_gradients
+from peakcast.collectors.tracing.families import defaults_of
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
 from peakcast.dialects.layer_count import with_layers
+from peakcast.dialects.network_values import NETWORK, with_values
 from peakcast.errors import CollectorError, PeakcastError
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase
@@ -42,9 +45,17 @@ class Walker:
         self._job = job
         prepare(job, None)
 
-    def walk(self, layers: int | None, batch: int, length: int, steps: int = STEPS) -> dict[str, Any]:
-        """The last of so many steps of the first `layers` layers (None: of all) with so many sequences of this length."""
-        asked = self._job.replace(micro_batch_size=batch, sequence_length=length)
+    def defaults(self) -> dict[str, Any]:
+        """What the library takes for what the network's configuration may say, by flat names."""
+        kept = self._job.architecture.configuration
+        return dict(defaults_of(json.loads(kept), NETWORK)) if kept else {}
+
+    def walk(
+        self, layers: int | None, batch: int, length: int, steps: int = STEPS, changes: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The last of so many steps of the first `layers` layers (None: of all) with so many sequences of this length, in
+        a job with `changes` (`peakcast.dialects.network_values`)."""
+        asked = with_values(self._job, changes or {}).replace(micro_batch_size=batch, sequence_length=length)
         if layers is not None:
             asked = asked.replace(architecture=with_layers(asked.architecture, layers))
         with fake_mode(num_nonzero(asked)), one_thread():
@@ -223,29 +234,54 @@ def _common_prefix(names: Sequence[str]) -> str:
 
 
 def main() -> int:
-    """Answers a line for a line: a walk, or `{"refused": a sentence}`. Exit code 2 and one sentence on standard error for a
-    job that cannot be recorded at all."""
-    from peakcast.collectors.probes import versions
-    from peakcast.dialects.job_file import job_from_mapping
-
+    """Serves jobs until standard input ends, each in a process of its own, which has the libraries loaded already."""
     try:
-        walker = Walker(job_from_mapping(json.loads(sys.stdin.readline())))
-    except PeakcastError as error:
-        print(f"peakcast: {error}", file=sys.stderr)
-        return 2
+        import torch
+        import transformers
     except ImportError as error:
         print(f"peakcast: recording needs {error.name}; install it with: pip install 'peakcast[collect]'", file=sys.stderr)
         return 2
-    print(json.dumps({"versions": versions()}), flush=True)
+    del torch, transformers
     for line in sys.stdin:
-        try:
-            answer = walker.walk(*json.loads(line))
-        except PeakcastError as error:
-            answer = {"refused": str(error)}
-        except Exception as error:  # the library's code may raise anything for a configuration that it does not like
-            answer = {"refused": f"it raised {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
-        print(json.dumps(answer), flush=True)
+        child = os.fork()
+        if child == 0:
+            serve(line)
+            sys.stdout.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
     return 0
+
+
+def serve(job_line: str) -> None:
+    """Answers a line for a line until one says null: the releases and defaults of the libraries for the job, then a walk
+    for each line, or `{"refused": a sentence}`."""
+    from peakcast.collectors.probes import versions
+    from peakcast.dialects.job_file import job_from_mapping
+
+    walker: Walker | None = None
+
+    def answer(line: str) -> dict[str, Any]:
+        nonlocal walker
+        if walker is not None:
+            return walker.walk(*json.loads(line))
+        walker = Walker(job_from_mapping(json.loads(line)))
+        gc.collect()
+        gc.freeze()  # what the libraries have made stays; looking through it takes a quarter of a walk
+        return {"versions": versions(), "defaults": walker.defaults()}
+
+    line = job_line
+    while line and line.strip() != "null":
+        try:
+            found = answer(line)
+        except PeakcastError as error:
+            found = {"refused": str(error)}
+        except ImportError as error:
+            found = {"refused": f"recording needs {error.name}; install it with: pip install 'peakcast[collect]'"}
+        except Exception as error:  # the library's code may raise anything for a configuration that it does not like
+            found = {"refused": f"it raised {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
+        print(json.dumps(found), flush=True)
+        line = sys.stdin.readline()
+    print("null", flush=True)
 
 
 if __name__ == "__main__":

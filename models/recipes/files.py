@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.sizes import Sizes
 from peakcast.models.recipes.walk import Walk
 
+T = TypeVar("T")
 SCHEMA = 1
 MAX_FILE_BYTES = 2**24
 MAX_CONTENT_BYTES = 2**28
@@ -29,12 +31,17 @@ _WALK = ("categories", "lives", "gradients")
 
 def written(recipes: list[Recipe]) -> bytes:
     """The content of a file of `recipes`: the same bytes for the same recipes."""
-    text = json.dumps({"schema_version": SCHEMA, "recipes": [_mapping(one) for one in recipes]}, separators=(",", ":"))
+    text = json.dumps({"schema_version": SCHEMA, "recipes": [to_mapping(one) for one in recipes]}, separators=(",", ":"))
     return gzip.compress(text.encode(), mtime=0)
 
 
 def read(path: Path) -> list[Recipe]:
     """The recipes in the file at `path`. Raises: RecordError when it has none."""
+    return reading(path, lambda content: [from_mapping(one) for one in content["recipes"]])
+
+
+def reading(path: Path, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` finds in the content of the file at `path`. Raises: RecordError when that is not what it should be."""
     try:
         with gzip.open(io.BytesIO(file_bytes(path, MAX_FILE_BYTES))) as file:
             content = file.read(MAX_CONTENT_BYTES + 1)
@@ -43,7 +50,7 @@ def read(path: Path) -> list[Recipe]:
         mapping = json.loads(content)
         if not isinstance(mapping, dict) or mapping.get("schema_version") != SCHEMA:
             raise ValueError(f"schema_version must be {SCHEMA}")
-        return [_recipe(one) for one in mapping["recipes"]]
+        return parse(mapping)
     except OSError as error:
         raise _refused(path, error.strerror or str(error)) from error
     except (EOFError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -54,7 +61,8 @@ def _refused(path: Path, reason: str) -> RecordError:
     return RecordError(f"{path} is no file of recipes: {reason}; delete it, and it is recorded anew.", parameter="recipe")
 
 
-def _mapping(recipe: Recipe) -> dict[str, Any]:
+def to_mapping(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain data."""
     walk, how, sizes = recipe.walk, recipe.repeats, recipe.sizes
     return {
         "num_places": walk.num_places,
@@ -75,7 +83,8 @@ def _mapping(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _recipe(mapping: dict[str, Any]) -> Recipe:
+def from_mapping(mapping: dict[str, Any]) -> Recipe:
+    """The recipe of plain data. Raises: ValueError, KeyError, TypeError for what is none."""
     names = tuple(map(str, mapping["names"]))
     count, places = len(names), int(mapping["num_places"])
     columns = {name: np.array(mapping[name], dtype=np.int64) for name in _WALK}

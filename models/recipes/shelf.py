@@ -21,6 +21,7 @@ from peakcast.models.baseline_choice import chosen
 from peakcast.models.recipes import files
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.regime import regime
+from peakcast.models.recipes.shipped import shipped_recipe
 from peakcast.spec import TrainingJob, canonical_json, job_to_mapping
 
 MOST = 16
@@ -43,7 +44,8 @@ def recipe_of(job: TrainingJob) -> Recipe | None:
     """The recipe by which `job` is answered; None: none is wanted, or none is there."""
     if not wants_recipe(job):
         return None
-    return next((one for one in recipes_of(job) if one.covers(job.micro_batch_size, job.sequence_length)), None)
+    own = (one for one in recipes_of(job) if one.covers(job.micro_batch_size, job.sequence_length))
+    return next(own, None) or shipped_recipe(job)
 
 
 def recipes_of(job: TrainingJob) -> list[Recipe]:

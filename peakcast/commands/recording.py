@@ -18,6 +18,11 @@ def record(
     asked: AskedJob,
     python: Annotated[str, typer.Option(help="Interpreter of another environment, whose libraries are recorded.")] = "",
     output: Annotated[Path | None, typer.Option(help="Also write the recipe to this .json.gz file.")] = None,
+    every: Annotated[
+        Path | None,
+        typer.Option("--all", help="Instead of JOB: record all families that the ledger does not know, into this folder."),
+    ] = None,
+    families: Annotated[list[str] | None, typer.Option("--family", help="With --all: only this one. Repeatable.")] = None,
     json: Json = False,
 ) -> None:
     """Record what JOB's network allocates, block by block, from the transformers installed here, without a GPU.
@@ -26,5 +31,11 @@ def record(
     """
     from peakcast import api, render
 
-    found = api.record(asked.read(), python=python or sys.executable, output=output)
-    print(render.json_text(found.to_mapping()) if json else found.text())
+    interpreter = python or sys.executable
+    if every is None:
+        found = api.record(asked.read(), python=interpreter, output=output)
+        print(render.json_text(found.to_mapping()) if json else found.text())
+        return
+    with render.working() as progress:
+        shipment = api.record_all(every, families=families or (), python=interpreter, progress=progress)
+    print(render.json_text(shipment.to_mapping()) if json else shipment.text())

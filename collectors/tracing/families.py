@@ -1,0 +1,73 @@
+"""The families of networks that the installed transformers trains, and what it takes where a configuration says nothing.
+
+`python -P -m peakcast.collectors.tracing.families` prints them as JSON, and the releases of the libraries.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+)
+"""Of `transformers.models.auto.modeling_auto`: which class trains which family."""
+
+
+def defaults_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The defaults in the signature of the class that reads `config`, and of those that read its parts, by flat names."""
+    import transformers
+
+    read_by = transformers.CONFIG_MAPPING[config["model_type"]]
+    parts = getattr(read_by, "sub_configs", None) or {}
+    for name, parameter in inspect.signature(read_by.__init__).parameters.items():
+        plain = isinstance(parameter.default, (bool, int, float, str, type(None)))
+        if plain and parameter.default is not parameter.empty and name not in parts:
+            yield prefix + name, parameter.default
+    for name, part in parts.items():
+        own = config.get(name) or {}
+        model_type = own.get("model_type", getattr(part, "model_type", None))
+        if model_type in transformers.CONFIG_MAPPING:
+            yield from defaults_of({**own, "model_type": model_type}, f"{prefix}{name}.")
+
+
+def families() -> dict[str, dict[str, Any]]:
+    """Each family's configuration of the defaults, where its class has no parts that are read by others."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, dict[str, Any]] = {}
+    for model_type in dict.fromkeys(name for mapping in MAPPINGS for name in getattr(modeling_auto, mapping, ())):
+        if model_type in transformers.CONFIG_MAPPING:
+            values = dict(defaults_of({"model_type": model_type}))
+            if not any("." in name for name in values):
+                values |= _computed(transformers.CONFIG_MAPPING[model_type], values)
+                said = {name: value for name, value in values.items() if value is not None}
+                found[model_type] = {"model_type": model_type, **said}
+    return found
+
+
+def _computed(read_by: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the class itself puts where its signature says None: numbers, and lists of what each layer is."""
+    try:
+        made = read_by()
+    except Exception:  # some classes refuse their own defaults
+        return {}
+    found = {}
+    for name in (name for name, value in values.items() if value is None):
+        value = getattr(made, name, None)
+        plain = isinstance(value, int) and not isinstance(value, bool)
+        if plain or (isinstance(value, list) and all(isinstance(one, (str, int)) for one in value)):
+            found[name] = value
+    return found
+
+
+if __name__ == "__main__":
+    from peakcast.collectors.probes import versions
+
+    json.dump({"families": families(), "versions": versions()}, sys.stdout)

@@ -1,0 +1,68 @@
+"""Conditions: everything of a job on which its recipe depends, as values under flat names, so that two can be laid side by
+side."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from peakcast.dialects.layer_count import COUNTS
+from peakcast.dialects.network_values import NETWORK, network_values
+from peakcast.dialects.pasted import flat
+from peakcast.models.recipes.regime import regime
+from peakcast.spec import TrainingJob, job_to_mapping
+
+Conditions = Mapping[str, Any]
+IDLE = re.compile(
+    r"\w*_token_ids?|\w*_token_index|id2label|label2id|auto_map|use_cache|architectures|problem_type|return_dict|torchscript"
+    r"|output_\w+|transformers_version|torch_dtype|dtype|_\w+|alpha|initializer_\w+|init_\w+|\w*_eps|\w*_epsilon"
+    r"|pretraining_tp|task_specific_params|max_new_tokens|router_aux_loss_coef"
+)
+"""Names of what changes no tensor of a training step: how weights are drawn, tokens numbered, small terms added."""
+ROTARY = re.compile(r"(rope_\w+|\w+_rope\w*)(\..*)?|rotary_base|default_theta")
+ROTARY_SHARE = "partial_rotary_factor"
+OF_LENGTH = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose frequencies are computed anew in a step (transformers modeling_rope_utils.py
+`dynamic_rope_update`); those of all other kinds are ready before it."""
+
+
+def conditions(job: TrainingJob, defaults: Conditions | None = None) -> dict[str, Any]:
+    """Those of `job`; what its configuration does not say is as in `defaults`, which are the library's."""
+    alone = job_to_mapping(regime(job))
+    del alone["architecture"]
+    given = network_values(job.architecture)
+    network = {**(defaults or {}), **{name: value for name, value in given.items() if value is not None}}
+    found: dict[str, Any] = {}
+    for name, value in {**flat(alone), **network}.items():
+        short = name.removeprefix(NETWORK)
+        last = short.rpartition(".")[2]
+        if value is None or IDLE.fullmatch(last) or last in COUNTS:
+            continue
+        if name.startswith(NETWORK) and ROTARY.fullmatch(short) and last != ROTARY_SHARE:
+            if value not in OF_LENGTH:
+                continue
+            name = NETWORK + "rotary_of_length"
+        found[name] = value
+    return {**_implied(network), **found}
+
+
+def implied(job: TrainingJob, defaults: Conditions) -> dict[str, Any]:
+    """What the configuration of the job's network leaves to Hugging Face's conventions."""
+    given = {name: value for name, value in network_values(job.architecture).items() if value is not None}
+    return _implied({**defaults, **given})
+
+
+def _implied(network: Conditions) -> dict[str, Any]:
+    """As most `configuration_*.py` of transformers have it, where a family knows the name."""
+    found: dict[str, Any] = {}
+    for name, heads in network.items():
+        prefix = name.removesuffix("num_attention_heads")
+        if prefix == name or not isinstance(heads, int) or heads < 1:
+            continue
+        if network.get(f"{prefix}num_key_value_heads", 0) is None:
+            found[f"{prefix}num_key_value_heads"] = heads
+        hidden = network.get(f"{prefix}hidden_size")
+        if network.get(f"{prefix}head_dim", 0) is None and isinstance(hidden, int) and hidden % heads == 0:
+            found[f"{prefix}head_dim"] = hidden // heads
+    return found

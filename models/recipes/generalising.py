@@ -1,0 +1,271 @@
+"""Generalising: which numbers of a configuration a recipe may vary in, and how sizes follow from them, told by walks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+
+from peakcast.dialects.layer_count import with_layers
+from peakcast.dialects.network_values import NETWORK
+from peakcast.errors import CollectorError
+from peakcast.models.recipes.conditions import Conditions, conditions, implied
+from peakcast.models.recipes.kinds import Kind, numbers_of, with_values
+from peakcast.models.recipes.recipe import EVEN, Point, Recipe, Record
+from peakcast.models.recipes.walk import Ints, Walk
+from peakcast.models.recipes.widths import Sample, Widths, learned
+from peakcast.spec import TrainingJob
+
+PINNED = re.compile(r"\w*(window|chunk|layer|block|interval|period|offset|step)\w*")
+"""Names of numbers that decide from which length, or in which layer, other operations run: a few lengths and layers may not
+show it."""
+COUNTED = re.compile(r"(num|n)_\w+|\w*(_heads|_experts|_k|topk)")
+"""Names of numbers of heads, experts and the like, as opposed to widths."""
+RANK = "finetuning.rank"
+"""The only number that is not the network's."""
+SMALLEST = 2
+"""Smaller numbers, one group of heads say, are cases of their own."""
+ROUNDS = 6
+"""Numbers whose effect is no sum of products are pinned, and the rest is walked again."""
+
+Change = Callable[[str, int, bool], int]
+
+
+def kind_of(record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditions) -> Kind | None:
+    """All networks for which `recipe`, which is of `job`, stands; None where no other network confirms it.
+
+    `record` takes what it takes for a recipe, and then values that are other than the job's.
+    """
+    how = recipe.repeats
+    layers = None if how is None else recipe.walk.num_layers
+    shown = job.architecture if layers is None else with_layers(job.architecture, layers)
+    base = conditions(job.replace(architecture=shown), defaults)
+    explored = _Explored(record, recipe, layers, base, implied(job, defaults))
+    explored.look()
+    found = explored.widths()
+    if found is None:
+        return None
+    return Kind(
+        conditions=base,
+        defaults=defaults,
+        layers=shown.num_hidden_layers,
+        prefix=how.prefix if how else 0,
+        unit=how.unit if how else 0,
+        idle=tuple(sorted(explored.idle)),
+        same_as=explored.same_as,
+        widths=found[0],
+        confirmed=found[1],
+    )
+
+
+@dataclass
+class _Explored:
+    """Walks of networks with other values, and what they say."""
+
+    record: Record
+    recipe: Recipe
+    layers: int | None
+    base: Conditions
+    implied: Conditions
+    """What the configuration leaves to convention: it is said, so that it stays when other numbers change."""
+    idle: set[str] = field(default_factory=set)
+    same_as: dict[str, str] = field(default_factory=dict)
+    singles: dict[str, tuple[Fraction, Ints]] = field(default_factory=dict)
+    """By name: one number (and those that are the same as it) multiplied by a factor, and what sizes are then."""
+
+    def __post_init__(self) -> None:
+        shortest, longest = self.recipe.lengths
+        length = min(max(shortest, 512), longest)
+        few, many = self.recipe.batches
+        self.near: Point = (few, length)
+        shorter = (shortest + 3 * length) // 4 // EVEN * EVEN
+        self.other: Point = (min(few + 1, many), shorter if length > shortest else length)
+        self.far: Point = (few, longest)
+        self._before = numbers_of(self.recipe.walk, self.recipe.sizes.at(*self.near))
+
+    # -- one number at a time ------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Find which numbers may be others."""
+        numbers = {name: value for name, value in self.base.items() if _may_vary(name, value)}
+        whole = {name: value for name, value in numbers.items() if isinstance(value, int)}
+        alone = {name for name in whole if self._changes([name])}
+        by_value: dict[int, list[str]] = {}
+        for name in whole.keys() - alone:
+            by_value.setdefault(whole[name], []).append(name)
+        for names in map(sorted, by_value.values()):
+            if len(names) > 1 and self._changes(names):
+                self.same_as |= dict.fromkeys(names[1:], names[0])
+        idle = {name for name, (_, found) in self.singles.items() if np.array_equal(found, self._before)}
+        together = idle | {name for name, value in numbers.items() if isinstance(value, float)}
+        if together and not self._is_idle(together):
+            together = {name for name in together if self._is_idle({name})}
+        self.idle = together | {name for name, leader in self.same_as.items() if leader in together}
+        self.same_as = {name: leader for name, leader in self.same_as.items() if name not in self.idle}
+        for name in idle:
+            del self.singles[name]
+
+    def _changes(self, names: list[str]) -> bool:
+        """Whether numbers of one value may be another one; what sizes are then is kept under the first name."""
+        for factor in (Fraction(2), Fraction(1, 2)):
+            value = factor * self.base[names[0]]
+            if value.denominator == 1 and value >= SMALLEST:
+                walk = self._walk(dict.fromkeys(names, int(value)), self.near)
+                if walk is not None:
+                    self.singles[names[0]] = factor, numbers_of(walk, walk.raw_bytes)
+                    return True
+        return False
+
+    def _is_idle(self, names: Iterable[str]) -> bool:
+        """Whether other values of all `names` change nothing where sequences are long either."""
+        values = {name: self.base[name] for name in names}
+        others = {name: value / 2 if isinstance(value, float) else 2 * value for name, value in values.items()}
+        walk = self._walk(others, self.far)
+        return walk is not None and np.array_equal(walk.raw_bytes, self.recipe.sizes.at(*self.far))
+
+    # -- many at a time ------------------------------------------------------------------------------------------------
+
+    def widths(self) -> tuple[Widths, Ints] | None:
+        """How sizes follow from values, and the values that were walked; None where no network confirms it in which many
+        numbers are others."""
+        for _ in range(ROUNDS):
+            self._pin_unexplained()
+            if not self.singles:
+                return None
+            corners = [self._corner(attempts, self.near) for attempts in (LARGE, SMALL)]
+            samples = [*self._lone(), *(Sample(_factors(one[0], self._values()), one[1]) for one in corners if one)]
+            widths, unexplained = learned(self._keys(), self._values(), self._before, samples)
+            last = self._corner(UNEVEN, self.other)
+            wrong = {*unexplained.tolist(), *(self._wrong(widths, *last) if last else ())}
+            walked = [values for values, _ in filter(None, [*corners, last])]
+            if not walked:
+                return None
+            if not wrong:
+                confirmed = [self._values(), *map(self._values_of_one, self._keys()), *walked]
+                return widths, np.array(confirmed, dtype=np.int64)
+            self._pin(min(self._dependence(sorted(wrong)).items(), key=lambda one: (-one[1], one[0]))[0])
+        return None
+
+    def _keys(self) -> list[str]:
+        return sorted(self.singles)
+
+    def _values(self) -> list[int]:
+        return [int(self.base[key]) for key in self._keys()]
+
+    def _values_of_one(self, name: str) -> list[int]:
+        """The values in the walk in which `name` alone was another."""
+        changed = {name: int(self.singles[name][0] * self.base[name])}
+        return [changed.get(key, value) for key, value in zip(self._keys(), self._values(), strict=True)]
+
+    def _lone(self, leaving: str = "") -> list[Sample]:
+        """The walks in which one number was another, without that of `leaving`."""
+        values = self._values()
+        return [
+            Sample(_factors(self._values_of_one(name), values), found)
+            for name, (_, found) in self.singles.items()
+            if name != leaving
+        ]
+
+    def _pin_unexplained(self) -> None:
+        """Leave numbers as they are until sums of products explain all sizes: those first that leave the fewest open."""
+        while self.singles and len(left := learned(self._keys(), self._values(), self._before, self._lone())[1]):
+            open_without = {}
+            for name in self._dependence(left.tolist()):
+                samples = [Sample(one.factors, one.numbers[left]) for one in self._lone(leaving=name)]
+                open_without[name] = len(learned(self._keys(), self._values(), self._before[left], samples)[1])
+            self._pin(min(open_without, key=lambda name: (open_without[name], name)))
+
+    def _dependence(self, which: list[int]) -> dict[str, int]:
+        """How many of some sizes each number changes."""
+        found = {name: int((one[which] != self._before[which]).sum()) for name, (_, one) in self.singles.items()}
+        return {name: count for name, count in found.items() if count} or found
+
+    def _pin(self, name: str) -> None:
+        del self.singles[name]
+        self.same_as = {member: leader for member, leader in self.same_as.items() if leader != name}
+
+    def _corner(self, attempts: Iterable[Change], point: Point) -> tuple[list[int], Ints] | None:
+        """The first change of all numbers with which the same operations run: the values, and what sizes are then."""
+        keys, before = self._keys(), self._values()
+        for change in attempts:
+            rises = [self.singles[key][0] > 1 for key in keys]
+            values = [change(key, value, rise) for key, value, rise in zip(keys, before, rises, strict=True)]
+            if min(values) >= SMALLEST and values != before:
+                walk = self._walk(dict(zip(keys, values, strict=True)), point)
+                if walk is not None:
+                    return values, numbers_of(walk, walk.raw_bytes)
+        return None
+
+    def _wrong(self, widths: Widths, values: list[int], found: Ints) -> list[int]:
+        """The numbers that `widths` tells wrongly for a network with `values`, at another batch and length."""
+        try:
+            recipe = with_values(self.recipe, widths, values, self.recipe.walk.num_layers)
+        except ValueError:
+            return list(range(len(found)))
+        return np.flatnonzero(numbers_of(recipe.walk, recipe.sizes.at(*self.other)) != found).tolist()
+
+    def _walk(self, changes: Mapping[str, int | float], point: Point) -> Walk | None:
+        """A walk with other values; None where other operations run, or the library does not take them."""
+        changes = {
+            **self.implied,
+            **changes,
+            **{name: changes[leader] for name, leader in self.same_as.items() if leader in changes},
+        }
+        with suppress(CollectorError):
+            walk = self.record(self.layers, *point, 2, changes)
+            if walk.same_program(self.recipe.walk) and _structure(walk) == _structure(self.recipe.walk):
+                return walk
+        return None
+
+
+def _may_vary(name: str, value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or PINNED.fullmatch(name.rpartition(".")[2]):
+        return False
+    if not (name.startswith(NETWORK) or name == RANK):
+        return False
+    return value >= SMALLEST if isinstance(value, int) else value != 0.0
+
+
+def _structure(walk: Walk) -> list[tuple[object, ...]]:
+    return [(module, name, len(shape), *rest) for module, name, shape, *rest in walk.parameters]
+
+
+def _factors(values: Iterable[int], base: Iterable[int]) -> tuple[Fraction, ...]:
+    return tuple(Fraction(one, other) for one, other in zip(values, base, strict=True))
+
+
+# -- changes of all numbers: a name, its value, and whether a larger one runs the same operations -> another value ------
+
+
+def _times(factor: int | Fraction) -> Change:
+    def changed(name: str, value: int, rises: bool) -> int:
+        return int(value * factor) if value * factor % 1 == 0 and (rises or factor < 1) else value
+
+    return changed
+
+
+def _few(name: str, value: int, rises: bool) -> int:
+    """As few heads and experts as there can be without being a case of their own."""
+    return SMALLEST if COUNTED.fullmatch(name.rpartition(".")[2]) else _times(Fraction(1, 4))(name, value, rises)
+
+
+def _odd(name: str, value: int, rises: bool) -> int:
+    """As `_uneven`, and with odd numbers of heads and experts."""
+    other = _uneven(name, value, rises)
+    return other | 1 if COUNTED.fullmatch(name.rpartition(".")[2]) else other
+
+
+def _uneven(name: str, value: int, rises: bool) -> int:
+    """As uneven as published networks have it: an odd vocabulary, 20 heads of 80."""
+    if "vocab" in name:
+        return value * 5 // 8 | 1
+    return value * 5 // 8 if value % 8 == 0 else value
+
+
+LARGE = _times(4), _times(2)
+SMALL = _few, _times(Fraction(1, 4)), _times(Fraction(1, 2))
+UNEVEN = _odd, _uneven, _times(Fraction(3, 4))

@@ -1,0 +1,151 @@
+"""Recipes that come with peakcast: `datasets/recipes/<release of transformers>/<family>.json.gz`.
+
+A file lists kinds of networks of one family (`kinds.py`), each with the recipe that stands for it; equal recipes are in it
+once. Reading one runs nothing, and reads the recipe that is needed only.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import peakcast
+from peakcast.models.recipes import files
+from peakcast.models.recipes.kinds import Kind, with_values
+from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.regime import regime
+from peakcast.models.recipes.widths import Widths
+from peakcast.spec import TrainingJob
+from peakcast.versions import release
+
+STACK = "transformers-"
+"""How the names of folders begin; the release follows."""
+Shipped = tuple[Kind, str]
+"""A kind of network, and the text of its recipe."""
+
+
+def shipped_recipe(job: TrainingJob) -> Recipe | None:
+    """The recipe of `job` among those that come with peakcast: of the release of transformers that the job names, else of
+    the newest."""
+    found = _of_regime(regime(job), str(job.versions.get("transformers", "")))
+    return next((one for one in found if one.covers(job.micro_batch_size, job.sequence_length)), None)
+
+
+@lru_cache(maxsize=256)
+def _of_regime(job: TrainingJob, asked: str) -> tuple[Recipe, ...]:
+    """All recipes of the job's network, for whatever batch and length."""
+    family = file_name(job.architecture.model_type)
+    stacks = sorted(_stacks(), key=lambda path: release(path.name.removeprefix(STACK)), reverse=True)
+    named = [one for one in stacks if asked and _minor(one.name.removeprefix(STACK)) == _minor(asked)]
+    for folder in named or stacks[:1]:
+        return tuple(_recipes_of(job, folder / family))
+    return ()
+
+
+def _recipes_of(job: TrainingJob, path: Path) -> list[Recipe]:
+    found = []
+    for kind, text in read(path) if path.is_file() else ():
+        values = kind.values(job)
+        if values is not None:
+            recipe = _parsed(text)
+            blocks = recipe.walk.num_layers + job.architecture.num_hidden_layers - kind.layers
+            try:
+                found.append(with_values(recipe, kind.widths, values, blocks if kind.unit else recipe.layers))
+            except ValueError:  # no such network is
+                continue
+    return found
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return release(version)[:2]
+
+
+@lru_cache(maxsize=1)
+def _stacks() -> tuple[Path, ...]:
+    folders = [Path(one) / "datasets" / "recipes" for one in peakcast.__path__]
+    return tuple(one for folder in folders if folder.is_dir() for one in folder.iterdir() if one.name.startswith(STACK))
+
+
+def file_name(family: str) -> str:
+    """Of the file of a family's recipes."""
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', family)}.json.gz"
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------
+
+
+def written(shipped: Sequence[tuple[Kind, Recipe]]) -> bytes:
+    """The content of a file: the same bytes for the same kinds and recipes."""
+    texts = [json.dumps(files.to_mapping(recipe), separators=(",", ":"), sort_keys=True) for _, recipe in shipped]
+    bodies = list(dict.fromkeys(texts))
+    kinds = [{**_mapping(kind), "recipe": bodies.index(text)} for (kind, _), text in zip(shipped, texts, strict=True)]
+    content = {"schema_version": files.SCHEMA, "kinds": kinds, "recipes": bodies}
+    return gzip.compress(json.dumps(content, separators=(",", ":"), sort_keys=True).encode(), mtime=0)
+
+
+def all_of(path: Path) -> list[tuple[Kind, Recipe]]:
+    """All kinds in the file at `path`, none where there is no file, with their recipes. Raises: RecordError."""
+    return [(kind, _parsed(text)) for kind, text in read(path)] if path.is_file() else []
+
+
+@lru_cache(maxsize=64)
+def read(path: Path) -> tuple[Shipped, ...]:
+    """The kinds in the file at `path`, with the texts of their recipes. Raises: RecordError when it has none."""
+    return files.reading(
+        path, lambda content: tuple((_kind(one), str(content["recipes"][one["recipe"]])) for one in content["kinds"])
+    )
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Recipe:
+    return files.from_mapping(json.loads(text))
+
+
+def _mapping(kind: Kind) -> dict[str, Any]:
+    widths = kind.widths
+    return {
+        **{name: getattr(kind, name) for name in ("layers", "prefix", "unit")},
+        **{name: dict(getattr(kind, name)) for name in ("conditions", "defaults", "same_as")},
+        "idle": list(kind.idle),
+        "keys": list(widths.keys),
+        "base": list(widths.base),
+        "products": [list(one) for one in widths.products],
+        "parts": widths.parts.tolist(),
+        "confirmed": kind.confirmed.tolist(),
+    }
+
+
+def _kind(mapping: Mapping[str, Any]) -> Kind:
+    keys = tuple(map(str, mapping["keys"]))
+    products = tuple(tuple(map(int, one)) for one in mapping["products"])
+    parts = np.array(mapping["parts"], dtype=np.int64).reshape(4, -1)
+    confirmed = np.array(mapping["confirmed"], dtype=np.int64)
+    base = tuple(map(int, mapping["base"]))
+    if any(len(one) != len(keys) for one in (*products, base)) or confirmed.ndim != 2 or confirmed.shape[1] != len(keys):
+        raise ValueError("its widths are not of one length")
+    if (
+        (parts[1] < 0).any()
+        or (parts[1] >= len(products)).any()
+        or (parts[0] < 0).any()
+        or (parts[3] < 1).any()
+        or min(base, default=1) < 1
+    ):
+        raise ValueError("its widths are no sums of products")
+    return Kind(
+        conditions=dict(mapping["conditions"]),
+        defaults=dict(mapping["defaults"]),
+        layers=int(mapping["layers"]),
+        prefix=int(mapping["prefix"]),
+        unit=int(mapping["unit"]),
+        idle=tuple(map(str, mapping["idle"])),
+        same_as=dict(mapping["same_as"]),
+        widths=Widths(keys, base, products, parts),
+        confirmed=confirmed,
+    )

@@ -1,0 +1,47 @@
+"""The values of a network's configuration under flat names (`network.hidden_size`), and networks with other ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from peakcast.architecture import Architecture
+from peakcast.dialects.job_file import job_from_mapping
+from peakcast.dialects.pasted import flat
+from peakcast.spec import TrainingJob, canonical_json, job_to_mapping
+
+NETWORK = "network."
+"""How the names of what is in a configuration begin; other names are of a job's own fields (`finetuning.rank`)."""
+
+
+def network_values(architecture: Architecture) -> dict[str, Any]:
+    """What the library builds the network from: its own configuration where it is kept, else the architecture's fields."""
+    if architecture.configuration:
+        return flat(json.loads(architecture.configuration), NETWORK)
+    fields = job_to_mapping(TrainingJob(architecture=architecture))["architecture"]
+    return flat({key: value for key, value in fields.items() if key != "name"}, NETWORK)
+
+
+def with_values(job: TrainingJob, changes: Mapping[str, Any]) -> TrainingJob:
+    """`job` with other values, by their flat names. Raises: SpecError for what cannot be."""
+    if not changes:
+        return job
+    mapping = job_to_mapping(job)
+    kept = mapping["architecture"].get("configuration")
+    network = json.loads(kept) if kept else mapping["architecture"]
+    for name, value in changes.items():
+        inside = name.startswith(NETWORK)
+        _put(network if inside else mapping, name.removeprefix(NETWORK) if inside else name, value)
+    if kept:
+        mapping["architecture"]["configuration"] = canonical_json(network)
+    return job_from_mapping(mapping)
+
+
+def _put(mapping: dict[str, Any], name: str, value: Any) -> None:
+    *parents, last = name.split(".")
+    for parent in parents:
+        if not isinstance(mapping.get(parent), dict):
+            mapping[parent] = {}
+        mapping = mapping[parent]
+    mapping[last] = value

@@ -1,0 +1,158 @@
+"""The recipes that come with peakcast, recorded anew: every family of transformers that the ledger does not know, in the
+regimes that people use."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peakcast.dialects.hf_families import FAMILIES
+from peakcast.dialects.hf_undescribed import for_tracing
+from peakcast.dialects.job_file import job_from_mapping
+from peakcast.dialects.layer_count import with_layers
+from peakcast.dialects.network_values import NETWORK, with_values
+from peakcast.durable import replace_file
+from peakcast.errors import CollectorError, SpecError, near_misses
+from peakcast.fields import FrozenMapping
+from peakcast.models.recipes import shipped
+from peakcast.models.recipes.generalising import kind_of
+from peakcast.models.recipes.kinds import Kind
+from peakcast.models.recipes.recipe import Recipe, recorded
+from peakcast.models.recipes.regime import regime
+from peakcast.models.recipes.shelf import LIBRARIES, public
+from peakcast.models.recipes.walk import Walk
+from peakcast.spec import TrainingJob
+
+if TYPE_CHECKING:
+    from peakcast.collectors.recording import Recorder
+
+REGIMES: tuple[Mapping[str, Any], ...] = (
+    {"activation_checkpointing": {"mode": "full"}},
+    {"activation_checkpointing": {"mode": "full"}, "finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]}},
+    {"activation_checkpointing": {"mode": "full"}, "precision": {"parameters": "float32", "compute": "bfloat16"}},
+    {},
+)
+"""Checkpointed and not, all weights and adapters, bfloat16 and autocast: what differs from a job's defaults."""
+BATCHES = (1, 2)
+"""A micro-batch of one sequence takes paths of its own in most libraries."""
+LENGTH = 512
+LAYERS = 20
+"""Deep enough for every pattern of layers that repeats; networks of other depths follow."""
+TIMEOUT_SECONDS = 240
+HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
+"""A family whose defaults have as many of both has published networks with fewer of the latter, which take another path."""
+FEWEST_HEADS = 8
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Shipment:
+    """What `record_all` has made."""
+
+    kinds: dict[str, int] = field(default_factory=dict)
+    """Kinds of networks by family, those that were there before included."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why what could not be recorded was not, by family."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {"kinds": self.kinds, "refused": self.refused}
+
+    def text(self) -> str:
+        """The same in words."""
+        lines = [f"{sum(self.kinds.values())} kinds of networks of {len(self.kinds)} families."]
+        return "\n".join([*lines, *(f"{family}: {reason}" for family, reason in sorted(self.refused.items()))])
+
+
+def record_all(
+    folder: Path,
+    families: Sequence[str] = (),
+    python: str = sys.executable,
+    processes: int = 1,
+    progress: Progress | None = None,
+) -> Shipment:
+    """Record `families`, or all that transformers has and the ledger has not, into a folder of `folder` that is named after
+    the release. What is there already stays as it is. Raises: SpecError, CollectorError, RecordError."""
+    from peakcast.collectors.recording import Recorder
+
+    with Recorder(python) as recorder:
+        everything, versions = recorder.families()
+    known = {name: config for name, config in everything.items() if name not in FAMILIES}
+    for name in families:
+        if name not in known:
+            rule = f"must be a family that transformers has and the ledger has not{near_misses(name, known) or '.'}"
+            raise SpecError(f"families={name!r} {rule}", parameter="families", value=name)
+    releases = FrozenMapping({name: public(versions[name]) for name in LIBRARIES if name in versions})
+    own = folder / f"{shipped.STACK}{releases['transformers']}"
+    asked = list(families or known)
+    shipment = Shipment()
+    done = itertools.count()
+
+    def record(family: str) -> None:
+        if progress:
+            progress(f"recipes of {family} ({next(done) + 1} of {len(asked)} families)")
+        with Recorder(python, TIMEOUT_SECONDS) as recorder:
+            count, reason = _record_family(recorder, known[family], own / shipped.file_name(family), releases)
+        if count:
+            shipment.kinds[family] = count
+        if reason:
+            shipment.refused[family] = reason
+
+    own.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(processes) as pool:  # each waits for a process of its own
+        list(pool.map(record, asked))
+    return shipment
+
+
+def _record_family(recorder: Recorder, config: Mapping[str, Any], path: Path, releases: FrozenMapping) -> tuple[int, str]:
+    """How many kinds of a family's networks are in the file at `path` then, and why one is not."""
+    found = shipped.all_of(path)
+    reason = ""
+    for job in _jobs(config):
+        if any(recipe.covers(job.micro_batch_size, LENGTH) and kind.values(job) is not None for kind, recipe in found):
+            continue
+        try:
+            found.append(_recorded(recorder, job, releases))
+        except CollectorError as error:
+            reason = str(error)
+            if not found:
+                break  # the defaults make no network, or one whose code reads values
+        else:
+            replace_file(path, shipped.written(found))
+    return len(found), reason
+
+
+def _jobs(config: Mapping[str, Any]) -> Iterator[TrainingJob]:
+    """Jobs whose recipes are shipped, of the network with a family's defaults."""
+    with for_tracing():
+        for asked in REGIMES:
+            for batch in BATCHES:
+                job = job_from_mapping(
+                    {"architecture": dict(config), "micro_batch_size": batch, "sequence_length": LENGTH, **asked}
+                )
+                layers = min(job.architecture.num_hidden_layers, LAYERS)
+                job = job.replace(architecture=with_layers(job.architecture, layers))
+                yield job
+                heads, groups = (config.get(name, 0) for name in (HEADS, GROUPS))
+                if heads == groups and heads >= FEWEST_HEADS:
+                    yield with_values(job, {NETWORK + GROUPS: heads // 4})
+
+
+def _recorded(recorder: Recorder, job: TrainingJob, releases: FrozenMapping) -> tuple[Kind, Recipe]:
+    """A kind of networks. Raises: CollectorError when nothing was confirmed."""
+    with recorder.of(regime(job)) as library:
+
+        def record(*sample: Any) -> Walk:
+            return Walk.read(library.walk(*sample))
+
+        recipe = recorded(record, (job.micro_batch_size, LENGTH), job.architecture.most_positions)
+        kind = kind_of(record, recipe, job, library.defaults)
+    if kind is None:
+        raise CollectorError("no network with other numbers confirms what was recorded.")
+    return kind, replace(recipe, versions=releases)
