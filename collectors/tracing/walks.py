@@ -17,6 +17,7 @@ from typing import Any
 from peakcast.collectors.stepping import name_gradients
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
+from peakcast.collectors.tracing.visits import FORWARD
 from peakcast.dialects.layer_count import with_layers
 from peakcast.errors import CollectorError, PeakcastError
 from peakcast.spec import TrainingJob
@@ -113,6 +114,7 @@ def _mapping(
         "num_places": num_places,
         "stretches": [[tracer._labels[since:until], tracer._phases[since:until]] for since, until in spans],
         "entries": list(_entries(tracer, own, starts, start, end, num_places)),
+        "visits": _visits(tracer, own, starts, first, num_places),
         "wrapped": wrapped,
         "parameters": own.parameters(weights, updated),
     }
@@ -121,8 +123,9 @@ def _mapping(
 def _entries(
     tracer: StretchTracer, own: _Names, starts: list[int], start: int, end: int, num_places: int
 ) -> Iterator[list[Any]]:
-    """[name, category, bytes, place, born: stretch, offset, dies: stretch, offset, whether a parameter's gradient]. Stretch
-    -1 of birth: before this step, its offset 0 if before the first one, else 1; of death: never. `place`: whose it is."""
+    """[name, category, bytes, place, born: stretch, offset, dies: stretch, offset, handed on: stretch, offset, whether a
+    parameter's gradient]. Stretch -1 of birth: before this step, its offset 0 if before the first one, else 1; of death:
+    never. `place`: whose it is. Handed on: as a gradient, to its parameter."""
     for number, (label, _, born, dies, module) in sorted(tracer._entries.items(), key=lambda item: (item[1][2], item[0])):
         ends = sys.maxsize if dies is None else dies
         category, called = tracer._named.get(number, (None, ""))
@@ -133,11 +136,7 @@ def _entries(
         else:
             at = bisect.bisect_right(starts, born) - 1
             origin = [at, born - starts[at]]
-        if ends >= end + (ends == end):
-            fate = [-1, 0]
-        else:  # by the end of the stretch in which the operation before it ran
-            at = bisect.bisect_right(starts, ends - 1) - 1
-            fate = [at, ends - starts[at]]
+        fate = [-1, 0] if ends >= end + (ends == end) else _after(ends, starts)
         gradient = tracer.gradients.get(number)
         if category is Category.GRADIENTS or gradient is not None:
             name, category = own.of_weight(gradient or called.removesuffix(".grad")) + ".grad", Category.GRADIENTS
@@ -147,7 +146,28 @@ def _entries(
             name = own.of_weight(called) or own.of_module(module) or label
         is_gradient = category is Category.GRADIENTS
         place = own.place_of(called) if origin[0] < 0 else _place(origin[0], num_places)
-        yield [name, int(category), tracer.raw_bytes[number], place, *origin, *fate, int(is_gradient)]
+        handed_on = _after(tracer.handed_on[number], starts) if gradient is not None else [-1, 0]
+        yield [name, int(category), tracer.raw_bytes[number], place, *origin, *fate, *handed_on, int(is_gradient)]
+
+
+def _after(instant: int, starts: list[int]) -> list[int]:
+    """Stretch and offset by the end of the stretch in which the operation before `instant` ran."""
+    at = bisect.bisect_right(starts, instant - 1) - 1
+    return [at, instant - starts[at]]
+
+
+def _visits(tracer: StretchTracer, own: _Names, starts: list[int], first: int, num_places: int) -> list[list[list[Any]]]:
+    """Of each stretch [what runs, whether it is entered, module, offset, weights as their modules and names] in order."""
+    found: list[list[list[Any]]] = [[] for _ in starts]
+    for visit in tracer.visits.seen:
+        if visit.micro_batch < first:
+            continue
+        within = visit.place if visit.runs == FORWARD else 2 * num_places - 1 - visit.place
+        stretch = (visit.micro_batch - first) * 2 * num_places + within
+        weights = [own.owner(weight, visit.place) for weight in tracer.visits.weights.get(visit.module, ())]
+        offset = max(0, visit.instant - starts[stretch])
+        found[stretch].append([visit.runs, visit.enters, own.as_it_is(visit.module), offset, weights])
+    return found
 
 
 def _place(stretch: int, num_places: int) -> int:
@@ -189,6 +209,19 @@ class _Names:
     def of_weight(self, name: str) -> str:
         """Or of a buffer."""
         return self._split(name)[1]
+
+    def as_it_is(self, module: str) -> str:
+        """A module's name within its block, with what peft puts around it."""
+        name = module.removeprefix(PEFT)
+        block = self._split(module)[0]
+        return name.removeprefix(self._blocks[block]).lstrip(".") if block is not None else name
+
+    def owner(self, weight: str, place: int) -> list[str]:
+        """The module of a weight, "" for the block that is at `place`, and its name there."""
+        block, own = self._split(weight)
+        if block is None:
+            return [self._end(weight), own]
+        return ["" if place == 2 * block + 1 else f"layers.{block}", own]
 
     def parameters(self, weights: Sequence[tuple[str, Any]], updated: Set[str]) -> list[list[Any]]:
         """[module, name, shape, bytes of an element, whether it trains], in the order of the network's modules. A weight

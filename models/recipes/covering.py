@@ -14,7 +14,7 @@ from peakcast.models.recipes.shelf import recipe_of, why_not
 from peakcast.spec import Offload, TrainingJob
 from peakcast.versions import release
 
-FRAMEWORKS = ("huggingface", "torch")
+FRAMEWORKS = ("huggingface", "torch", "deepspeed")
 """Stacks whose loops are recorded."""
 
 
@@ -36,7 +36,7 @@ def cannot_be_recorded(job: TrainingJob) -> str:
         (job.loss.kind != "cross_entropy", f"loss.kind={job.loss.kind!r} is not recorded"),
         (lengths_change(job), "lengths that change are not recorded"),
         (
-            layout.world_size > layout.data_parallel_size or layout.zero_stage > 0 or layout.expert_parallel_size > 1,
+            layout.world_size > layout.data_parallel_size or layout.expert_parallel_size > 1,
             "of layouts, recipes are placed under DDP, FSDP and HSDP",
         ),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from peakcast.allocator import Allocator
+from peakcast.conventions import DRIVEN_BY, conventions
 from peakcast.fields import FrozenMapping, build, to_mapping
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.parallelism import Parallelism
@@ -13,7 +14,10 @@ def regime(job: TrainingJob) -> TrainingJob:
     """The job on one GPU whose recipe `job` shares: what the layout, the optimizer and the allocator do is not recorded.
     Of micro-batches the first and the last may differ."""
     precision = job.precision
+    driven = DRIVEN_BY.get(job.framework, job.framework)
     return job.replace(
+        framework=driven,
+        framework_options=_known_to(driven, job),
         micro_batch_size=1,
         sequence_length=1,
         gradient_accumulation_steps=min(job.gradient_accumulation_steps, 2),
@@ -23,3 +27,11 @@ def regime(job: TrainingJob) -> TrainingJob:
         versions=FrozenMapping(),
         precision=build(Precision, to_mapping(precision) | {"parameters": gathered_dtype(job), "main_parameters": None}),
     )
+
+
+def _known_to(framework: str, job: TrainingJob) -> FrozenMapping:
+    """The options of a job that another framework drives: not those that the layout's own engine has beside."""
+    if framework == job.framework:
+        return job.framework_options
+    known = conventions(job.replace(framework=framework, framework_options=FrozenMapping()))
+    return FrozenMapping({name: value for name, value in job.framework_options.items() if name in known})
