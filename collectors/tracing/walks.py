@@ -15,12 +15,13 @@ from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from peakcast.collectors.stepping import name_gradients
+from peakcast.collectors.tracing import zero3_linear
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
 from peakcast.collectors.tracing.visits import FORWARD
 from peakcast.dialects.layer_count import with_layers
 from peakcast.errors import CollectorError, PeakcastError
-from peakcast.spec import TrainingJob
+from peakcast.spec import Parallelism, TrainingJob
 from peakcast.timeline import Category, Phase
 
 PEFT = "base_model.model."
@@ -40,8 +41,10 @@ class Walker:
                 parameter="compile",
                 value=True,
             )
-        self._job = job
-        prepare(job, None)
+        if job.parallelism.zero_stage == 3:  # all that changes what is walked on one GPU
+            zero3_linear.install()
+        self._job = job.replace(parallelism=Parallelism())
+        prepare(self._job, None)
 
     def walk(self, layers: int | None, batch: int, length: int, steps: int = STEPS) -> dict[str, Any]:
         """The last of so many steps of the first `layers` layers (None: of all) with so many sequences of this length."""
@@ -217,11 +220,12 @@ class _Names:
         return name.removeprefix(self._blocks[block]).lstrip(".") if block is not None else name
 
     def owner(self, weight: str, place: int) -> list[str]:
-        """The module of a weight, "" for the block that is at `place`, and its name there."""
+        """The module of a weight, "" for the block that is at `place` or after it, and its name there: reentrant checkpoints
+        run a block again before backward has come to it."""
         block, own = self._split(weight)
         if block is None:
             return [self._end(weight), own]
-        return ["" if place == 2 * block + 1 else f"layers.{block}", own]
+        return ["" if place // 2 == block else f"layers.{block}", own]
 
     def parameters(self, weights: Sequence[tuple[str, Any]], updated: Set[str]) -> list[list[Any]]:
         """[module, name, shape, bytes of an element, whether it trains], in the order of the network's modules. A weight

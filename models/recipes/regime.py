@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from peakcast.allocator import Allocator
-from peakcast.conventions import DRIVEN_BY, conventions
+from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions
 from peakcast.fields import FrozenMapping, build, to_mapping
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.parallelism import Parallelism
@@ -11,17 +13,19 @@ from peakcast.spec import Optimizer, Precision, TrainingJob
 
 
 def regime(job: TrainingJob) -> TrainingJob:
-    """The job on one GPU whose recipe `job` shares: what the layout, the optimizer and the allocator do is not recorded.
-    Of micro-batches the first and the last may differ."""
+    """The job on one GPU whose recipe `job` shares: what the layout, the optimizer and the allocator do is not recorded, but
+    that linear layers keep more beside frozen weights under ZeRO-3. Of micro-batches the first and the last may differ."""
     precision = job.precision
+    adapts = job.finetuning.method != "full"
     driven = DRIVEN_BY.get(job.framework, job.framework)
     return job.replace(
         framework=driven,
         framework_options=_known_to(driven, job),
+        finetuning=replace(job.finetuning, adapter_dtype=adapter_dtype(job) if adapts else None),
         micro_batch_size=1,
         sequence_length=1,
         gradient_accumulation_steps=min(job.gradient_accumulation_steps, 2),
-        parallelism=Parallelism(),
+        parallelism=Parallelism(zero_stage=3) if job.parallelism.zero_stage == 3 and adapts else Parallelism(),
         optimizer=Optimizer(),
         allocator=Allocator(),
         versions=FrozenMapping(),

@@ -22,7 +22,8 @@ class RecordedModules:
 
     def __init__(self, walk: Walk, deep: Deep, names: Sequence[str], tensors: Sequence[StoredTensor]) -> None:
         self._walk = walk
-        self._sources = dict(zip(names, deep.sources.tolist(), strict=True))
+        self._places = {name: place for place, name in enumerate(names)}
+        self._sources = deep.sources.tolist()
         self._weights = {(t.module, t.name): t for t in tensors}
         self.tensors: dict[str, list[StoredTensor]] = {name: [] for name in names}
         """Of each block."""
@@ -33,9 +34,10 @@ class RecordedModules:
         self, module: str, labels: Sequence[str], begins: int, *, again: bool = False, backward: bool = False
     ) -> list[Turn]:
         """Those of a block, forward or backward, with what is computed again in between."""
-        source = self._sources[module]
+        place = self._places[module]
+        source = self._sources[place]
         visits = self._walk.visits[2 * self._walk.num_places - 1 - source if backward else source]
-        turns = turns_of(module, visits, self._weights)
+        turns = turns_of(f"layers.{place // 2}", visits, self._weights)
         if turns and source == 0 and not backward:
             turns[0] = replace(turns[0], starts=True)
         return [turn.later(begins) for turn in turns]
@@ -44,7 +46,7 @@ class RecordedModules:
 def turns_of(
     block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, str], StoredTensor]
 ) -> list[Turn]:
-    """The turns of a block's modules. One with weights and others inside keeps its own until it is left."""
+    """The turns of modules at the place of `block`, or before it. One with weights and others inside keeps its own until it is left."""
     left: dict[int, int] = {}
     entered: dict[tuple[str, str], list[int]] = {}
     for index, visit in enumerate(visits):
