@@ -91,8 +91,9 @@ class StretchTracer(Tracer):
 
     def _move(self, place: int, *, backward: bool) -> None:
         self.cuts.append(Cut(self.now, self._micro_batch, place, backward))
-        if not backward:
-            self._made_from.append(torch._C._autograd._get_sequence_nr())
+        if not backward:  # a reentrant checkpoint has made its node by the time that its block begins, without a graph
+            before = place % 2 and not torch.is_grad_enabled()
+            self._made_from.append(torch._C._autograd._get_sequence_nr() - before)
             self._made_at.append(place)
 
     def _begins(self, part: torch.nn.Module, names: dict[int, str], arguments: Any) -> None:

@@ -26,10 +26,6 @@ def cannot_be_recorded(job: TrainingJob) -> str:
         (job.task != "train", "generation is not recorded"),
         (job.compile or job.attention == "flex", "compiled code has no blocks that could be recorded"),
         (job.finetuning.method not in ("full", "lora"), f"finetuning.method={job.finetuning.method!r} is not recorded"),
-        (
-            job.finetuning.method != "full" and layout.sharding == "fsdp1" and layout.world_size > 1,
-            "adapters, which FSDP1 gathers one by one, are placed under DDP, FSDP2 and HSDP",
-        ),
         (bool(job.finetuning.quantization), "weights are quantised by their values, which a recording does not have"),
         (job.precision.compute == "float8", "float8 is not recorded"),
         (job.offload != Offload(), "offloading is not recorded"),
