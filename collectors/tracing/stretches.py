@@ -81,7 +81,7 @@ class StretchTracer(Tracer):
         """The next micro-batch is about to run forward."""
         self._micro_batch += 1
         self._made_from, self._made_at = [], []
-        self.visits.forget()
+        self.visits.begin(self._micro_batch)
         self._move(0, backward=False)
 
     def backward_begins(self) -> None:
@@ -90,6 +90,7 @@ class StretchTracer(Tracer):
         self._move(self.cuts[-1].place, backward=True)
 
     def _move(self, place: int, *, backward: bool) -> None:
+        self.visits.place = place
         self.cuts.append(Cut(self.now, self._micro_batch, place, backward))
         if not backward:  # a reentrant checkpoint has made its node by the time that its block begins, without a graph
             before = place % 2 and not torch.is_grad_enabled()
@@ -104,20 +105,16 @@ class StretchTracer(Tracer):
                 self._move(self.cuts[-1].place + 1, backward=False)
         if self.cuts and id(part) in names:
             self.first_place.setdefault(names[id(part)], self.cuts[-1].place)
-            self.visits.enter(names[id(part)], arguments, *self._here())
+            self.visits.enter(names[id(part)], arguments, self.now, self._again)
 
     def _ends(self, part: torch.nn.Module, names: dict[int, str], results: Any) -> None:
         if self.cuts and id(part) in names:
-            self.visits.leave(names[id(part)], results, *self._here())
+            self.visits.leave(names[id(part)], results, self.now, self._again)
         if id(part) not in self._blocks or not self.cuts:
             return
         self._again = False
         if self.phase != Phase.BACKWARD and self.cuts[-1].place % 2:
             self._move(self.cuts[-1].place + 1, backward=False)
-
-    def _here(self) -> tuple[int, int, int, bool]:
-        """What a visit needs to know."""
-        return self.now, self._micro_batch, self.cuts[-1].place, self._again
 
     def _recompute(self, block: int) -> None:
         """A block runs again inside backward: what follows is the block's, whoever asked for it."""

@@ -50,6 +50,10 @@ class Visits:
     def __init__(self) -> None:
         self.seen: list[Visit] = []
         self.weights: dict[str, dict[str, None]] = {}
+        self.first_read: dict[str, int] = {}
+        """By parameter, the place where it was first read."""
+        self.micro_batch, self.place = -1, 0
+        """What is running."""
         self.graph = False
         """Whether backward runs the nodes that are made while a block runs again."""
         self._passed: list[_Passed] = []
@@ -74,26 +78,28 @@ class Visits:
 
     def _read(self, weight: str) -> None:
         if self._running:
+            self.first_read.setdefault(weight, self.place)
             self.weights.setdefault(self._running[-1], {}).setdefault(weight)
 
-    def enter(self, module: str, arguments: Any, now: int, micro_batch: int, place: int, again: bool) -> None:
+    def enter(self, module: str, arguments: Any, now: int, again: bool) -> None:
         """A module begins to run; `again`: once more, in backward."""
         self._running.append(module)
-        self.seen.append(Visit(AGAIN if again else FORWARD, True, module, now, micro_batch, place))
+        self.seen.append(Visit(AGAIN if again else FORWARD, True, module, now, self.micro_batch, self.place))
         if (self.graph or not again) and _has_gradient(arguments):
-            self._pass(False, module, micro_batch, place)
+            self._pass(False, module)
 
-    def leave(self, module: str, results: Any, now: int, micro_batch: int, place: int, again: bool) -> None:
+    def leave(self, module: str, results: Any, now: int, again: bool) -> None:
         """It is done; without a result where a recomputation has stopped inside it."""
         self._running.pop()
         if results is None:
             return
-        self.seen.append(Visit(AGAIN if again else FORWARD, False, module, now, micro_batch, place))
+        self.seen.append(Visit(AGAIN if again else FORWARD, False, module, now, self.micro_batch, self.place))
         if (self.graph or not again) and _has_gradient(tree_iter(results)):
-            self._pass(True, module, micro_batch, place)
+            self._pass(True, module)
 
-    def _pass(self, enters: bool, module: str, micro_batch: int, place: int) -> None:
-        self._passed.append(_Passed(torch._C._autograd._get_sequence_nr(), enters, module, micro_batch, place))
+    def _pass(self, enters: bool, module: str) -> None:
+        nodes = torch._C._autograd._get_sequence_nr()
+        self._passed.append(_Passed(nodes, enters, module, self.micro_batch, self.place))
 
     def backward_at(self, node: int, now: int) -> None:
         """Backward is about to run the `node`-th node."""
@@ -101,8 +107,9 @@ class Visits:
             one = self._passed.pop()
             self.seen.append(Visit(BACKWARD, one.enters, one.module, now, one.micro_batch, one.place))
 
-    def forget(self) -> None:
+    def begin(self, micro_batch: int) -> None:
         """A new forward begins: what backward has not come to, it never will."""
+        self.micro_batch, self.place = micro_batch, 0
         self._passed.clear()
         self._running.clear()
 

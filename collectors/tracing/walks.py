@@ -190,6 +190,7 @@ class _Names:
 
     def __init__(self, tracer: StretchTracer, weights: Sequence[tuple[str, Any]], last_place: int) -> None:
         self._first, self._last = tracer.first_place, last_place
+        self._read = {name.removeprefix(PEFT): place for name, place in tracer.visits.first_read.items()}
         ran = ((self._first[name], name) for name in set(tracer._blocks.values()) if name in self._first)
         self._blocks = [name.removeprefix(PEFT) for _, name in sorted(ran)]
         self._prefix = _common_prefix([name.removeprefix(PEFT) for name, _ in weights])
@@ -244,7 +245,8 @@ class _Names:
             module = module.rpartition(".")[0]
             if module in self._first and (module or "." not in name):
                 break
-        place = self._first.get(module, 0)
+        # that of a module that never runs is read by another one: a fused loss reads the lm_head's
+        place = self._first[module] if module else self._read.get(name, 0)
         return "embedding" if place == 0 else "head" if place == self._last else f"between.{place}"
 
 

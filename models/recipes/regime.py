@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peakcast.allocator import Allocator
-from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions
+from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
 from peakcast.fields import FrozenMapping, build, to_mapping
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.parallelism import Parallelism
@@ -21,7 +21,7 @@ def regime(job: TrainingJob) -> TrainingJob:
     return job.replace(
         framework=driven,
         framework_options=_known_to(driven, job),
-        finetuning=replace(job.finetuning, adapter_dtype=adapter_dtype(job) if adapts else None),
+        finetuning=replace(job.finetuning, adapter_dtype=used_adapter_dtype(job) if adapts else None),
         micro_batch_size=1,
         sequence_length=1,
         gradient_accumulation_steps=min(job.gradient_accumulation_steps, 2),
@@ -31,6 +31,11 @@ def regime(job: TrainingJob) -> TrainingJob:
         versions=FrozenMapping(),
         precision=build(Precision, to_mapping(precision) | {"parameters": gathered_dtype(job), "main_parameters": None}),
     )
+
+
+def used_adapter_dtype(job: TrainingJob) -> str:
+    """The dtype in which adapters are used: FSDP's mixed precision gathers them as the other weights."""
+    return gathered_dtype(job) if mixes_precision(job) else adapter_dtype(job)
 
 
 def _known_to(framework: str, job: TrainingJob) -> FrozenMapping:
