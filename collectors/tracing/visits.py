@@ -1,9 +1,9 @@
 """Which modules a step enters and leaves, in order: what ZeRO-3, which fetches weights module by module, goes by.
 
-Forward that is what hooks see. Backward visits a module when the first node made after it has been passed, and leaves it when
-backward comes to a node that was made before it: DeepSpeed hangs a node of its own on a module's results and arguments
-(DeepSpeed 0.19 `runtime/zero/parameter_offload.py`), which would change the graph here. Results without a gradient have
-none, nor have arguments without one: nothing says then that the module is done. Arguments by keyword are not looked at.
+Forward that is what hooks see. Backward enters a module when it comes to a node that was made before the module was left,
+and leaves it when it comes to one made before the module was entered. DeepSpeed hangs nodes of its own on a module's
+results and arguments (DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`), which would change the graph here; as there,
+results and arguments without a gradient have none, nor have arguments by keyword, and nothing says then that it is done.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
         weights = list(training.model.named_parameters())
         tracer.name(weights, Category.PARAMETERS)
         tracer.name(training.model.named_buffers(), Category.OTHER)
+        tracer.name(_constants(training.model), Category.OTHER)
         with tracer.watching(training.model), tracer.following(training.model):
             for _ in range(steps):
                 before = len(tracer.cuts)
@@ -76,6 +77,16 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
                 training.zero_grad()
         wrapped = _wrapped(training.model)
     return _mapping(tracer, weights, updated, wrapped, tracer.cuts[before:], end)
+
+
+def _constants(model: Any) -> Iterator[tuple[str, Any]]:
+    """What bitsandbytes keeps beside a packed weight."""
+    for name, part in model.named_modules():
+        state = getattr(part, "quant_state", None)
+        for of, found in (("", state), ("nested_", getattr(state, "state2", None))):
+            for key in ("absmax", "code", "offset"):
+                if getattr(found, key, None) is not None:
+                    yield f"{name}.weight.{of}{key}", getattr(found, key)
 
 
 def _step(training: Any, tracer: StretchTracer) -> None:
@@ -221,8 +232,7 @@ class _Names:
         return name.removeprefix(self._blocks[block]).lstrip(".") if block is not None else name
 
     def owner(self, weight: str, place: int) -> list[str]:
-        """The module of a weight, "" for the block that is at `place` or after it, and its name there: reentrant checkpoints
-        run a block again before backward has come to it."""
+        """The module of a weight, "" for the block that is at `place` or after it, and its name there."""
         block, own = self._split(weight)
         if block is None:
             return [self._end(weight), own]

@@ -1,6 +1,6 @@
 """DeepSpeed's linear layer under stage 3, a function in Python: it keeps its input also where the weight is frozen.
 
-Source: DeepSpeed 0.19.8 `runtime/zero/linear.py` (LinearFunctionForZeroStage3), which `zero.Init` puts in the place of torch's.
+Source: DeepSpeed 0.19.8 `runtime/zero/linear.py` (LinearFunctionForZeroStage3), which `zero.Init` puts in torch's place.
 """
 
 from __future__ import annotations

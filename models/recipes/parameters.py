@@ -38,6 +38,6 @@ def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor,
             own = stored if size == used else size  # what the library keeps wide stays so
             if ".lora_" in name:
                 own = adapters
-            gathered = used if mixes_precision(job) else own
+            gathered = used if mixes_precision(job) and own > 1 else own  # packed bytes are no numbers to narrow
             tensors.append(StoredTensor(name, module, shape, own, gathered, trains, decays=len(shape) > 1))
     return tuple(tensors)

@@ -13,8 +13,9 @@ from peakcast.spec import Optimizer, Precision, TrainingJob
 
 
 def regime(job: TrainingJob) -> TrainingJob:
-    """The job on one GPU whose recipe `job` shares: what the layout, the optimizer and the allocator do is not recorded, but
-    that linear layers keep more beside frozen weights under ZeRO-3. Of micro-batches the first and the last may differ."""
+    """The job on one GPU whose recipe `job` shares: what the layout, the optimizer and the allocator do is not recorded,
+    but for ZeRO-3's linear layers, which keep more beside frozen weights. Of micro-batches the first and the last may
+    differ."""
     precision = job.precision
     adapts = job.finetuning.method != "full"
     driven = DRIVEN_BY.get(job.framework, job.framework)

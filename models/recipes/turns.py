@@ -43,10 +43,9 @@ class RecordedModules:
         return [turn.later(begins) for turn in turns]
 
 
-def turns_of(
-    block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, str], StoredTensor]
-) -> list[Turn]:
-    """The turns of modules at the place of `block`, or before it. One with weights and others inside keeps its own until it is left."""
+def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, str], StoredTensor]) -> list[Turn]:
+    """The turns of modules at the place of `block`, or before it. A module with weights and others inside it keeps its own
+    until it is left."""
     left: dict[int, int] = {}
     entered: dict[tuple[str, str], list[int]] = {}
     for index, visit in enumerate(visits):

@@ -17,7 +17,7 @@ PLACE, BORN_STRETCH, BORN, DIES_STRETCH, DIES, HANDED_ON_STRETCH, HANDED_ON = ra
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A module is entered or left before the operation `instant` of a stretch. `runs`: "forward", "again" for checkpointing,
+    """A module is entered or left before the operation `instant` of a stretch. `runs`: "forward", "again" (a checkpoint) or
     "backward". `weights`: those that it reads, as module ("": the block at its place or after it) and name."""
 
     runs: str

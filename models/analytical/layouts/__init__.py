@@ -37,8 +37,8 @@ def layout_of(
     modules: ModuleTurns | None = None,
 ) -> Layout:
     """The layout of `job` for the network's `tensors`, on rank 0: no rank holds more. `outputs`: bytes of the
-    tensors that the model returns, its logits first, which DDP may copy. `modules`: of a network whose modules' turns, which
-    ZeRO-3 goes by, do not follow from its family."""
+    tensors that the model returns, its logits first, which DDP may copy. `modules`: what ZeRO-3 goes by, of a network
+    whose modules' turns do not follow from its family."""
     parallelism = job.parallelism
     ranks = parallelism.num_replicas
     if parallelism.zero_stage and job.task == "train":  # DeepSpeed's engine has its buckets and main copies on one rank too
