@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         ctx.save_for_backward(given, weight, bias)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from peakcast.allocator import Allocator
 from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
 from peakcast.fields import FrozenMapping, build, to_mapping
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.parallelism import Parallelism
-from peakcast.spec import Optimizer, Precision, TrainingJob
+from peakcast.spec import Finetuning, Optimizer, Precision, TrainingJob
 
 
 def regime(job: TrainingJob) -> TrainingJob:
@@ -18,11 +16,13 @@ def regime(job: TrainingJob) -> TrainingJob:
     differ."""
     precision = job.precision
     adapts = job.finetuning.method != "full"
+    adapters = used_adapter_dtype(job) if adapts else None
+    dtypes = dict.fromkeys(("parameters", "gradients", "optimizer_states"), gathered_dtype(job))
     driven = DRIVEN_BY.get(job.framework, job.framework)
     return job.replace(
         framework=driven,
         framework_options=_known_to(driven, job),
-        finetuning=replace(job.finetuning, adapter_dtype=used_adapter_dtype(job) if adapts else None),
+        finetuning=build(Finetuning, to_mapping(job.finetuning) | {"adapter_dtype": adapters}),
         micro_batch_size=1,
         sequence_length=1,
         gradient_accumulation_steps=min(job.gradient_accumulation_steps, 2),
@@ -30,7 +30,7 @@ def regime(job: TrainingJob) -> TrainingJob:
         optimizer=Optimizer(),
         allocator=Allocator(),
         versions=FrozenMapping(),
-        precision=build(Precision, to_mapping(precision) | {"parameters": gathered_dtype(job), "main_parameters": None}),
+        precision=build(Precision, to_mapping(precision) | {**dtypes, "main_parameters": None}),
     )
 
 
