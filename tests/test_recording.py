@@ -36,7 +36,7 @@ def test_a_network_that_cannot_be_recorded_says_what_stands_in_the_way(tmp_path:
     for more, said in (
         ({"compile": True}, "compiled code has no blocks"),
         ({"framework": "megatron"}, "framework='megatron' is not recorded"),
-        ({"parallelism": {"data_parallel_size": 2, "zero_stage": 3}, "framework": "deepspeed"}, "framework='deepspeed'"),
+        ({"finetuning": {"method": "qlora", "rank": 8, "quantization": "int8"}}, "quantization='int8' is not recorded"),
     ):
         with pytest.raises(SpecError, match=f"'gpt2' cannot be recorded: .*{said}"):
             api.record({"architecture": "gpt2", **more})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 
+_BEFORE_LIGER: dict[str, dict[str, Any]] = {}
+"""What modules of modelling code had before Liger replaced some of it."""
+
 
 def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManager[Any] | None = None) -> Any:
     """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens. `making`:
@@ -29,6 +33,7 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
         return _with_trainer(job, device, str(loop))
     if job.parallelism.pipeline_parallel_size > 1:
         return _in_stages(job, device)
+    _without_liger_kernels()
     spread = spreading.is_spread(job)
     first = "cpu" if job.finetuning.quantization else device
     with making or contextlib.nullcontext(), spreading.untouched() if spread else torch.device(first):
@@ -121,4 +126,14 @@ def _with_liger_kernels(model: Any, job: TrainingJob) -> None:
         )
     others = inspect.signature(apply).parameters.keys() - {"model", "cross_entropy", "fused_linear_cross_entropy"}
     switches = {} if kernels else dict.fromkeys(others, False)  # its defaults are the kernels that the family has
+    code = sys.modules[type(causal_model(model)).__module__]
+    _BEFORE_LIGER.setdefault(code.__name__, dict(vars(code)))
     apply(model=model, cross_entropy=False, fused_linear_cross_entropy=loss, **switches)
+
+
+def _without_liger_kernels() -> None:
+    """A process that builds several networks builds each from the library's own code, of which Liger replaces classes: not
+    every part that it leaves alone in a network made before stays so in one made after."""
+    for name, before in _BEFORE_LIGER.items():
+        vars(sys.modules[name]).update(before)
+    _BEFORE_LIGER.clear()

@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from peakcast.collectors.packages import imported
+from peakcast.collectors.tracing import quantized_fakes
 from peakcast.spec import Finetuning, TrainingJob
 
 INT8_THRESHOLD = 6.0
@@ -44,17 +46,13 @@ def _quantized(layer: Any, layers: Any, tuning: Finetuning, compute: torch.dtype
         made = layers.Linear8bitLt(in_features, out_features, has_fp16_weights=False, threshold=INT8_THRESHOLD, **common)
         made.weight = layers.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
     else:
-        made = layers.Linear4bit(
-            in_features,
-            out_features,
-            compute_dtype=compute,
-            compress_statistics=tuning.double_quantization,
-            quant_type="nf4",
-            **common,
-        )
-        made.weight = layers.Params4bit(
-            weight, requires_grad=False, compress_statistics=tuning.double_quantization, quant_type="nf4", module=made
-        ).to(device)
+        with unset_fake_temporarily():
+            made = layers.Linear4bit(in_features, out_features, compute_dtype=compute, quant_type="nf4", **common)
+        options = {"compress_statistics": tuning.double_quantization, "quant_type": "nf4"}
+        if isinstance(weight, FakeTensor):
+            made.weight = quantized_fakes.packed(weight, device, made, **options)
+        else:
+            made.weight = layers.Params4bit(weight, requires_grad=False, module=made, **options).to(device)
     if layer.bias is not None:
         made.bias = torch.nn.Parameter(layer.bias.data.to(device), requires_grad=False)
     return made

@@ -18,6 +18,7 @@ import torch
 from torch.nn.modules import module as hooks
 
 from peakcast.collectors.tracing.tracer import Tracer
+from peakcast.collectors.tracing.visits import Visits
 from peakcast.timeline import Phase
 
 
@@ -41,6 +42,9 @@ class StretchTracer(Tracer):
         """By the number of the entry."""
         self.gradients: dict[int, str] = {}
         """Entries that autograd hands to a parameter as its gradient, and the parameter's name."""
+        self.handed_on: dict[int, int] = {}
+        """Before which operation it does so."""
+        self.visits = Visits()
         self.first_place: dict[str, int] = {}
         """By module, the place where it first ran."""
         self._blocks: dict[int, str] = {}
@@ -52,6 +56,8 @@ class StretchTracer(Tracer):
         """The sequence number after those of all nodes that the forward at hand has made."""
         self._recomputing: int | None = None
         """The node that is running a block again."""
+        self._again = False
+        """Whether a block is running again."""
 
     @contextmanager
     def following(self, model: torch.nn.Module) -> Iterator[None]:
@@ -59,51 +65,69 @@ class StretchTracer(Tracer):
         self._blocks = {id(part): name for name, part in blocks_of(model)}
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         names = {id(part): name for name, part in model.named_modules()}
-        before = hooks.register_module_forward_pre_hook(lambda part, _: self._begins(part, names))
-        after = hooks.register_module_forward_hook(lambda part, *_: self._ends(part), always_call=True)
+        before = hooks.register_module_forward_pre_hook(lambda part, args: self._begins(part, names, args))
+        after = hooks.register_module_forward_hook(
+            lambda part, _, results: self._ends(part, names, results), always_call=True
+        )
+        unwatch = self.visits.watch(model)
         try:
             yield
         finally:
             before.remove()
             after.remove()
+            unwatch()
 
     def micro_batch_begins(self) -> None:
         """The next micro-batch is about to run forward."""
         self._micro_batch += 1
         self._made_from, self._made_at = [], []
+        self.visits.begin(self._micro_batch)
         self._move(0, backward=False)
 
     def backward_begins(self) -> None:
         """Its backward is about to run."""
-        self._recomputing, self._nodes_made = None, torch._C._autograd._get_sequence_nr()
+        self._recomputing, self._again, self._nodes_made = None, False, torch._C._autograd._get_sequence_nr()
         self._move(self.cuts[-1].place, backward=True)
 
     def _move(self, place: int, *, backward: bool) -> None:
+        self.visits.place = place
         self.cuts.append(Cut(self.now, self._micro_batch, place, backward))
-        if not backward:
-            self._made_from.append(torch._C._autograd._get_sequence_nr())
+        if not backward:  # a reentrant checkpoint has made its node by the time that its block begins, without a graph
+            before = place % 2 and not torch.is_grad_enabled()
+            self._made_from.append(torch._C._autograd._get_sequence_nr() - before)
             self._made_at.append(place)
 
-    def _begins(self, part: torch.nn.Module, names: dict[int, str]) -> None:
+    def _begins(self, part: torch.nn.Module, names: dict[int, str], arguments: Any) -> None:
         if id(part) in self._blocks:
             if self.phase == Phase.BACKWARD:
                 self._recompute(id(part))
             elif self.cuts and not self.cuts[-1].place % 2:
                 self._move(self.cuts[-1].place + 1, backward=False)
-        if self.cuts:
-            self.first_place.setdefault(names.get(id(part), ""), self.cuts[-1].place)
+        if self.cuts and id(part) in names:
+            self.first_place.setdefault(names[id(part)], self.cuts[-1].place)
+            self.visits.enter(names[id(part)], arguments, self.now, self._again)
 
-    def _ends(self, part: torch.nn.Module) -> None:
-        if id(part) in self._blocks and self.phase != Phase.BACKWARD and self.cuts and self.cuts[-1].place % 2:
+    def _ends(self, part: torch.nn.Module, names: dict[int, str], results: Any) -> None:
+        if self.cuts and id(part) in names:
+            self.visits.leave(names[id(part)], results, self.now, self._again)
+        if id(part) not in self._blocks or not self.cuts:
+            return
+        self._again = False
+        if self.phase != Phase.BACKWARD and self.cuts[-1].place % 2:
             self._move(self.cuts[-1].place + 1, backward=False)
 
     def _recompute(self, block: int) -> None:
         """A block runs again inside backward: what follows is the block's, whoever asked for it."""
         node = torch._C._current_autograd_node()
         self._recomputing = node._sequence_nr() if node is not None else None
+        self._again = True
         place = self.first_place.get(self._blocks[block], 0)
         if place < self.cuts[-1].place:
             self._move(place, backward=True)
+        if self._recomputing is not None:
+            self.visits.backward_at(self._recomputing, self.now)
+        # a checkpoint with use_reentrant goes backward through the nodes that are made now, another one throws them away
+        self.visits.graph = type(node).__name__ == "CheckpointFunctionBackward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.phase == Phase.BACKWARD and self.cuts and self.cuts[-1].backward:
@@ -118,11 +142,13 @@ class StretchTracer(Tracer):
             self._accumulated(self._parameters.get(id(variable), ""), func, args)
             return
         number = node._sequence_nr() if node is not None else None
-        if number is None or number == self._recomputing or number >= self._nodes_made:
+        if number is None or number == self._recomputing:
             return
-        place = self._made_at[max(0, bisect.bisect_right(self._made_from, number) - 1)]
-        if place < self.cuts[-1].place:
-            self._move(place, backward=True)
+        if number < self._nodes_made:
+            place = self._made_at[max(0, bisect.bisect_right(self._made_from, number) - 1)]
+            if place < self.cuts[-1].place:
+                self._move(place, backward=True)
+        self.visits.backward_at(number, self.now)
 
     def _accumulated(self, parameter: str, func: Any, args: Any) -> None:
         """A parameter gets what backward has made as its gradient, or has it added to that (torch
@@ -130,8 +156,8 @@ class StretchTracer(Tracer):
         read = [one for one in args if isinstance(one, torch.Tensor)]
         if parameter and read and func in (torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor):
             number = self._alive.get(read[-1].untyped_storage()._cdata)
-            if number is not None:
-                self.gradients.setdefault(number, parameter)
+            if number is not None and number not in self.gradients:
+                self.gradients[number], self.handed_on[number] = parameter, self.now
 
     def _begin(self, storage: torch.UntypedStorage, instant: int) -> None:
         number = self._count

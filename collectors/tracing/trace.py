@@ -84,7 +84,11 @@ def check_traceable(job: TrainingJob) -> None:
             job.architecture.model_type == "dbrx" and job.framework != "megatron" and job.architecture.name,
             "its experts run one by one, those that tokens have chosen",
         ),
-        ("finetuning.quantization", job.finetuning.quantization, "weights are quantised by their values"),
+        (
+            "finetuning.quantization",
+            job.finetuning.quantization != "nf4" and job.finetuning.quantization,
+            "weights are quantised by their values",
+        ),
         ("optimizer.name", job.optimizer.name.startswith("paged") and job.optimizer.name, "managed memory needs a GPU"),
         (
             "optimizer.implementation",
@@ -110,6 +114,7 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         fake_streams,
         megatron_fakes,
         patches,
+        quantized_fakes,
         triton_stub,
         trl_fakes,
     )
@@ -126,6 +131,8 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         inductor.load()
     if job.loss.fused_linear_cross_entropy or job.framework_options.get("liger_kernels"):
         triton_stub.install()
+    if job.finetuning.quantization == "nf4":
+        quantized_fakes.install()
     if job.loss.kind != "cross_entropy":
         trl_fakes.install()
     if torchtitan_experts.has_torchtitan_experts(job):

@@ -16,13 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from peakcast.collectors.stepping import name_gradients
+from peakcast.collectors.tracing import zero3_linear
 from peakcast.collectors.tracing.families import defaults_of
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
+from peakcast.collectors.tracing.visits import FORWARD
 from peakcast.dialects.layer_count import with_layers
 from peakcast.dialects.network_values import NETWORK, with_values
 from peakcast.errors import CollectorError, PeakcastError
-from peakcast.spec import TrainingJob
+from peakcast.spec import Parallelism, TrainingJob
 from peakcast.timeline import Category, Phase
 
 PEFT = "base_model.model."
@@ -42,8 +44,10 @@ class Walker:
                 parameter="compile",
                 value=True,
             )
-        self._job = job
-        prepare(job, None)
+        if job.parallelism.zero_stage == 3:  # all that changes what is walked on one GPU
+            zero3_linear.install()
+        self._job = job.replace(parallelism=Parallelism())
+        prepare(self._job, None)
 
     def defaults(self) -> dict[str, Any]:
         """What the library takes for what the network's configuration may say, by flat names."""
@@ -73,6 +77,7 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
         weights = list(training.model.named_parameters())
         tracer.name(weights, Category.PARAMETERS)
         tracer.name(training.model.named_buffers(), Category.OTHER)
+        tracer.name(_constants(training.model), Category.OTHER)
         with tracer.watching(training.model), tracer.following(training.model):
             for _ in range(steps):
                 before = len(tracer.cuts)
@@ -83,6 +88,16 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
                 training.zero_grad()
         wrapped = _wrapped(training.model)
     return _mapping(tracer, weights, updated, wrapped, tracer.cuts[before:], end)
+
+
+def _constants(model: Any) -> Iterator[tuple[str, Any]]:
+    """What bitsandbytes keeps beside a packed weight."""
+    for name, part in model.named_modules():
+        state = getattr(part, "quant_state", None)
+        for of, found in (("", state), ("nested_", getattr(state, "state2", None))):
+            for key in ("absmax", "code", "offset"):
+                if getattr(found, key, None) is not None:
+                    yield f"{name}.weight.{of}{key}", getattr(found, key)
 
 
 def _step(training: Any, tracer: StretchTracer) -> None:
@@ -124,6 +139,7 @@ def _mapping(
         "num_places": num_places,
         "stretches": [[tracer._labels[since:until], tracer._phases[since:until]] for since, until in spans],
         "entries": list(_entries(tracer, own, starts, start, end, num_places)),
+        "visits": _visits(tracer, own, starts, first, num_places),
         "wrapped": wrapped,
         "parameters": own.parameters(weights, updated),
     }
@@ -132,8 +148,9 @@ def _mapping(
 def _entries(
     tracer: StretchTracer, own: _Names, starts: list[int], start: int, end: int, num_places: int
 ) -> Iterator[list[Any]]:
-    """[name, category, bytes, place, born: stretch, offset, dies: stretch, offset, whether a parameter's gradient]. Stretch
-    -1 of birth: before this step, its offset 0 if before the first one, else 1; of death: never. `place`: whose it is."""
+    """[name, category, bytes, place, born: stretch, offset, dies: stretch, offset, handed on: stretch, offset, whether a
+    parameter's gradient]. Stretch -1 of birth: before this step, its offset 0 if before the first one, else 1; of death:
+    never. `place`: whose it is. Handed on: as a gradient, to its parameter."""
     for number, (label, _, born, dies, module) in sorted(tracer._entries.items(), key=lambda item: (item[1][2], item[0])):
         ends = sys.maxsize if dies is None else dies
         category, called = tracer._named.get(number, (None, ""))
@@ -144,11 +161,7 @@ def _entries(
         else:
             at = bisect.bisect_right(starts, born) - 1
             origin = [at, born - starts[at]]
-        if ends >= end + (ends == end):
-            fate = [-1, 0]
-        else:  # by the end of the stretch in which the operation before it ran
-            at = bisect.bisect_right(starts, ends - 1) - 1
-            fate = [at, ends - starts[at]]
+        fate = [-1, 0] if ends >= end + (ends == end) else _after(ends, starts)
         gradient = tracer.gradients.get(number)
         if category is Category.GRADIENTS or gradient is not None:
             name, category = own.of_weight(gradient or called.removesuffix(".grad")) + ".grad", Category.GRADIENTS
@@ -158,7 +171,28 @@ def _entries(
             name = own.of_weight(called) or own.of_module(module) or label
         is_gradient = category is Category.GRADIENTS
         place = own.place_of(called) if origin[0] < 0 else _place(origin[0], num_places)
-        yield [name, int(category), tracer.raw_bytes[number], place, *origin, *fate, int(is_gradient)]
+        handed_on = _after(tracer.handed_on[number], starts) if gradient is not None else [-1, 0]
+        yield [name, int(category), tracer.raw_bytes[number], place, *origin, *fate, *handed_on, int(is_gradient)]
+
+
+def _after(instant: int, starts: list[int]) -> list[int]:
+    """Stretch and offset by the end of the stretch in which the operation before `instant` ran."""
+    at = bisect.bisect_right(starts, instant - 1) - 1
+    return [at, instant - starts[at]]
+
+
+def _visits(tracer: StretchTracer, own: _Names, starts: list[int], first: int, num_places: int) -> list[list[list[Any]]]:
+    """Of each stretch [what runs, whether it is entered, module, offset, weights as their modules and names] in order."""
+    found: list[list[list[Any]]] = [[] for _ in starts]
+    for visit in tracer.visits.seen:
+        if visit.micro_batch < first:
+            continue
+        within = visit.place if visit.runs == FORWARD else 2 * num_places - 1 - visit.place
+        stretch = (visit.micro_batch - first) * 2 * num_places + within
+        weights = [own.owner(weight, visit.place) for weight in tracer.visits.weights.get(visit.module, ())]
+        offset = max(0, visit.instant - starts[stretch])
+        found[stretch].append([visit.runs, visit.enters, own.as_it_is(visit.module), offset, weights])
+    return found
 
 
 def _place(stretch: int, num_places: int) -> int:
@@ -178,6 +212,7 @@ class _Names:
 
     def __init__(self, tracer: StretchTracer, weights: Sequence[tuple[str, Any]], last_place: int) -> None:
         self._first, self._last = tracer.first_place, last_place
+        self._read = {name.removeprefix(PEFT): place for name, place in tracer.visits.first_read.items()}
         ran = ((self._first[name], name) for name in set(tracer._blocks.values()) if name in self._first)
         self._blocks = [name.removeprefix(PEFT) for _, name in sorted(ran)]
         self._prefix = _common_prefix([name.removeprefix(PEFT) for name, _ in weights])
@@ -201,6 +236,19 @@ class _Names:
         """Or of a buffer."""
         return self._split(name)[1]
 
+    def as_it_is(self, module: str) -> str:
+        """A module's name within its block, with what peft puts around it."""
+        name = module.removeprefix(PEFT)
+        block = self._split(module)[0]
+        return name.removeprefix(self._blocks[block]).lstrip(".") if block is not None else name
+
+    def owner(self, weight: str, place: int) -> list[str]:
+        """The module of a weight, "" for the block that is at `place` or after it, and its name there."""
+        block, own = self._split(weight)
+        if block is None:
+            return [self._end(weight), own]
+        return ["" if place // 2 == block else f"layers.{block}", own]
+
     def parameters(self, weights: Sequence[tuple[str, Any]], updated: Set[str]) -> list[list[Any]]:
         """[module, name, shape, bytes of an element, whether it trains], in the order of the network's modules. A weight
         that no loss depends on gets no gradient, and optimizers pass it by."""
@@ -218,7 +266,8 @@ class _Names:
             module = module.rpartition(".")[0]
             if module in self._first and (module or "." not in name):
                 break
-        place = self._first.get(module, 0)
+        # that of a module that never runs is read by another one: a fused loss reads the lm_head's
+        place = self._first[module] if module else self._read.get(name, 0)
         return "embedding" if place == 0 else "head" if place == self._last else f"between.{place}"
 
 

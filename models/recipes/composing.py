@@ -3,7 +3,8 @@ has, hand-written or recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,13 @@ from peakcast.models.analytical.workspaces import training_workspaces
 from peakcast.models.recipes.depth import Deep, deepened, place_of
 from peakcast.models.recipes.parameters import described, recorded_parameters
 from peakcast.models.recipes.recipe import Recipe
-from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH, PLACE, Ints
+from peakcast.models.recipes.turns import RecordedModules
+from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH, HANDED_ON, PLACE, Ints, Visit
 from peakcast.spec import TrainingJob
 from peakcast.texts import Texts
 from peakcast.timeline import Category, Phase, Timeline
 
+ADAPTERS = (".lora_A", ".lora_B")
 PRODUCTS = ("mm.", "addmm.", "bmm.")
 """How the labels of matrix products begin."""
 
@@ -34,17 +37,30 @@ def recipe_ledger(
 ) -> Timeline:
     """As `peakcast.models.analytical.ledger.ledger`, of the network that `recipe` was recorded of."""
     job = described(job, recipe)
-    layout = layout_of(job, recorded_parameters(job, recipe), (), rank)
+    network, tensors = _Network(recipe, job), recorded_parameters(job, recipe)
+    modules = RecordedModules(recipe.walk, network.deep, network.names, tensors)
+    layout = layout_of(job, tensors, (), rank, modules)
     layout.first_step = step == "first"
     hand_updates(job, layout, step)
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
     timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
-    network = _Network(recipe, job)
     network.run(timeline, layout)
     place_optimizer_step(timeline, job, layout, step)
     network.hold_across(timeline, first_step=step == "first")
     return timeline.timeline()
+
+
+@dataclass(frozen=True)
+class RecordedTemplate(Template):
+    """A place's template, whose entries bear the names of modules and not of operations."""
+
+    made: tuple[Ints, Ints] = field(kw_only=True)
+
+    @property
+    def made_bytes(self) -> tuple[Ints, Ints]:
+        """Of each forward, then of each backward instant, the bytes that its operation allocates, for other places too."""
+        return self.made
 
 
 class _Network:
@@ -114,12 +130,14 @@ class _Network:
         forward, backward = micro_batch * length + place, (micro_batch + 1) * length - 1 - place
         born = walk.lives[BORN_STRETCH]
         own = np.flatnonzero(self._local() & ((born == forward) | (born == backward)))
-        lives, gradients = walk.lives[:, own], walk.gradients[own]
-        dies = np.where(gradients, lives[BORN] + 1, lives[DIES])
+        lives, gradients, names = walk.lives[:, own], walk.gradients[own], [walk.names[i] for i in own]
+        dies = np.where(gradients, np.maximum(lives[BORN] + 1, lives[HANDED_ON]), lives[DIES])
+        made = {name.removesuffix(".weight.grad"): at - 1 for name, at in zip(names, dies, strict=True)}
+        labels = _naming_adapters(walk.labels[backward], walk.visits[backward], made)
         phases = walk.phases[forward]
         loss = phases.find(int(Phase.LOSS))
-        return Template(
-            names=[walk.names[i] for i in own],
+        return RecordedTemplate(
+            names=names,
             categories=walk.categories[own].astype(np.int8),
             num_bytes=self.num_bytes[own],
             born=lives[BORN],
@@ -132,15 +150,36 @@ class _Network:
             num_forward=len(phases),
             num_recomputed=len(phases),
             num_backward=len(walk.phases[backward]),
-            forward_labels=list(walk.labels[forward]),
-            backward_labels=_hooked(walk.labels[backward]) if place == walk.num_places - 1 else list(walk.labels[backward]),
+            forward_labels=_naming_adapters(walk.labels[forward], walk.visits[forward], {}),
+            backward_labels=_hooked(labels) if place == walk.num_places - 1 else labels,
             input_bytes=0,
             keeps_input=False,
             asks_late_bytes=0,
             saved_bytes=[],
             loss_from=len(phases) if loss < 0 else loss,
             added_to_handed_in=len(walk.phases[backward]),
+            made=(self._made(forward), self._made(backward)),
         )
+
+    def _made(self, stretch: int) -> Ints:
+        """Bytes that each operation of a stretch allocates."""
+        born = self.walk.lives[:, self.walk.lives[BORN_STRETCH] == stretch][BORN]
+        made = self.num_bytes[self.walk.lives[BORN_STRETCH] == stretch]
+        return np.bincount(born, made, len(self.walk.phases[stretch])).astype(np.int64)
+
+
+def _naming_adapters(labels: Sequence[str], visits: Sequence[Visit], made: Mapping[str, int]) -> list[str]:
+    """The labels of a stretch, with those operations named after an adapter's matrix for which FSDP1 gathers it: the first
+    one that uses it, where it runs "again" too, or the last before its gradient is there, the instants `made`."""
+    named = list(labels)
+    for visit in visits:
+        operation = visit.module.removesuffix(".default")
+        if not (visit.enters and operation.endswith(ADAPTERS)):
+            continue
+        at = made.get(operation, visit.instant) if visit.runs == "backward" else visit.instant
+        if at < len(named):
+            named[at] = f"{operation} again" if visit.runs == "again" else operation
+    return named
 
 
 def _hooked(labels: Sequence[str]) -> list[str]:

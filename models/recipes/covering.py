@@ -5,39 +5,54 @@ from __future__ import annotations
 import json
 
 from peakcast.architecture import Architecture
+from peakcast.conventions import adapter_dtype, mixes_precision
 from peakcast.dialects.hf_config import left_out_of
 from peakcast.dialects.hf_families import FAMILIES
 from peakcast.errors import near_misses
 from peakcast.findings import MORE, Finding, found
 from peakcast.lengths import lengths_change
+from peakcast.models.analytical.layouts import LEAVES, gathered_dtype
 from peakcast.models.recipes.shelf import recipe_of, why_not
 from peakcast.spec import Offload, TrainingJob
 from peakcast.versions import release
 
-FRAMEWORKS = ("huggingface", "torch")
+FRAMEWORKS = ("huggingface", "torch", "deepspeed")
 """Stacks whose loops are recorded."""
+METHODS = ("full", "lora", "qlora")
 
 
 def cannot_be_recorded(job: TrainingJob) -> str:
     """Why no recipe of `job` is ever made, whatever is installed; "" where one can be."""
-    layout = job.parallelism
+    layout, adapts = job.parallelism, job.finetuning.method != "full"
     checks = (
         (job.framework not in FRAMEWORKS, f"framework={job.framework!r} is not recorded"),
         (job.task != "train", "generation is not recorded"),
         (job.compile or job.attention == "flex", "compiled code has no blocks that could be recorded"),
-        (job.finetuning.method not in ("full", "lora"), f"finetuning.method={job.finetuning.method!r} is not recorded"),
+        (job.finetuning.method not in METHODS, f"finetuning.method={job.finetuning.method!r} is not recorded"),
         (
-            job.finetuning.method != "full" and layout.sharding == "fsdp1" and layout.world_size > 1,
-            "adapters, which FSDP1 gathers one by one, are placed under DDP, FSDP2 and HSDP",
+            job.finetuning.quantization not in (None, "nf4"),
+            f"finetuning.quantization={job.finetuning.quantization!r} is not recorded: nf4 and whole weights are",
         ),
-        (bool(job.finetuning.quantization), "weights are quantised by their values, which a recording does not have"),
+        (
+            job.finetuning.quantization is not None and (layout.zero_stage > 0 or layout.sharding != "none"),
+            "quantised weights are recorded for one GPU and DDP, not for layouts that shard them",
+        ),
+        (
+            adapts and layout.sharding == "fsdp1" and mixes_precision(job) and adapter_dtype(job) != gathered_dtype(job),
+            "adapters that FSDP1 gathers narrower than they are stored are seen as stored in a first step, which is not "
+            "recorded",
+        ),
+        (
+            layout.zero_stage == 3 and job.architecture.model_type in LEAVES,
+            f"ZeRO-3 takes the experts of {', '.join(LEAVES)} as one module, which is not recorded",
+        ),
         (job.precision.compute == "float8", "float8 is not recorded"),
         (job.offload != Offload(), "offloading is not recorded"),
         (job.loss.kind != "cross_entropy", f"loss.kind={job.loss.kind!r} is not recorded"),
         (lengths_change(job), "lengths that change are not recorded"),
         (
-            layout.world_size > layout.data_parallel_size or layout.zero_stage > 0 or layout.expert_parallel_size > 1,
-            "of layouts, recipes are placed under DDP, FSDP and HSDP",
+            layout.world_size > layout.data_parallel_size or layout.expert_parallel_size > 1,
+            "of layouts, recipes are placed under DDP, FSDP, HSDP and ZeRO",
         ),
     )
     return next((reason for holds, reason in checks if holds), "")
@@ -63,7 +78,7 @@ def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
         )
         return (found(sentence, "versions"),)
     layout = job.parallelism
-    sharded = layout.num_replicas > 1 and layout.sharding != "none"
+    sharded = layout.num_replicas > 1 and layout.sharding != "none" and not layout.zero_stage
     if recipe is not None and sharded and not recipe.walk.wrapped:
         sentence = (
             f"{job.architecture.name!r} does not name its layers to FSDP (_no_split_modules), which gathers all of them at "

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH, PLACE, Ints, Walk
+from peakcast.models.recipes.walk import (
+    BORN,
+    BORN_STRETCH,
+    DIES,
+    DIES_STRETCH,
+    HANDED_ON,
+    HANDED_ON_STRETCH,
+    PLACE,
+    Ints,
+    Walk,
+)
 
 LONGEST_UNIT = 12
 """Of layers that repeat: the longest pattern of published hybrids is 10."""
@@ -53,7 +63,7 @@ def _kind(walk: Walk, layer: int) -> tuple[object, ...]:
     places = (2 * layer + 1, 2 * layer + 2) if layer < walk.num_layers - 1 else (2 * layer + 1,)
     stretches = [stretch for place in places for stretch in _stretches(walk, place)]
     own = np.flatnonzero(np.isin(walk.lives[PLACE], places))
-    columns = np.stack([walk.categories, walk.raw_bytes, walk.lives[BORN], walk.lives[DIES]])[:, own]
+    columns = np.stack([walk.categories, walk.raw_bytes, *walk.lives[[BORN, DIES, HANDED_ON]]])[:, own]
     return tuple(walk.labels[one] for one in stretches), tuple(walk.names[i] for i in own), columns.tobytes()
 
 
@@ -70,7 +80,7 @@ def repeats(walk: Walk, prefix: int, unit: int) -> Repeats | None:
     first, second = (_of_unit(place, prefix + index * unit, unit) for index in (0, 1))
     if len(first) != len(second) or any(walk.names[a] != walk.names[b] for a, b in zip(first, second, strict=True)):
         return None
-    alike = [walk.categories, walk.raw_bytes, walk.lives[BORN], walk.lives[DIES], walk.gradients]
+    alike = [walk.categories, walk.raw_bytes, *walk.lives[[BORN, DIES, HANDED_ON]], walk.gradients]
     if any(not np.array_equal(column[first], column[second]) for column in alike):
         return None
     moved, stayed = dies[second] == dies[first] + shift, dies[second] == dies[first]
@@ -128,6 +138,12 @@ def deepened(walk: Walk, how: Repeats | None, layers: int) -> Deep:
         return np.where(stays, np.where(place > ends, shift * copies, 0), offsets)
 
     lives[DIES_STRETCH] = _moved(lives[DIES_STRETCH], walk.num_places, num_places, fate)
+    copied = np.arange(len(entries)) >= len(place)
+
+    def handed_on(place: Ints) -> Ints:
+        return np.where(copied, offsets, np.where(place > ends, shift * copies, 0))
+
+    lives[HANDED_ON_STRETCH] = _moved(lives[HANDED_ON_STRETCH], walk.num_places, num_places, handed_on)
     return Deep(num_places, sources, entries, lives)
 
 

@@ -19,14 +19,15 @@ from peakcast.models.analytical.polynomials import EXPONENTS
 from peakcast.models.recipes.depth import Repeats
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.sizes import Sizes
-from peakcast.models.recipes.walk import Walk
+from peakcast.models.recipes.walk import Visit, Walk
 
 T = TypeVar("T")
-SCHEMA = 1
+SCHEMA = 2
 MAX_FILE_BYTES = 2**24
 MAX_CONTENT_BYTES = 2**28
 """A recipe of 600 layers that all differ has some 50 MB of JSON."""
 _WALK = ("categories", "lives", "gradients")
+_VISIT = ("runs", "enters", "module", "instant", "weights")
 
 
 def written(recipes: list[Recipe]) -> bytes:
@@ -79,6 +80,7 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
         "lengths": list(recipe.lengths),
         "even": recipe.even,
         "wrapped": walk.wrapped,
+        "visits": [[[*map(one.__getattribute__, _VISIT)] for one in visits] for visits in walk.visits],
         "versions": dict(recipe.versions),
     }
 
@@ -92,7 +94,7 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
     coefficients = np.array(mapping["coefficients"], dtype=np.int64).reshape(len(exponents), count)
     multiples = np.array(mapping["multiples"], dtype=np.int64)
     stretches = mapping["stretches"]
-    shapes = {"categories": (count,), "gradients": (count,), "lives": (5, count)}
+    shapes = {"categories": (count,), "gradients": (count,), "lives": (7, count)}
     if any(columns[name].shape != shape for name, shape in shapes.items()) or multiples.shape != (count,):
         raise ValueError("its columns are not of one length")
     if not set(exponents) <= set(EXPONENTS) or (multiples < 1).any() or places < 1:
@@ -113,6 +115,7 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         gradients=columns["gradients"].astype(bool),
         parameters=tuple((str(m), str(n), tuple(map(int, s)), int(b), bool(t)) for m, n, s, b, t in mapping["parameters"]),
         wrapped=bool(mapping["wrapped"]),
+        visits=tuple(tuple(map(_visit, visits)) for visits in mapping["visits"]),
     )
     how = None
     if mapping["repeats"] is not None:
@@ -133,3 +136,8 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         bool(mapping["even"]),
         versions,
     )
+
+
+def _visit(written: list[Any]) -> Visit:
+    runs, enters, module, instant, weights = written
+    return Visit(str(runs), bool(enters), str(module), int(instant), tuple((str(of), str(name)) for of, name in weights))

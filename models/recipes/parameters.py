@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from peakcast.conventions import mixes_precision
+from peakcast.conventions import adapter_dtype, mixes_precision
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.recipes.depth import deepened
@@ -31,10 +31,13 @@ def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor,
     order = [(name, name) for name in names if name in found]
     order += [(f"layers.{i}", f"layers.{int(deep.sources[2 * i + 1]) // 2}") for i in range(layers)]
     stored, used = (int(DTYPE_BYTES[one]) for one in (job.precision.parameters, gathered_dtype(job)))
+    adapters = int(DTYPE_BYTES[adapter_dtype(job)])
     tensors = []
     for module, source in [*order, ("head", "head")]:
         for name, shape, size, trains in found.get(source, []):
             own = stored if size == used else size  # what the library keeps wide stays so
-            gathered = used if mixes_precision(job) else own
+            if ".lora_" in name:
+                own = adapters
+            gathered = used if mixes_precision(job) and own > 1 else own  # packed bytes are no numbers to narrow
             tensors.append(StoredTensor(name, module, shape, own, gathered, trains, decays=len(shape) > 1))
     return tuple(tensors)

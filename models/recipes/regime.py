@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 from peakcast.allocator import Allocator
+from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
 from peakcast.fields import FrozenMapping, build, to_mapping
 from peakcast.models.analytical.layouts import gathered_dtype
 from peakcast.parallelism import Parallelism
-from peakcast.spec import Optimizer, Precision, TrainingJob
+from peakcast.spec import Finetuning, Optimizer, Precision, TrainingJob
 
 
 def regime(job: TrainingJob) -> TrainingJob:
-    """The job on one GPU whose recipe `job` shares: what the layout, the optimizer and the allocator do is not recorded.
-    Of micro-batches the first and the last may differ."""
+    """The job on one GPU whose recipe `job` shares: what the layout, the optimizer and the allocator do is not recorded,
+    but for ZeRO-3's linear layers, which keep more beside frozen weights. Of micro-batches the first and the last may
+    differ."""
     precision = job.precision
+    adapts = job.finetuning.method != "full"
+    adapters = used_adapter_dtype(job) if adapts else None
+    dtypes = dict.fromkeys(("parameters", "gradients", "optimizer_states"), gathered_dtype(job))
+    driven = DRIVEN_BY.get(job.framework, job.framework)
     return job.replace(
+        framework=driven,
+        framework_options=_known_to(driven, job),
+        finetuning=build(Finetuning, to_mapping(job.finetuning) | {"adapter_dtype": adapters}),
         micro_batch_size=1,
         sequence_length=1,
         gradient_accumulation_steps=min(job.gradient_accumulation_steps, 2),
-        parallelism=Parallelism(),
+        parallelism=Parallelism(zero_stage=3) if job.parallelism.zero_stage == 3 and adapts else Parallelism(),
         optimizer=Optimizer(),
         allocator=Allocator(),
         versions=FrozenMapping(),
-        precision=build(Precision, to_mapping(precision) | {"parameters": gathered_dtype(job), "main_parameters": None}),
+        precision=build(Precision, to_mapping(precision) | {**dtypes, "main_parameters": None}),
     )
+
+
+def used_adapter_dtype(job: TrainingJob) -> str:
+    """The dtype in which adapters are used: FSDP's mixed precision gathers them as the other weights."""
+    return gathered_dtype(job) if mixes_precision(job) else adapter_dtype(job)
+
+
+def _known_to(framework: str, job: TrainingJob) -> FrozenMapping:
+    """The options of a job that another framework drives: not those that the layout's own engine has beside."""
+    if framework == job.framework:
+        return job.framework_options
+    known = conventions(job.replace(framework=framework, framework_options=FrozenMapping()))
+    return FrozenMapping({name: value for name, value in job.framework_options.items() if name in known})

@@ -11,8 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
-PLACE, BORN_STRETCH, BORN, DIES_STRETCH, DIES = range(5)
+PLACE, BORN_STRETCH, BORN, DIES_STRETCH, DIES, HANDED_ON_STRETCH, HANDED_ON = range(7)
 """The rows of `Walk.lives`. Stretches and places: `collectors/tracing/walks.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A module is entered or left before the operation `instant` of a stretch. `runs`: "forward", "again" (a checkpoint) or
+    "backward". `weights`: those that it reads, as module ("": the block at its place or after it) and name."""
+
+    runs: str
+    enters: bool
+    module: str
+    instant: int
+    weights: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -28,13 +40,16 @@ class Walk:
     raw_bytes: Ints
     """As asked for, before any rounding."""
     lives: Ints
-    """[5, num_entries]: PLACE, BORN_STRETCH (-1: before this step), BORN (of those: 0 before the first step, 1 since),
-    DIES_STRETCH (-1: not in this step), DIES. BORN and DIES count instants from the stretch's first."""
+    """[7, num_entries]: PLACE, BORN_STRETCH (-1: before this step), BORN (of those: 0 before the first step, 1 since),
+    DIES_STRETCH (-1: not in this step), DIES; of a gradient, when autograd hands it to its parameter, HANDED_ON_STRETCH
+    (-1 of others) and HANDED_ON. Instants count from the stretch's first."""
     gradients: npt.NDArray[np.bool_]
     parameters: tuple[tuple[str, str, tuple[int, ...], int, bool], ...]
     """Module, name, shape, bytes of an element, whether it trains."""
     wrapped: bool = True
     """Whether FSDP makes a unit of each block."""
+    visits: tuple[tuple[Visit, ...], ...] = ()
+    """Of each stretch, the modules that are entered and left, in order."""
 
     @property
     def num_layers(self) -> int:
@@ -60,19 +75,24 @@ class Walk:
     def read(cls, mapping: Mapping[str, Any]) -> Walk:
         """The walk of what a worker wrote."""
         names, *columns = zip(*mapping["entries"], strict=True)
-        categories, raw, place, born_stretch, born, dies_stretch, dies, gradients = np.array(columns, dtype=np.int64)
-        lives = np.stack([place, born_stretch, born, dies_stretch, dies])
-        labels, phases = [], []
+        categories, raw, *rows, gradients = np.array(columns, dtype=np.int64)
+        lives = np.stack(rows)
+        born_stretch, born = lives[BORN_STRETCH], lives[BORN].copy()
+        labels, phases, visits = [], [], []
         for index, (every_label, every_phase) in enumerate(mapping["stretches"]):
             kept = np.unique(born[born_stretch == index])
             labels.append(tuple(every_label[instant] for instant in kept))
             phases.append(bytes(every_phase[instant] for instant in kept))
-            of = lives[:, born_stretch == index]
-            of[BORN] = np.searchsorted(kept, of[BORN])
-            lives[:, born_stretch == index] = of
-            of = lives[:, dies_stretch == index]
-            of[DIES] = np.searchsorted(kept, of[DIES])  # gone when the next operation that makes something begins
-            lives[:, dies_stretch == index] = of
+            # gone, or handed on, when the next operation that makes something begins
+            for stretch, row in ((BORN_STRETCH, BORN), (DIES_STRETCH, DIES), (HANDED_ON_STRETCH, HANDED_ON)):
+                of = lives[stretch] == index
+                lives[row, of] = np.searchsorted(kept, lives[row, of])
+            visits.append(
+                tuple(
+                    Visit(runs, bool(enters), module, int(np.searchsorted(kept, instant)), tuple(map(tuple, weights)))
+                    for runs, enters, module, instant, weights in mapping["visits"][index]
+                )
+            )
         parameters = tuple((module, name, tuple(shape), *rest) for module, name, shape, *rest in mapping["parameters"])
         return cls(
             mapping["num_places"],
@@ -85,4 +105,5 @@ class Walk:
             gradients.astype(bool),
             parameters,
             bool(mapping.get("wrapped", True)),
+            tuple(visits),
         )

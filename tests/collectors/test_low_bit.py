@@ -111,7 +111,7 @@ def test_without_the_package_the_sentence_says_what_to_install(monkeypatch, chan
 @pytest.mark.parametrize(
     ("parameter", "changes"),
     [
-        ("finetuning.quantization", {"finetuning": {"method": "qlora", "rank": 4, "quantization": "nf4"}}),
+        ("finetuning.quantization", {"finetuning": {"method": "qlora", "rank": 4, "quantization": "int8"}}),
         ("optimizer.name", {"optimizer.name": "paged_adamw_8bit"}),
     ],
 )
@@ -119,3 +119,11 @@ def test_what_has_no_trace_is_refused_in_a_sentence(parameter, changes):
     (job,) = expand({"include": [{"architecture": TINY} | changes]})
     with pytest.raises(CollectorError, match=f"{parameter}=.* cannot be traced"):
         trace_job(job)
+
+
+def test_packed_weights_are_traced_as_the_library_multiplies_them(ledger_equals_trace):
+    """Without their values; the ledger, which was written from the library's source, says the same."""
+    pytest.importorskip("bitsandbytes")
+    tuning = {"method": "qlora", "rank": 4, "targets": ["all-linear"], "quantization": "nf4", "double_quantization": True}
+    (job,) = expand({"include": [{"architecture": TINY, "sequence_length": 256, "finetuning": tuning}]})
+    ledger_equals_trace(job, rel=1e-3)

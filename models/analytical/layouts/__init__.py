@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peakcast.conventions import conventions, fuses_loss, mixes_precision
 from peakcast.fields import FrozenMapping
@@ -19,6 +19,9 @@ from peakcast.ranks import ranks_that_differ
 from peakcast.spec import TrainingJob
 from peakcast.units import DTYPE_BYTES, MIB
 
+if TYPE_CHECKING:
+    from peakcast.models.analytical.layouts.zero3_modules import ModuleTurns
+
 LEAVES = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Families of whose layers ZeRO-3 takes the feed-forward as one module (DeepSpeed 0.19.8
 `runtime/zero/leaf_module_config.py` DEFAULT_LEAF_MODULE_CLASSES)."""
@@ -27,14 +30,19 @@ BASE_BY_NAME = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", 
 
 
 def layout_of(
-    job: TrainingJob, tensors: Sequence[StoredTensor], outputs: Sequence[int] = (), rank: int | None = None
+    job: TrainingJob,
+    tensors: Sequence[StoredTensor],
+    outputs: Sequence[int] = (),
+    rank: int | None = None,
+    modules: ModuleTurns | None = None,
 ) -> Layout:
     """The layout of `job` for the network's `tensors`, on rank 0: no rank holds more. `outputs`: bytes of the
-    tensors that the model returns, its logits first, which DDP may copy."""
+    tensors that the model returns, its logits first, which DDP may copy. `modules`: what ZeRO-3 goes by, of a network
+    whose modules' turns do not follow from its family."""
     parallelism = job.parallelism
     ranks = parallelism.num_replicas
     if parallelism.zero_stage and job.task == "train":  # DeepSpeed's engine has its buckets and main copies on one rank too
-        return _zero(job, tensors, conventions(job), rank)
+        return _zero(job, tensors, conventions(job), rank, modules)
     if ranks == 1:
         return Layout(tensors)
     chosen = conventions(job)
@@ -118,9 +126,16 @@ def _run_again_by_reentrant_checkpoints(job: TrainingJob) -> frozenset[str]:
     return frozenset(f"layers.{index}" for index in range(0, job.architecture.num_hidden_layers, every))
 
 
-def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str, Any], rank: int | None) -> Layout:
+def _zero(
+    job: TrainingJob,
+    tensors: Sequence[StoredTensor],
+    chosen: Mapping[str, Any],
+    rank: int | None,
+    modules: ModuleTurns | None,
+) -> Layout:
     from peakcast.models.analytical.layouts.zero import Buckets
     from peakcast.models.analytical.layouts.zero3 import Zero3
+    from peakcast.models.analytical.layouts.zero3_modules import Modules
     from peakcast.models.analytical.layouts.zero12 import Zero12
 
     stage, ranks = job.parallelism.zero_stage, job.parallelism.data_parallel_size
@@ -151,6 +166,11 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
             contiguous=contiguous or offloads,
             offloads=offloads,
         )
+    if modules is None:
+        leaf = "mlp" if job.architecture.model_type in LEAVES else ""
+        head_of_root = job.loss.kind in REFERRING or fuses_loss(job)
+        sharded = [tensor for tensor in tensors if tensor.sharded]
+        modules = Modules(sharded, head_of_root=head_of_root, leaf=leaf, family=job.architecture.model_type)
     return Zero3(
         tensors,
         ranks=ranks,
@@ -161,11 +181,9 @@ def _zero(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[str
         overlaps=overlaps,
         offloads=offloads,
         offloads_parameters=job.offload.parameters,
-        head_of_root=job.loss.kind in REFERRING or fuses_loss(job),
-        leaf="mlp" if job.architecture.model_type in LEAVES else "",
         biases_first=traits(job.architecture).conv1d,  # not the Linear that DeepSpeed puts in torch's place
         transposes=traits(job.architecture).linears_transpose_weight,
-        family=job.architecture.model_type,
+        modules=modules,
     )
 
 

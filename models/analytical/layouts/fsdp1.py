@@ -308,6 +308,7 @@ class FSDP1(ShardedLayout):
 
     def _while_backward(self, step: Step, run: Run) -> None:
         begins, labels = run.backward_start or 0, run.template.in_backward
+        self._while_computing_again(step, run)
         adapters = {labels[unit.operation]: unit for unit in self._of_operations.get(run.module, [])}
         for at, unit in sorted(adapters.items()):
             with step.within(begins + at):
@@ -318,6 +319,19 @@ class FSDP1(ShardedLayout):
             with step.within(begins + at + 1):
                 unit.runs.append(run)
                 self.finish(step, unit)
+
+    def _while_computing_again(self, step: Step, run: Run) -> None:
+        """Of a block that computes again within its backward, and not in a run of its own."""
+        for unit in self._of_operations.get(run.module, []):
+            at = run.template.in_backward.get(f"{unit.operation} again")
+            if at is None:
+                continue
+            with step.within((run.backward_start or 0) + at):
+                if not unit.gathered:
+                    self.gather(step, unit)
+            with step.within((run.backward_start or 0) + at + 1):
+                if not self.stays_after_forward:
+                    self.let_go(step, unit, Phase.FORWARD)
 
     def after_backward(self, step: Step, run: Run) -> None:
         self._while_backward(step, run)

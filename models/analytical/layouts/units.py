@@ -65,8 +65,9 @@ def units_by_layer(
     embedding, head = groups.pop("embedding", []), groups.pop("head", [])
     layers: list[Unit] = []
     for index, (name, group) in enumerate(groups.items()):
-        apart = [tensor for tensor in group if adapters_apart and tensor.name.endswith((".lora_A", ".lora_B"))]
-        layers += [Unit(f"{name}.{tensor.name}", (name,), (tensor,), operation=tensor.name) for tensor in apart]
+        operations = {tensor: tensor.name.removesuffix(".weight") for tensor in group if adapters_apart}
+        apart = [tensor for tensor, operation in operations.items() if operation.endswith((".lora_A", ".lora_B"))]
+        layers += [Unit(f"{name}.{one.name}", (name,), (one,), operation=operations[one]) for one in apart]
         rest = [tensor for tensor in group if tensor not in apart]
         layers.append(Unit(name, (name,), tuple(rest), reduces_at_end=first_layer_without_gradient and index == 0))
     if not ends_apart:

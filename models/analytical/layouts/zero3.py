@@ -17,7 +17,7 @@ from peakcast.models.analytical.layouts.zero import (
     made_at,
 )
 from peakcast.models.analytical.layouts.zero3_fetching import Coordinator
-from peakcast.models.analytical.layouts.zero3_modules import Modules
+from peakcast.models.analytical.layouts.zero3_modules import ModuleTurns
 from peakcast.models.analytical.layouts.zero3_passing import Reduction
 from peakcast.models.analytical.layouts.zero3_turns import Turn, within_first
 from peakcast.models.analytical.optimizer_rules.rule import TrainedTensor
@@ -40,11 +40,9 @@ class Zero3(Partitions):
         overlaps: bool = True,
         offloads: bool = False,
         offloads_parameters: bool = False,
-        head_of_root: bool = False,
         biases_first: bool = False,
         transposes: bool = False,
-        leaf: str = "",
-        family: str = "",
+        modules: ModuleTurns,
     ) -> None:
         whole, tensors = [t for t in tensors if not t.sharded], [t for t in tensors if t.sharded]
         super().__init__(
@@ -58,7 +56,7 @@ class Zero3(Partitions):
         self.contiguous = contiguous
         """Whether gradients wait in a bucket, or where backward has made them."""
         self.offloads_parameters = offloads_parameters
-        self._modules = Modules(tensors, head_of_root=head_of_root, leaf=leaf, family=family)
+        self._modules = modules
         matrices = (t for t in tensors if len(t.shape) > 1 and t.module not in ("embedding", "head"))
         self._viewed = {t for t in matrices if transposes and ".lora_" not in t.name}
         self._coordinator: Coordinator | None = None

@@ -5,14 +5,41 @@ Source: DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero3_turns import NO_ROTARY_MODULE, READS, Turn, turns_of
 
 ENCODER, DECODER = "encoder.", "decoder."
 """The stacks of an encoder-decoder; the first is how the labels of the encoder's end begin."""
+
+
+class ModuleTurns(Protocol):
+    """What stage 3 asks of a network."""
+
+    tensors: dict[str, list[StoredTensor]]
+    """Of each block."""
+    leaf: str
+    """A module of each layer that is one for all within it."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the lm_head's gradient is one half of the token table's."""
+
+    @property
+    def unread(self) -> Collection[StoredTensor]:
+        """What a module reads that is another's: it gathers that itself the first time, and from then on as it begins."""
+
+    @property
+    def between_stacks(self) -> bool:
+        """Whether one of an encoder-decoder's embeddings has run, forward or backward, and the other has not."""
+
+    def turns(
+        self, module: str, labels: Sequence[str], begins: int, *, again: bool = False, backward: bool = False
+    ) -> list[Turn]:
+        """Those of a block whose operations have these labels, forward, once more (`again`) or `backward`."""
 
 
 class Modules:

@@ -27,7 +27,8 @@ def mapping(layers: int, batch: int = 2, length: int = 256, *, odd_layer: int | 
         return [stretch, len(stretches[stretch][0]) - 1]
 
     def entry(name: str, category: int, size: int, place: int, born: list[int], dies: list[int], gradient: int = 0) -> None:
-        entries.append([name, category, size, place, *born, *dies, gradient])
+        handed_on = [born[0], born[1] + 1] if gradient else [-1, 0]
+        entries.append([name, category, size, place, *born, *dies, *handed_on, gradient])
 
     entry("input_ids", int(Category.INPUTS), batch * length * 8, 0, [-1, 0], [-1, 0])
     entry("logits", ACTIVATION, 1000, 0, [-1, 1], [places - 1, 1])
@@ -56,7 +57,18 @@ def mapping(layers: int, batch: int = 2, length: int = 256, *, odd_layer: int | 
         entry("gradient", TEMPORARY, stream, place, operation(last - place, "add"), below)
     parameters = [["embedding", "table", [10, 4], 2, True]]
     parameters += [[f"layers.{layer}", "w", [16, 32], 2, True] for layer in range(layers)]
-    return {"num_places": places, "stretches": stretches, "entries": entries, "parameters": parameters}
+    visits: list[list[list[Any]]] = [[] for _ in stretches]
+    for layer in range(layers):
+        for runs, stretch in (("forward", 2 * layer + 1), ("backward", last - 2 * layer - 1)):
+            length = len(stretches[stretch][0])
+            visits[stretch] = [[runs, True, "linear", 0, [["", "w"]]], [runs, False, "linear", length, [["", "w"]]]]
+    return {
+        "num_places": places,
+        "stretches": stretches,
+        "entries": entries,
+        "parameters": parameters,
+        "visits": visits,
+    }
 
 
 def walk(layers: int, batch: int = 2, length: int = 256, **more: Any) -> Walk:
