@@ -28,13 +28,15 @@ OF_LENGTH = ("dynamic", "longrope")
 
 
 def conditions(job: TrainingJob, defaults: Conditions | None = None) -> dict[str, Any]:
-    """Those of `job`; what its configuration does not say is as in `defaults`, which are the library's."""
-    alone = job_to_mapping(regime(job))
-    del alone["architecture"]
+    """Those of `job`: of its own fields what is not usual, so that fields which jobs get later on change nothing, and its
+    network's configuration, where what is not said is as in `defaults`, the library's."""
+    own = flat(job_to_mapping(regime(job)))
+    usual = flat(job_to_mapping(TrainingJob(architecture=job.architecture)))
+    alone = {name: value for name, value in own.items() if not name.startswith("architecture.") and value != usual.get(name)}
     given = network_values(job.architecture)
     network = {**(defaults or {}), **{name: value for name, value in given.items() if value is not None}}
     found: dict[str, Any] = {}
-    for name, value in {**flat(alone), **network}.items():
+    for name, value in {**alone, **network}.items():
         short = name.removeprefix(NETWORK)
         last = short.rpartition(".")[2]
         if value is None or IDLE.fullmatch(last) or last in COUNTS:
