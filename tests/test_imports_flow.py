@@ -26,7 +26,7 @@ DOORS = tuple(
     f"peakcast.{name}"
     for name in (
         *("__main__", "answers", "api", "batch", "cli", "doctor", "job_flags", "places", "questions", "render"),
-        *("calibrating", "collected", "commands", "measuring", "recording", "replaying", "watching"),
+        *("calibrating", "collected", "commands", "dryrunning", "measuring", "recording", "replaying", "watching"),
     )
 )
 EXPLAINING = "peakcast.explaining"

@@ -1,0 +1,157 @@
+"""Runs a command's script in a process of its own, within limits, and reads what was seen there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peakcast.collectors.dryrun.command import Command
+from peakcast.collectors.recording import _package as package_folder
+from peakcast.errors import CollectorError
+from peakcast.findings import Finding
+from peakcast.timeline import Timeline
+from peakcast.timelines import timeline_from_mapping
+
+CRASHED, NEVER_STEPPED, INTERRUPTED = 10, 11, 130
+"""Exit codes of the process (`collectors/dryrun/script.py`): the script raised, no optimizer stepped, Ctrl-C."""
+MOST_LINES = 12
+"""Of what the script printed last, when it failed."""
+POLL_SECONDS = 0.05
+
+
+class ScriptError(CollectorError):
+    """A script that could not be followed to its end; `last_lines` are those that it printed last."""
+
+    def __init__(self, message: str, script: str, last_lines: list[str]) -> None:
+        super().__init__(message, parameter="command", value=script)
+        self.last_lines = last_lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a dry run may use."""
+
+    seconds: float = 600.0
+    memory_bytes: int = 32 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a dry run saw of one rank."""
+
+    timelines: Mapping[str, Timeline]
+    """Of the "first" and of a "steady" step."""
+    job: Mapping[str, Any]
+    """The job that the script turned out to run."""
+    findings: tuple[Finding, ...]
+    assumptions: tuple[str, ...]
+    steps: int
+    seconds: float
+
+
+def run(command: Command, gpu: str, rank: int, limits: Limits, output: Callable[[str], None] | None = None) -> Seen:
+    """What `rank` of `command` allocates on `gpu`. `output` is given what the script prints, as it does.
+
+    Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
+    """
+    with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name, ExitStack() as around:
+        folder = Path(name)
+        question = {
+            "script": command.script,
+            "arguments": list(command.arguments),
+            "as_module": command.as_module,
+            "rank": rank,
+            "world_size": command.world_size,
+            "ranks_per_node": command.ranks_per_node,
+            "launched": command.launched,
+            "gpu": gpu,
+            "folder": name,
+            "answer": str(folder / "answer.json"),
+            "memory_bytes": limits.memory_bytes,
+        }
+        (folder / "question.json").write_text(json.dumps(question), encoding="utf-8")
+        environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+        environment.update(variable.split("=", 1) for variable in command.environment)
+        if command.python != sys.executable:
+            environment["PYTHONPATH"] = str(around.enter_context(package_folder()))
+        words = [command.python, "-P", "-m", "peakcast.collectors.dryrun", str(folder / "question.json")]
+        started = time.monotonic()
+        with _started(words, environment, folder / "output.txt") as process:
+            code = _wait(process, started + limits.seconds, folder / "output.txt", output)
+        return _answer(code, folder, command, limits, time.monotonic() - started)
+
+
+@contextmanager
+def _started(words: list[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The process, which leads a session: whatever it has started ends with it."""
+    with log.open("wb") as file:
+        try:
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+            )
+        except OSError as error:
+            raise CollectorError(f"{words[0]!r} cannot be started: {error.strerror}.", parameter="command") from error
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float, log: Path, output: Callable[[str], None] | None) -> int | None:
+    """The process's exit code; None when its time was up."""
+    with log.open("rb") as printed:
+        while True:
+            code = process.poll()
+            if output is not None and (text := printed.read()):
+                output(text.decode(errors="replace"))
+            if code is not None:
+                return code
+            if time.monotonic() > deadline:
+                return None
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_SECONDS)
+
+
+def _answer(code: int | None, folder: Path, command: Command, limits: Limits, seconds: float) -> Seen:
+    if code != 0:
+        lines = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        raise ScriptError(_why(code, command, limits), command.script, lines[-MOST_LINES:])
+    answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
+    return Seen(
+        timelines={step: timeline_from_mapping(mapping) for step, mapping in answer["timelines"].items()},
+        job=answer["job"],
+        findings=tuple(Finding(**finding) for finding in answer["findings"]),
+        assumptions=tuple(answer["assumptions"]),
+        steps=answer["steps"],
+        seconds=seconds,
+    )
+
+
+def _why(code: int | None, command: Command, limits: Limits) -> str:
+    script = command.script
+    if code is None:
+        return (
+            f"{script} had not ended its third optimizer step after {limits.seconds:g} s; give it more time "
+            "(--timeout-seconds), or a smaller step."
+        )
+    if code == NEVER_STEPPED:
+        return (
+            f"{script} ended before any optimizer had stepped (torch.optim.Optimizer.step); give the arguments with which "
+            "it trains."
+        )
+    if code == CRASHED:
+        return f"{script} failed before its third optimizer step had ended; its last lines say why."
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"{script} {how} before its third optimizer step had ended."

@@ -1,0 +1,156 @@
+"""The mode of a dry run: what is on the GPU, and every weight, is fake; small tensors on the CPU are what they are.
+
+So batches, indices and schedules have their values, and a network of any size takes no memory. What is read back from the
+GPU gets a plausible value and a note.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from peakcast.collectors.dryrun.noted import Notes
+
+REAL_FLOAT_BYTES = 2**16
+"""Tensors of numbers with a fraction that are made on the CPU are real up to here: coefficients, not weights."""
+REAL_BYTES = 2**26
+"""Others, such as tokens, up to here."""
+aten = torch.ops.aten
+
+
+class ScriptMode(FakeTensorMode):  # type: ignore[misc]
+    """Fake tensors where a script's are on a GPU or large; `notes` is told what was made up."""
+
+    def __init__(self, notes: Notes) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.notes = notes
+        self._sizes = FakeTensorMode()
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of `func`."""
+        kwargs = _one_device(kwargs or {})
+        if torch._guards.TracingContext.try_get() is None and self._is_real(func, args, kwargs):
+            return func(*args, **kwargs)
+        try:
+            result = super().dispatch(func, types, args, kwargs)
+        except DataDependentOutputException:
+            return self._value(func, args)
+        except DynamicOutputShapeException:
+            return self._sample(func, args)
+        if func in (aten.sum.default, aten.count_nonzero.default) and _is_mask(args[0]):
+            result.counted = args[0].numel()
+        return result
+
+    def _is_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether `func` can run: on real tensors of the CPU alone, or making a small one there."""
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != "cpu":
+            return False
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        for tensor in tensors:
+            if isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" or is_traceable_wrapper_subclass(tensor):
+                return False
+        if func is aten._to_copy.default or tensors:
+            return not any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in args)
+        return self._makes_little(func, args, kwargs)
+
+    def _makes_little(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether what `func` makes of no other tensor is small enough to be real."""
+        try:
+            with self._sizes:
+                made = func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+        except Exception:  # of what is no factory: it runs, and says itself what is wrong
+            return True
+        return all(
+            tensor.numel() * tensor.element_size() <= (REAL_FLOAT_BYTES if tensor.is_floating_point() else REAL_BYTES)
+            for tensor in tree_leaves(made)
+            if isinstance(tensor, torch.Tensor)
+        )
+
+    def _value(self, func: Any, args: Any) -> Any:
+        """1 for a number, False for a truth value, all that there are for a count."""
+        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        dtype = tensor.dtype if tensor is not None else torch.bool
+        answer: Any = False
+        if func is aten._local_scalar_dense.default and dtype is not torch.bool:
+            count = getattr(tensor, "counted", None)
+            answer = 1.0 if dtype.is_floating_point else 1 if count is None else count
+        self.notes.value("a truth value" if answer is False else f"a {str(dtype).removeprefix('torch.')}", answer)
+        return answer
+
+    def _sample(self, func: Any, args: Any) -> Any:
+        """All that a mask could choose."""
+        tensor = args[0]
+        self.notes.value("how many entries a mask chooses", f"all {tensor.numel():,}")
+        with self:
+            if func is aten.nonzero.default:
+                return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
+            if func is aten.masked_select.default:
+                return tensor.new_empty((tensor.numel(),))
+            if func is aten._unique2.default:
+                numbers = tensor.new_empty(tensor.shape, dtype=torch.int64)
+                return tensor.new_empty((tensor.numel(),)), numbers, tensor.new_empty((tensor.numel(),), dtype=torch.int64)
+            if func is aten.repeat_interleave.Tensor:
+                return tensor.new_empty((tensor.numel(),), dtype=torch.int64)
+            if func is aten.index.Tensor and len([index for index in args[1] if index is not None]) == 1:
+                position = next(i for i, index in enumerate(args[1]) if index is not None)
+                mask = args[1][position]
+                shape = tensor.shape
+                return tensor.new_empty((*shape[:position], mask.numel(), *shape[position + mask.ndim :]))
+        raise DynamicOutputShapeException(func)
+
+
+def _is_mask(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool
+
+
+def _one_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Every GPU is this rank's: "cuda:5" is where the sixth process of a node puts its tensors, and it is alone here."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "cuda":
+        return {**kwargs, "device": torch.device("cuda", 0)}
+    return kwargs
+
+
+def install() -> None:
+    """What is asked of a fake tensor without an operator: its numbers as a list or as an array."""
+
+    def numbers(tensor: torch.Tensor) -> Any:
+        return np.ones(tuple(tensor.shape), dtype=_numpy_dtype(tensor.dtype))
+
+    def of(name: str) -> Any:
+        real = getattr(torch.Tensor, name)
+
+        def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not isinstance(tensor, FakeTensor):
+                return real(tensor, *arguments, **keywords)
+            if isinstance(tensor.fake_mode, ScriptMode):
+                tensor.fake_mode.notes.value(f"{math.prod(tensor.shape):,} numbers", "ones")
+            return numbers(tensor).tolist() if name == "tolist" else numbers(tensor)
+
+        return read
+
+    for name in ("tolist", "numpy", "__array__"):
+        setattr(torch.Tensor, name, of(name))
+
+
+def _numpy_dtype(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point:
+        return np.float64 if dtype is torch.float64 else np.float32
+    return np.bool_ if dtype is torch.bool else np.int64
+
+
+def without_values(tree: Any) -> Any:
+    """Tensors like those of `tree`, made anew."""
+    return tree_map_only(torch.Tensor, torch.empty_like, tree)
