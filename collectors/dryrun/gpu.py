@@ -90,7 +90,8 @@ def install(device: Device, gpus_per_node: int, tracer: Tracer) -> None:
     cuda.is_available = _is_available
     cuda.mem_get_info = lambda *_, **__: (device.cuda_memory_bytes - _allocated(tracer), device.cuda_memory_bytes)
     for reading in SIZES:
-        setattr(cuda, reading, lambda *_, **__: _allocated(tracer))
+        answer = _most_allocated if "max" in reading else _allocated
+        setattr(cuda, reading, lambda *_, answer=answer, **__: answer(tracer))
     cuda.memory_stats = lambda *_, **__: _Statistics(tracer)
     cuda.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8, device="cpu")
     cuda.get_rng_state_all = lambda: [cuda.get_rng_state()] * gpus_per_node
@@ -144,15 +145,22 @@ def _allocated(tracer: Tracer) -> int:
     return sum(size for _, size, _, dies, _ in tracer._entries.values() if dies is None)
 
 
+def _most_allocated(tracer: Tracer) -> int:
+    """The most bytes that it has had there."""
+    return tracer.timeline(0, tracer.now).peak().num_bytes if tracer.now else 0
+
+
 class _Statistics(dict[str, int]):
-    """`torch.cuda.memory_stats()`: what is allocated now for every kind of bytes, 0 for other counts."""
+    """`torch.cuda.memory_stats()`: what is allocated for every kind of bytes, 0 for other counts."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self._tracer = tracer
 
     def __missing__(self, name: str) -> int:
-        return _allocated(self._tracer) if "bytes" in name else 0
+        if "bytes" not in name:
+            return 0
+        return _most_allocated(self._tracer) if "peak" in name else _allocated(self._tracer)
 
     def get(self, name: str, default: Any = None) -> Any:
         """As `[]`."""

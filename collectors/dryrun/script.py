@@ -44,12 +44,12 @@ class Session:
         tracer.gpu = device
         gpu.install(device, asked["ranks_per_node"], tracer)
         patches.install()
-        values.install()
         ranks.install(asked["rank"], asked["world_size"])
         outside.install(self.notes)
         self.steps = ScriptSteps(tracer, self.finish)
         self.steps.follow()
         mode = values.ScriptMode(self.notes)
+        values.install(mode)
         with inductor.when_asked(tracer), mode, tracer, torch.autograd.set_multithreading_enabled(False):
             code = self._run(program)
         self.steps.close()

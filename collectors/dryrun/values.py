@@ -6,7 +6,6 @@ GPU gets a plausible value and a note.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from peakcast.collectors.dryrun.noted import Notes
 
@@ -123,34 +122,65 @@ def _one_device(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def install() -> None:
-    """What is asked of a fake tensor without an operator: its numbers as a list or as an array."""
-
-    def numbers(tensor: torch.Tensor) -> Any:
-        return np.ones(tuple(tensor.shape), dtype=_numpy_dtype(tensor.dtype))
-
-    def of(name: str) -> Any:
-        real = getattr(torch.Tensor, name)
-
-        def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
-            if not isinstance(tensor, FakeTensor):
-                return real(tensor, *arguments, **keywords)
-            if isinstance(tensor.fake_mode, ScriptMode):
-                tensor.fake_mode.notes.value(f"{math.prod(tensor.shape):,} numbers", "ones")
-            return numbers(tensor).tolist() if name == "tolist" else numbers(tensor)
-
-        return read
-
+def install(mode: ScriptMode) -> None:
+    """What fake tensors are asked without an operator, and weights that stay themselves when a network moves."""
     for name in ("tolist", "numpy", "__array__"):
-        setattr(torch.Tensor, name, of(name))
+        setattr(torch.Tensor, name, _numbers(name, getattr(torch.Tensor, name)))
+    make = torch.nn.Parameter.__new__
+
+    def make_fake(cls: type[torch.nn.Parameter], data: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        """A small weight is fake as well: only so can it be moved to the GPU and stay the same parameter."""
+        if type(data) in (torch.Tensor, torch.nn.Parameter) and data.device.type == "cpu":
+            data = mode.fake_tensor_converter.from_real_tensor(mode, data.detach())
+        return make(cls, data, *arguments, **keywords)
+
+    torch.nn.Parameter.__new__ = make_fake  # type: ignore[method-assign,assignment]
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
+
+
+def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.nn.Module:
+    """`Module._apply` (behind `.to`, `.float`): as for real tensors, a parameter stays the object that an optimizer may
+    hold already, and gets other data; torch's own would swap fake ones, which they refuse."""
+    if recurse:
+        for child in self.children():
+            child._apply(convert)
+    for name, parameter in self._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            converted = convert(parameter)
+            gradient = convert(parameter.grad) if parameter.grad is not None else None
+        if converted is parameter:
+            continue
+        if is_traceable_wrapper_subclass(parameter) or not isinstance(converted, FakeTensor):
+            made = self._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
+            for note, value in vars(parameter).items():
+                vars(made).setdefault(note, value)
+            continue
+        parameter.grad = None
+        parameter.data = converted
+        parameter.grad = gradient
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = convert(buffer)
+    return self
+
+
+def _numbers(name: str, real: Any) -> Any:
+    """`Tensor.tolist` or `Tensor.numpy`, which of a fake tensor gives ones."""
+
+    def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return real(tensor, *arguments, **keywords)
+        if isinstance(tensor.fake_mode, ScriptMode):
+            tensor.fake_mode.notes.value(f"{tensor.numel():,} numbers", "ones")
+        ones = np.ones(tuple(tensor.shape), dtype=_numpy_dtype(tensor.dtype))
+        return ones.tolist() if name == "tolist" else ones
+
+    return read
 
 
 def _numpy_dtype(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point:
         return np.float64 if dtype is torch.float64 else np.float32
     return np.bool_ if dtype is torch.bool else np.int64
-
-
-def without_values(tree: Any) -> Any:
-    """Tensors like those of `tree`, made anew."""
-    return tree_map_only(torch.Tensor, torch.empty_like, tree)
