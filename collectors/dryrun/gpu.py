@@ -45,10 +45,11 @@ SILENT = (
 )
 
 
-def install(device: Device, gpus_per_node: int, tracer: Tracer) -> None:
-    """Make this process one that has `device`, and that many of it. Fake CUDA is installed with it."""
+def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Tracer) -> None:
+    """Make this process one that has so many of `device`, of which `own` is current. Fake CUDA is installed with it."""
     fake_cuda.install()
     fake_streams.install()
+    fake_streams.Stream.device = own
     name = next((full for short, full in NAMES.items() if device.name.startswith(short)), f"NVIDIA {device.name}")
     major, minor = device.compute_capability
     properties = types.SimpleNamespace(
@@ -72,7 +73,7 @@ def install(device: Device, gpus_per_node: int, tracer: Tracer) -> None:
     answers: dict[str, Any] = {
         "is_initialized": True,
         "device_count": gpus_per_node,
-        "current_device": 0,
+        "current_device": own.index,
         "get_device_name": name,
         "get_device_capability": (major, minor),
         "get_device_properties": properties,
@@ -104,19 +105,19 @@ def install(device: Device, gpus_per_node: int, tracer: Tracer) -> None:
     memory._record_memory_history = memory._dump_snapshot = _always(None)
     memory._set_allocator_settings = _always(None)
     torch.version.cuda = torch.version.cuda or "12.8"
-    torch.Tensor.cuda = lambda tensor, *_, **__: tensor.to(torch.device("cuda", 0))  # type: ignore[method-assign]
-    _answer_for_accelerators(gpus_per_node)
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor.to(own)  # type: ignore[method-assign]
+    _answer_for_accelerators(gpus_per_node, own)
 
 
-def _answer_for_accelerators(gpus_per_node: int) -> None:
+def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
     """`torch.accelerator`, which newer scripts ask instead."""
     accelerator: Any = torch.accelerator
     for question, answer in {
         "is_available": True,
         "current_accelerator": torch.device("cuda"),
         "device_count": gpus_per_node,
-        "current_device_index": 0,
-        "current_device_idx": 0,
+        "current_device_index": own.index,
+        "current_device_idx": own.index,
         **dict.fromkeys(("set_device_index", "set_device_idx", "synchronize", "empty_cache")),
     }.items():
         if hasattr(accelerator, question):

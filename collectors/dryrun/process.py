@@ -80,7 +80,13 @@ def run(command: Command, gpu: str, rank: int, limits: Limits, output: Callable[
             "memory_bytes": limits.memory_bytes,
         }
         (folder / "question.json").write_text(json.dumps(question), encoding="utf-8")
-        environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONSAFEPATH": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": name,
+        }
         environment.update(variable.split("=", 1) for variable in command.environment)
         if command.python != sys.executable:
             environment["PYTHONPATH"] = str(around.enter_context(package_folder()))

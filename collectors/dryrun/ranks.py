@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -32,18 +33,20 @@ def install(rank: int, world_size: int) -> None:
         dtensors.install()
     _install_groups(rank, world_size)
     _install_objects()
+    _install_ddp()
 
 
 def _install_groups(rank: int, world_size: int) -> None:
-    import importlib
-
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     begin, divide = dist.init_process_group, dist.new_group
 
-    def begin_fake(*_: Any, **__: Any) -> None:
-        if not dist.is_initialized():
-            begin("fake", rank=rank, world_size=world_size, store=FakeStore())
+    def begin_fake(*_: Any, **asked: Any) -> None:
+        if dist.is_initialized():
+            return
+        size = int(asked.get("world_size", -1))  # of a script that starts its ranks itself
+        size = size if world_size == 1 and size > 0 else world_size
+        begin("fake", rank=rank % size, world_size=size, store=FakeStore())
 
     def divide_fake(ranks: Any = None, *_: Any, **__: Any) -> Any:
         return divide(ranks=ranks, backend="fake")
@@ -81,3 +84,22 @@ def _install_objects() -> None:
         for module in (dist, dist.distributed_c10d):
             setattr(module, name, fake)
     torch.distributed.send_object_list = lambda *_, **__: None  # type: ignore[attr-defined]
+
+
+def _install_ddp() -> None:
+    """The fake group's all-reduce has no result that the reducer would accept: buckets come back as they are."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrap, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+
+    def unreduced(bucket: Any) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def wrap_unreduced(self: Any, *arguments: Any, **keywords: Any) -> None:
+        wrap(self, *arguments, **keywords)
+        register(self, None, lambda state, bucket: unreduced(bucket))  # DDP looks at what a hook's arguments are annotated
+
+    DistributedDataParallel.__init__ = wrap_unreduced  # type: ignore[method-assign]
+    DistributedDataParallel.register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]

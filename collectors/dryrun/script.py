@@ -42,13 +42,14 @@ class Session:
         device = catalog.gpu(asked["gpu"])
         self.notes, tracer = Notes(), Tracer()
         tracer.gpu = device
-        gpu.install(device, asked["ranks_per_node"], tracer)
+        own = torch.device("cuda", asked["rank"] % asked["ranks_per_node"])
+        gpu.install(device, asked["ranks_per_node"], own, tracer)
         patches.install()
         ranks.install(asked["rank"], asked["world_size"])
         outside.install(self.notes)
         self.steps = ScriptSteps(tracer, self.finish)
         self.steps.follow()
-        mode = values.ScriptMode(self.notes)
+        mode = values.ScriptMode(self.notes, own)
         values.install(mode)
         with inductor.when_asked(tracer), mode, tracer, torch.autograd.set_multithreading_enabled(False):
             code = self._run(program)
@@ -98,8 +99,9 @@ def _end(code: int) -> NoReturn:
 
 def main(question: Mapping[str, Any]) -> NoReturn:
     """Run the script that `question` names, with its own arguments."""
-    from peakcast.collectors.dryrun import outside, ranks
+    from peakcast.collectors.dryrun import files, outside, ranks
 
+    _limit_memory(int(question["memory_bytes"]))
     outside.set_environment(Path(question["folder"]))
     launched = bool(question["launched"])
     ranks.set_environment(question["rank"], question["world_size"], question["ranks_per_node"], launched=launched)
@@ -116,4 +118,13 @@ def main(question: Mapping[str, Any]) -> NoReturn:
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         runpy.run_path(script, run_name="__main__")
 
+    files.install(Path(question["folder"]))
     Session(question).run(program)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """A script that needs more gets a MemoryError, and the machine stays as it was."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))

@@ -31,14 +31,16 @@ aten = torch.ops.aten
 class ScriptMode(FakeTensorMode):  # type: ignore[misc]
     """Fake tensors where a script's are on a GPU or large; `notes` is told what was made up."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Notes, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.notes = notes
+        self.device = device
+        """This rank's GPU. Whichever a script names, it is this one: no other is seen by a rank that is alone."""
         self._sizes = FakeTensorMode()
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of `func`."""
-        kwargs = _one_device(kwargs or {})
+        kwargs = self._on_own_device(kwargs or {})
         if torch._guards.TracingContext.try_get() is None and self._is_real(func, args, kwargs):
             return func(*args, **kwargs)
         try:
@@ -50,6 +52,12 @@ class ScriptMode(FakeTensorMode):  # type: ignore[misc]
         if func in (aten.sum.default, aten.count_nonzero.default) and _is_mask(args[0]):
             result.counted = args[0].numel()
         return result
+
+    def _on_own_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            return {**kwargs, "device": self.device}
+        return kwargs
 
     def _is_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether `func` can run: on real tensors of the CPU alone, or making a small one there."""
@@ -112,14 +120,6 @@ class ScriptMode(FakeTensorMode):  # type: ignore[misc]
 
 def _is_mask(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool
-
-
-def _one_device(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Every GPU is this rank's: "cuda:5" is where the sixth process of a node puts its tensors, and it is alone here."""
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).type == "cuda":
-        return {**kwargs, "device": torch.device("cuda", 0)}
-    return kwargs
 
 
 def install(mode: ScriptMode) -> None:

@@ -35,10 +35,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for step in range(10):
     tokens = torch.randint(0, 32000, (2, 256), device=device)
     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+    optimizer.zero_grad()
     dist.all_reduce(loss)
     if dist.get_rank() == 0:
         print(f"step {step}: {loss.item():.3f}")
