@@ -61,6 +61,7 @@ def dryrun(
     world_size: int | None = None,
     calibration: Calibration | str | Path | None = None,
     *,
+    length: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     memory_gib: float | None = None,
     progress: Callable[[str], None] | None = None,
@@ -80,7 +81,7 @@ def dryrun(
     if progress is not None:
         ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
         progress(f"running {asked.script} as {ranks} on fake tensors of a {device.name}, until three optimizer steps ended")
-    seen = run(asked, device.name, number, limits, output)
+    seen = run(asked, device.name, number, limits, length=length, output=output)
     if progress is not None:
         progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
     job = job_from_mapping(seen.job)

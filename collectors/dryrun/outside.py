@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,29 @@ LOGGERS = {
 """Environment variables by which loggers are told to do nothing."""
 
 
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+_SET: set[str] = set()
+"""Those of `OFFLINE` that the user had not set."""
+
+
+@contextlib.contextmanager
+def hub_as_the_user_has_it() -> Iterator[None]:
+    """In here the hub may be asked, unless the user has said that it may not."""
+    for name in _SET:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(dict.fromkeys(_SET, "1"))
+
+
 def set_environment(folder: Path) -> None:
     """Loggers log nothing; those that must write do it in `folder`."""
     os.environ.update(LOGGERS)
+    for name in OFFLINE:  # else libraries would ask for each name again and again
+        if name not in os.environ:
+            os.environ[name] = "1"
+            _SET.add(name)
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / 'mlflow.db'}"
     os.environ["TMPDIR"] = str(folder)
 

@@ -59,8 +59,17 @@ class Seen:
     seconds: float
 
 
-def run(command: Command, gpu: str, rank: int, limits: Limits, output: Callable[[str], None] | None = None) -> Seen:
-    """What `rank` of `command` allocates on `gpu`. `output` is given what the script prints, as it does.
+def run(
+    command: Command,
+    gpu: str,
+    rank: int,
+    limits: Limits,
+    *,
+    length: int | None = None,
+    output: Callable[[str], None] | None = None,
+) -> Seen:
+    """What `rank` of `command` allocates on `gpu`. `length`: tokens of rows that stand in for data that cannot be had;
+    `output` is given what the script prints, as it does.
 
     Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
     """
@@ -75,6 +84,7 @@ def run(command: Command, gpu: str, rank: int, limits: Limits, output: Callable[
             "ranks_per_node": command.ranks_per_node,
             "launched": command.launched,
             "gpu": gpu,
+            "length": length,
             "folder": name,
             "answer": str(folder / "answer.json"),
             "memory_bytes": limits.memory_bytes,

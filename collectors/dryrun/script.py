@@ -32,7 +32,7 @@ class Session:
         """Run `program` and end the process with its answer or its failure."""
         import torch
 
-        from peakcast.collectors.dryrun import gpu, outside, ranks, values
+        from peakcast.collectors.dryrun import gpu, outside, pretrained, ranks, values
         from peakcast.collectors.dryrun.noted import Notes
         from peakcast.collectors.dryrun.steps import ScriptSteps
         from peakcast.collectors.tracing import inductor, patches
@@ -47,6 +47,7 @@ class Session:
         patches.install()
         ranks.install(asked["rank"], asked["world_size"])
         outside.install(self.notes)
+        pretrained.Stand(self.notes, asked.get("length")).install()
         self.steps = ScriptSteps(tracer, self.finish)
         self.steps.follow()
         mode = values.ScriptMode(self.notes, own)
