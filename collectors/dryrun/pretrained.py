@@ -3,8 +3,10 @@ network, a tokenizer that splits at blanks, and rows of text stand in."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
 DEFAULT_LENGTH = 4096
 """Tokens of a synthetic row, where no `--length` says how many; collators cut them to what they are configured for."""
 NUM_ROWS = 512
+FEWEST_WORDS = 256
+"""A tokenizer of the hub that knows no more was not fetched."""
 _HEADER_BYTES = 2**27
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -31,6 +35,7 @@ class Stand:
         when_imported("transformers.modeling_utils", self._in_modeling)
         when_imported("transformers.models.auto.configuration_auto", self._in_configurations)
         when_imported("transformers.models.auto.tokenization_auto", self._in_tokenizers)
+        when_imported("transformers.models.auto.processing_auto", self._in_processors)
         when_imported("datasets", self._in_datasets)
 
     def _in_modeling(self, module: Any) -> None:
@@ -80,22 +85,31 @@ class Stand:
                         f"{name} has no config.json here nor on the hub, and is not in peakcast's catalog ({error})"
                     ) from error
                 config, whose = found
+                config.name_or_path = str(name)
                 self._say(f"the config of {name} is not in the cache here: that of {whose} was taken.")
                 return (config, keywords) if keywords.get("return_unused_kwargs") else config
 
         module.AutoConfig.from_pretrained = classmethod(from_pretrained)
 
     def _in_tokenizers(self, module: Any) -> None:
-        fetch = module.AutoTokenizer.from_pretrained.__func__
+        self._in_auto(module.AutoTokenizer)
+
+    def _in_processors(self, module: Any) -> None:
+        self._in_auto(module.AutoProcessor)
+
+    def _in_auto(self, auto: Any) -> None:
+        fetch = auto.from_pretrained.__func__
 
         def from_pretrained(cls: Any, name: Any, *arguments: Any, **keywords: Any) -> Any:
-            try:
-                return fetch(cls, name, *arguments, **keywords)
-            except (OSError, ValueError):
-                self._say(f"the tokenizer of {name} is not in the cache here: one stood in that made a token of each word.")
-                return _words_tokenizer()
+            with contextlib.suppress(OSError, ValueError):
+                fetched = fetch(cls, name, *arguments, **keywords)
+                # transformers 5 makes one of no words where the family is known and no file is there
+                if Path(str(name)).is_dir() or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
+                    return fetched
+            self._say(f"the tokenizer of {name} is not in the cache here: one stood in that made a token of each word.")
+            return _words_tokenizer()
 
-        module.AutoTokenizer.from_pretrained = classmethod(from_pretrained)
+        auto.from_pretrained = classmethod(from_pretrained)
 
     def _in_datasets(self, module: Any) -> None:
         fetch = module.load_dataset
@@ -117,7 +131,9 @@ class Stand:
 
     def _rows(self, module: Any) -> Any:
         text = " ".join(["word"] * self.length)
-        return module.Dataset.from_dict({name: [text] * NUM_ROWS for name in ("text", "prompt", "chosen", "rejected")})
+        prefers = any(f"trl.trainer.{name}_trainer" in sys.modules for name in ("dpo", "reward", "kto", "orpo", "cpo"))
+        columns = ("prompt", "chosen", "rejected") if prefers else ("text",)
+        return module.Dataset.from_dict({name: [text] * NUM_ROWS for name in columns})
 
     def _say(self, sentence: str) -> None:
         self.notes.add("script_part_skipped", "command", sentence)
@@ -134,7 +150,7 @@ def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
     try:
         architecture = catalog.architecture(name.rpartition("/")[2])
         told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
-        return module.AutoConfig.for_model(**told), "peakcast's catalog"
+        return _with_class(module.AutoConfig.for_model(**told)), "peakcast's catalog"
     except (PeakcastError, ValueError):
         pass
     try:
@@ -144,6 +160,16 @@ def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
     except (PeakcastError, ValueError, TypeError):
         pass
     return None
+
+
+def _with_class(config: Any) -> Any:
+    """A `config` that also names the class, as every one on the hub does."""
+    from transformers.models.auto import modeling_auto as classes
+
+    for table in (classes.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, classes.MODEL_FOR_MASKED_LM_MAPPING_NAMES):
+        if config.architectures is None and config.model_type in table:
+            config.architectures = [table[config.model_type]]
+    return config
 
 
 def _dtype_of(name: str) -> str | None:

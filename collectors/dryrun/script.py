@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 import traceback
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,8 +67,8 @@ class Session:
             return CRASHED if error.code not in (None, 0) else ANSWERED
         except KeyboardInterrupt:
             _end(130)
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            traceback.print_exception(type(error), error, _from_the_script(error.__traceback__))
             return CRASHED
         return ANSWERED
 
@@ -89,6 +90,14 @@ class Session:
         }
         self.answer_file.write_text(json.dumps(answer), encoding="utf-8")
         _end(ANSWERED)
+
+
+def _from_the_script(raised: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback from the script's first line on: how it came to be run is nobody's concern."""
+    at = raised
+    while at is not None and at.tb_frame.f_globals.get("__name__") != "__main__":
+        at = at.tb_next
+    return at or raised
 
 
 def _end(code: int) -> NoReturn:
