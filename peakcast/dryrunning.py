@@ -67,21 +67,30 @@ def dryrun(
     progress: Callable[[str], None] | None = None,
     output: Callable[[str], None] | None = None,
 ) -> Dryrun:
-    """Run `command` until its third optimizer step has ended, and say what `rank` of it needs on `gpu`."""
-    from peakcast.collectors.dryrun.command import read_command
+    """Run `command` on fake CUDA tensors until its third optimizer step has ended; the four peaks of `rank` of it on `gpu`,
+    in bytes, with error bars, as `predict` has them of traces.
+
+    `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function of no
+    arguments that trains. `rank`: 0 unless given; `world_size`: where no launcher says it. `length`: tokens of rows that
+    stand in for data that cannot be fetched. `timeout_seconds` and `memory_gib` (host memory) bound the script; `progress`
+    is told what is being done, `output` what the script prints.
+    Raises: SpecError or CatalogError for a question that cannot be, ScriptError with the script's last lines when it fails.
+    """
+    from peakcast.collectors.dryrun.command import Command, read_command
     from peakcast.collectors.dryrun.process import Limits, run
 
     device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), None, None)
-    asked = read_command(list(command))  # type: ignore[arg-type]
+    asked = Command(script=_called(command)) if callable(command) else read_command([str(word) for word in command])
     if world_size is not None:
         per_node = asked.ranks_per_node if asked.world_size > 1 else device.gpus_per_node
         asked = replace(asked, world_size=world_size, ranks_per_node=min(per_node, world_size), launched=True)
+    function = command if callable(command) else None
     number = _rank(rank, asked.world_size)
     limits = Limits(seconds=timeout_seconds, memory_bytes=_memory_bytes(memory_gib))
     if progress is not None:
         ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
         progress(f"running {asked.script} as {ranks} on fake tensors of a {device.name}, until three optimizer steps ended")
-    seen = run(asked, device.name, number, limits, length=length, output=output)
+    seen = run(asked, device.name, number, limits, function=function, length=length, output=output)
     if progress is not None:
         progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
     job = job_from_mapping(seen.job)
@@ -89,10 +98,14 @@ def dryrun(
         answer=answered(job, device, number, seen, calibration),
         job=job,
         timelines=seen.timelines,
-        command=tuple(map(str, command)),  # type: ignore[arg-type]
+        command=(asked.script,) if callable(command) else tuple(map(str, command)),
         steps=seen.steps,
         seconds=seen.seconds,
     )
+
+
+def _called(function: Callable[[], object]) -> str:
+    return str(getattr(function, "__name__", "function"))
 
 
 def answered(

@@ -49,7 +49,7 @@ class Command:
 def read_command(command: Sequence[str]) -> Command:
     """The command that `command` is, word by word. Raises: SpecError for one that runs no Python script."""
     words = list(command)
-    variables = []
+    variables: list[str] = []
     while words and ((not variables and words[0] == "env") or re.fullmatch(r"[A-Za-z_]\w*=.*", words[0])):
         variables.append(words.pop(0))
     found = _read(words)

@@ -49,11 +49,12 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         "gradient_accumulation_steps": max(1, steps.micro_batches),
         "precision": {
             "parameters": weights,
-            "compute": weights,
+            "compute": DTYPES.get(steps.autocast, weights) if steps.autocast else weights,
             "gradients": _dtype(trained),
             "optimizer_states": _dtype(trained),
         },
         "optimizer": _optimizer(steps.optimizers),
+        "finetuning": _finetuning(network),
         "compile": _compiled(network),
         "parallelism": _parallelism(network),
         "allocator": _allocator(),
@@ -132,6 +133,12 @@ def _optimizer(optimizers: list[Any]) -> dict[str, Any]:
     settings = optimizers[0].param_groups[0]
     kind = "fused" if settings.get("fused") else "loop" if settings.get("foreach") is False else "foreach"
     return {"name": name, "implementation": kind}
+
+
+def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
+    """Low-rank adapters, as peft names them."""
+    ranks = [parameter.shape[0] for name, parameter in network.named_parameters() if ".lora_A." in name]
+    return {"method": "lora", "rank": int(ranks[0])} if ranks else {}
 
 
 def _compiled(network: torch.nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Keeps a script's files in a temporary folder: what it writes goes there, and is what it reads back; what it deletes stays.
+"""Keeps a script's files in a temporary folder: what it writes goes there and is read back; what it deletes stays.
 
 Python's own functions are led there (`install`). A hook of the interpreter refuses whatever else would write outside, and
 every socket that would listen.

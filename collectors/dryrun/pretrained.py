@@ -39,7 +39,7 @@ class Stand:
         when_imported("datasets", self._in_datasets)
 
     def _in_modeling(self, module: Any) -> None:
-        def from_pretrained(cls: Any, name: Any, *arguments: Any, config: Any = None, **keywords: Any) -> Any:
+        def from_pretrained(cls: Any, /, name: Any, *arguments: Any, config: Any = None, **keywords: Any) -> Any:
             return self._network(cls, str(name), arguments, config, keywords)
 
         module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
@@ -75,7 +75,7 @@ class Stand:
     def _in_configurations(self, module: Any) -> None:
         fetch = module.AutoConfig.from_pretrained.__func__
 
-        def from_pretrained(cls: Any, name: Any, **keywords: Any) -> Any:
+        def from_pretrained(cls: Any, /, name: Any, **keywords: Any) -> Any:
             try:
                 return fetch(cls, name, **keywords)
             except (OSError, ValueError) as error:
@@ -100,7 +100,7 @@ class Stand:
     def _in_auto(self, auto: Any) -> None:
         fetch = auto.from_pretrained.__func__
 
-        def from_pretrained(cls: Any, name: Any, *arguments: Any, **keywords: Any) -> Any:
+        def from_pretrained(cls: Any, /, name: Any, *arguments: Any, **keywords: Any) -> Any:
             with contextlib.suppress(OSError, ValueError):
                 fetched = fetch(cls, name, *arguments, **keywords)
                 # transformers 5 makes one of no words where the family is known and no file is there
@@ -121,9 +121,7 @@ class Stand:
             except Exception:
                 if Path(path).exists() or keywords.get("data_files"):
                     raise
-                self._say(
-                    f"the data of {path} is not here: {NUM_ROWS} rows of {self.length:,} words stood in (--length)."
-                )
+                self._say(f"the data of {path} is not here: {NUM_ROWS} rows of {self.length:,} words stood in (--length).")
                 rows = self._rows(module)
                 return rows if split is not None else module.DatasetDict(train=rows, test=rows, validation=rows)
 
@@ -150,7 +148,7 @@ def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
     try:
         architecture = catalog.architecture(name.rpartition("/")[2])
         told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
-        return _with_class(module.AutoConfig.for_model(**told)), "peakcast's catalog"
+        return _with_class(module.AutoConfig.for_model(dtype="bfloat16", **told)), "peakcast's catalog, in bfloat16,"
     except (PeakcastError, ValueError):
         pass
     try:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from peakcast.collectors.dryrun.command import Command
+from peakcast.collectors.dryrun.forked import Forked
 from peakcast.collectors.recording import _package as package_folder
 from peakcast.errors import CollectorError
 from peakcast.findings import Finding
@@ -27,6 +28,23 @@ CRASHED, NEVER_STEPPED, INTERRUPTED = 10, 11, 130
 MOST_LINES = 12
 """Of what the script printed last, when it failed."""
 POLL_SECONDS = 0.05
+
+
+ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched")
+"""Fields of a command that its process is told."""
+ENVIRONMENT = {"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+
+
+class Process(Protocol):
+    """A process, as `subprocess` has it."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The same, once it has ended. Raises: TimeoutExpired."""
 
 
 class ScriptError(CollectorError):
@@ -65,67 +83,70 @@ def run(
     rank: int,
     limits: Limits,
     *,
+    function: Callable[[], object] | None = None,
     length: int | None = None,
     output: Callable[[str], None] | None = None,
 ) -> Seen:
-    """What `rank` of `command` allocates on `gpu`. `length`: tokens of rows that stand in for data that cannot be had;
-    `output` is given what the script prints, as it does.
+    """What `rank` of `command`, or of `function` in its place, allocates on `gpu`. `length`: tokens of rows that stand in
+    for data that cannot be had; `output` is given what the script prints, as it does.
 
     Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
     """
     with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name, ExitStack() as around:
         folder = Path(name)
         question = {
-            "script": command.script,
-            "arguments": list(command.arguments),
-            "as_module": command.as_module,
+            **{field: getattr(command, field) for field in ASKED},
             "rank": rank,
-            "world_size": command.world_size,
-            "ranks_per_node": command.ranks_per_node,
-            "launched": command.launched,
             "gpu": gpu,
             "length": length,
             "folder": name,
             "answer": str(folder / "answer.json"),
             "memory_bytes": limits.memory_bytes,
         }
-        (folder / "question.json").write_text(json.dumps(question), encoding="utf-8")
-        environment = {
-            **os.environ,
-            "PYTHONSAFEPATH": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONUNBUFFERED": "1",
-            "TMPDIR": name,
-        }
-        environment.update(variable.split("=", 1) for variable in command.environment)
-        if command.python != sys.executable:
-            environment["PYTHONPATH"] = str(around.enter_context(package_folder()))
-        words = [command.python, "-P", "-m", "peakcast.collectors.dryrun", str(folder / "question.json")]
+        log = folder / "output.txt"
+        log.touch()
         started = time.monotonic()
-        with _started(words, environment, folder / "output.txt") as process:
-            code = _wait(process, started + limits.seconds, folder / "output.txt", output)
+        process: Process
+        if function is None:
+            (folder / "question.json").write_text(json.dumps(question), encoding="utf-8")
+            environment = {**os.environ, **ENVIRONMENT, "TMPDIR": name}
+            for variable in command.environment:
+                key, _, value = variable.partition("=")
+                environment[key] = value
+            if command.python != sys.executable:
+                environment["PYTHONPATH"] = str(around.enter_context(package_folder()))
+            words = [command.python, "-P", "-m", "peakcast.collectors.dryrun", str(folder / "question.json")]
+            process = _start(words, environment, log)
+        else:
+            process = Forked(function, question, log)
+        with _ended(process):
+            code = _wait(process, started + limits.seconds, log, output)
         return _answer(code, folder, command, limits, time.monotonic() - started)
 
 
-@contextmanager
-def _started(words: list[str], environment: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, which leads a session: whatever it has started ends with it."""
+def _start(words: list[str], environment: Mapping[str, str], log: Path) -> Process:
+    """A process that leads a session."""
     with log.open("wb") as file:
         try:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
             )
         except OSError as error:
             raise CollectorError(f"{words[0]!r} cannot be started: {error.strerror}.", parameter="command") from error
+
+
+@contextmanager
+def _ended(process: Process) -> Iterator[None]:
+    """Whatever the process has started ends with it."""
     try:
-        yield process
+        yield
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float, log: Path, output: Callable[[str], None] | None) -> int | None:
+def _wait(process: Process, deadline: float, log: Path, output: Callable[[str], None] | None) -> int | None:
     """The process's exit code; None when its time was up."""
     with log.open("rb") as printed:
         while True:

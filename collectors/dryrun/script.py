@@ -95,7 +95,7 @@ class Session:
 def _from_the_script(raised: types.TracebackType | None) -> types.TracebackType | None:
     """The traceback from the script's first line on: how it came to be run is nobody's concern."""
     at = raised
-    while at is not None and at.tb_frame.f_globals.get("__name__") != "__main__":
+    while at is not None and at.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("peakcast", "runpy", ""):
         at = at.tb_next
     return at or raised
 
@@ -107,8 +107,8 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def main(question: Mapping[str, Any]) -> NoReturn:
-    """Run the script that `question` names, with its own arguments."""
+def main(question: Mapping[str, Any], function: Callable[[], object] | None = None) -> NoReturn:
+    """Run the script that `question` names, with its own arguments, or `function` instead."""
     from peakcast.collectors.dryrun import files, outside, ranks
 
     _limit_memory(int(question["memory_bytes"]))
@@ -117,19 +117,20 @@ def main(question: Mapping[str, Any]) -> NoReturn:
     ranks.set_environment(question["rank"], question["world_size"], question["ranks_per_node"], launched=launched)
     os.environ["PEAKCAST_DRYRUN_RANK"] = str(question["rank"])
     import_for_good(LIBRARIES)
+    files.install(Path(question["folder"]))
+    Session(question).run(function or (lambda: _run_script(question)))
+
+
+def _run_script(question: Mapping[str, Any]) -> None:
+    """As the interpreter does when it is started with it."""
     script, arguments = question["script"], list(question["arguments"])
     sys.argv = [script, *arguments]
-
-    def program() -> None:
-        if question["as_module"]:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-            return
+    if question["as_module"]:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         runpy.run_path(script, run_name="__main__")
-
-    files.install(Path(question["folder"]))
-    Session(question).run(program)
 
 
 def _limit_memory(num_bytes: int) -> None:

@@ -35,6 +35,8 @@ class ScriptSteps:
         """Backwards since the last step, of the last step once it has ended."""
         self.tokens: tuple[int, ...] = ()
         """Shape of the largest batch of tokens that an embedding was given."""
+        self.autocast: torch.dtype | None = None
+        """The dtype of autocast, where a network ran under it."""
         self._enough = enough
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
@@ -82,6 +84,8 @@ class ScriptSteps:
                 self._meet(part)
             if self.tracer.phase == Phase.OPTIMIZER_STEP or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
                 self.tracer.phase = Phase.FORWARD
+        if self.autocast is None and torch.is_autocast_enabled("cuda"):
+            self.autocast = torch.get_autocast_dtype("cuda")
         if isinstance(part, torch.nn.Embedding) and inputs and isinstance(inputs[0], torch.Tensor):
             self.tokens = max(self.tokens, tuple(inputs[0].shape), key=math.prod) if self.tokens else tuple(inputs[0].shape)
         self.tracer._enter(part, self._names)

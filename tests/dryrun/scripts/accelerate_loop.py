@@ -12,7 +12,7 @@ loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_worke
 scheduler = get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=100)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 model.train()
-for epoch in range(3):
+for _ in range(3):
     for (tokens,) in loader:
         with accelerator.accumulate(model):
             loss = model(input_ids=tokens, labels=tokens).loss

@@ -10,7 +10,7 @@ model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, device_
 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 model.train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-for step in range(10):
+for _ in range(10):
     tokens = torch.randint(0, model.config.vocab_size, (1, 4096), device="cuda")
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()

@@ -107,7 +107,7 @@ def zeropower(g):
 if compile_model:
     zeropower = torch.compile(zeropower)
 model = GPT().to(device)
-scaler = torch.cuda.amp.GradScaler(enabled=False) if False else torch.amp.GradScaler("cuda", enabled=False)
+scaler = torch.amp.GradScaler("cuda", enabled=False)
 matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("h.")]
 others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and n.startswith("h."))]
 if use_muon:
@@ -123,15 +123,15 @@ def estimate_loss():
     model.eval()
     losses = torch.zeros(eval_iters)
     for k in range(eval_iters):
-        X, Y = get_batch("val")
+        inputs, targets = get_batch("val")
         with context:
-            _, loss = model(X, Y)
+            _, loss = model(inputs, targets)
         losses[k] = loss.item()
     model.train()
     return losses.mean()
 
 
-X, Y = get_batch("train")
+inputs, targets = get_batch("train")
 t0 = time.time()
 for iter_num in range(20):
     for optimizer in optimizers:
@@ -140,11 +140,11 @@ for iter_num in range(20):
     if iter_num % eval_interval == 0:
         print(f"step {iter_num}: val loss {estimate_loss():.4f}")
         torch.save({"model": model.state_dict()}, os.path.join(folder, "ckpt.pt"))
-    for micro_step in range(gradient_accumulation_steps):
+    for _micro_step in range(gradient_accumulation_steps):
         with context:
-            logits, loss = model(X, Y)
+            logits, loss = model(inputs, targets)
             loss = loss / gradient_accumulation_steps
-        X, Y = get_batch("train")
+        inputs, targets = get_batch("train")
         scaler.scale(loss).backward()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
