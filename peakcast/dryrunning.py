@@ -89,7 +89,7 @@ def dryrun(
     limits = Limits(seconds=timeout_seconds, memory_bytes=_memory_bytes(memory_gib))
     if progress is not None:
         ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
-        progress(f"running {asked.script} as {ranks} on fake tensors of a {device.name}, until three optimizer steps ended")
+        progress(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
     seen = run(asked, device.name, number, limits, function=function, length=length, output=output)
     if progress is not None:
         progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")

@@ -27,6 +27,7 @@ DOORS = tuple(
     for name in (
         *("__main__", "answers", "api", "batch", "cli", "doctor", "job_flags", "places", "questions", "render"),
         *("calibrating", "collected", "commands", "dryrunning", "measuring", "recording", "replaying", "watching"),
+        "pytest_plugin",
     )
 )
 EXPLAINING = "peakcast.explaining"

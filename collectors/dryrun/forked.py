@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -59,5 +60,6 @@ def _become(question: Mapping[str, Any], log: Path) -> None:
     written = os.open(log, os.O_WRONLY)
     for stream, descriptor in ((0, os.open(os.devnull, os.O_RDONLY)), (1, written), (2, written)):
         os.dup2(descriptor, stream)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115  # this process's own are captured
     os.environ["TMPDIR"] = tempfile.tempdir = str(question["folder"])
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -22,6 +22,7 @@ from peakcast.errors import CollectorError
 from peakcast.findings import Finding
 from peakcast.timeline import Timeline
 from peakcast.timelines import timeline_from_mapping
+from peakcast.units import format_gib
 
 CRASHED, NEVER_STEPPED, INTERRUPTED = 10, 11, 130
 """Exit codes of the process (`collectors/dryrun/script.py`): the script raised, no optimizer stepped, Ctrl-C."""
@@ -53,6 +54,10 @@ class ScriptError(CollectorError):
     def __init__(self, message: str, script: str, last_lines: list[str]) -> None:
         super().__init__(message, parameter="command", value=script)
         self.last_lines = last_lines
+
+    def __str__(self) -> str:
+        """The sentence, then the lines."""
+        return "\n".join((self.message, *(f"  | {line}" for line in self.last_lines)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +169,7 @@ def _wait(process: Process, deadline: float, log: Path, output: Callable[[str], 
 def _answer(code: int | None, folder: Path, command: Command, limits: Limits, seconds: float) -> Seen:
     if code != 0:
         lines = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
-        raise ScriptError(_why(code, command, limits), command.script, lines[-MOST_LINES:])
+        raise ScriptError(_why(code, command, limits, lines), command.script, lines[-MOST_LINES:])
     answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
     return Seen(
         timelines={step: timeline_from_mapping(mapping) for step, mapping in answer["timelines"].items()},
@@ -176,7 +181,7 @@ def _answer(code: int | None, folder: Path, command: Command, limits: Limits, se
     )
 
 
-def _why(code: int | None, command: Command, limits: Limits) -> str:
+def _why(code: int | None, command: Command, limits: Limits, lines: list[str]) -> str:
     script = command.script
     if code is None:
         return (
@@ -187,6 +192,11 @@ def _why(code: int | None, command: Command, limits: Limits) -> str:
         return (
             f"{script} ended before any optimizer had stepped (torch.optim.Optimizer.step); give the arguments with which "
             "it trains."
+        )
+    if code == CRASHED and lines and lines[-1].startswith("MemoryError"):
+        return (
+            f"{script} needs more host memory than the {format_gib(limits.memory_bytes)} that it may use; give it more "
+            "(--memory-gib)."
         )
     if code == CRASHED:
         return f"{script} failed before its third optimizer step had ended; its last lines say why."

@@ -64,6 +64,8 @@ class Session:
         try:
             program()
         except SystemExit as error:
+            if isinstance(error.code, str):  # as the interpreter does
+                print(error.code, file=sys.stderr)
             return CRASHED if error.code not in (None, 0) else ANSWERED
         except KeyboardInterrupt:
             _end(130)
@@ -97,7 +99,7 @@ def _from_the_script(raised: types.TracebackType | None) -> types.TracebackType 
     at = raised
     while at is not None and at.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("peakcast", "runpy", ""):
         at = at.tb_next
-    return at or raised
+    return at
 
 
 def _end(code: int) -> NoReturn:
