@@ -176,7 +176,7 @@ class _Guard:
             if isinstance(flags, int) and flags & WRITING and isinstance(path, (str, bytes)):
                 self._check(path)
         elif event in CHANGES and isinstance(arguments[0], (str, bytes, os.PathLike)) and os.path.isabs(arguments[0]):
-            self._check(arguments[-1] if event in ("os.rename", "os.link", "os.symlink") else arguments[0])
+            self._check(arguments[1] if event in ("os.rename", "os.link", "os.symlink") else arguments[0])
         elif event == "sqlite3.connect" and isinstance(arguments[0], str) and arguments[0] not in ("", ":memory:"):
             self._check(arguments[0].removeprefix("file:"))
         elif event == "socket.bind" and isinstance(arguments[1], tuple):

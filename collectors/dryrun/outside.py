@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ def set_environment(folder: Path) -> None:
         if name not in os.environ:
             os.environ[name] = "1"
             _SET.add(name)
+            if "huggingface_hub.constants" in sys.modules:  # has read it already
+                sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / 'mlflow.db'}"
     os.environ["TMPDIR"] = str(folder)
 

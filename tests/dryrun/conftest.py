@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def run_script():
         script = str(SCRIPTS / name)
 
         def program():
+            warnings.simplefilter("default")  # a library's own fail no script
             sys.argv = [script, *arguments]
             runpy.run_path(script, run_name="__main__")
 
