@@ -6,6 +6,7 @@ import importlib.metadata
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
 
 def _sizes(steps: ScriptSteps) -> tuple[int, int]:
     """Length and number of the sequences of the largest micro-batch."""
-    *outer, length = steps.tokens or (1,)
+    *outer, length = steps.tokens or steps.inputs or (1,)
     return max(1, length), max(1, math.prod(outer))
 
 
@@ -90,12 +91,14 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
             return read
         except PeakcastError:
             pass
-    tables = [part for part in network.modules() if isinstance(part, torch.nn.Embedding)]
-    vocabulary, hidden = max((tuple(table.weight.shape) for table in tables), default=(1, 1))
+    matrices = [tuple(one.shape) for one in network.parameters() if one.ndim == 2] or [(1, 1)]
+    widths = Counter(size for shape in matrices for size in shape)
+    hidden = widths.most_common(1)[0][0]
+    tables = [part.weight.shape[0] for part in network.modules() if isinstance(part, torch.nn.Embedding)]
+    vocabulary = max(tables, default=max(widths))
+    inner = max((width for width in widths if width != vocabulary), default=hidden)
     lists = [part for part in network.modules() if isinstance(part, (torch.nn.ModuleList, torch.nn.Sequential))]
     layers = max(map(len, lists), default=1)
-    widths = [max(part.weight.shape) for part in network.modules() if isinstance(part, torch.nn.Linear)]
-    inner = max((width for width in widths if width != vocabulary), default=hidden)
     heads = max(1, hidden // 64)
     return {
         "name": type(network).__name__,

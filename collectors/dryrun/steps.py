@@ -35,6 +35,8 @@ class ScriptSteps:
         """Backwards since the last step, of the last step once it has ended."""
         self.tokens: tuple[int, ...] = ()
         """Shape of the largest batch of tokens that an embedding was given."""
+        self.inputs: tuple[int, ...] = ()
+        """The same of what a network was given that has no embedding: its first tensor, without the last dimension."""
         self.autocast: torch.dtype | None = None
         """The dtype of autocast, where a network ran under it."""
         self._enough = enough
@@ -82,6 +84,9 @@ class ScriptSteps:
                     self._enough()
             if id(part) not in self._names:
                 self._meet(part)
+            if not self.inputs:
+                given = (one for one in inputs if isinstance(one, torch.Tensor) and one.ndim > 1)
+                self.inputs = next((tuple(one.shape[:-1]) for one in given), ())
             if self.tracer.phase == Phase.OPTIMIZER_STEP or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
                 self.tracer.phase = Phase.FORWARD
         if self.autocast is None and torch.is_autocast_enabled("cuda"):
