@@ -97,7 +97,7 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
     cuda.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8, device="cpu")
     cuda.get_rng_state_all = lambda: [cuda.get_rng_state()] * gpus_per_node
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
-    cuda.device = cuda.device_of = lambda *_, **__: contextlib.nullcontext()
+    cuda.device = cuda.device_of = _OnDevice
     cuda.Event.elapsed_time = lambda *_: 1.0
     for each in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, each, _always(None))
@@ -135,6 +135,13 @@ def _to_scripts(answer: Callable[..., Any], otherwise: Callable[..., Any]) -> Ca
 
 
 _is_available = _to_scripts(lambda: True, lambda: False)
+
+
+class _OnDevice(contextlib.nullcontext[None]):
+    """`torch.cuda.device`, a class: torch asks whether something is one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
 
 
 def _always(answer: Any) -> Callable[..., Any]:

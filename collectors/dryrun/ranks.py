@@ -31,6 +31,8 @@ def install(rank: int, world_size: int) -> None:
 
     if world_size > 1:
         dtensors.install()
+        random: Any = importlib.import_module("torch.distributed.tensor._random")
+        random.manual_seed = lambda *_, **__: None  # it would set the state of a GPU's generator
     _install_groups(rank, world_size)
     _install_objects()
     _install_ddp()

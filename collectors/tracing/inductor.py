@@ -94,13 +94,16 @@ def compiling(tracer: Tracer) -> Iterator[None]:
 @contextlib.contextmanager
 def when_asked(tracer: Tracer) -> Iterator[None]:
     """As `compiling`, from the first call of `torch.compile` on: a step that compiles nothing needs not wait for it."""
-    compile_it = torch.compile
+    compile_it, asked = torch.compile, False
     with contextlib.ExitStack() as stack:
 
         @functools.wraps(compile_it)
         def compiled(*arguments: Any, **keywords: Any) -> Any:
-            if torch.compile is compiled:
-                torch.compile = compile_it
+            nonlocal asked
+            if not asked:
+                asked = True
+                if torch.compile is compiled:  # a library may have wrapped it
+                    torch.compile = compile_it
                 stack.enter_context(compiling(tracer))
             return compile_it(*arguments, **keywords)
 

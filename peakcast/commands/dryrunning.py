@@ -25,7 +25,7 @@ def dryrun(
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of rows that stand in for data not to be had.")] = None,
     timeout_seconds: Annotated[float, typer.Option(min=1.0, help="Longest that the script may take.")] = 600.0,
     memory_gib: Annotated[float | None, typer.Option(help="Host memory for it; default: 80 % of what is free.")] = None,
-    show_output: Annotated[bool, typer.Option("--show-output", help="Show what the script prints.")] = False,
+    output: Annotated[bool, typer.Option("--show-output", help="Show what the script prints.")] = False,
     all_findings: AllFindings = False,
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
     json: Json = False,
@@ -50,10 +50,10 @@ def dryrun(
             timeout_seconds=timeout_seconds,
             memory_gib=memory_gib,
             progress=_say,
-            output=_show if show_output else None,
+            output=_show if output else None,
         )
     except ScriptError as error:
-        if error.last_lines and not show_output:
+        if error.last_lines and not output:
             print("\n".join(f"  | {line}" for line in error.last_lines), file=sys.stderr)
         raise
     print(render.json_text(found.to_mapping()) if json else render.prediction_text(found.answer, whole=all_findings))
