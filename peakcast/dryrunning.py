@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from peakcast import catalog
 from peakcast.catalog import Device
-from peakcast.collectors.dryrun.process import ScriptError as ScriptError
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError

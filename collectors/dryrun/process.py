@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from peakcast.collectors.dryrun.command import Command
 from peakcast.collectors.dryrun.forked import Forked
 from peakcast.collectors.recording import _package as package_folder
-from peakcast.errors import CollectorError
+from peakcast.errors import CollectorError, ScriptError
 from peakcast.findings import Finding
 from peakcast.timeline import Timeline
 from peakcast.timelines import timeline_from_mapping
@@ -46,18 +46,6 @@ class Process(Protocol):
 
     def wait(self, timeout: float | None = None) -> int | None:
         """The same, once it has ended. Raises: TimeoutExpired."""
-
-
-class ScriptError(CollectorError):
-    """A script that could not be followed to its end; `last_lines` are those that it printed last."""
-
-    def __init__(self, message: str, script: str, last_lines: list[str]) -> None:
-        super().__init__(message, parameter="command", value=script)
-        self.last_lines = last_lines
-
-    def __str__(self) -> str:
-        """The sentence, then the lines."""
-        return "\n".join((self.message, *(f"  | {line}" for line in self.last_lines)))
 
 
 @dataclass(frozen=True, kw_only=True)

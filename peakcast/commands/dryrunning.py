@@ -10,7 +10,7 @@ import typer
 
 from peakcast.commands.application import AllFindings, Gpu, Json, app
 from peakcast.commands.asking import FITS_EXIT_CODES
-from peakcast.errors import SpecError
+from peakcast.errors import ScriptError, SpecError
 
 
 @app.command(
@@ -35,7 +35,6 @@ def dryrun(
     Exits with 0 when it fits, 3 when not, 4 when that is uncertain, 2 when the script cannot be followed.
     """
     from peakcast import api, render
-    from peakcast.dryrunning import ScriptError
 
     if gpu is None:
         raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")

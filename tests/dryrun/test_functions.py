@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import peakcast
-from peakcast.dryrunning import ScriptError
+from peakcast.errors import ScriptError
 
 pytest_plugins = ["pytester"]
 
