@@ -105,7 +105,7 @@ def _install_reading(overlay: Overlay) -> None:
     def led(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda path=".", *arguments, **keywords: function(overlay.read(path), *arguments, **keywords)
 
-    for name in ("stat", "lstat", "scandir", "access"):
+    for name in ("stat", "lstat", "scandir", "access", "statvfs"):
         setattr(os, name, led(getattr(os, name)))
     listed = os.listdir
 
@@ -134,6 +134,10 @@ def _install_changes(overlay: Overlay) -> None:
 
     def gone(function: Callable[..., Any]) -> Callable[..., None]:
         def remove(path: Any, *arguments: Any, **keywords: Any) -> None:
+            if keywords.get("dir_fd") is not None:  # as shutil.rmtree does within what it may remove
+                if overlay.is_inside(os.path.join(os.readlink(f"/proc/self/fd/{keywords['dir_fd']}"), os.fsdecode(path))):
+                    function(path, *arguments, **keywords)
+                return
             shadow = overlay.shadow(path)
             if shadow is None or overlay.read(path) == shadow:
                 function(shadow or path, *arguments, **keywords)

@@ -56,6 +56,17 @@ def set_environment(folder: Path) -> None:
                 sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / 'mlflow.db'}"
     os.environ["TMPDIR"] = str(folder)
+    _set_datasets_cache(folder / "datasets")
+
+
+def _set_datasets_cache(folder: Path) -> None:
+    """Tables that are prepared already are read from the user's cache; new ones, which pyarrow writes, go to `folder`."""
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
+    folder.mkdir()
+    for entry in cache.iterdir() if cache.is_dir() else ():
+        (folder / entry.name).symlink_to(entry)
+    os.environ["HF_DATASETS_CACHE"] = str(folder)
 
 
 def install(notes: Notes) -> None:
