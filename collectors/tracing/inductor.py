@@ -105,10 +105,19 @@ def when_asked(tracer: Tracer) -> Iterator[None]:
                 if torch.compile is compiled:  # a library may have wrapped it
                     torch.compile = compile_it
                 stack.enter_context(compiling(tracer))
-            return compile_it(*arguments, **keywords)
+            return compile_it(*arguments, **_untimed(keywords))
 
         torch.compile = compiled
         yield
+
+
+def _untimed(keywords: dict[str, Any]) -> dict[str, Any]:
+    """What `torch.compile` is asked for, without choices that are made by timing kernels on the GPU."""
+    if str(keywords.get("mode", "")).startswith("max-autotune"):
+        return {**keywords, "mode": None}
+    options = keywords.get("options") or {}
+    kept = {name: value for name, value in options.items() if "autotune" not in name and "coordinate_descent" not in name}
+    return {**keywords, "options": kept or None} if options else keywords
 
 
 def load() -> None:
