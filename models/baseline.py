@@ -18,7 +18,7 @@ from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.lengths import steps as steps_of_lengths
 from peakcast.models.allocator import Replay, replay_run
 from peakcast.models.analytical.adapter_scope import require_adapters
-from peakcast.models.baseline_choice import BaselineName, chosen
+from peakcast.models.baseline_choice import BaselineName, Trace, chosen, tracer
 from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.host import host_bytes
@@ -101,12 +101,15 @@ def baseline(job: TrainingJob, device: Device, rank: int | None = None, *, ledge
     """
     if job.finetuning.method != "full" and job.framework != "megatron":
         require_adapters(job)
-    return _of_the_ledger(job, device, rank, chosen()) if ledger is None else _baseline(job, device, rank, ledger)
+    return _of_the_ledger(job, device, rank, chosen(), tracer()) if ledger is None else _baseline(job, device, rank, ledger)
 
 
 @lru_cache(maxsize=8)
-def _of_the_ledger(job: TrainingJob, device: Device, rank: int | None, source: BaselineName) -> Baseline:
-    """Remembered by its source, because an answer and what it says of other GPU types rest on the same one."""
+def _of_the_ledger(
+    job: TrainingJob, device: Device, rank: int | None, source: BaselineName, trace: Trace | None
+) -> Baseline:
+    """Remembered by its source and by who traces, because an answer and what it says of other GPU types rest on the same
+    one."""
     if source == "trace":  # which knows no building of the network
         return _baseline(job, device, rank, _analytical_ledger())
     from peakcast.models.analytical.building import building

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from peakcast.api import dryrun as dryrun
     from peakcast.api import explain as explain
     from peakcast.api import predict as predict
     from peakcast.api import predict_batch as predict_batch
@@ -40,6 +41,7 @@ _HOMES = {
     "Prediction": "peakcast.prediction",
     "Timeline": "peakcast.timeline",
     "TrainingJob": "peakcast.spec",
+    "dryrun": "peakcast.api",
     "explain": "peakcast.api",
     "predict": "peakcast.api",
     "predict_batch": "peakcast.api",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peakcast.errors import SpecError
+from peakcast.models.baseline_choice import Trace, baseline_from
 from peakcast.questions import Question
 from peakcast.readings import with_others
 from peakcast.recording import ensure_recipe, timelines_from
@@ -46,6 +47,12 @@ def full_answer(
     with timelines_from(baseline):
         ensure_recipe(asked.job)
         return _full_answer(asked, calibration, all_ranks=all_ranks, advises=baseline != "trace")
+
+
+def answer_from_trace(asked: Question, trace: Trace, calibration: Calibration | str | Path | None = None) -> Answer:
+    """`full_answer` with `baseline` "trace", of timelines that `trace` has."""
+    with baseline_from("trace", trace):
+        return _full_answer(asked, calibration, all_ranks=False, advises=False)
 
 
 def _full_answer(

@@ -15,6 +15,7 @@ from peakcast.batch import predict_batch
 from peakcast.calibrating import Checked, Fitted, check, evaluate, fit, report, reproduce
 from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.recognise import Beside, from_arguments
+from peakcast.dryrunning import dryrun
 from peakcast.errors import SpecError
 from peakcast.measuring import collect, collect_constants, import_published, verify
 from peakcast.places import tracker
@@ -41,6 +42,7 @@ __all__ = [
     "collect",
     "collect_constants",
     "doctor",
+    "dryrun",
     "evaluate",
     "explain",
     "fit",

@@ -5,6 +5,7 @@ PeakcastError
 ├── CatalogError       a name the catalog does not know (also a LookupError)
 ├── RecordError        a dataset file that cannot be read or written as it stands
 ├── CollectorError     a measurement that cannot be started
+│   └── ScriptError    a training script that a dry run could not follow
 └── CalibrationError   a calibration that is missing, damaged or of another schema version
 """
 
@@ -49,6 +50,18 @@ class RecordError(PeakcastError):
 
 class CollectorError(PeakcastError):
     """A measurement that cannot be started."""
+
+
+class ScriptError(CollectorError):
+    """A training script that a dry run could not follow; `last_lines` are those that it printed last."""
+
+    def __init__(self, message: str, script: str, last_lines: list[str]) -> None:
+        super().__init__(message, parameter="command", value=script)
+        self.last_lines = last_lines
+
+    def __str__(self) -> str:
+        """The sentence, then the lines."""
+        return "\n".join((self.message, *(f"  | {line}" for line in self.last_lines)))
 
 
 class CalibrationError(PeakcastError):

@@ -26,7 +26,8 @@ DOORS = tuple(
     f"peakcast.{name}"
     for name in (
         *("__main__", "answers", "api", "batch", "cli", "doctor", "job_flags", "places", "questions", "render"),
-        *("calibrating", "collected", "commands", "measuring", "recording", "replaying", "shipping", "watching"),
+        *("calibrating", "collected", "commands", "dryrunning", "measuring", "recording", "replaying", "shipping", "watching"),
+        "pytest_plugin",
     )
 )
 EXPLAINING = "peakcast.explaining"

@@ -94,18 +94,30 @@ def compiling(tracer: Tracer) -> Iterator[None]:
 @contextlib.contextmanager
 def when_asked(tracer: Tracer) -> Iterator[None]:
     """As `compiling`, from the first call of `torch.compile` on: a step that compiles nothing needs not wait for it."""
-    compile_it = torch.compile
+    compile_it, asked = torch.compile, False
     with contextlib.ExitStack() as stack:
 
         @functools.wraps(compile_it)
         def compiled(*arguments: Any, **keywords: Any) -> Any:
-            if torch.compile is compiled:
-                torch.compile = compile_it
+            nonlocal asked
+            if not asked:
+                asked = True
+                if torch.compile is compiled:  # a library may have wrapped it
+                    torch.compile = compile_it
                 stack.enter_context(compiling(tracer))
-            return compile_it(*arguments, **keywords)
+            return compile_it(*arguments, **_untimed(keywords))
 
         torch.compile = compiled
         yield
+
+
+def _untimed(keywords: dict[str, Any]) -> dict[str, Any]:
+    """What `torch.compile` is asked for, without choices that are made by timing kernels on the GPU."""
+    if str(keywords.get("mode", "")).startswith("max-autotune"):
+        return {**keywords, "mode": None}
+    options = keywords.get("options") or {}
+    kept = {name: value for name, value in options.items() if "autotune" not in name and "coordinate_descent" not in name}
+    return {**keywords, "options": kept or None} if options else keywords
 
 
 def load() -> None:

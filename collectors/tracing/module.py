@@ -25,9 +25,6 @@ from peakcast.collectors.tracing.trace import fake_mode, timeline_from_mapping, 
 from peakcast.errors import CollectorError, SpecError
 from peakcast.timeline import Category, Phase, Timeline
 
-LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits")
-"""Of `torch.nn.functional`: from the first of these on until backward, the phase is the loss."""
-
 
 def trace_module(target: str, gpu: str | None = None, *, timeout_seconds: float = 600) -> dict[str, Timeline]:
     """`{"first": ..., "steady": ...}`: the timelines of two steps of `target`, "path/to/file.py:function". With a GPU of
@@ -127,21 +124,10 @@ def built(path: Path, function: str) -> tuple[Any, Callable[[], object]]:
 
 @contextlib.contextmanager
 def _phases(tracer: Any, model: Any, optimizers: list[Any]) -> Iterator[None]:
-    """Tell the tracer where the step is, from what of torch it calls; collect the optimizers that it steps."""
-    import torch
+    """Tell the tracer where the step is; collect the optimizers that it steps."""
     from torch.optim import optimizer as hooks
 
-    saved: list[tuple[Any, str, Any]] = []
-
-    def announce(owner: Any, name: str, phase: Phase) -> None:
-        original = getattr(owner, name)
-        saved.append((owner, name, original))
-
-        def announced(*arguments: Any, **keywords: Any) -> Any:
-            tracer.phase = phase
-            return original(*arguments, **keywords)
-
-        setattr(owner, name, announced)
+    from peakcast.collectors.tracing.phases import announced
 
     def stepping(optimizer: Any, *_: Any) -> None:
         gradients = ((f"{name}.grad", p.grad) for name, p in model.named_parameters() if p.grad is not None)
@@ -149,27 +135,12 @@ def _phases(tracer: Any, model: Any, optimizers: list[Any]) -> Iterator[None]:
         optimizers.append(optimizer)
         tracer.phase = Phase.OPTIMIZER_STEP
 
-    for name in LOSSES:
-        announce(torch.nn.functional, name, Phase.LOSS)
-    announce(torch.Tensor, "backward", Phase.BACKWARD)
-    announce(torch.nn.utils, "clip_grad_norm_", Phase.GRADIENT_CLIPPING)
-    before = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: _forward_again(tracer))
     hook = hooks.register_optimizer_step_pre_hook(stepping)
     try:
-        yield
+        with announced(tracer):
+            yield
     finally:
         hook.remove()
-        before.remove()
-        for owner, name, original in reversed(saved):
-            setattr(owner, name, original)
-
-
-def _forward_again(tracer: Any) -> None:
-    """A module that runs after a backward outside of it begins the next micro-batch; inside backward it is recomputed."""
-    import torch
-
-    if tracer.phase == Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
-        tracer.phase = Phase.FORWARD
 
 
 def _name_states(tracer: Any, model: Any, optimizers: list[Any]) -> None:

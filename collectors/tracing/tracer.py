@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._higher_order_ops import wrap
 from torch._prims.rng_prims import graphsafe_run_with_rng_state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -33,6 +34,8 @@ OUTER = (DTensor, AsyncCollectiveTensor)
 LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
 """Operators whose kernel makes its last result first (ATen `native/cuda/Dropout.cu`: the mask, then the result)."""
 
+COMPILED_CODE: Any = getattr(wrap, "inductor_compiled_code", None)
+"""From torch 2.10 on."""
 BUFFER = "empty_strided.default"
 """Memory that compiled code makes before the kernel that fills it."""
 
@@ -169,6 +172,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             return NotImplemented  # it runs operations on what it stands for, each of which comes here
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as csrc/distributed/c10d/Functional.cpp does; its rule for fake tensors makes another
+        if func is COMPILED_CODE:  # a region that is wrapped so that checkpointing may keep what it returns
+            super().__enter__()
+            try:
+                return args[0](*args[1:])
+            finally:
+                super().__exit__(None, None, None)
         if func is graphsafe_run_with_rng_state:  # around an operator that compiled code runs again
             func, *args = args
             kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}

@@ -32,7 +32,8 @@ def conditions(job: TrainingJob, defaults: Conditions | None = None) -> dict[str
     network's configuration, where what is not said is as in `defaults`, the library's."""
     own = flat(job_to_mapping(regime(job)))
     usual = flat(job_to_mapping(TrainingJob(architecture=job.architecture)))
-    alone = {name: value for name, value in own.items() if not name.startswith("architecture.") and value != usual.get(name)}
+    fields = (name for name in own if not name.startswith("architecture."))
+    alone = {name: own[name] for name in fields if own[name] != usual.get(name)}
     given = network_values(job.architecture)
     network = {**(defaults or {}), **{name: value for name, value in given.items() if value is not None}}
     found: dict[str, Any] = {}

@@ -1,0 +1,14 @@
+"""`python -P -m peakcast.collectors.dryrun QUESTION.json`: the process in which a script runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    from peakcast.collectors.dryrun.script import main
+    from peakcast.collectors.nursery import die_with_parent
+
+    die_with_parent()
+    main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -1,0 +1,168 @@
+"""Reads a command line that trains: which script, its arguments, how many ranks, and in which Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from peakcast.bounded import is_file, yaml_value
+from peakcast.dialects.launch import LAUNCHER_SWITCHES
+from peakcast.errors import SpecError
+
+PYTHON = re.compile(r"(.*/)?python(\d(\.\d+)?)?t?")
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+MODULES = {
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate.commands.launch": "accelerate",
+}
+"""Launchers by the module that `python -m` runs."""
+SWITCHES = LAUNCHER_SWITCHES | {"debug", "quiet", "use_megatron_lm", "tpu", "cpu", "dynamo_use_fullgraph", "no_ssh"}
+"""Flags of launchers that take no value."""
+PER_NODE = {"torchrun": ("nproc_per_node",), "deepspeed": ("num_gpus",), "accelerate": ()}
+NODES = {"torchrun": ("nnodes",), "deepspeed": ("num_nodes",), "accelerate": ("num_machines",)}
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A training command, taken apart."""
+
+    script: str
+    """The file, or the module that `-m` names."""
+    arguments: tuple[str, ...] = ()
+    as_module: bool = False
+    python: str = sys.executable
+    world_size: int = 1
+    ranks_per_node: int = 1
+    environment: tuple[str, ...] = ()
+    """NAME=value, as written before the command."""
+    launched: bool = False
+    """Whether a launcher starts the script, and tells it its rank by the environment."""
+
+
+def read_command(command: Sequence[str]) -> Command:
+    """The command that `command` is, word by word. Raises: SpecError for one that runs no Python script."""
+    words = list(command)
+    variables: list[str] = []
+    while words and ((not variables and words[0] == "env") or re.fullmatch(r"[A-Za-z_]\w*=.*", words[0])):
+        variables.append(words.pop(0))
+    found = _read(words)
+    return replace(found, environment=tuple(variable for variable in variables if variable != "env"))
+
+
+def _read(words: list[str]) -> Command:
+    if not words:
+        raise SpecError(
+            "no command is given; put it after --, such as: peakcast dryrun --gpu H100-80GB -- python train.py.",
+            parameter="command",
+        )
+    python = sys.executable
+    first = words[0]
+    if PYTHON.fullmatch(first):
+        python, words = _interpreter(first), _after_options(words[1:])
+        if words[:1] == ["-m"] and len(words) > 1:
+            if words[1] not in MODULES:
+                return Command(script=words[1], arguments=tuple(words[2:]), as_module=True, python=python)
+            words = [MODULES[words[1]], *words[2:]]
+        else:
+            return replace(_script(words), python=python)
+    if os.path.basename(words[0]) in LAUNCHERS:
+        return replace(_launched(os.path.basename(words[0]), words[1:]), python=python)
+    return _script(words)
+
+
+def _interpreter(word: str) -> str:
+    """The interpreter that a command names by its path; a bare name is the one that peakcast runs in."""
+    if "/" not in word:
+        return sys.executable
+    if not is_file(word):
+        raise SpecError(f"command={word!r}: there is no such interpreter; check the path.", parameter="command", value=word)
+    return word
+
+
+def _after_options(words: list[str]) -> list[str]:
+    """Without the interpreter's own options (-u, -W ignore)."""
+    while words and words[0].startswith("-") and words[0] != "-m":
+        words = words[2:] if words[0] in ("-W", "-X") else words[1:]
+    return words
+
+
+def _script(words: Sequence[str]) -> Command:
+    if not words:
+        raise SpecError("the command names no script; give one, such as python train.py.", parameter="command")
+    script, *arguments = words
+    if not is_file(script):
+        tool = shutil.which(script)
+        if tool is not None and b"python" in Path(tool).read_bytes()[:200].splitlines()[0]:
+            return Command(script=tool, arguments=tuple(arguments))  # a console script of a package
+        why = "is a folder" if os.path.isdir(script) else "is not there"
+        raise SpecError(
+            f"command: the script {script!r} {why}; give a Python file, or -m and a module.",
+            parameter="command",
+            value=script,
+        )
+    return Command(script=script, arguments=tuple(arguments))
+
+
+def _launched(launcher: str, words: list[str]) -> Command:
+    """The script that a launcher starts, and its ranks."""
+    if launcher == "accelerate":
+        if words[:1] != ["launch"]:
+            raise SpecError(
+                "command: of accelerate, only `accelerate launch` trains.", parameter="command", value=words[:1]
+            )
+        words = words[1:]
+    flags: dict[str, str] = {}
+    while words and words[0].startswith("-"):
+        flag, equals, value = words.pop(0).lstrip("-").partition("=")
+        name = flag.replace("-", "_")
+        if not equals and name not in SWITCHES and words:
+            value = words.pop(0)
+        flags[name] = value
+    as_module = bool({"m", "module"} & set(flags))
+    if as_module:
+        if not words:
+            raise SpecError(f"the command of {launcher} names no module after -m; give one.", parameter="command")
+        command = Command(script=words[0], arguments=tuple(words[1:]), as_module=True)
+    else:
+        command = _script(words)
+    world_size, per_node = _ranks(launcher, flags)
+    return replace(command, world_size=world_size, ranks_per_node=per_node, launched=True)
+
+
+def _ranks(launcher: str, flags: dict[str, str]) -> tuple[int, int]:
+    """All ranks, and those of a node."""
+    nodes = next((_number(flags[name].rpartition(":")[2], name) for name in NODES[launcher] if name in flags), 1)
+    if launcher == "accelerate":
+        settings = _accelerate_settings(flags.get("config_file"))
+        total = _number(flags.get("num_processes", settings.get("num_processes", 1)), "num_processes")
+        nodes = _number(flags.get("num_machines", settings.get("num_machines", 1)), "num_machines")
+        return total, max(1, total // max(1, nodes))
+    default = "1" if launcher == "torchrun" else str(GPUS_PER_NODE)
+    text = next((flags[name] for name in PER_NODE[launcher] if name in flags), default)
+    per_node = GPUS_PER_NODE if text in ("gpu", "auto") else _number(text, PER_NODE[launcher][0])
+    return nodes * per_node, per_node
+
+
+def _accelerate_settings(path: str | None) -> dict[str, str]:
+    if path is None or not is_file(path):
+        return {}
+    try:
+        read = yaml_value(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"config_file={path!r} cannot be read: {error}.", parameter="config_file", value=path) from error
+    return {key: str(value) for key, value in read.items()} if isinstance(read, dict) else {}
+
+
+def _number(text: object, name: str) -> int:
+    if isinstance(text, str) and text.isdecimal() and int(text) > 0:
+        return int(text)
+    if isinstance(text, int) and text > 0:
+        return text
+    raise SpecError(f"{name}={text!r} must be a whole number above 0, such as 8.", parameter=name, value=text)

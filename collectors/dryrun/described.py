@@ -1,0 +1,175 @@
+"""The job that a script turned out to run, as far as error bars and findings need to know it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peakcast.collectors.dryrun.steps import ScriptSteps
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+OPTIMIZERS = {
+    "adamw": "adamw", "adam": "adam", "sgd": "sgd", "adafactor": "adafactor", "muon": "muon", "lion": "lion",
+    "adagrad": "adagrad", "rmsprop": "rmsprop",
+}  # fmt: skip
+"""Beginnings of class names of optimizers, longest first where one begins another, and what jobs call them."""
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "torchao", "bitsandbytes")
+
+
+@dataclass(frozen=True)
+class Described:
+    """A job's mapping, and what was taken for granted in it."""
+
+    job: dict[str, Any]
+    assumptions: tuple[str, ...]
+
+
+def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
+    """The job of the networks and optimizers that `steps` has seen."""
+    network = steps.networks[0]
+    parameters = list(network.parameters())
+    config = next((part.config for part in network.modules() if hasattr(getattr(part, "config", None), "to_dict")), None)
+    length, batch = _sizes(steps)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    weights = _dtype(parameters)
+    job: dict[str, Any] = {
+        "architecture": _architecture(network, config),
+        "framework": _framework(config),
+        "versions": _versions(),
+        "micro_batch_size": batch,
+        "sequence_length": length,
+        "gradient_accumulation_steps": max(1, steps.micro_batches),
+        "precision": {
+            "parameters": weights,
+            "compute": DTYPES.get(steps.autocast, weights) if steps.autocast else weights,
+            "gradients": _dtype(trained),
+            "optimizer_states": _dtype(trained),
+        },
+        "optimizer": _optimizer(steps.optimizers),
+        "finetuning": _finetuning(network),
+        "compile": _compiled(network),
+        "parallelism": _parallelism(network),
+        "allocator": _allocator(),
+    }
+    return Described(job, ())
+
+
+def _sizes(steps: ScriptSteps) -> tuple[int, int]:
+    """Length and number of the sequences of the largest micro-batch."""
+    *outer, length = steps.tokens or steps.inputs or (1,)
+    return max(1, length), max(1, math.prod(outer))
+
+
+def _dtype(parameters: Iterable[torch.Tensor]) -> str:
+    """That most elements have, of those that a job can name."""
+    counts: dict[str, int] = {}
+    for parameter in parameters:
+        if parameter.dtype in DTYPES:
+            name = DTYPES[parameter.dtype]
+            counts[name] = counts.get(name, 0) + parameter.numel()
+    return max(counts, key=counts.__getitem__, default="float32")
+
+
+def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
+    """By its configuration, where it is of transformers; else by the shapes that are seen."""
+    if config is not None:
+        from peakcast.dialects.hf_config import architecture_from_hf_config
+        from peakcast.errors import PeakcastError
+        from peakcast.fields import to_mapping
+
+        try:
+            read: dict[str, Any] = to_mapping(architecture_from_hf_config(config.to_dict()))
+            return read
+        except PeakcastError:
+            pass
+    matrices = [tuple(one.shape) for one in network.parameters() if one.ndim == 2] or [(1, 1)]
+    widths = Counter(size for shape in matrices for size in shape)
+    hidden = widths.most_common(1)[0][0]
+    tables = [part.weight.shape[0] for part in network.modules() if isinstance(part, torch.nn.Embedding)]
+    vocabulary = max(tables, default=max(widths))
+    inner = max((width for width in widths if width != vocabulary), default=hidden)
+    lists = [part for part in network.modules() if isinstance(part, (torch.nn.ModuleList, torch.nn.Sequential))]
+    layers = max(map(len, lists), default=1)
+    heads = max(1, hidden // 64)
+    return {
+        "name": type(network).__name__,
+        "model_type": "script",
+        "hidden_size": int(hidden),
+        "num_hidden_layers": max(1, layers),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": max(1, int(hidden) // heads),
+        "intermediate_size": int(inner),
+        "vocab_size": int(vocabulary),
+    }
+
+
+def _framework(config: Any) -> str:
+    for package in ("deepspeed", "megatron"):
+        if package in sys.modules:
+            return package
+    return "huggingface" if config is not None else "torch"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        if package in sys.modules:
+            found[package] = importlib.metadata.version(package).partition("+")[0]
+    return found
+
+
+def _optimizer(optimizers: list[Any]) -> dict[str, Any]:
+    if not optimizers:
+        return {}
+    names = [type(getattr(one, "optimizer", one)).__name__.lower() for one in optimizers]
+    name = next((ours for begin, ours in OPTIMIZERS.items() for one in names if begin in one), "adamw")
+    settings = optimizers[0].param_groups[0]
+    kind = "fused" if settings.get("fused") else "loop" if settings.get("foreach") is False else "foreach"
+    return {"name": name, "implementation": kind}
+
+
+def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
+    """Low-rank adapters, as peft names them."""
+    ranks = [parameter.shape[0] for name, parameter in network.named_parameters() if ".lora_A." in name]
+    return {"method": "lora", "rank": int(ranks[0])} if ranks else {}
+
+
+def _compiled(network: torch.nn.Module) -> bool:
+    return any(
+        part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule" for part in network.modules()
+    )
+
+
+def _parallelism(network: torch.nn.Module) -> dict[str, Any]:
+    """Ranks by what holds the network: sharded, replicated, or neither."""
+    if not dist.is_initialized():
+        return {}
+    world_size = dist.get_world_size()
+    kinds = {type(part).__name__ for part in network.modules()}
+    sharded = any(name.startswith("FSDP") for name in kinds)
+    if "FullyShardedDataParallel" in kinds:
+        return {"data_parallel_size": world_size, "sharding": "fsdp1"}
+    if sharded:
+        return {"data_parallel_size": world_size, "sharding": "fsdp2"}
+    return {"data_parallel_size": world_size}
+
+
+def _allocator() -> dict[str, Any]:
+    from peakcast.allocator import Allocator
+    from peakcast.fields import to_mapping
+
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments:true" in settings.lower().replace(" ", ""):
+        mapping: dict[str, Any] = to_mapping(Allocator(expandable_segments=True))
+        return mapping
+    return {}

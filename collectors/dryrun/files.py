@@ -1,0 +1,192 @@
+"""Keeps a script's files in a temporary folder: what it writes goes there and is read back; what it deletes stays.
+
+Python's own functions are led there (`install`). A hook of the interpreter refuses whatever else would write outside, and
+every socket that would listen.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+LARGEST_COPY_BYTES = 64 * 2**20
+"""A file that is opened to be changed is copied first, up to here."""
+CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree")
+"""Events of the interpreter whose first argument is a path that changes."""
+DEVICES = ("/dev/", "/proc/")
+
+
+class Overlay:
+    """Maps paths outside `folder` to ones within it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder.resolve())
+        self._written = os.path.join(self.folder, "written")
+        self._exists = os.path.lexists
+        self._stat = os.stat
+
+    def is_inside(self, path: str) -> bool:
+        """Whether `path` may be written as it is."""
+        return path == self.folder or path.startswith((self.folder + os.sep, *DEVICES))
+
+    def shadow(self, path: Any) -> str | None:
+        """Where what is written to `path` goes; None where that is `path` itself, or no path."""
+        if isinstance(path, int) or path is None:
+            return None
+        name = os.path.abspath(os.fsdecode(path))
+        return None if self.is_inside(name) else self._written + name
+
+    def read(self, path: Any) -> Any:
+        """Where `path` is read: what was written there, if anything was."""
+        shadow = self.shadow(path)
+        return shadow if shadow is not None and self._there(shadow) else path
+
+    def write(self, path: Any, *, keeps: bool) -> Any:
+        """Where `path` is written; `keeps`: with what it holds now."""
+        shadow = self.shadow(path)
+        if shadow is None:
+            return path
+        _make_folders(os.path.dirname(shadow))
+        if keeps and not self._there(shadow):
+            name = os.path.abspath(os.fsdecode(path))
+            if os.path.isfile(name) and os.path.getsize(name) <= LARGEST_COPY_BYTES:
+                shutil.copyfile(name, shadow)
+        return shadow
+
+    def _there(self, path: str) -> bool:
+        try:
+            self._stat(path)
+        except (OSError, ValueError):
+            return False
+        return True
+
+
+_real_mkdir = os.mkdir
+
+
+def _make_folders(path: str) -> None:
+    if not os.path.isdir(path):
+        _make_folders(os.path.dirname(path))
+        _real_mkdir(path)
+
+
+def install(folder: Path) -> None:
+    """For this process."""
+    overlay = Overlay(folder)
+    open_file, open_descriptor = builtins.open, os.open
+
+    def opened(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+        writes = any(letter in mode for letter in "wax+")
+        place = overlay.write(file, keeps="w" not in mode and "x" not in mode) if writes else overlay.read(file)
+        return open_file(place, mode, *arguments, **keywords)
+
+    def opened_descriptor(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if dir_fd is None:
+            path = overlay.write(path, keeps=not flags & os.O_TRUNC) if flags & WRITING else overlay.read(path)
+        return open_descriptor(path, flags, mode, dir_fd=dir_fd)
+
+    builtins.open = io.open = opened  # type: ignore[assignment]
+    os.open = opened_descriptor  # type: ignore[assignment]
+    _install_reading(overlay)
+    _install_changes(overlay)
+    sys.dont_write_bytecode = True
+    sys.addaudithook(_Guard(overlay))
+
+
+def _install_reading(overlay: Overlay) -> None:
+    def led(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda path=".", *arguments, **keywords: function(overlay.read(path), *arguments, **keywords)
+
+    for name in ("stat", "lstat", "scandir", "access", "statvfs"):
+        setattr(os, name, led(getattr(os, name)))
+    listed = os.listdir
+
+    def list_both(path: Any = ".") -> list[Any]:
+        shadow = overlay.shadow(path)
+        written = listed(shadow) if shadow is not None and os.path.isdir(shadow) else []
+        try:
+            return list(dict.fromkeys((*listed(path), *written)))
+        except FileNotFoundError:
+            if shadow is None or not os.path.isdir(shadow):
+                raise
+            return written
+
+    os.listdir = list_both  # type: ignore[assignment]
+
+
+def _install_changes(overlay: Overlay) -> None:
+    def made(path: Any, *arguments: Any, **keywords: Any) -> None:
+        shadow = overlay.shadow(path)
+        if shadow is None:
+            _real_mkdir(path, *arguments, **keywords)
+            return
+        if os.path.isdir(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
+        _make_folders(shadow)
+
+    def gone(function: Callable[..., Any]) -> Callable[..., None]:
+        def remove(path: Any, *arguments: Any, **keywords: Any) -> None:
+            if keywords.get("dir_fd") is not None:  # as shutil.rmtree does within what it may remove
+                if overlay.is_inside(os.path.join(os.readlink(f"/proc/self/fd/{keywords['dir_fd']}"), os.fsdecode(path))):
+                    function(path, *arguments, **keywords)
+                return
+            shadow = overlay.shadow(path)
+            if shadow is None or overlay.read(path) == shadow:
+                function(shadow or path, *arguments, **keywords)
+
+        return remove
+
+    def moved(function: Callable[..., Any]) -> Callable[..., None]:
+        def move(source: Any, target: Any, *arguments: Any, **keywords: Any) -> None:
+            if overlay.shadow(source) is None or overlay.read(source) != source:
+                function(overlay.read(source), overlay.write(target, keeps=False), *arguments, **keywords)
+
+        return move
+
+    os.mkdir = made
+    for name in ("remove", "unlink", "rmdir"):
+        setattr(os, name, gone(getattr(os, name)))
+    for name in ("rename", "replace", "link", "symlink"):
+        setattr(os, name, moved(getattr(os, name)))
+    for name in ("chmod", "utime", "chown"):
+        setattr(os, name, gone(getattr(os, name)))
+    removed = shutil.rmtree
+
+    def remove_tree(path: Any, *arguments: Any, **keywords: Any) -> None:
+        place = overlay.read(path)
+        if overlay.shadow(path) is None or place != path:
+            removed(place, *arguments, **keywords)
+
+    shutil.rmtree = remove_tree  # type: ignore[assignment]
+
+
+class _Guard:
+    """Refuses what was not led into the folder."""
+
+    def __init__(self, overlay: Overlay) -> None:
+        self._overlay = overlay
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(flags, int) and flags & WRITING and isinstance(path, (str, bytes)):
+                self._check(path)
+        elif event in CHANGES and isinstance(arguments[0], (str, bytes, os.PathLike)) and os.path.isabs(arguments[0]):
+            self._check(arguments[1] if event in ("os.rename", "os.link", "os.symlink") else arguments[0])
+        elif event == "sqlite3.connect" and isinstance(arguments[0], str) and arguments[0] not in ("", ":memory:"):
+            self._check(arguments[0].removeprefix("file:"))
+        elif event == "socket.bind" and isinstance(arguments[1], tuple):
+            raise PermissionError(errno.EPERM, f"a dry run opens no port, and the script asked for {arguments[1]!r}")
+
+    def _check(self, path: Any) -> None:
+        name = os.path.abspath(os.fsdecode(path))
+        if not self._overlay.is_inside(name):
+            raise PermissionError(errno.EPERM, "a dry run writes nothing outside its temporary folder", name)

@@ -1,0 +1,175 @@
+"""What a script asks `torch.cuda` about the GPU, answered as the chosen GPU type would."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from peakcast.catalog import Device
+from peakcast.collectors.tracing import fake_cuda, fake_streams, inductor
+from peakcast.collectors.tracing.tracer import Tracer
+
+NAMES = {
+    "A100": "NVIDIA A100-SXM4-80GB",
+    "H100": "NVIDIA H100 80GB HBM3",
+    "H200": "NVIDIA H200",
+    "B200": "NVIDIA B200",
+}
+"""How CUDA calls GPU types whose name scripts compare with, by the beginning of their name in the catalog."""
+SIZES = (
+    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+    *("memory_cached", "max_memory_cached"),
+)
+SILENT = (
+    *("init", "_lazy_init", "empty_cache", "synchronize", "set_device", "manual_seed", "manual_seed_all", "ipc_collect"),
+    *(
+        "reset_peak_memory_stats",
+        "reset_max_memory_allocated",
+        "reset_max_memory_cached",
+        "set_rng_state",
+        "seed",
+        "seed_all",
+    ),
+    *(
+        "reset_accumulated_memory_stats",
+        "set_per_process_memory_fraction",
+        "set_sync_debug_mode",
+        "set_rng_state_all",
+        "seed_all",
+    ),
+)
+
+
+def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Tracer) -> None:
+    """Make this process one that has so many of `device`, of which `own` is current. Fake CUDA is installed with it."""
+    fake_cuda.install()
+    fake_streams.install()
+    fake_streams.Stream.device = own
+    name = next((full for short, full in NAMES.items() if device.name.startswith(short)), f"NVIDIA {device.name}")
+    major, minor = device.compute_capability
+    properties = types.SimpleNamespace(
+        **{**vars(inductor.PROPERTIES), "name": name, "major": major, "minor": minor},
+        total_memory=device.cuda_memory_bytes,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        L2_cache_size=50 * 2**20,
+        uuid="GPU-00000000-0000-0000-0000-000000000000",
+        pci_bus_id=0,
+        pci_device_id=0,
+        pci_domain_id=0,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
+    )
+    properties.multi_processor_count = device.num_sms
+    inductor.PROPERTIES.__dict__.update(vars(properties))
+    fake_cuda.COMPUTE_CAPABILITY = (major, minor)
+    cuda: Any = torch.cuda
+    answers: dict[str, Any] = {
+        "is_initialized": True,
+        "device_count": gpus_per_node,
+        "current_device": own.index,
+        "get_device_name": name,
+        "get_device_capability": (major, minor),
+        "get_device_properties": properties,
+        "is_bf16_supported": (major, minor) >= (8, 0),
+        "get_arch_list": [f"sm_{major}{minor}"],
+        "is_current_stream_capturing": False,
+        "can_device_access_peer": True,
+        "memory_summary": "",
+        "memory_snapshot": [],
+        "utilization": 0,
+        **dict.fromkeys(SILENT),
+    }
+    for question, answer in answers.items():
+        setattr(cuda, question, _always(answer))
+    cuda.is_available = _is_available
+    cuda.mem_get_info = lambda *_, **__: (device.cuda_memory_bytes - _allocated(tracer), device.cuda_memory_bytes)
+    for reading in SIZES:
+        answer = _most_allocated if "max" in reading else _allocated
+        setattr(cuda, reading, lambda *_, answer=answer, **__: answer(tracer))
+    cuda.memory_stats = lambda *_, **__: _Statistics(tracer)
+    cuda.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8, device="cpu")
+    cuda.get_rng_state_all = lambda: [cuda.get_rng_state()] * gpus_per_node
+    cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    cuda.device = cuda.device_of = _OnDevice
+    cuda.Event.elapsed_time = lambda *_: 1.0
+    for each in ("range_push", "range_pop", "mark"):
+        setattr(cuda.nvtx, each, _always(None))
+    memory = cuda.memory
+    memory._record_memory_history = memory._dump_snapshot = _always(None)
+    memory._set_allocator_settings = _always(None)
+    torch.version.cuda = torch.version.cuda or "12.8"
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor.to(own)  # type: ignore[method-assign]
+    _answer_for_accelerators(gpus_per_node, own)
+
+
+def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
+    """`torch.accelerator`, which newer scripts ask instead."""
+    accelerator: Any = torch.accelerator
+    for question, answer in {
+        "is_available": True,
+        "current_accelerator": torch.device("cuda"),
+        "device_count": gpus_per_node,
+        "current_device_index": own.index,
+        "current_device_idx": own.index,
+        **dict.fromkeys(("set_device_index", "set_device_idx", "synchronize", "empty_cache")),
+    }.items():
+        if hasattr(accelerator, question):
+            setattr(accelerator, question, _to_scripts(_always(answer), getattr(accelerator, question)))
+
+
+def _to_scripts(answer: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """`answer` to all but torch itself, which gets what it got before: it would start a driver, or make real tensors."""
+
+    def asked(*arguments: Any, **keywords: Any) -> Any:
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        return (otherwise if asker.partition(".")[0] == "torch" else answer)(*arguments, **keywords)
+
+    return asked
+
+
+_is_available = _to_scripts(lambda: True, lambda: False)
+
+
+class _OnDevice(contextlib.nullcontext[None]):
+    """`torch.cuda.device`, a class: torch asks whether something is one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
+
+
+def _allocated(tracer: Tracer) -> int:
+    """Bytes that the script has on the GPU now."""
+    return sum(size for _, size, _, dies, _ in tracer._entries.values() if dies is None)
+
+
+def _most_allocated(tracer: Tracer) -> int:
+    """The most bytes that it has had there."""
+    return tracer.timeline(0, tracer.now).peak().num_bytes if tracer.now else 0
+
+
+class _Statistics(dict[str, int]):
+    """`torch.cuda.memory_stats()`: what is allocated for every kind of bytes, 0 for other counts."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __missing__(self, name: str) -> int:
+        if "bytes" not in name:
+            return 0
+        return _most_allocated(self._tracer) if "peak" in name else _allocated(self._tracer)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As `[]`."""
+        return self[name]

@@ -1,0 +1,80 @@
+"""What a dry run had to make up or leave out, with the file and line of the script that asked for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+
+import torch
+
+import peakcast
+from peakcast import collectors
+from peakcast.findings import Direction, Finding
+
+MOST_NOTES = 20
+"""Findings of one run; a loop over layers would find the same thing in as many places."""
+_MACHINERY = tuple(
+    os.path.join(os.path.dirname(os.path.abspath(module.__file__ or "")), "") for module in (torch, peakcast, collectors)
+)
+"""Folders whose frames are never the place that asked."""
+_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
+"""Of Python itself."""
+
+
+@dataclass
+class Notes:
+    """Findings of one run, each place once."""
+
+    findings: list[Finding] = field(default_factory=list)
+    _places: set[tuple[str, str]] = field(default_factory=set)
+
+    def add(self, code: str, parameter: str, sentence: str, direction: Direction = "either") -> None:
+        """One finding, where there is room."""
+        if (code, sentence) not in self._places and len(self.findings) < MOST_NOTES:
+            self._places.add((code, sentence))
+            self.findings.append(Finding(code, parameter, direction, sentence))
+
+    def value(self, asked: str, answer: object) -> None:
+        """The script read a value that only a run on data has."""
+        place = where()
+        if ("value", place) not in self._places:
+            self._places.add(("value", place))
+            sentence = f"{place} reads {asked} from the GPU, which only a run knows; it was given {answer}."
+            self.add("value_assumed", place.partition(":")[0], sentence)
+
+
+def where() -> str:
+    """File and line of the script that is running, "train.py:12"; of the library that it called where none of its own."""
+    first = ""
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if file.startswith("<") or file.startswith(_MACHINERY):
+            continue
+        line = f":{frame.f_lineno}"
+        if _is_own(file):
+            return os.path.relpath(file) + line
+        first = first or ("" if file.startswith(_LIBRARY) else _within_package(file) + line)
+    return first or "the script"
+
+
+def _is_own(file: str) -> bool:
+    """Whether it is of the script, and not of a package that is installed."""
+    installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
+    own = (os.getcwd() + os.sep, os.path.dirname(os.path.abspath(sys.argv[0])) + os.sep)
+    return os.path.abspath(file).startswith(own) and not os.path.abspath(file).startswith(installed)
+
+
+def _within_package(file: str) -> str:
+    """The path from the folder in which its package lies."""
+    roots = [path for path in sys.path if path and file.startswith(path + os.sep)]
+    return os.path.relpath(file, max(roots, key=len)) if roots else file
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

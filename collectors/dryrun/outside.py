@@ -1,0 +1,135 @@
+"""What a script does beside training, without its effect: saving, logging, loading data by processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peakcast.collectors.dryrun.imports import when_imported
+from peakcast.collectors.dryrun.noted import Notes, where
+
+LOGGERS = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "DISABLED",
+    "NEPTUNE_MODE": "debug",
+    "TRACKIO_DISABLED": "1",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "ACCELERATE_DISABLE_RICH": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment variables by which loggers are told to do nothing."""
+
+
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+_SET: set[str] = set()
+"""Those of `OFFLINE` that the user had not set."""
+
+
+@contextlib.contextmanager
+def hub_as_the_user_has_it() -> Iterator[None]:
+    """In here the hub may be asked, unless the user has said that it may not."""
+    for name in _SET:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(dict.fromkeys(_SET, "1"))
+
+
+def set_environment(folder: Path) -> None:
+    """Loggers log nothing; those that must write do it in `folder`."""
+    os.environ.update(LOGGERS)
+    for name in OFFLINE:  # else libraries would ask for each name again and again
+        if name not in os.environ:
+            os.environ[name] = "1"
+            _SET.add(name)
+            if "huggingface_hub.constants" in sys.modules:  # has read it already
+                sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / 'mlflow.db'}"
+    os.environ["TMPDIR"] = str(folder)
+    _set_datasets_cache(folder / "datasets")
+
+
+def _set_datasets_cache(folder: Path) -> None:
+    """Tables that are prepared already are read from the user's cache; new ones, which pyarrow writes, go to `folder`."""
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
+    folder.mkdir()
+    for entry in cache.iterdir() if cache.is_dir() else ():
+        (folder / entry.name).symlink_to(entry)
+    os.environ["HF_DATASETS_CACHE"] = str(folder)
+
+
+def install(notes: Notes) -> None:
+    """For this process."""
+
+    def skip(what: str) -> Any:
+        def skipped(*_: Any, **__: Any) -> None:
+            notes.add("script_part_skipped", what, f"{where()} saves ({what}), which a dry run skips.")
+
+        return skipped
+
+    torch.save = skip("torch.save")
+    _load_in_this_process()
+    torch.multiprocessing.spawn = _spawn  # type: ignore[assignment]
+    torch.multiprocessing.spawn.__globals__["spawn"] = _spawn
+
+    def in_safetensors(module: Any) -> None:
+        module.save_file = module.save_model = skip("safetensors")
+
+    def in_trainer(module: Any) -> None:
+        module.Trainer.save_model = skip("Trainer.save_model")
+        module.Trainer._save_checkpoint = skip("checkpoint")
+
+    def in_modeling(module: Any) -> None:
+        module.PreTrainedModel.save_pretrained = skip("save_pretrained")
+        module.PreTrainedModel.push_to_hub = skip("push_to_hub")
+
+    def in_checkpoint(module: Any) -> None:
+        module.save = module.async_save = skip("torch.distributed.checkpoint")
+
+    def in_accelerate(module: Any) -> None:
+        module.Accelerator.save_state = module.Accelerator.save_model = module.Accelerator.save = skip("accelerator")
+
+    when_imported("safetensors.torch", in_safetensors)
+    when_imported("transformers.trainer", in_trainer)
+    when_imported("transformers.modeling_utils", in_modeling)
+    when_imported("torch.distributed.checkpoint", in_checkpoint)
+    when_imported("accelerate.accelerator", in_accelerate)
+    when_imported("transformers.integrations.integration_utils", _no_reporting)
+
+
+def _no_reporting(module: Any) -> None:
+    module.get_reporting_integration_callbacks = lambda *_, **__: []
+
+
+def _load_in_this_process() -> None:
+    """Workers would each be a process, and make batches that this one could not take as fake."""
+    loader: Any = torch.utils.data.DataLoader
+    begin = loader.__init__
+
+    def begin_alone(self: Any, *arguments: Any, **keywords: Any) -> None:
+        arguments = (*arguments[:5], 0, *arguments[6:]) if len(arguments) > 5 else arguments
+        keywords = {name: value for name, value in keywords.items() if name not in _OF_WORKERS}
+        begin(self, *arguments, **keywords)
+
+    loader.__init__ = begin_alone
+
+
+_OF_WORKERS = frozenset(
+    ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "multiprocessing_context", "pin_memory_device")
+)
+
+
+def _spawn(function: Any, args: Any = (), nprocs: int = 1, join: bool = True, daemon: bool = False, **_: Any) -> None:
+    """`torch.multiprocessing.spawn`: the process of this rank, here."""
+    function(int(os.environ.get("PEAKCAST_DRYRUN_RANK", "0")) % max(1, nprocs), *args)

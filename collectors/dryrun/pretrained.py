@@ -1,0 +1,197 @@
+"""What scripts fetch by name: networks become shapes without weights, and where a name cannot be fetched, the catalog's
+network, a tokenizer that splits at blanks, and rows of text stand in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+from peakcast.collectors.dryrun.imports import when_imported
+from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
+
+DEFAULT_LENGTH = 4096
+"""Tokens of a synthetic row, where no `--length` says how many; collators cut them to what they are configured for."""
+NUM_ROWS = 512
+FEWEST_WORDS = 256
+"""A tokenizer of the hub that knows no more was not fetched."""
+_HEADER_BYTES = 2**27
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+class Stand:
+    """Stands in for what cannot be fetched; `notes` is told of it."""
+
+    def __init__(self, notes: Notes, length: int | None) -> None:
+        self.notes = notes
+        self.length = length or DEFAULT_LENGTH
+
+    def install(self) -> None:
+        """For what the script will import."""
+        when_imported("transformers.modeling_utils", self._in_modeling)
+        when_imported("transformers.models.auto.configuration_auto", self._in_configurations)
+        when_imported("transformers.models.auto.tokenization_auto", self._in_tokenizers)
+        when_imported("transformers.models.auto.processing_auto", self._in_processors)
+        when_imported("datasets", self._in_datasets)
+
+    def _in_modeling(self, module: Any) -> None:
+        def from_pretrained(cls: Any, /, name: Any, *arguments: Any, config: Any = None, **keywords: Any) -> Any:
+            return self._network(cls, str(name), arguments, config, keywords)
+
+        module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+    def _network(self, cls: Any, name: str, arguments: Any, config: Any, keywords: dict[str, Any]) -> Any:
+        """The network called `name` with the weights' shapes and dtype, on the device that is asked for."""
+        import torch
+        from transformers import AutoConfig
+
+        if keywords.get("quantization_config") is not None:
+            raise NotImplementedError(
+                f"quantization_config of {name!r} cannot be run on fake tensors: weights are quantised by their values. "
+                "Ask `peakcast predict --method qlora` instead."
+            )
+        if config is None or isinstance(config, (str, Path)):
+            config = AutoConfig.from_pretrained(config or name, trust_remote_code=keywords.get("trust_remote_code"))
+        for key, value in keywords.items():
+            if hasattr(config, key) and key not in ("dtype", "torch_dtype", "attn_implementation"):
+                setattr(config, key, value)
+        dtype = keywords.get("dtype", keywords.get("torch_dtype", "auto"))
+        if dtype in (None, "auto"):
+            dtype = getattr(config, "dtype", None) or _dtype_of(name)
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        attention = {key: keywords[key] for key in ("attn_implementation",) if keywords.get(key)}
+        network = cls._from_config(config, *arguments, dtype=dtype or torch.float32, **attention)
+        network.eval()
+        network.name_or_path = name
+        place = keywords.get("device_map")
+        if place is not None and place != "cpu":
+            network.to("cuda")
+        return network
+
+    def _in_configurations(self, module: Any) -> None:
+        fetch = module.AutoConfig.from_pretrained.__func__
+
+        def from_pretrained(cls: Any, /, name: Any, **keywords: Any) -> Any:
+            try:
+                return fetch(cls, name, **keywords)
+            except (OSError, ValueError) as error:
+                found = _elsewhere(str(name), module)
+                if found is None:
+                    raise OSError(
+                        f"{name} has no config.json here nor on the hub, and is not in peakcast's catalog ({error})"
+                    ) from error
+                config, whose = found
+                config.name_or_path = str(name)
+                self._say(f"the config of {name} is not in the cache here: that of {whose} was taken.")
+                return (config, keywords) if keywords.get("return_unused_kwargs") else config
+
+        module.AutoConfig.from_pretrained = classmethod(from_pretrained)
+
+    def _in_tokenizers(self, module: Any) -> None:
+        self._in_auto(module.AutoTokenizer)
+
+    def _in_processors(self, module: Any) -> None:
+        self._in_auto(module.AutoProcessor)
+
+    def _in_auto(self, auto: Any) -> None:
+        fetch = auto.from_pretrained.__func__
+
+        def from_pretrained(cls: Any, /, name: Any, *arguments: Any, **keywords: Any) -> Any:
+            with contextlib.suppress(OSError, ValueError):
+                fetched = fetch(cls, name, *arguments, **keywords)
+                # transformers 5 makes one of no words where the family is known and no file is there
+                if Path(str(name)).is_dir() or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
+                    return fetched
+            self._say(f"the tokenizer of {name} is not in the cache here: one stood in that made a token of each word.")
+            return _words_tokenizer()
+
+        auto.from_pretrained = classmethod(from_pretrained)
+
+    def _in_datasets(self, module: Any) -> None:
+        fetch = module.load_dataset
+        module.disable_caching()
+
+        def load_dataset(path: str, *arguments: Any, split: Any = None, **keywords: Any) -> Any:
+            try:
+                return fetch(path, *arguments, split=split, **keywords)
+            except Exception:
+                if Path(path).exists() or keywords.get("data_files"):
+                    raise
+                self._say(f"the data of {path} is not here: {NUM_ROWS} rows of {self.length:,} words stood in (--length).")
+                rows = self._rows(module)
+                return rows if split is not None else module.DatasetDict(train=rows, test=rows, validation=rows)
+
+        module.load_dataset = load_dataset
+
+    def _rows(self, module: Any) -> Any:
+        text = " ".join(["word"] * self.length)
+        prefers = any(f"trl.trainer.{name}_trainer" in sys.modules for name in ("dpo", "reward", "kto", "orpo", "cpo"))
+        columns = ("prompt", "chosen", "rejected") if prefers else ("text",)
+        return module.Dataset.from_dict({name: [text] * NUM_ROWS for name in columns})
+
+    def _say(self, sentence: str) -> None:
+        self.notes.add("script_part_skipped", "command", sentence)
+
+
+def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
+    """The configuration of a network that is not in the cache, and whose it is: the catalog's of that name, owner left out,
+    or the hub's, by one plain request."""
+    from peakcast import catalog
+    from peakcast.dialects import hub
+    from peakcast.dialects.hf_reverse import hf_config_of
+    from peakcast.errors import PeakcastError
+
+    try:
+        architecture = catalog.architecture(name.rpartition("/")[2])
+        told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
+        return _with_class(module.AutoConfig.for_model(dtype="bfloat16", **told)), "peakcast's catalog, in bfloat16,"
+    except (PeakcastError, ValueError):
+        pass
+    try:
+        if hub.is_hub_id(name):
+            with hub_as_the_user_has_it():
+                return module.AutoConfig.for_model(**hub.config_of(name)), "the hub"
+    except (PeakcastError, ValueError, TypeError):
+        pass
+    return None
+
+
+def _with_class(config: Any) -> Any:
+    """A `config` that also names the class, as every one on the hub does."""
+    from transformers.models.auto import modeling_auto as classes
+
+    for table in (classes.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, classes.MODEL_FOR_MASKED_LM_MAPPING_NAMES):
+        if config.architectures is None and config.model_type in table:
+            config.architectures = [table[config.model_type]]
+    return config
+
+
+def _dtype_of(name: str) -> str | None:
+    """The dtype of the first weights of a local checkpoint, from the header of its first safetensors file."""
+    for file in sorted(Path(name).glob("*.safetensors"))[:1] if Path(name).is_dir() else ():
+        with file.open("rb") as content:
+            (size,) = struct.unpack("<Q", content.read(8))
+            if size <= _HEADER_BYTES:
+                header = json.loads(content.read(size))
+                kinds = (entry.get("dtype") for key, entry in header.items() if key != "__metadata__")
+                return next((_DTYPES[kind] for kind in kinds if kind in _DTYPES), None)
+    return None
+
+
+def _words_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ("<unk>", "<s>", "</s>", "<pad>")
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate((*special, "word"))}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    made.chat_template = "{% for message in messages %}{{ message['content'] }} </s>{% endfor %}"
+    made.model_max_length = 2**20
+    return made

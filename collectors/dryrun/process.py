@@ -1,0 +1,192 @@
+"""Runs a command's script in a process of its own, within limits, and reads what was seen there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from peakcast.collectors.dryrun.command import Command
+from peakcast.collectors.dryrun.forked import Forked
+from peakcast.collectors.recording import _package as package_folder
+from peakcast.errors import CollectorError, ScriptError
+from peakcast.findings import Finding
+from peakcast.timeline import Timeline
+from peakcast.timelines import timeline_from_mapping
+from peakcast.units import format_gib
+
+CRASHED, NEVER_STEPPED, INTERRUPTED = 10, 11, 130
+"""Exit codes of the process (`collectors/dryrun/script.py`): the script raised, no optimizer stepped, Ctrl-C."""
+MOST_LINES = 12
+"""Of what the script printed last, when it failed."""
+POLL_SECONDS = 0.05
+
+
+ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched")
+"""Fields of a command that its process is told."""
+ENVIRONMENT = {"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+
+
+class Process(Protocol):
+    """A process, as `subprocess` has it."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The same, once it has ended. Raises: TimeoutExpired."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a dry run may use."""
+
+    seconds: float = 600.0
+    memory_bytes: int = 32 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a dry run saw of one rank."""
+
+    timelines: Mapping[str, Timeline]
+    """Of the "first" and of a "steady" step."""
+    job: Mapping[str, Any]
+    """The job that the script turned out to run."""
+    findings: tuple[Finding, ...]
+    assumptions: tuple[str, ...]
+    steps: int
+    seconds: float
+
+
+def run(
+    command: Command,
+    gpu: str,
+    rank: int,
+    limits: Limits,
+    *,
+    function: Callable[[], object] | None = None,
+    length: int | None = None,
+    output: Callable[[str], None] | None = None,
+) -> Seen:
+    """What `rank` of `command`, or of `function` in its place, allocates on `gpu`. `length`: tokens of rows that stand in
+    for data that cannot be had; `output` is given what the script prints, as it does.
+
+    Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
+    """
+    with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name, ExitStack() as around:
+        folder = Path(name)
+        question = {
+            **{field: getattr(command, field) for field in ASKED},
+            "rank": rank,
+            "gpu": gpu,
+            "length": length,
+            "folder": name,
+            "answer": str(folder / "answer.json"),
+            "memory_bytes": limits.memory_bytes,
+        }
+        log = folder / "output.txt"
+        log.touch()
+        started = time.monotonic()
+        process: Process
+        if function is None:
+            (folder / "question.json").write_text(json.dumps(question), encoding="utf-8")
+            environment = {**os.environ, **ENVIRONMENT, "TMPDIR": name}
+            for variable in command.environment:
+                key, _, value = variable.partition("=")
+                environment[key] = value
+            if command.python != sys.executable:
+                environment["PYTHONPATH"] = str(around.enter_context(package_folder()))
+            words = [command.python, "-P", "-m", "peakcast.collectors.dryrun", str(folder / "question.json")]
+            process = _start(words, environment, log)
+        else:
+            process = Forked(function, question, log)
+        with _ended(process):
+            code = _wait(process, started + limits.seconds, log, output)
+        return _answer(code, folder, command, limits, time.monotonic() - started)
+
+
+def _start(words: list[str], environment: Mapping[str, str], log: Path) -> Process:
+    """A process that leads a session."""
+    with log.open("wb") as file:
+        try:
+            return subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+            )
+        except OSError as error:
+            raise CollectorError(f"{words[0]!r} cannot be started: {error.strerror}.", parameter="command") from error
+
+
+@contextmanager
+def _ended(process: Process) -> Iterator[None]:
+    """Whatever the process has started ends with it."""
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(process: Process, deadline: float, log: Path, output: Callable[[str], None] | None) -> int | None:
+    """The process's exit code; None when its time was up."""
+    with log.open("rb") as printed:
+        while True:
+            code = process.poll()
+            if output is not None and (text := printed.read()):
+                output(text.decode(errors="replace"))
+            if code is not None:
+                return code
+            if time.monotonic() > deadline:
+                return None
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_SECONDS)
+
+
+def _answer(code: int | None, folder: Path, command: Command, limits: Limits, seconds: float) -> Seen:
+    if code != 0:
+        lines = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        raise ScriptError(_why(code, command, limits, lines), command.script, lines[-MOST_LINES:])
+    answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
+    return Seen(
+        timelines={step: timeline_from_mapping(mapping) for step, mapping in answer["timelines"].items()},
+        job=answer["job"],
+        findings=tuple(Finding(**finding) for finding in answer["findings"]),
+        assumptions=tuple(answer["assumptions"]),
+        steps=answer["steps"],
+        seconds=seconds,
+    )
+
+
+def _why(code: int | None, command: Command, limits: Limits, lines: list[str]) -> str:
+    script = command.script
+    if code is None:
+        return (
+            f"{script} had not ended its third optimizer step after {limits.seconds:g} s; give it more time "
+            "(--timeout-seconds), or a smaller step."
+        )
+    if code == NEVER_STEPPED:
+        return (
+            f"{script} ended before any optimizer had stepped (torch.optim.Optimizer.step); give the arguments with which "
+            "it trains."
+        )
+    if code == CRASHED and lines and lines[-1].startswith("MemoryError"):
+        return (
+            f"{script} needs more host memory than the {format_gib(limits.memory_bytes)} that it may use; give it more "
+            "(--memory-gib)."
+        )
+    if code == CRASHED:
+        return f"{script} failed before its third optimizer step had ended; its last lines say why."
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"{script} {how} before its third optimizer step had ended."

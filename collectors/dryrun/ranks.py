@@ -1,0 +1,107 @@
+"""A rank of a run of many, alone: its environment, a process group whose collectives do nothing, its share of the rest."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GROUP_USERS = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
+
+
+def set_environment(rank: int, world_size: int, ranks_per_node: int, *, launched: bool) -> None:
+    """What torchrun sets, where a launcher started the script; without one, none of it."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        os.environ.pop(name, None)
+    if not launched:
+        return
+    local, node = rank % ranks_per_node, rank // ranks_per_node
+    values = (rank, world_size, local, min(ranks_per_node, world_size), node, "127.0.0.1", 29500)
+    os.environ.update({name: str(value) for name, value in zip(names, values, strict=True)})
+    os.environ["TORCHELASTIC_RUN_ID"] = "dryrun"
+
+
+def install(rank: int, world_size: int) -> None:
+    """Make every process group of this process a fake one of `world_size` ranks."""
+    from peakcast.collectors.tracing import dtensors
+
+    if world_size > 1:
+        dtensors.install()
+        random: Any = importlib.import_module("torch.distributed.tensor._random")
+        random.manual_seed = lambda *_, **__: None  # it would set the state of a GPU's generator
+    _install_groups(rank, world_size)
+    _install_objects()
+    _install_ddp()
+
+
+def _install_groups(rank: int, world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    begin, divide = dist.init_process_group, dist.new_group
+
+    def begin_fake(*_: Any, **asked: Any) -> None:
+        if dist.is_initialized():
+            return
+        size = int(asked.get("world_size", -1))  # of a script that starts its ranks itself
+        size = size if world_size == 1 and size > 0 else world_size
+        begin("fake", rank=rank % size, world_size=size, store=FakeStore())
+
+    def divide_fake(ranks: Any = None, *_: Any, **__: Any) -> Any:
+        return divide(ranks=ranks, backend="fake")
+
+    for name in _GROUP_USERS:
+        module = importlib.import_module(name)
+        for function, fake in (("init_process_group", begin_fake), ("new_group", divide_fake)):
+            if hasattr(module, function):
+                setattr(module, function, fake)
+    dist.barrier = dist.monitored_barrier = lambda *_, **__: None  # type: ignore[assignment]
+    dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
+    dist.is_nccl_available = lambda: True  # type: ignore[assignment]
+
+
+def _install_objects() -> None:
+    """Objects that ranks send each other: every rank's are this one's."""
+
+    def gather_all(gathered: list[Any], value: Any, group: Any = None) -> None:
+        gathered[:] = [value] * len(gathered)
+
+    def gather(value: Any, gathered: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if gathered is not None:
+            gathered[:] = [value] * len(gathered)
+
+    def scatter(received: list[Any], values: list[Any] | None, *_: Any, **__: Any) -> None:
+        received[:1] = (values or [None])[:1]
+
+    fakes = {
+        "all_gather_object": gather_all,
+        "gather_object": gather,
+        "scatter_object_list": scatter,
+        "broadcast_object_list": lambda *_, **__: None,
+    }
+    for name, fake in fakes.items():
+        for module in (dist, dist.distributed_c10d):
+            setattr(module, name, fake)
+    torch.distributed.send_object_list = lambda *_, **__: None  # type: ignore[attr-defined]
+
+
+def _install_ddp() -> None:
+    """The fake group's all-reduce has no result that the reducer would accept: buckets come back as they are."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrap, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+
+    def unreduced(bucket: Any) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def wrap_unreduced(self: Any, *arguments: Any, **keywords: Any) -> None:
+        wrap(self, *arguments, **keywords)
+        register(self, None, lambda state, bucket: unreduced(bucket))  # DDP looks at what a hook's arguments are annotated
+
+    DistributedDataParallel.__init__ = wrap_unreduced  # type: ignore[method-assign]
+    DistributedDataParallel.register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]

@@ -1,0 +1,143 @@
+"""Runs the script of one question in this process, which it changes for good, and writes down what was seen."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from peakcast import catalog
+from peakcast.collectors.packages import import_for_good
+from peakcast.timelines import timeline_to_mapping
+
+LIBRARIES = ("torch", "torch.distributed.fsdp", "torch._dynamo")
+ANSWERED, CRASHED, NEVER_STEPPED = 0, 10, 11
+"""Exit codes of the process: it answered, the script raised, the script ended before an optimizer stepped."""
+
+
+class Session:
+    """One dry run: what it is asked (`question`), what it follows, and its answer."""
+
+    def __init__(self, question: Mapping[str, Any]) -> None:
+        self.question = question
+        self.answer_file = Path(question["answer"])
+
+    def run(self, program: Callable[[], object]) -> NoReturn:
+        """Run `program` and end the process with its answer or its failure."""
+        import torch
+
+        from peakcast.collectors.dryrun import gpu, outside, pretrained, ranks, values
+        from peakcast.collectors.dryrun.noted import Notes
+        from peakcast.collectors.dryrun.steps import ScriptSteps
+        from peakcast.collectors.tracing import inductor, patches
+        from peakcast.collectors.tracing.tracer import Tracer
+
+        asked = self.question
+        device = catalog.gpu(asked["gpu"])
+        self.notes, tracer = Notes(), Tracer()
+        tracer.gpu = device
+        own = torch.device("cuda", asked["rank"] % asked["ranks_per_node"])
+        gpu.install(device, asked["ranks_per_node"], own, tracer)
+        patches.install()
+        ranks.install(asked["rank"], asked["world_size"])
+        outside.install(self.notes)
+        pretrained.Stand(self.notes, asked.get("length")).install()
+        self.steps = ScriptSteps(tracer, self.finish)
+        self.steps.follow()
+        mode = values.ScriptMode(self.notes, own)
+        values.install(mode)
+        with inductor.when_asked(tracer), mode, tracer, torch.autograd.set_multithreading_enabled(False):
+            code = self._run(program)
+        self.steps.close()
+        if self.steps.spans and code == ANSWERED:
+            self.finish()
+        _end(code or NEVER_STEPPED)
+
+    def _run(self, program: Callable[[], object]) -> int:
+        try:
+            program()
+        except SystemExit as error:
+            if isinstance(error.code, str):  # as the interpreter does
+                print(error.code, file=sys.stderr)
+            return CRASHED if error.code not in (None, 0) else ANSWERED
+        except KeyboardInterrupt:
+            _end(130)
+        except BaseException as error:
+            traceback.print_exception(type(error), error, _from_the_script(error.__traceback__))
+            return CRASHED
+        return ANSWERED
+
+    def finish(self) -> NoReturn:
+        """Write the answer and end, wherever the script is: nothing of it is run any more."""
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        from peakcast.collectors.dryrun.described import described
+
+        with _disable_current_modes():
+            seen = described(self.steps, self.question)
+            timelines = self.steps.timelines()
+        answer = {
+            "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
+            "job": seen.job,
+            "assumptions": seen.assumptions,
+            "findings": [finding.to_mapping() for finding in self.notes.findings],
+            "steps": len(self.steps.spans),
+        }
+        self.answer_file.write_text(json.dumps(answer), encoding="utf-8")
+        _end(ANSWERED)
+
+
+def _from_the_script(raised: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback from the script's first line on: how it came to be run is nobody's concern."""
+    at = raised
+    while at is not None and at.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("peakcast", "runpy", ""):
+        at = at.tb_next
+    return at
+
+
+def _end(code: int) -> NoReturn:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def main(question: Mapping[str, Any], function: Callable[[], object] | None = None) -> NoReturn:
+    """Run the script that `question` names, with its own arguments, or `function` instead."""
+    from peakcast.collectors.dryrun import files, outside, ranks
+
+    _limit_memory(int(question["memory_bytes"]))
+    outside.set_environment(Path(question["folder"]))
+    launched = bool(question["launched"])
+    ranks.set_environment(question["rank"], question["world_size"], question["ranks_per_node"], launched=launched)
+    os.environ["PEAKCAST_DRYRUN_RANK"] = str(question["rank"])
+    import_for_good(LIBRARIES)
+    files.install(Path(question["folder"]))
+    Session(question).run(function or (lambda: _run_script(question)))
+
+
+def _run_script(question: Mapping[str, Any]) -> None:
+    """As the interpreter does when it is started with it."""
+    script, arguments = question["script"], list(question["arguments"])
+    sys.argv = [script, *arguments]
+    if question["as_module"]:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        runpy.run_path(script, run_name="__main__")
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """A script that needs more gets a MemoryError, and the machine stays as it was."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))

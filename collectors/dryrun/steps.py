@@ -1,0 +1,145 @@
+"""Follows a script's training steps from outside: networks as they first run, optimizers as they step."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+
+from peakcast.collectors.tracing.phases import announced, inside_backward
+from peakcast.collectors.tracing.tracer import Tracer
+from peakcast.timeline import Category, Phase, Timeline
+
+NUM_STEPS = 3
+"""The first makes optimizer states; under torch.compile the second may still compile; the third is steady."""
+
+
+class ScriptSteps:
+    """Tells `tracer` what the script is doing, and calls `enough` once `NUM_STEPS` steps have ended: when what comes after
+    the last of them begins, so that gradients released after it are seen to go."""
+
+    def __init__(self, tracer: Tracer, enough: Callable[[], None]) -> None:
+        self.tracer = tracer
+        self.spans: list[tuple[int, int]] = []
+        """Of each step, the operations from and to; the first from the beginning of the script."""
+        self.networks: list[torch.nn.Module] = []
+        """Outermost modules, in the order in which they first ran."""
+        self.optimizers: list[Any] = []
+        """Those that step, in the order in which they first did."""
+        self.micro_batches = 0
+        """Backwards since the last step, of the last step once it has ended."""
+        self.tokens: tuple[int, ...] = ()
+        """Shape of the largest batch of tokens that an embedding was given."""
+        self.inputs: tuple[int, ...] = ()
+        """The same of what a network was given that has no embedding: its first tensor, without the last dimension."""
+        self.autocast: torch.dtype | None = None
+        """The dtype of autocast, where a network ran under it."""
+        self._enough = enough
+        self._names: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
+        self._depth = 0
+        self._stepped = False
+        self._backwards = 0
+
+    def follow(self) -> None:
+        """From now on, for good."""
+        self._announced = announced(self.tracer)
+        self._announced.__enter__()
+        module_hooks.register_module_forward_pre_hook(self._forward_begins)
+        module_hooks.register_module_forward_hook(lambda *_: self._forward_ends(), always_call=True)
+        optimizer_hooks.register_optimizer_step_pre_hook(self._step_begins)
+        optimizer_hooks.register_optimizer_step_post_hook(self._step_ended)
+        backward = torch.autograd.backward
+
+        def counted(*arguments: Any, **keywords: Any) -> Any:
+            self._backwards += not inside_backward()
+            return backward(*arguments, **keywords)
+
+        torch.autograd.backward = counted
+
+    def timelines(self) -> dict[str, Timeline]:
+        """Of the first and of a steady step."""
+        spans = {"first": self.spans[0], "steady": self.spans[-1]}
+        return {name: self.tracer.timeline(*span) for name, span in spans.items()}
+
+    def close(self) -> None:
+        """What has stepped and was not followed by another forward has ended now."""
+        if self._stepped:
+            self._end_step()
+
+    def _forward_begins(self, part: torch.nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        outermost = self._depth == 0 and not inside_backward()
+        self._depth += 1
+        if outermost:
+            if self._stepped:
+                self._end_step()
+                if len(self.spans) >= NUM_STEPS:
+                    self._enough()
+            if id(part) not in self._names:
+                self._meet(part)
+            if not self.inputs:
+                given = (one for one in inputs if isinstance(one, torch.Tensor) and one.ndim > 1)
+                self.inputs = next((tuple(one.shape[:-1]) for one in given), ())
+            if self.tracer.phase == Phase.OPTIMIZER_STEP or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
+                self.tracer.phase = Phase.FORWARD
+        if self.autocast is None and torch.is_autocast_enabled("cuda"):
+            self.autocast = torch.get_autocast_dtype("cuda")
+        if isinstance(part, torch.nn.Embedding) and inputs and isinstance(inputs[0], torch.Tensor):
+            self.tokens = max(self.tokens, tuple(inputs[0].shape), key=math.prod) if self.tokens else tuple(inputs[0].shape)
+        self.tracer._enter(part, self._names)
+
+    def _forward_ends(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._depth = max(0, self._depth - 1)
+            self.tracer._leave()
+
+    def _meet(self, network: torch.nn.Module) -> None:
+        """Its modules and parameters have names from now on."""
+        gc.collect()  # what wrapping has replaced hangs in cycles of references
+        self.networks.append(network)
+        for name, part in network.named_modules():
+            self._names.setdefault(id(part), _plain(name))
+        for name, parameter in network.named_parameters():
+            self._parameters.setdefault(id(parameter), _plain(name))
+        self.tracer.name(((_plain(name), one) for name, one in network.named_parameters()), Category.PARAMETERS)
+
+    def _step_begins(self, optimizer: Any, *_: Any) -> None:
+        if not any(optimizer is one for one in self.optimizers):
+            self.optimizers.append(optimizer)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.tracer.name(((self._called(one), one) for one in held), Category.PARAMETERS)
+        gradients = ((f"{self._called(one)}.grad", one.grad) for one in held if one.grad is not None)
+        self.tracer.name(gradients, Category.GRADIENTS)
+        self.tracer.phase = Phase.OPTIMIZER_STEP
+
+    def _step_ended(self, optimizer: Any, *_: Any) -> None:
+        for parameter, state in optimizer.state.items():
+            if isinstance(state, dict):
+                tensors = ((key, one) for key, one in state.items() if isinstance(one, torch.Tensor))
+                named = ((f"{self._called(parameter)}.{key}", one) for key, one in tensors)
+                self.tracer.name(named, Category.OPTIMIZER_STATES)
+        self._stepped = True
+
+    def _called(self, parameter: Any) -> str:
+        return self._parameters.get(id(parameter), "parameter")
+
+    def _end_step(self) -> None:
+        gc.collect()  # what compiling leaves in cycles of references
+        self.tracer.launched("step ends", ())
+        start = self.spans[-1][1] if self.spans else 0
+        self.spans.append((start, self.tracer.now))
+        self._stepped, self.micro_batches, self._backwards = False, self._backwards, 0
+
+
+def _plain(name: str) -> str:
+    """A name without what wrappers put into it."""
+    for wrapper in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
+        name = name.replace(f"{wrapper}.", "").removesuffix(wrapper)
+    return name.removeprefix("module.")

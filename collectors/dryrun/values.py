@@ -1,0 +1,186 @@
+"""The mode of a dry run: what is on the GPU, and every weight, is fake; small tensors on the CPU are what they are.
+
+So batches, indices and schedules have their values, and a network of any size takes no memory. What is read back from the
+GPU gets a plausible value and a note.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from peakcast.collectors.dryrun.noted import Notes
+
+REAL_FLOAT_BYTES = 2**16
+"""Tensors of numbers with a fraction that are made on the CPU are real up to here: coefficients, not weights."""
+REAL_BYTES = 2**26
+"""Others, such as tokens, up to here."""
+aten = torch.ops.aten
+
+
+class ScriptMode(FakeTensorMode):  # type: ignore[misc]
+    """Fake tensors where a script's are on a GPU or large; `notes` is told what was made up."""
+
+    def __init__(self, notes: Notes, device: torch.device) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.notes = notes
+        self.device = device
+        """This rank's GPU. Whichever a script names, it is this one: no other is seen by a rank that is alone."""
+        self._sizes = FakeTensorMode()
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of `func`."""
+        kwargs = self._on_own_device(kwargs or {})
+        if torch._guards.TracingContext.try_get() is None and self._is_real(func, args, kwargs):
+            return func(*args, **kwargs)
+        try:
+            result = super().dispatch(func, types, args, kwargs)
+        except DataDependentOutputException:
+            return self._value(func, args)
+        except DynamicOutputShapeException:
+            return self._sample(func, args)
+        if func in (aten.sum.default, aten.count_nonzero.default) and _is_mask(args[0]):
+            result.counted = args[0].numel()
+        return result
+
+    def _on_own_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            return {**kwargs, "device": self.device}
+        return kwargs
+
+    def _is_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether `func` can run: on real tensors of the CPU alone, or making a small one there."""
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != "cpu":
+            return False
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        for tensor in tensors:
+            if isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" or is_traceable_wrapper_subclass(tensor):
+                return False
+        if func is aten._to_copy.default or tensors:
+            return not any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in args)
+        return self._makes_little(func, args, kwargs)
+
+    def _makes_little(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether what `func` makes of no other tensor is small enough to be real."""
+        try:
+            with self._sizes:
+                made = func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+        except Exception:  # of what is no factory: it runs, and says itself what is wrong
+            return True
+        return all(
+            tensor.numel() * tensor.element_size() <= (REAL_FLOAT_BYTES if tensor.is_floating_point() else REAL_BYTES)
+            for tensor in tree_leaves(made)
+            if isinstance(tensor, torch.Tensor)
+        )
+
+    def _value(self, func: Any, args: Any) -> Any:
+        """1 for a number, False for a truth value, all that there are for a count."""
+        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        dtype = tensor.dtype if tensor is not None else torch.bool
+        answer: Any = False
+        if func is aten._local_scalar_dense.default and dtype is not torch.bool:
+            count = getattr(tensor, "counted", None)
+            answer = 1.0 if dtype.is_floating_point else 1 if count is None else count
+        self.notes.value("a truth value" if answer is False else f"a {str(dtype).removeprefix('torch.')}", answer)
+        return answer
+
+    def _sample(self, func: Any, args: Any) -> Any:
+        """All that a mask could choose."""
+        tensor = args[0]
+        self.notes.value("how many entries a mask chooses", f"all {tensor.numel():,}")
+        with self:
+            if func is aten.nonzero.default:
+                return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
+            if func is aten.masked_select.default:
+                return tensor.new_empty((tensor.numel(),))
+            if func is aten._unique2.default:
+                numbers = tensor.new_empty(tensor.shape, dtype=torch.int64)
+                return tensor.new_empty((tensor.numel(),)), numbers, tensor.new_empty((tensor.numel(),), dtype=torch.int64)
+            if func is aten.repeat_interleave.Tensor:
+                return tensor.new_empty((tensor.numel(),), dtype=torch.int64)
+            if func is aten.index.Tensor and len([index for index in args[1] if index is not None]) == 1:
+                position = next(i for i, index in enumerate(args[1]) if index is not None)
+                mask = args[1][position]
+                shape = tensor.shape
+                return tensor.new_empty((*shape[:position], mask.numel(), *shape[position + mask.ndim :]))
+        raise DynamicOutputShapeException(func)
+
+
+def _is_mask(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.dtype is torch.bool
+
+
+def install(mode: ScriptMode) -> None:
+    """What fake tensors are asked without an operator, and weights that stay themselves when a network moves."""
+    for name in ("tolist", "numpy", "__array__"):
+        setattr(torch.Tensor, name, _numbers(name, getattr(torch.Tensor, name)))
+    make = torch.nn.Parameter.__new__
+
+    def make_fake(cls: type[torch.nn.Parameter], data: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        """A small weight is fake as well: only so can it be moved to the GPU and stay the same parameter."""
+        if type(data) in (torch.Tensor, torch.nn.Parameter) and data.device.type == "cpu":
+            data = mode.fake_tensor_converter.from_real_tensor(mode, data.detach())
+        return make(cls, data, *arguments, **keywords)
+
+    torch.nn.Parameter.__new__ = make_fake  # type: ignore[method-assign,assignment]
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign,assignment]
+
+
+def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.nn.Module:
+    """`Module._apply` (behind `.to`, `.float`): as for real tensors, a parameter stays the object that an optimizer may
+    hold already, and gets other data; torch's own would swap fake ones, which they refuse."""
+    if recurse:
+        for child in self.children():
+            child._apply(convert)
+    for name, parameter in self._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            converted = convert(parameter)
+            gradient = convert(parameter.grad) if parameter.grad is not None else None
+        if converted is parameter:
+            continue
+        if is_traceable_wrapper_subclass(parameter) or not isinstance(converted, FakeTensor):
+            made = self._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
+            for note, value in vars(parameter).items():
+                vars(made).setdefault(note, value)
+            continue
+        parameter.grad = None
+        parameter.data = converted
+        parameter.grad = gradient
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = convert(buffer)
+    return self
+
+
+def _numbers(name: str, real: Any) -> Any:
+    """`Tensor.tolist` or `Tensor.numpy`, which of a fake tensor gives ones."""
+
+    def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return real(tensor, *arguments, **keywords)
+        if isinstance(tensor.fake_mode, ScriptMode):
+            tensor.fake_mode.notes.value(f"{tensor.numel():,} numbers", "ones")
+        ones = np.ones(tuple(tensor.shape), dtype=_numpy_dtype(tensor.dtype))
+        return ones.tolist() if name == "tolist" else ones
+
+    return read
+
+
+def _numpy_dtype(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point:
+        return np.float64 if dtype is torch.float64 else np.float32
+    return np.bool_ if dtype is torch.bool else np.int64

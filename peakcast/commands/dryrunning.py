@@ -1,0 +1,67 @@
+"""`peakcast dryrun`: the user's own training command, without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peakcast.commands.application import AllFindings, Gpu, Json, app
+from peakcast.commands.asking import FITS_EXIT_CODES
+from peakcast.errors import ScriptError, SpecError
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    epilog="Example: peakcast dryrun --gpu H100-80GB -- torchrun --nproc-per-node 8 train.py --config mine.yaml",
+)
+def dryrun(
+    command: Annotated[list[str] | None, typer.Argument(help="The command that trains, after --.")] = None,
+    gpu: Gpu = None,
+    rank: Annotated[int | None, typer.Option(help="Rank to run; default: 0.")] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks of the run; default: those of the launcher.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of rows that stand in for data not to be had.")] = None,
+    timeout_seconds: Annotated[float, typer.Option(min=1.0, help="Longest that the script may take.")] = 600.0,
+    memory_gib: Annotated[float | None, typer.Option(help="Host memory for it; default: 80 % of what is free.")] = None,
+    output: Annotated[bool, typer.Option("--show-output", help="Show what the script prints.")] = False,
+    all_findings: AllFindings = False,
+    calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
+    json: Json = False,
+) -> None:
+    """Run the training COMMAND on fake CUDA tensors for three steps, and predict its peaks: no GPU, nothing written.
+
+    Exits with 0 when it fits, 3 when not, 4 when that is uncertain, 2 when the script cannot be followed.
+    """
+    from peakcast import api, render
+
+    if gpu is None:
+        raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
+    try:
+        found = api.dryrun(
+            command or [],
+            gpu,
+            rank,
+            world_size,
+            calibration,
+            length=length,
+            timeout_seconds=timeout_seconds,
+            memory_gib=memory_gib,
+            progress=_say,
+            output=_show if output else None,
+        )
+    except ScriptError as error:
+        if error.last_lines and not output:
+            print("\n".join(f"  | {line}" for line in error.last_lines), file=sys.stderr)
+        raise
+    print(render.json_text(found.to_mapping()) if json else render.prediction_text(found.answer, whole=all_findings))
+    raise typer.Exit(FITS_EXIT_CODES[found.fits])
+
+
+def _say(message: str) -> None:
+    print(f"peakcast: {message}", file=sys.stderr, flush=True)
+
+
+def _show(text: str) -> None:
+    sys.stderr.write(text)

@@ -1,0 +1,158 @@
+"""What `api.dryrun` does: a user's own training script on fake tensors, then an answer as `predict` gives it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peakcast import catalog
+from peakcast.catalog import Device
+from peakcast.dialects.job_file import job_from_mapping
+from peakcast.dialects.translation import Translation
+from peakcast.errors import SpecError
+from peakcast.findings import Finding, ordered
+from peakcast.questions import Question, on_node
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Timeline
+from peakcast.units import GIB
+
+if TYPE_CHECKING:
+    from peakcast.collectors.dryrun.process import Seen
+    from peakcast.models.calibration import Calibration
+    from peakcast.prediction import Answer
+
+TIMEOUT_SECONDS = 600.0
+MEMORY_SHARE = 0.8
+"""Of the machine's free memory, what the script may use unless it is said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dryrun:
+    """What a dry run found: the answer, the job that the script turned out to run, and the timelines of its rank."""
+
+    answer: Answer
+    job: TrainingJob
+    timelines: Mapping[str, Timeline]
+    command: tuple[str, ...]
+    steps: int
+    seconds: float
+
+    @property
+    def fits(self) -> str:
+        """As the answer has it."""
+        return self.answer.fits
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The answer's mapping, and what ran."""
+        from peakcast.spec import job_to_mapping
+
+        ran = {"command": list(self.command), "steps": self.steps, "seconds": round(self.seconds, 1)}
+        return {**self.answer.to_mapping(), "dryrun": {**ran, "job": job_to_mapping(self.job)}}
+
+
+def dryrun(
+    command: Sequence[str] | Callable[[], object],
+    gpu: str | Device,
+    rank: int | None = None,
+    world_size: int | None = None,
+    calibration: Calibration | str | Path | None = None,
+    *,
+    length: int | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    memory_gib: float | None = None,
+    progress: Callable[[str], None] | None = None,
+    output: Callable[[str], None] | None = None,
+) -> Dryrun:
+    """Run `command` on fake CUDA tensors until its third optimizer step has ended; the four peaks of `rank` of it on `gpu`,
+    in bytes, with error bars, as `predict` has them of traces.
+
+    `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function of no
+    arguments that trains. `rank`: 0 unless given; `world_size`: where no launcher says it. `length`: tokens of rows that
+    stand in for data that cannot be fetched. `timeout_seconds` and `memory_gib` (host memory) bound the script; `progress`
+    is told what is being done, `output` what the script prints.
+    Raises: SpecError or CatalogError for a question that cannot be, ScriptError with the script's last lines when it fails.
+    """
+    from peakcast.collectors.dryrun.command import Command, read_command
+    from peakcast.collectors.dryrun.process import Limits, run
+
+    device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), None, None)
+    asked = Command(script=_called(command)) if callable(command) else read_command([str(word) for word in command])
+    if world_size is not None:
+        per_node = asked.ranks_per_node if asked.world_size > 1 else device.gpus_per_node
+        asked = replace(asked, world_size=world_size, ranks_per_node=min(per_node, world_size), launched=True)
+    function = command if callable(command) else None
+    number = _rank(rank, asked.world_size)
+    limits = Limits(seconds=timeout_seconds, memory_bytes=_memory_bytes(memory_gib))
+    if progress is not None:
+        ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
+        progress(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
+    seen = run(asked, device.name, number, limits, function=function, length=length, output=output)
+    if progress is not None:
+        progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
+    job = job_from_mapping(seen.job)
+    return Dryrun(
+        answer=answered(job, device, number, seen, calibration),
+        job=job,
+        timelines=seen.timelines,
+        command=(asked.script,) if callable(command) else tuple(map(str, command)),
+        steps=seen.steps,
+        seconds=seen.seconds,
+    )
+
+
+def _called(function: Callable[[], object]) -> str:
+    return str(getattr(function, "__name__", "function"))
+
+
+def answered(
+    job: TrainingJob, device: Device, rank: int, seen: Seen, calibration: Calibration | str | Path | None = None
+) -> Answer:
+    """As `predict --baseline trace` answers, of timelines that were seen already."""
+    from peakcast.answers import answer_from_trace
+
+    question = Question(translation=Translation(job=job, findings=seen.findings), device=device, rank=rank)
+    found = answer_from_trace(question, lambda *_: dict(seen.timelines), calibration)
+    return replace(
+        found,
+        assumptions=(*_said(seen), *found.assumptions),
+        findings=ordered((*found.findings, *_few_steps(seen))),
+    )
+
+
+def _said(seen: Seen) -> tuple[str, ...]:
+    return (*seen.assumptions, "tensors are those of the script, of which no value on the GPU was known.")
+
+
+def _few_steps(seen: Seen) -> tuple[Finding, ...]:
+    if seen.steps >= 2:
+        return ()
+    sentence = "the script ended after one optimizer step: the steady step is taken as the first one."
+    return (Finding("script_part_skipped", "command", "either", sentence),)
+
+
+def _rank(rank: int | None, world_size: int) -> int:
+    if rank is None:
+        return 0
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise SpecError(
+            f"rank={rank!r} must be from 0 to {world_size - 1}, the ranks of this command; give a larger --world-size.",
+            parameter="rank",
+            value=rank,
+        )
+    return rank
+
+
+def _memory_bytes(memory_gib: float | None) -> int:
+    if memory_gib is not None:
+        if not 1 <= memory_gib <= 2**20:
+            raise SpecError(
+                f"memory_gib={memory_gib!r} must be at least 1, what importing torch takes.", parameter="memory_gib"
+            )
+        return int(memory_gib * GIB)
+    try:
+        return int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    except (ValueError, OSError, AttributeError):
+        return 16 * GIB

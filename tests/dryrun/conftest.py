@@ -1,0 +1,39 @@
+"""Scripts of `scripts/`, run in copies of this process, which has the libraries already."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.fixture(scope="session")
+def run_script():
+    """A function that dry-runs `name` of `scripts/` with arguments."""
+    pytest.importorskip("transformers")
+    import accelerate  # noqa: F401
+    from transformers import GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM, Trainer  # noqa: F401
+
+    from peakcast.collectors.dryrun.script import LIBRARIES
+    from peakcast.dryrunning import dryrun
+
+    for library in LIBRARIES:  # its copies need not import them
+        importlib.import_module(library)
+
+    def run(name, *arguments, gpu="H100-80GB", **options):
+        script = str(SCRIPTS / name)
+
+        def program():
+            warnings.simplefilter("default")  # a library's own fail no script
+            sys.argv = [script, *arguments]
+            runpy.run_path(script, run_name="__main__")
+
+        return dryrun(program, gpu, **options)
+
+    return run

@@ -1,0 +1,111 @@
+"""Command lines: which script, how many ranks, in which Python; and the door of the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from peakcast.collectors.dryrun.command import read_command
+from peakcast.errors import SpecError
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "plain_loop.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "ranks_per_node", "launched"),
+    [
+        ("python {}", 1, 1, False),
+        ("python3 -u -W ignore {} --lr 1", 1, 1, False),
+        ("{} --lr 1", 1, 1, False),
+        ("torchrun --nproc-per-node 8 {}", 8, 8, True),
+        ("torchrun --standalone --nproc_per_node=4 --nnodes=2 {} --nnodes 9", 8, 4, True),
+        ("torchrun --nproc-per-node gpu --nnodes 1:4 {}", 32, 8, True),
+        ("python -m torch.distributed.run --nproc-per-node 2 {}", 2, 2, True),
+        ("accelerate launch --multi_gpu --num_processes 16 --num_machines 2 {}", 16, 8, True),
+        ("accelerate launch {}", 1, 1, True),
+        ("deepspeed --num_gpus 4 {} --deepspeed ds.json", 4, 4, True),
+        ("OMP_NUM_THREADS=1 torchrun {}", 1, 1, True),
+    ],
+)
+def test_launchers_say_how_many_ranks(words, world_size, ranks_per_node, launched):
+    command = read_command(words.format(SCRIPT).split())
+    assert command.script == SCRIPT
+    assert (command.world_size, command.ranks_per_node, command.launched) == (world_size, ranks_per_node, launched)
+
+
+def test_what_stands_after_the_script_is_the_scripts():
+    command = read_command(["torchrun", "--nproc-per-node", "2", SCRIPT, "--nproc-per-node", "3"])
+    assert command.arguments == ("--nproc-per-node", "3")
+    assert read_command(["python", "-m", "package.train", "--lr", "1"]).as_module
+    assert read_command(["A=1", "B=2=3", "python", SCRIPT]).environment == ("A=1", "B=2=3")
+
+
+def test_accelerates_file_says_how_many_ranks(tmp_path):
+    settings = tmp_path / "fsdp.yaml"
+    settings.write_text("num_processes: 8\nnum_machines: 1\n")
+    assert read_command(["accelerate", "launch", "--config_file", str(settings), SCRIPT]).world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "no command is given"),
+        (["python"], "names no script"),
+        (["python", "nothere.py"], "'nothere.py' is not there"),
+        (["python", "."], "is a folder"),
+        (["/no/python", SCRIPT], "is not there"),
+        (["/no/bin/python", SCRIPT], "no such interpreter"),
+        (["torchrun", "--nproc-per-node", "x", SCRIPT], "nproc_per_node='x' must be a whole number"),
+        (["accelerate", "test"], "only `accelerate launch` trains"),
+    ],
+)
+def test_a_command_that_trains_nothing_is_refused_in_a_sentence(words, sentence):
+    if words[:1] == ["/no/python"]:
+        sentence = "no such interpreter"
+    with pytest.raises(SpecError, match=sentence):
+        read_command(words)
+
+
+def test_the_command_line_says_soon_what_it_does_and_answers_as_predict(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        "print('width', sys.argv[1])\n"
+        "model = torch.nn.Linear(int(sys.argv[1]), 64).to('cuda')\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "while True:\n"
+        "    model(torch.ones(8, int(sys.argv[1]), device='cuda')).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "peakcast",
+        "dryrun",
+        "--gpu",
+        "A100-80GB",
+        "--json",
+        "--",
+        "python",
+        str(script),
+        "256",
+    ]
+    started = time.monotonic()
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    said = process.stderr.readline()
+    assert "train.py as one rank on a fake A100-80GB" in said
+    assert time.monotonic() - started < 15  # a second on an idle machine
+    answer, _ = process.communicate()
+    assert process.returncode == 0
+    found = json.loads(answer)
+    assert found["fits"] == "yes"
+    assert found["composition_bytes"]["optimizer_states"] >= 2 * (256 * 64 + 64) * 4
+    assert found["dryrun"]["steps"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

@@ -1,0 +1,131 @@
+"""Functions that train, and the limits of a dry run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+import peakcast
+from peakcast.errors import ScriptError
+
+pytest_plugins = ["pytester"]
+
+
+def training(width=512, steps=5):
+    import torch
+
+    def train():
+        model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Linear(width, width)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            model(torch.randn(64, width, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_first():
+    """Its copies need not import it."""
+    from peakcast.collectors.dryrun.script import LIBRARIES
+
+    for name in LIBRARIES:
+        importlib.import_module(name)
+
+
+def test_a_function_that_trains_is_answered_as_a_script():
+    found = peakcast.dryrun(training(), "A100-80GB")
+    weights = 2 * (512 * 512 + 512) * 4
+    assert found.answer.composition["parameters"] == pytest.approx(weights, rel=1e-2)
+    assert found.answer.fits == "yes"
+    assert found.to_mapping()["dryrun"]["steps"] == 3
+
+
+def test_queries_of_the_gpu_are_answered_as_the_chosen_one_would():
+    import torch
+
+    def asking():
+        properties = torch.cuda.get_device_properties(0)
+        assert torch.cuda.is_available()
+        assert torch.cuda.get_device_name() == "NVIDIA H100 80GB HBM3"
+        assert torch.cuda.get_device_capability() == (9, 0)
+        assert properties.total_memory == peakcast.catalog.gpu("H100-80GB").cuda_memory_bytes
+        before = torch.cuda.memory_allocated()
+        held = torch.empty(2**20, device="cuda")
+        assert torch.cuda.memory_allocated() - before == held.numel() * 4
+        training()()
+
+    assert peakcast.dryrun(asking, "H100-80GB").steps == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence", "last"),
+    [
+        (lambda: None, "before any optimizer had stepped", []),
+        (lambda: [][3], "failed before its third optimizer step", ["IndexError: list index out of range"]),
+        (lambda: os.kill(os.getpid(), 9), "was ended by SIGKILL", []),
+    ],
+)
+def test_what_cannot_be_followed_is_said(function, sentence, last):
+    with pytest.raises(ScriptError, match=sentence) as caught:
+        peakcast.dryrun(function, "A100-80GB")
+    assert caught.value.last_lines[-1:] == last
+
+
+def test_time_is_bounded():
+    started = time.monotonic()
+    with pytest.raises(ScriptError, match="after 1 s"):
+        peakcast.dryrun(lambda: time.sleep(60), "A100-80GB", timeout_seconds=1)
+    assert time.monotonic() - started < 20
+
+
+def test_nothing_is_written_deleted_or_listened_on(tmp_path):
+    kept = tmp_path / "kept" / "file.txt"
+    kept.parent.mkdir()
+    kept.write_text("as it was")
+
+    def careless():
+        shutil.rmtree(kept.parent)
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / "log.txt").write_text("written")
+        with kept.open("a") as file:
+            file.write(", and more")
+        os.replace(kept, tmp_path / "logs" / "moved.txt")
+        assert (tmp_path / "logs" / "log.txt").read_text() == "written"
+        assert (tmp_path / "logs" / "moved.txt").read_text() == "as it was, and more"
+        with pytest.raises(PermissionError, match="opens no port"):
+            socket.socket().bind(("127.0.0.1", 0))
+        training()()
+
+    assert peakcast.dryrun(careless, "A100-80GB").steps == 3
+    assert kept.read_text() == "as it was"
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_fixture_fails_a_change_that_needs_more(pytester):
+    pytester.makeconftest('pytest_plugins = ["peakcast.pytest_plugin"]')
+    pytester.makepyfile(
+        test_memory=f"""
+        import importlib.util, os
+
+        spec = importlib.util.spec_from_file_location("functions", {str(Path(__file__))!r})
+        functions = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(functions)
+
+        def test_memory(peak_memory):
+            peak_memory(functions.training(width=int(os.environ["WIDTH"])), "A100-80GB")
+        """
+    )
+    for width, outcome in (("512", "passed"), ("1024", "failed")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WIDTH", width)
+            result = pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider")
+        result.assert_outcomes(**{outcome: 1})
+    result.stdout.fnmatch_lines(["*peak_allocated_bytes grew from*--update-peaks*"])

@@ -1,0 +1,116 @@
+"""Whole scripts, unmodified, on fake tensors: what they need is what a trace of the same job needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from peakcast.dialects.job_file import job_from_mapping
+from peakcast.timeline import Category, Phase
+
+LLAMA = {
+    "name": "small llama",
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+
+
+def test_a_plain_loop_needs_what_the_trace_of_its_job_needs(run_script, traced):
+    """The same network, batch and optimizer, by a script and by a job, under the same answer; the script's tensors have the
+    names of its own modules."""
+    found = run_script("plain_loop.py", "--layers", "3", "--hidden", "256", "--length", "128", gpu="A100-80GB")
+    job = job_from_mapping({"architecture": LLAMA, "micro_batch_size": 2, "sequence_length": 128})
+    for step, timeline in traced(job).items():
+        ours, theirs = of_tensors(found.timelines[step]).peak(), of_tensors(timeline).peak()
+        assert ours.num_bytes == pytest.approx(theirs.num_bytes, rel=1e-3)
+        assert ours.phase == theirs.phase
+    assert replace(found.job, architecture=job.architecture, versions=job.versions) == job
+    assert found.job.architecture.hidden_size == 256
+    steady = found.timelines["steady"]
+    named = set(zip(steady.names, map(Category, steady.categories), strict=True))
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    assert {
+        (weight, Category.PARAMETERS),
+        (f"{weight}.grad", Category.GRADIENTS),
+        (f"{weight}.exp_avg", Category.OPTIMIZER_STATES),
+    } <= named
+    (said,) = [finding for finding in found.answer.findings if finding.code == "value_assumed"]
+    assert "plain_loop.py:33 reads a float32" in said.sentence
+
+
+def of_tensors(timeline):
+    """Without what kernels take for themselves, which depends on the GPU."""
+    kept = timeline.categories != Category.WORKSPACES
+    columns = {name: getattr(timeline, name)[kept] for name in ("categories", "num_bytes", "born", "dies")}
+    names = {
+        name: [text for text, keep in zip(getattr(timeline, name), kept, strict=True) if keep]
+        for name in ("names", "modules")
+    }
+    return replace(timeline, **columns, **names, streams=None, reusable=None)
+
+
+@pytest.mark.benchmarks
+def test_a_gpt_of_one_file_reads_its_data_and_steps_with_two_optimizers(run_script, tmp_path, monkeypatch):
+    """nanoGPT's loader of memory-mapped tokens, autocast, a scaler, evaluation first, Muon and AdamW."""
+    np.arange(20_000, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    monkeypatch.setenv("DATA_DIR", str(tmp_path))
+    found = run_script("small_gpt.py", "--muon")
+    assert found.steps == 3
+    assert (found.job.micro_batch_size, found.job.sequence_length) == (8, 256)
+    assert found.job.gradient_accumulation_steps == 2
+    assert found.job.precision.compute == "bfloat16"
+    assert [path.name for path in tmp_path.iterdir()] == ["train.bin"]  # the checkpoint was not saved
+    assert any("torch.save" in warning for warning in found.answer.warnings)
+
+
+def test_the_trainer_of_transformers(run_script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = run_script("trainer.py", "--per_device_train_batch_size", "2", "--bf16", "--save_steps", "1")
+    assert found.steps == 3
+    assert (found.job.micro_batch_size, found.job.sequence_length) == (2, 256)
+    weights = sum(
+        size
+        for category, size in found.timelines["steady"].composition(0).items()
+        if category in (Category.PARAMETERS, Category.OPTIMIZER_STATES)
+    )
+    assert weights == pytest.approx(3 * 4 * 20_326_656, rel=1e-3)  # weights and two states, four bytes each
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.benchmarks
+def test_accelerates_loop_trains_the_parameters_that_it_moved(run_script, tmp_path, monkeypatch):
+    """The optimizer is made before the network is on the GPU, and holds the same parameters afterwards."""
+    monkeypatch.chdir(tmp_path)
+    found = run_script("accelerate_loop.py")
+    composition = found.timelines["steady"].composition(0)
+    assert composition[Category.OPTIMIZER_STATES] == pytest.approx(2 * composition[Category.PARAMETERS], rel=1e-3)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.benchmarks
+def test_ranks_share_what_fsdp2_shards_and_hold_what_ddp_copies(run_script):
+    sharded = run_script("distributed.py", "--fsdp", rank=5, world_size=8)
+    copied = run_script("distributed.py", rank=5, world_size=8)
+    assert sharded.job.parallelism.sharding == "fsdp2"
+    assert copied.job.parallelism.sharding == "none"
+    held = {
+        name: found.timelines["steady"].composition(0)[Category.OPTIMIZER_STATES]
+        for name, found in (("sharded", sharded), ("copied", copied))
+    }
+    assert held["copied"] == pytest.approx(8 * held["sharded"], rel=1e-2)
+    assert copied.timelines["steady"].peak(Phase.BACKWARD).num_bytes > sharded.timelines["steady"].peak().num_bytes
+
+
+@pytest.mark.benchmarks
+def test_a_checkpoint_by_its_name_is_its_shapes_alone(run_script):
+    found = run_script("pretrained.py", "HuggingFaceTB/SmolLM2-135M")
+    assert found.answer.composition["parameters"] == pytest.approx(2 * 134_515_008, rel=1e-3)
