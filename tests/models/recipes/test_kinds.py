@@ -1,0 +1,126 @@
+"""One recipe stands for networks of other widths and depths, as far as walks confirm it, and for no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peakcast.dialects.hf_undescribed import for_tracing
+from peakcast.dialects.job_file import job_from_mapping
+from peakcast.errors import CollectorError, RecordError
+from peakcast.models.recipes import shipped
+from peakcast.models.recipes.generalising import kind_of
+from peakcast.models.recipes.kinds import Kind, with_values
+from peakcast.models.recipes.recipe import Recipe, recorded
+from peakcast.models.recipes.walk import Walk
+from peakcast.spec import TrainingJob
+from tests.models.recipes.walks import Library
+
+CONFIG = {
+    "model_type": "unheard_of",
+    "num_hidden_layers": 8,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "sliding_window": 65536,
+    "max_position_embeddings": 4096,
+    "vocab_size": 4096,
+    "logit_scaling": 2.0,
+    "hidden_act": "silu",
+}
+
+
+class Wide(Library):
+    """A library whose blocks keep the stream with keys and values beside it, and takes another path for other activations."""
+
+    def __call__(
+        self, layers: int | None, batch: int, length: int, steps: int = 2, changes: Mapping[str, Any] | None = None
+    ) -> Walk:
+        config = CONFIG | {name.removeprefix("network."): value for name, value in (changes or {}).items()}
+        hidden, heads, groups = (config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+        if heads % groups or hidden % heads:
+            raise CollectorError("no such network")
+        made = super().__call__(layers, batch, length, steps)
+        kept = batch * length * 2 * (hidden + 2 * groups * (hidden // heads))
+        sizes = [kept if name == "kept" else size for name, size in zip(made.names, made.raw_bytes.tolist(), strict=True)]
+        parameters = tuple((m, n, (hidden, heads) if n == "w" else s, b, t) for m, n, s, b, t in made.parameters)
+        made = replace(made, raw_bytes=np.array(sizes, dtype=np.int64), parameters=parameters)
+        if config["hidden_act"] != "silu":
+            made = replace(made, names=("another", *made.names[1:]))
+        return made
+
+
+def job(**changes: Any) -> TrainingJob:
+    with for_tracing():
+        return job_from_mapping({"architecture": {**CONFIG, **changes}, "micro_batch_size": 2, "sequence_length": 512})
+
+
+@pytest.fixture(scope="module")
+def known() -> tuple[Kind, Recipe]:
+    library = Wide(8)
+    recipe = recorded(library, (2, 512))
+    kind = kind_of(library, recipe, job(), {})
+    assert kind is not None
+    return kind, recipe
+
+
+def test_what_a_walk_shows_to_change_nothing_is_free_and_thresholds_are_not(known: tuple[Kind, Recipe]) -> None:
+    kind = known[0]
+    assert set(kind.widths.keys) == {
+        f"network.{name}" for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    }
+    assert set(kind.idle) == {f"network.{name}" for name in ("max_position_embeddings", "vocab_size", "logit_scaling")}
+    assert kind.values(job(sliding_window=4096)) is None
+
+
+def test_another_width_and_depth_has_the_sizes_of_its_own_walk(known: tuple[Kind, Recipe]) -> None:
+    kind, recipe = known
+    other = {"hidden_size": 1280, "num_attention_heads": 20, "num_key_value_heads": 4}
+    values = kind.values(job(**other, num_hidden_layers=30, vocab_size=50257))
+    assert values is not None
+    found = with_values(recipe, kind.widths, values, 30)
+    walked = Wide(8)(4, 5, 999, 2, {f"network.{name}": value for name, value in other.items()})
+    assert found.layers == 30
+    assert found.sizes.at(5, 999).tolist() == walked.raw_bytes.tolist()
+    assert found.walk.parameters == walked.parameters
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"hidden_act": "gelu"},
+        {"hidden_size": 2**20},  # wider than was walked
+        {"num_hidden_layers": 2},  # fewer than were recorded
+        {"num_attention_heads": 1, "num_key_value_heads": 1},
+        {"logit_scale": 0.5},  # unheard of
+        {"hidden_size": 513},
+    ],
+)
+def test_networks_that_no_walk_confirms_are_left_alone(known: tuple[Kind, Recipe], other: dict[str, Any]) -> None:
+    assert known[0].values(job(**other)) is None
+
+
+def test_another_regime_is_another_kind(known: tuple[Kind, Recipe]) -> None:
+    asked = job_from_mapping({"architecture": "gpt2", "activation_checkpointing": {"mode": "full"}})
+    assert known[0].values(job().replace(activation_checkpointing=asked.activation_checkpointing)) is None
+
+
+def test_a_file_of_kinds_is_read_as_it_was_written(known: tuple[Kind, Recipe], tmp_path: Path) -> None:
+    path = tmp_path / shipped.file_name("unheard_of")
+    path.write_bytes(shipped.written([known, known]))
+    (kind, recipe), _ = shipped.all_of(path)
+    assert kind.values(job(hidden_size=1024)) == [1024, 8, 8]
+    assert recipe.sizes.at(3, 700).tolist() == known[1].sizes.at(3, 700).tolist()
+    assert len(path.read_bytes()) < 1.2 * len(shipped.written([known])) + 500  # equal recipes are in it once
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.json.gz"
+    path.write_bytes(b"\x1f\x8b nothing")
+    with pytest.raises(RecordError, match=r"damaged\.json\.gz is no file of recipes: .*delete it"):
+        shipped.all_of(path)
