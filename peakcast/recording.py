@@ -23,6 +23,7 @@ from peakcast.models.recipes.covering import cannot_be_recorded
 from peakcast.models.recipes.shelf import LIBRARIES, installed, recipe_of, wants_recipe
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
+from peakcast.versions import release
 
 if TYPE_CHECKING:
     from peakcast.models.recipes.recipe import Recipe
@@ -36,7 +37,7 @@ def ensure_recipe(job: TrainingJob) -> None:
     there is none is remembered: the answer says it."""
     if os.environ.get(VARIABLE) == NEVER:
         return
-    if not wants_recipe(job) or recipe_of(job) is not None or cannot_be_recorded(job) or shelf.why_not(job):
+    if not wants_recipe(job) or _is_answered(job) or cannot_be_recorded(job) or shelf.why_not(job):
         return
     if "transformers" not in installed():
         shelf.could_not_record(job, "recording it needs transformers; install it with: pip install 'peakcast[collect]'")
@@ -45,6 +46,15 @@ def ensure_recipe(job: TrainingJob) -> None:
         record_recipe(job)
     except CollectorError as error:
         shelf.could_not_record(job, str(error).rstrip("."))
+
+
+def _is_answered(job: TrainingJob) -> bool:
+    """Whether there is a recipe of the release that `job` names, or none of it could be recorded here either."""
+    found, asked = recipe_of(job), str(job.versions.get("transformers", ""))
+    if found is None or not asked:
+        return found is not None
+    here, there = installed().get("transformers", ""), str(found.versions.get("transformers", ""))
+    return release(there)[:2] == release(asked)[:2] or not here or release(here)[:2] != release(asked)[:2]
 
 
 def ensure_recipes(

@@ -36,7 +36,7 @@ CONFIG = {
 
 
 class Wide(Library):
-    """A library whose blocks keep the stream with keys and values beside it, and takes another path for other activations."""
+    """A library whose blocks keep the stream with keys and values, and takes another path for other activations."""
 
     def __call__(
         self, layers: int | None, batch: int, length: int, steps: int = 2, changes: Mapping[str, Any] | None = None

@@ -1,0 +1,55 @@
+"""Recipes that come with peakcast against traces of the library that is installed: networks of other widths and depths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peakcast.collectors.grid import expand
+from peakcast.models.recipes import shelf, shipped
+
+transformers = pytest.importorskip("transformers")
+
+CHECKPOINTED = {"activation_checkpointing.mode": "full", "framework": "huggingface"}
+SMALL = {"hidden_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 12, "vocab_size": 50257}
+CELLS: dict[str, dict[str, Any]] = {
+    "grouped heads": {
+        "architecture": {"model_type": "apertus", **SMALL, "num_key_value_heads": 4, "intermediate_size": 4096},
+        "micro_batch_size": 3,
+        "sequence_length": 777,
+    },
+    "experts": {
+        "architecture": {"model_type": "ernie4_5_moe", **SMALL, "num_key_value_heads": 2, "intermediate_size": 4096}
+        | {"moe_num_experts": 48, "moe_intermediate_size": 640, "moe_k": 4},
+        "micro_batch_size": 1,
+        "sequence_length": 1000,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PEAKCAST_RECIPES", str(tmp_path))
+    monkeypatch.setattr(shelf, "_found", {})
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_shipped_recipe_equals_the_trace_of_a_network_that_was_never_recorded(cell, ledger_equals_trace):
+    if not shelf.installed()["transformers"].startswith("5.17."):
+        pytest.skip("recipes of 5.17 are compared with 5.17")
+    (job,) = expand({"include": [CELLS[cell] | CHECKPOINTED]})
+    assert shelf.recipe_of(job) is not None
+    ledger_equals_trace(job, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "path", [path for folder in shipped._stacks() for path in sorted(folder.iterdir())], ids=lambda path: path.name
+)
+def test_every_shipped_file_is_read(path: Path) -> None:
+    kinds = shipped.all_of(path)
+    assert kinds
+    for kind, recipe in kinds:
+        assert recipe.versions["transformers"] == path.parent.name.removeprefix(shipped.STACK)
+        assert len(kind.confirmed) > 1
