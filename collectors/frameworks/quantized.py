@@ -35,7 +35,9 @@ def quantize(model: Any, job: TrainingJob, device: str) -> Any:
     model.is_loaded_in_4bit = job.finetuning.quantization == "nf4"
     model.is_loaded_in_8bit = job.finetuning.quantization == "int8"
     model.requires_grad_(False)
-    return model.to(device)
+    model = model.to(device)
+    model.tie_weights()  # fake tensors come apart as they move
+    return model
 
 
 def _quantized(layer: Any, layers: Any, tuning: Finetuning, compute: torch.dtype, device: str) -> Any:

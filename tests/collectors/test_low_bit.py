@@ -124,6 +124,7 @@ def test_what_has_no_trace_is_refused_in_a_sentence(parameter, changes):
 def test_packed_weights_are_traced_as_the_library_multiplies_them(ledger_equals_trace):
     """Without their values; the ledger, which was written from the library's source, says the same."""
     pytest.importorskip("bitsandbytes")
-    tuning = {"method": "qlora", "rank": 4, "targets": ["all-linear"], "quantization": "nf4", "double_quantization": True}
-    (job,) = expand({"include": [{"architecture": TINY, "sequence_length": 256, "finetuning": tuning}]})
+    tuning = {"method": "qlora", "rank": 4, "targets": ["all-linear"], "quantization": "nf4"}
+    wide = TINY | {"hidden_size": 1024, "intermediate_size": 2048}
+    (job,) = expand({"include": [{"architecture": wide, "sequence_length": 256, "finetuning": tuning}]})
     ledger_equals_trace(job, rel=1e-3)
