@@ -15,6 +15,7 @@ from peakcast.collectors.frameworks.checkpointing import checkpoint_arguments, e
 from peakcast.collectors.frameworks.compiled import compile_layers, is_compiled_whole
 from peakcast.collectors.frameworks.huggingface_model import in_float8, model_of, with_adapters
 from peakcast.collectors.frameworks.huggingface_training import NEFTUNE_NOISE_ALPHA, HuggingFaceTraining, causal_model
+from peakcast.collectors.frameworks.images import with_images
 from peakcast.collectors.packages import imported
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
@@ -38,6 +39,8 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
         spreading.unmade(model, job)
     with torch.device(device):
         batch = batch_of(job)
+    if job.images.per_sequence:
+        batch = with_images(batch, job, model, device)
     if job.finetuning.quantization:
         from peakcast.collectors.frameworks.quantized import quantize
 

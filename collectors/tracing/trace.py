@@ -70,7 +70,7 @@ def trace_here(job: TrainingJob, rank: int = 0, gpu: str | None = None) -> dict[
         with compiling, fake_mode(), tracer:
             span = _generate(job, tracer)
         return {step: tracer.timeline(*span) for step in ("first", "steady")}
-    with compiling, fake_mode(num_nonzero(job)), one_thread():
+    with compiling, fake_mode(num_nonzero(job), knows_values=bool(job.images.per_sequence)), one_thread():
         return _train(job, "cuda:0", tracer)
 
 
@@ -310,12 +310,17 @@ def _routed_rows(job: TrainingJob) -> int:
     return rows
 
 
-def fake_mode(num_nonzero: int | None = None) -> Any:
-    """The mode in which every tensor is fake; `num_nonzero` is how many entries of a mask are set, where that is asked."""
+def fake_mode(num_nonzero: int | None = None, *, knows_values: bool = False) -> Any:
+    """The mode in which every tensor is fake; `num_nonzero` is how many entries of a mask are set, where that is asked.
+    `knows_values`: small tensors have values where they follow from the batch's."""
     import torch
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-    class Mode(FakeTensorMode):  # type: ignore[misc]
+    from peakcast.collectors.tracing.known_values import KnownValuesMode
+
+    base: Any = KnownValuesMode if knows_values else FakeTensorMode
+
+    class Mode(base):  # type: ignore[misc]
         """Answers `.item()`: 1 for a number (step counters and norms are read back, never shapes), False for a truth value
         (OPT asks whether to drop a layer). A mask that chooses elements chooses all of them."""
 

@@ -47,7 +47,7 @@ class Walker:
         asked = self._job.replace(micro_batch_size=batch, sequence_length=length)
         if layers is not None:
             asked = asked.replace(architecture=with_layers(asked.architecture, layers))
-        with fake_mode(num_nonzero(asked)), one_thread():
+        with fake_mode(num_nonzero(asked), knows_values=bool(asked.images.per_sequence)), one_thread():
             return _walk(asked, StretchTracer(), steps)
 
 
