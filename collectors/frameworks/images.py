@@ -4,6 +4,7 @@ stand for them."""
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,7 +19,15 @@ from peakcast.spec import TrainingJob
 
 PLACEHOLDERS = ("image_token_id", "image_token_index")
 """How configurations spell the token that stands for a part of an image."""
-SIZES = ("image_size", "img_size")
+ALIKE = {
+    "patch_size": "patch_size",
+    "merge_size": "spatial_merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "max_image_tiles": "max_num_tiles",
+}
+"""Sizes of image processors, and what configurations call them."""
+IDEFICS_TILES = 4
+"""Along the longer side of an image that Idefics3 and SmolVLM cut into tiles (`size` over `max_image_size`)."""
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """What processors call the tensor that marks tokens of images with 1."""
 
@@ -39,6 +48,9 @@ def with_images(batch: Mapping[str, torch.Tensor], job: TrainingJob, model: Any,
         if name in accepted:
             found[name] = _placeholders(job, tokens, found["input_ids"].device).to(torch.long)
             break
+    if "cross_attention_mask" in accepted:  # every token may look at every tile
+        tiles = seen["aspect_ratio_mask"].shape[1:] if "aspect_ratio_mask" in seen else (job.images.per_sequence,)
+        found["cross_attention_mask"] = torch.ones((*found["input_ids"].shape, *tiles), dtype=torch.long, device=device)
     return found | _on_device(seen, job.micro_batch_size, device)
 
 
@@ -75,25 +87,23 @@ def inputs_of(job: TrainingJob, model: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def image_processor_of(config: Any) -> Any:
-    """The image processor of the network's family, with its class's defaults and the sizes that the configuration has."""
+    """The image processor of the network's family, with its class's defaults and the sizes that the configuration has.
+
+    Raises: CollectorError where the family has none here.
+    """
     classes = _processor_classes(config)
     if not classes:
         raise CollectorError(
             f"model_type={config.model_type!r} has no image processor in the installed transformers; leave the images out.",
             parameter="images.per_sequence",
         )
-    processor = None
     for each in classes:
         with contextlib.suppress(ImportError):  # it needs torchvision
-            processor = each()
-            break
-    if processor is None:
-        raise CollectorError(
-            f"{classes[0].__name__} needs a package that is missing here; install it with: pip install pillow torchvision",
-            parameter="images.per_sequence",
-        )
-    _fit_processor(processor, config)
-    return processor
+            return each(**_told(each(), config))
+    raise CollectorError(
+        f"{classes[0].__name__} needs a package that is missing here; install it with: pip install pillow torchvision",
+        parameter="images.per_sequence",
+    )
 
 
 def _processor_classes(config: Any) -> list[Any]:
@@ -105,43 +115,51 @@ def _processor_classes(config: Any) -> list[Any]:
     except KeyError:
         return []
     by_backend = found if isinstance(found, Mapping) else dict(zip(("pil", "torchvision"), found, strict=False))
-    return [by_backend[name] for name in ("pil", "torchvision") if by_backend.get(name) is not None]
+    classes = [by_backend[name] for name in ("pil", "torchvision") if by_backend.get(name) is not None]
+    return [_own_module_has(each) or each for each in classes]
 
 
-def _fit_processor(processor: Any, config: Any) -> None:
-    """Give it the sizes that checkpoints write into both files, `config.json` and `preprocessor_config.json`."""
+def _own_module_has(named: Any) -> Any:
+    """The class itself where the library puts another of its name in its place, because the family's videos need
+    torchvision (5.17: SmolVLM)."""
+    if not getattr(named, "is_dummy", False):
+        return None
+    family = named.__name__.partition("ImageProcessor")[0].lower()
+    with contextlib.suppress(ImportError, AttributeError):
+        return getattr(importlib.import_module(f"transformers.models.{family}.image_processing_pil_{family}"), named.__name__)
+    return None
+
+
+def _told(processor: Any, config: Any) -> dict[str, Any]:
+    """The sizes that checkpoints write into both of their files, `config.json` and `preprocessor_config.json`."""
     vision = getattr(config, "vision_config", None) or config
-    for ours, theirs in (
-        ("patch_size", "patch_size"),
-        ("merge_size", "spatial_merge_size"),
-        ("temporal_patch_size", "temporal_patch_size"),
-        ("max_image_tiles", "max_num_tiles"),
-    ):
-        told = getattr(vision, theirs, None) or getattr(config, theirs, None)
-        if hasattr(processor, ours) and isinstance(told, int):
-            setattr(processor, ours, {"height": told, "width": told} if _is_pair(getattr(processor, ours)) else told)
-    if (pinpoints := getattr(config, "image_grid_pinpoints", None)) and hasattr(processor, "image_grid_pinpoints"):
-        processor.image_grid_pinpoints = [list(one) for one in pinpoints]
-    side = next((size for name in SIZES if (size := getattr(vision, name, None))), None)
-    if isinstance(side, (list, tuple)):
-        side = side[0]
-    if not isinstance(side, int):
-        return
-    tile = getattr(processor, "max_image_size", None)
-    if tile is not None and getattr(processor, "do_image_splitting", False):  # Idefics3 cuts four tiles from the longer side
-        processor.max_image_size, processor.size = {"longest_edge": side}, {"longest_edge": 4 * side}
-        return
+    found: dict[str, Any] = {}
+    for ours, theirs in ALIKE.items():
+        told = next((size for part in (vision, config) if isinstance(size := getattr(part, theirs, None), int)), None)
+        if told is not None and hasattr(processor, ours):
+            found[ours] = _square(told) if _is_pair(getattr(processor, ours)) else told
+    pinpoints = getattr(config, "image_grid_pinpoints", None)
+    if pinpoints and hasattr(processor, "image_grid_pinpoints"):
+        found["image_grid_pinpoints"] = [list(one) for one in pinpoints]
+    side = getattr(vision, "image_size", None)
+    side = side[0] if isinstance(side, (list, tuple)) else side
     size = getattr(processor, "size", None)
-    if size is None:
-        return
+    if not isinstance(side, int) or size is None:
+        return found
+    if hasattr(processor, "max_image_size") and hasattr(processor, "do_image_splitting"):
+        return {**found, "max_image_size": {"longest_edge": side}, "size": {"longest_edge": IDEFICS_TILES * side}}
+    longest, shortest = _has(size, "longest_edge"), _has(size, "shortest_edge")
     if _is_pair(size):
-        processor.size = {"height": side, "width": side}
-    elif _has(size, "longest_edge") and not _has(size, "shortest_edge"):
-        processor.size = {"longest_edge": side}
-    elif _has(size, "shortest_edge") and not _has(size, "longest_edge"):
-        processor.size = {"shortest_edge": side}
+        found["size"] = _square(side)
+    elif longest != shortest:
+        found["size"] = {"longest_edge" if longest else "shortest_edge": side}
     if getattr(processor, "do_center_crop", False):
-        processor.crop_size = {"height": side, "width": side}
+        found["crop_size"] = _square(side)
+    return found
+
+
+def _square(side: int) -> dict[str, int]:
+    return {"height": side, "width": side}
 
 
 def _is_pair(size: Any) -> bool:

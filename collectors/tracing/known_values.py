@@ -6,6 +6,7 @@ patches ends), small tensors that follow from known ones are computed for real a
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -24,31 +25,29 @@ _WITHOUT_VALUES = ("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like
 """How operators begin whose results are memory that nobody has written yet, or noise."""
 
 
+def install() -> None:
+    """Let `torch.tensor` take numbers that are fake tensors, which it reads where no mode sees it, and let `tolist` read all
+    values at once; in this process, for good."""
+    if hasattr(torch.tensor, "__wrapped__"):
+        return
+    make, to_list = torch.tensor, FakeTensor.tolist
+
+    @functools.wraps(make)
+    def made(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        return make(_plain(data), *arguments, **keywords)
+
+    def listed(tensor: FakeTensor) -> Any:
+        value = value_of(tensor)
+        if value is None:
+            return to_list(tensor)
+        with _disable_current_modes():
+            return value.tolist()
+
+    torch.tensor, FakeTensor.tolist = made, listed
+
+
 class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
     """Fake tensors, of which small ones have values where all that they follow from has."""
-
-    def __enter__(self) -> KnownValuesMode:
-        """Also let `torch.tensor` take numbers that are fake tensors, which it reads where no mode sees it, and read lists of
-        values at once."""
-        make, to_list = self._make, self._to_list = torch.tensor, FakeTensor.tolist
-
-        def made(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
-            return make(_plain(data), *arguments, **keywords)
-
-        def listed(tensor: FakeTensor) -> Any:
-            value = value_of(tensor)
-            if value is None:
-                return to_list(tensor)
-            with _disable_current_modes():
-                return value.tolist()
-
-        torch.tensor, FakeTensor.tolist = made, listed
-        entered: KnownValuesMode = super().__enter__()
-        return entered
-
-    def __exit__(self, *error: Any) -> None:
-        torch.tensor, FakeTensor.tolist = self._make, self._to_list
-        super().__exit__(*error)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The fake result, and the real one where it is known. Raises what FakeTensorMode raises where it is not."""

@@ -108,6 +108,7 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         dtensors,
         fake_cuda,
         fake_streams,
+        known_values,
         megatron_fakes,
         patches,
         triton_stub,
@@ -118,6 +119,8 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         deepspeed_fakes.install()
     fake_cuda.install()
     patches.install(masks_of_batch=job.batch.form != "rows")
+    if job.images.per_sequence:
+        known_values.install()
     squares = job.architecture.hidden_act == "relu2"
     compiles_part = job.framework == "megatron" and (squares or bool(conventions(job)["cross_entropy_loss_fusion"]))
     if compiles(job) or compiles_part:
