@@ -149,7 +149,8 @@ def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
 
     with walks_of(regime(job), python) as (walk, versions):
         asked = job.micro_batch_size, job.sequence_length
-        recipe = recorded(lambda *sample: Walk.read(walk(*sample)), asked, job.architecture.most_positions)
+        most, images = job.architecture.most_positions, job.images.per_sequence
+        recipe = recorded(lambda *sample: Walk.read(walk(*sample)), asked, most, images)
     releases = {name: shelf.public(versions[name]) for name in LIBRARIES if name in versions}
     recipe = replace(recipe, versions=FrozenMapping(releases))
     shelf.shelve(job, recipe)

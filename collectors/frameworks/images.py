@@ -38,7 +38,7 @@ def with_images(batch: Mapping[str, torch.Tensor], job: TrainingJob, model: Any,
     Raises: CollectorError when the images do not fit in the sequence, or the library has no rule for the network's images.
     """
     seen = inputs_of(job, model)
-    tokens = tokens_of_image(job, model, seen, device)
+    tokens = _features_of_image(job, model, seen, device)
     check_fit(job, tokens)
     found = dict(batch)
     found["input_ids"] = _with_placeholders(batch["input_ids"], job, model.config, tokens)
@@ -171,7 +171,14 @@ def _has(size: Any, name: str) -> bool:
     return bool(found)
 
 
-def tokens_of_image(job: TrainingJob, model: Any, seen: Mapping[str, np.ndarray[Any, Any]], device: str) -> int:
+def tokens_of_image(job: TrainingJob, batch: Mapping[str, torch.Tensor], config: Any) -> int:
+    """How many tokens of `with_images`' batch stand for one image; 0 without images."""
+    if not job.images.per_sequence:
+        return 0
+    return int((batch["input_ids"][0] == _placeholder_of(config)).sum().item()) // job.images.per_sequence
+
+
+def _features_of_image(job: TrainingJob, model: Any, seen: Mapping[str, np.ndarray[Any, Any]], device: str) -> int:
     """Placeholders that stand for one image: the features that the network makes of it. Networks that read images by cross
     attention have one."""
     features_of = getattr(model, "get_image_features", None)
@@ -201,13 +208,19 @@ def _on_device(seen: Mapping[str, np.ndarray[Any, Any]], times: int, device: str
     for name, value in seen.items():
         shape = (value.shape[0] * times, *value.shape[1:])
         if value.dtype.kind == "f":
-            found[name] = torch.zeros(shape, device=device)
+            found[name] = torch.randn(shape, device=device)  # zeros are padding to some networks
         else:
             found[name] = torch.tensor(np.concatenate([value] * times).tolist(), device=device)
     return found
 
 
 def _with_placeholders(ids: torch.Tensor, job: TrainingJob, config: Any, tokens: int) -> torch.Tensor:
+    placeholder = _placeholder_of(config)
+    text = torch.where(ids == placeholder, ids - 1, ids) if placeholder else ids.clamp_min(1)
+    return torch.where(_placeholders(job, tokens, ids.device), placeholder, text)
+
+
+def _placeholder_of(config: Any) -> int:
     placeholder = next((found for name in PLACEHOLDERS if (found := getattr(config, name, None)) is not None), None)
     if placeholder is None:
         raise CollectorError(
@@ -215,8 +228,7 @@ def _with_placeholders(ids: torch.Tensor, job: TrainingJob, config: Any, tokens:
             "the images out.",
             parameter="images.per_sequence",
         )
-    text = torch.where(ids == placeholder, ids - 1, ids) if placeholder else ids.clamp_min(1)
-    return torch.where(_placeholders(job, tokens, ids.device), placeholder, text)
+    return int(placeholder)
 
 
 def _placeholders(job: TrainingJob, tokens: int, device: torch.device) -> torch.Tensor:

@@ -166,9 +166,11 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
     return compiling
 
 
-def num_nonzero(job: TrainingJob) -> int:
+def num_nonzero(job: TrainingJob) -> int | None:
     """How many entries of a mask are set: flash attention gathers the tokens that are no padding, or finds the sequences by
-    their first positions."""
+    their first positions. None: all of them, as with images, of which none is padding."""
+    if job.images.per_sequence:
+        return None
     return job.micro_batch_size if job.batch.form == "padding_free" else at_its_longest(job).num_tokens
 
 

@@ -40,15 +40,20 @@ class Walker:
                 value=True,
             )
         self._job = job
+        self._beside = 0
+        """Blocks that the count of layers does not have: a vision tower's, which the first walk of the whole network tells."""
         prepare(job, None)
 
     def walk(self, layers: int | None, batch: int, length: int, steps: int = STEPS) -> dict[str, Any]:
         """The last of so many steps of the first `layers` layers (None: of all) with so many sequences of this length."""
         asked = self._job.replace(micro_batch_size=batch, sequence_length=length)
         if layers is not None:
-            asked = asked.replace(architecture=with_layers(asked.architecture, layers))
+            asked = asked.replace(architecture=with_layers(asked.architecture, max(1, layers - self._beside)))
         with fake_mode(num_nonzero(asked), knows_values=bool(asked.images.per_sequence)), one_thread():
-            return _walk(asked, StretchTracer(), steps)
+            found = _walk(asked, StretchTracer(), steps)
+        if layers is None:
+            self._beside = max(0, found["num_places"] // 2 - asked.architecture.num_layers)
+        return found
 
 
 def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]:
@@ -71,7 +76,7 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
                 updated = {name for name, weight in weights if weight.grad is not None}
                 training.zero_grad()
         wrapped = _wrapped(training.model)
-    return _mapping(tracer, weights, updated, wrapped, tracer.cuts[before:], end)
+    return _mapping(tracer, weights, updated, wrapped, _image_tokens(training), tracer.cuts[before:], end)
 
 
 def _step(training: Any, tracer: StretchTracer) -> None:
@@ -90,6 +95,7 @@ def _mapping(
     weights: Sequence[tuple[str, Any]],
     updated: Set[str],
     wrapped: bool,
+    image_tokens: int,
     cuts: Sequence[Cut],
     end: int,
 ) -> dict[str, Any]:
@@ -114,6 +120,7 @@ def _mapping(
         "stretches": [[tracer._labels[since:until], tracer._phases[since:until]] for since, until in spans],
         "entries": list(_entries(tracer, own, starts, start, end, num_places)),
         "wrapped": wrapped,
+        "image_tokens": image_tokens,
         "parameters": own.parameters(weights, updated),
     }
 
@@ -153,6 +160,14 @@ def _entries(
 def _place(stretch: int, num_places: int) -> int:
     within = stretch % (2 * num_places)
     return min(within, 2 * num_places - 1 - within)
+
+
+def _image_tokens(training: Any) -> int:
+    """Tokens that stand for each image of the batch; 0 without images."""
+    from peakcast.collectors.frameworks.huggingface_training import causal_model
+    from peakcast.collectors.frameworks.images import tokens_of_image
+
+    return tokens_of_image(training.job, training.batch, causal_model(training.model).config)
 
 
 def _wrapped(model: Any) -> bool:

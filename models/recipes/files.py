@@ -71,6 +71,7 @@ def _mapping(recipe: Recipe) -> dict[str, Any]:
         "lengths": list(recipe.lengths),
         "even": recipe.even,
         "wrapped": walk.wrapped,
+        "image_tokens": walk.image_tokens,
         "versions": dict(recipe.versions),
     }
 
@@ -104,6 +105,7 @@ def _recipe(mapping: dict[str, Any]) -> Recipe:
         gradients=columns["gradients"].astype(bool),
         parameters=tuple((str(m), str(n), tuple(map(int, s)), int(b), bool(t)) for m, n, s, b, t in mapping["parameters"]),
         wrapped=bool(mapping["wrapped"]),
+        image_tokens=int(mapping.get("image_tokens", 0)),
     )
     how = None
     if mapping["repeats"] is not None:

@@ -35,6 +35,8 @@ class Walk:
     """Module, name, shape, bytes of an element, whether it trains."""
     wrapped: bool = True
     """Whether FSDP makes a unit of each block."""
+    image_tokens: int = 0
+    """Tokens that stand for each image of the batch."""
 
     @property
     def num_layers(self) -> int:
@@ -85,4 +87,5 @@ class Walk:
             gradients.astype(bool),
             parameters,
             bool(mapping.get("wrapped", True)),
+            int(mapping.get("image_tokens", 0)),
         )
