@@ -33,8 +33,8 @@ class Images:
         require_at_most(MOST_PIXELS, self, "height", "width", where="images.")
         if self.per_sequence and self.height is None:
             raise SpecError(
-                f"images.height is missing and images.per_sequence={self.per_sequence} needs it; give the images' height in "
-                "pixels, and images.width where they are not square.",
+                f"images.height is missing and images.per_sequence={self.per_sequence} needs it; give the images' height "
+                "in pixels, and images.width where they are not square.",
                 parameter="images.height",
             )
         if self.height is None and self.width is not None:
@@ -56,21 +56,26 @@ class Images:
         return f"{count} of {self.size[0]} x {self.size[1]}"
 
 
+def sees_images(architecture: Architecture) -> bool:
+    """Whether the network has a part for images, by its configuration."""
+    return architecture.kind == "multimodal" or '"vision_config":' in architecture.configuration
+
+
 def check_images(images: Images, architecture: Architecture, *, whole_rows: bool) -> None:
     """Refuse images where no network sees them. Raises: SpecError."""
     if not images.per_sequence:
         if images.height is not None:
             raise SpecError(
-                f"images.height={images.height} is the size of images, and images.per_sequence=0 has none; say how many each "
-                "sequence has.",
+                f"images.height={images.height} is the size of images, and images.per_sequence=0 has none; say how many "
+                "each sequence has.",
                 parameter="images.per_sequence",
                 value=0,
             )
         return
     if not architecture.configuration:
         raise SpecError(
-            f"images.per_sequence={images.per_sequence} needs a network that sees images, and {architecture.name!r} reads text "
-            "alone; give the config.json of a vision-language model, or leave the images out.",
+            f"images.per_sequence={images.per_sequence} needs a network that sees images, and {architecture.name!r} reads "
+            "text alone; give the config.json of a vision-language model, or leave the images out.",
             parameter="images.per_sequence",
             value=images.per_sequence,
         )

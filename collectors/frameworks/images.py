@@ -1,5 +1,5 @@
-"""Images of a vision-language model's batch: what the library's own image processor makes of blank ones, and the tokens that
-stand for them."""
+"""Images of a vision-language model's batch: what the library's own image processor makes of blank ones, and the tokens
+that stand for them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,17 @@ TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """What processors call the tensor that marks tokens of images with 1."""
 
 
+def refuse(job: TrainingJob) -> None:
+    """Raises: CollectorError where `job` has images, for loops that make batches of their own."""
+    if job.images.per_sequence:
+        raise CollectorError(
+            f"images.per_sequence={job.images.per_sequence} is run with cross-entropy and a loop of calls, not with the "
+            "Trainer's own loop nor preferences; leave framework_options.loop and loss.kind out.",
+            parameter="images.per_sequence",
+            value=job.images.per_sequence,
+        )
+
+
 def with_images(batch: Mapping[str, torch.Tensor], job: TrainingJob, model: Any, device: str) -> dict[str, torch.Tensor]:
     """`batch` with `job.images` in every sequence: their tokens first, each image after one of text.
 
@@ -60,9 +71,9 @@ def check_fit(job: TrainingJob, tokens: int) -> None:
     needed = images.per_sequence * (tokens + 1)
     if needed > job.sequence_length:
         raise CollectorError(
-            f"images.per_sequence={images.per_sequence} does not fit: {images} pixels are {tokens:,} tokens each, which with a "
-            f"token of text before each need {needed:,} of sequence_length={job.sequence_length:,}; raise the length to at "
-            "least as many, or give fewer or smaller images.",
+            f"images.per_sequence={images.per_sequence} does not fit: {images} pixels are {tokens:,} tokens each, which "
+            f"with a token of text before each need {needed:,} of sequence_length={job.sequence_length:,}; raise the length "
+            "to at least as many, or give fewer or smaller images.",
             parameter="images.per_sequence",
             value=images.per_sequence,
         )
@@ -77,8 +88,8 @@ def inputs_of(job: TrainingJob, model: Any) -> dict[str, np.ndarray[Any, Any]]:
             made = processor(images=[[blank] * job.images.per_sequence], return_tensors="np")
         except Exception as error:  # whatever it does not like about images of this size
             raise CollectorError(
-                f"images.height={job.images.size[0]}: {type(processor).__name__} refuses {job.images}: {error}; give another "
-                "size.",
+                f"images.height={job.images.size[0]}: {type(processor).__name__} refuses {job.images}: {error}; give "
+                "another size.",
                 parameter="images.height",
                 value=job.images.size[0],
             ) from error
@@ -126,7 +137,8 @@ def _own_module_has(named: Any) -> Any:
         return None
     family = named.__name__.partition("ImageProcessor")[0].lower()
     with contextlib.suppress(ImportError, AttributeError):
-        return getattr(importlib.import_module(f"transformers.models.{family}.image_processing_pil_{family}"), named.__name__)
+        module = importlib.import_module(f"transformers.models.{family}.image_processing_pil_{family}")
+        return getattr(module, named.__name__)
     return None
 
 

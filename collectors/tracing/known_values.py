@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unf
 
 MOST_ELEMENTS = 2**21
 """Of a tensor whose values are kept: more than the tokens of the largest batch that is recorded."""
-_WITHOUT_VALUES = ("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like", "aten.randn", "aten.normal", "aten.native_dr")
+_WITHOUT_VALUES = ("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like", "aten.randn", "aten.native_dropout")
 """How operators begin whose results are memory that nobody has written yet, or noise."""
 
 
 def install() -> None:
-    """Let `torch.tensor` take numbers that are fake tensors, which it reads where no mode sees it, and let `tolist` read all
-    values at once; in this process, for good."""
+    """Let `torch.tensor` take numbers that are fake tensors, which it reads where no mode sees it, and let `tolist` read
+    all values at once; in this process, for good."""
     if hasattr(torch.tensor, "__wrapped__"):
         return
     make, to_list = torch.tensor, FakeTensor.tolist

@@ -41,7 +41,7 @@ class Walker:
             )
         self._job = job
         self._beside = 0
-        """Blocks that the count of layers does not have: a vision tower's, which the first walk of the whole network tells."""
+        """Blocks that the count of layers does not have, a vision tower's: the walk of the whole network tells."""
         prepare(job, None)
 
     def walk(self, layers: int | None, batch: int, length: int, steps: int = STEPS) -> dict[str, Any]:
