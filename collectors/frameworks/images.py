@@ -72,8 +72,8 @@ def check_fit(job: TrainingJob, tokens: int) -> None:
     if needed > job.sequence_length:
         raise CollectorError(
             f"images.per_sequence={images.per_sequence} does not fit: {images} pixels are {tokens:,} tokens each, which "
-            f"with a token of text before each need {needed:,} of sequence_length={job.sequence_length:,}; raise the length "
-            "to at least as many, or give fewer or smaller images.",
+            f"with a token of text before each need {needed:,} of sequence_length={job.sequence_length:,}; raise the "
+            "length to at least as many, or give fewer or smaller images.",
             parameter="images.per_sequence",
             value=images.per_sequence,
         )
