@@ -60,6 +60,9 @@ FLAGS = (
     JobFlag("framework", ("framework",), str, "huggingface, torch, megatron or deepspeed."),
     JobFlag("micro_batch_size", ("micro_batch_size",), int, "Sequences per rank and forward."),
     JobFlag("sequence_length", ("sequence_length",), int, "Tokens per sequence."),
+    JobFlag("images_per_sequence", ("images.per_sequence",), int, "Images of each sequence; their tokens are part of it."),
+    JobFlag("image_height", ("images.height",), int, "Pixels of an image, before its processor."),
+    JobFlag("image_width", ("images.width",), int, "The same, where images are not square."),
     JobFlag("gradient_accumulation_steps", ("gradient_accumulation_steps",), int, "Micro-batches per optimizer step."),
     JobFlag(
         "precision",

@@ -159,7 +159,8 @@ def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
 
     with Recorder(python) as recorder, recorder.of(regime(job)) as library:
         asked = job.micro_batch_size, job.sequence_length
-        recipe = recorded(lambda *sample: Walk.read(library.walk(*sample)), asked, job.architecture.most_positions)
+        most, images = job.architecture.most_positions, job.images.per_sequence
+        recipe = recorded(lambda *sample: Walk.read(library.walk(*sample)), asked, most, images)
     releases = {name: shelf.public(library.versions[name]) for name in LIBRARIES if name in library.versions}
     recipe = replace(recipe, versions=FrozenMapping(releases))
     shelf.shelve(job, recipe)

@@ -17,6 +17,8 @@ from peakcast.allocator import Allocator
 from peakcast.architecture import Architecture
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping, HashedOnce, require_not_negative, require_positive, to_mapping, unsaid
+from peakcast.images import Images as Images
+from peakcast.images import check_images
 from peakcast.loss import Loss as Loss
 from peakcast.loss import Reference
 from peakcast.micro_batch import Batch as Batch
@@ -178,6 +180,8 @@ class TrainingJob(HashedOnce):
     decoder_sequence_length: int | None = unsaid(None)
     """Tokens of each of an encoder-decoder's targets; null means `sequence_length`."""
     batch: Batch = unsaid(Batch())  # noqa: RUF009  # a frozen value
+    images: Images = unsaid(Images())  # noqa: RUF009  # a frozen value
+    """Of each sequence; their tokens are part of `sequence_length`."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step and rank (with pipelining: those in flight come out of these)."""
     precision: Precision = Precision()
@@ -208,6 +212,7 @@ class TrainingJob(HashedOnce):
             )
         self._check_what_has_no_effect()
         check_batch(self.batch, self.micro_batch_size, self.sequence_length)
+        check_images(self.images, self.architecture, whole_rows=self.batch == Batch() and self.task == "train")
         self.loss.reference_beside(adapters=self.finetuning.method != "full")
         check_layout(self.parallelism, self.architecture, self.framework, self.sequence_length)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from peakcast.collectors.frameworks import layouts, scope, spreading
+from peakcast.collectors.frameworks import images, layouts, scope, spreading
 from peakcast.collectors.frameworks.batches import batch_of, random_tokens
 from peakcast.collectors.frameworks.checkpointing import checkpoint_arguments, every_n_layers
 from peakcast.collectors.frameworks.compiled import compile_layers, is_compiled_whole
@@ -29,7 +29,9 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
     """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens. `making`:
     what is around the making of the network, adapters apart."""
     scope.check(job)
-    if (loop := conventions(job).get("loop", "calls")) != "calls":
+    if (loop := conventions(job).get("loop", "calls")) != "calls" or job.loss.kind != "cross_entropy":
+        images.refuse(job)
+    if loop != "calls":
         return _with_trainer(job, device, str(loop))
     if job.parallelism.pipeline_parallel_size > 1:
         return _in_stages(job, device)
@@ -43,6 +45,8 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
         spreading.unmade(model, job)
     with torch.device(device):
         batch = batch_of(job)
+    if job.images.per_sequence:
+        batch = images.with_images(batch, job, model, device)
     if job.finetuning.quantization:
         from peakcast.collectors.frameworks.quantized import quantize
 

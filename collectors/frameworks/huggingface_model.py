@@ -25,6 +25,7 @@ AUTO_MODELS = {
     "hybrid": "AutoModelForCausalLM",
 }
 """Kind of architecture -> the class of transformers that trains it."""
+VISION_LANGUAGE = "AutoModelForImageTextToText"
 
 
 def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
@@ -48,7 +49,7 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
         config.num_labels, config.pad_token_id = 1, 0
         auto = transformers.AutoModelForSequenceClassification
         return auto.from_config(config, attn_implementation=attention, **_of_dtype(dtype))
-    if architecture.kind == "undescribed":
+    if architecture.kind in ("undescribed", "multimodal"):
         return _undescribed(config, attention, dtype)
     auto = getattr(transformers, AUTO_MODELS[architecture.kind])
     model = auto.from_config(config, attn_implementation=attention, **_of_dtype(dtype))
@@ -67,13 +68,13 @@ def _of_dtype(dtype: torch.dtype) -> dict[str, torch.dtype]:
 def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
     """A network known by its configuration alone, by the first class that has it; where sdpa is not written for it, with
     the attention that is. It trains without a cache, as the Trainer has it (`config.use_cache`), whatever is configured."""
-    config.use_cache = False
-    classes = dict.fromkeys(AUTO_MODELS.values())
+    config.use_cache = config.get_text_config().use_cache = False
+    classes = dict.fromkeys([VISION_LANGUAGE, *AUTO_MODELS.values()])
     if getattr(config, "is_encoder_decoder", False):  # of which some can be a decoder alone as well
         classes = dict.fromkeys([AUTO_MODELS["encoder_decoder"], *classes])
     for auto in classes:
-        known = getattr(transformers, auto)
-        if type(config) in known._model_mapping:
+        known = getattr(transformers, auto, None)  # releases before 4.45 have no class of vision-language models
+        if known is not None and type(config) in known._model_mapping:
             try:
                 return known.from_config(copy.deepcopy(config), attn_implementation=attention, **_of_dtype(dtype))
             except ValueError:
@@ -87,7 +88,8 @@ def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
 
 
 def _trainable(architecture: Architecture) -> Architecture:
-    if architecture.kind not in (*AUTO_MODELS, "undescribed"):
+    whole = architecture.kind == "multimodal" and bool(architecture.configuration)
+    if architecture.kind not in (*AUTO_MODELS, "undescribed") and not whole:
         raise CollectorError(
             f"architecture={architecture.name!r} is of kind={architecture.kind!r}; collected are {', '.join(AUTO_MODELS)}.",
             parameter="architecture",

@@ -194,6 +194,6 @@ def _module_before_loss(inner: Any, job: TrainingJob) -> Any:
     """The module after which the loss begins, where the model does not call its `loss_function`."""
     if job.loss.fused_linear_cross_entropy:
         return inner.base_model
-    own_loss = job.architecture.kind in ("encoder", "encoder_decoder", "undescribed")
+    own_loss = job.architecture.kind in ("encoder", "encoder_decoder", "undescribed", "multimodal")
     own_loss = own_loss or not hasattr(inner, "loss_function")  # transformers before 4.46
     return inner.get_output_embeddings() if own_loss else None

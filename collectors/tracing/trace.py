@@ -70,7 +70,7 @@ def trace_here(job: TrainingJob, rank: int = 0, gpu: str | None = None) -> dict[
         with compiling, fake_mode(), tracer:
             span = _generate(job, tracer)
         return {step: tracer.timeline(*span) for step in ("first", "steady")}
-    with compiling, fake_mode(num_nonzero(job)), one_thread():
+    with compiling, fake_mode(num_nonzero(job), knows_values=bool(job.images.per_sequence)), one_thread():
         return _train(job, "cuda:0", tracer)
 
 
@@ -112,6 +112,7 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         dtensors,
         fake_cuda,
         fake_streams,
+        known_values,
         megatron_fakes,
         patches,
         quantized_fakes,
@@ -123,6 +124,8 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         deepspeed_fakes.install()
     fake_cuda.install()
     patches.install(masks_of_batch=job.batch.form != "rows")
+    if job.images.per_sequence:
+        known_values.install()
     squares = job.architecture.hidden_act == "relu2"
     compiles_part = job.framework == "megatron" and (squares or bool(conventions(job)["cross_entropy_loss_fusion"]))
     if compiles(job) or compiles_part:
@@ -170,9 +173,11 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
     return compiling
 
 
-def num_nonzero(job: TrainingJob) -> int:
+def num_nonzero(job: TrainingJob) -> int | None:
     """How many entries of a mask are set: flash attention gathers the tokens that are no padding, or finds the sequences by
-    their first positions."""
+    their first positions. None: all of them, as with images, of which none is padding."""
+    if job.images.per_sequence:
+        return None
     return job.micro_batch_size if job.batch.form == "padding_free" else at_its_longest(job).num_tokens
 
 
@@ -317,12 +322,17 @@ def _routed_rows(job: TrainingJob) -> int:
     return rows
 
 
-def fake_mode(num_nonzero: int | None = None) -> Any:
-    """The mode in which every tensor is fake; `num_nonzero` is how many entries of a mask are set, where that is asked."""
+def fake_mode(num_nonzero: int | None = None, *, knows_values: bool = False) -> Any:
+    """The mode in which every tensor is fake; `num_nonzero` is how many entries of a mask are set, where that is asked.
+    `knows_values`: small tensors have values where they follow from the batch's."""
     import torch
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-    class Mode(FakeTensorMode):  # type: ignore[misc]
+    from peakcast.collectors.tracing.known_values import KnownValuesMode
+
+    base: Any = KnownValuesMode if knows_values else FakeTensorMode
+
+    class Mode(base):  # type: ignore[misc]
         """Answers `.item()`: 1 for a number (step counters and norms are read back, never shapes), False for a truth value
         (OPT asks whether to drop a layer). A mask that chooses elements chooses all of them."""
 

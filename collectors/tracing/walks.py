@@ -47,6 +47,8 @@ class Walker:
         if job.parallelism.zero_stage == 3:  # all that changes what is walked on one GPU
             zero3_linear.install()
         self._job = job.replace(parallelism=Parallelism())
+        self._beside = 0
+        """Blocks that the count of layers does not have, a vision tower's: the walk of the whole network tells."""
         prepare(self._job, None)
 
     def defaults(self) -> dict[str, Any]:
@@ -61,9 +63,12 @@ class Walker:
         a job with `changes` (`peakcast.dialects.network_values`)."""
         asked = with_values(self._job, changes or {}).replace(micro_batch_size=batch, sequence_length=length)
         if layers is not None:
-            asked = asked.replace(architecture=with_layers(asked.architecture, layers))
-        with fake_mode(num_nonzero(asked)), one_thread():
-            return _walk(asked, StretchTracer(), steps)
+            asked = asked.replace(architecture=with_layers(asked.architecture, max(1, layers - self._beside)))
+        with fake_mode(num_nonzero(asked), knows_values=bool(asked.images.per_sequence)), one_thread():
+            found = _walk(asked, StretchTracer(), steps)
+        if layers is None:
+            self._beside = max(0, found["num_places"] // 2 - asked.architecture.num_layers)
+        return found
 
 
 def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]:
@@ -87,7 +92,7 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
                 updated = {name for name, weight in weights if weight.grad is not None}
                 training.zero_grad()
         wrapped = _wrapped(training.model)
-    return _mapping(tracer, weights, updated, wrapped, tracer.cuts[before:], end)
+    return _mapping(tracer, weights, updated, wrapped, _image_tokens(training), tracer.cuts[before:], end)
 
 
 def _constants(model: Any) -> Iterator[tuple[str, Any]]:
@@ -116,6 +121,7 @@ def _mapping(
     weights: Sequence[tuple[str, Any]],
     updated: Set[str],
     wrapped: bool,
+    image_tokens: int,
     cuts: Sequence[Cut],
     end: int,
 ) -> dict[str, Any]:
@@ -141,6 +147,7 @@ def _mapping(
         "entries": list(_entries(tracer, own, starts, start, end, num_places)),
         "visits": _visits(tracer, own, starts, first, num_places),
         "wrapped": wrapped,
+        "image_tokens": image_tokens,
         "parameters": own.parameters(weights, updated),
     }
 
@@ -198,6 +205,14 @@ def _visits(tracer: StretchTracer, own: _Names, starts: list[int], first: int, n
 def _place(stretch: int, num_places: int) -> int:
     within = stretch % (2 * num_places)
     return min(within, 2 * num_places - 1 - within)
+
+
+def _image_tokens(training: Any) -> int:
+    """Tokens that stand for each image of the batch; 0 without images."""
+    from peakcast.collectors.frameworks.huggingface_training import causal_model
+    from peakcast.collectors.frameworks.images import tokens_of_image
+
+    return tokens_of_image(training.job, training.batch, causal_model(training.model).config)
 
 
 def _wrapped(model: Any) -> bool:

@@ -10,6 +10,7 @@ from peakcast.dialects.hf_config import left_out_of
 from peakcast.dialects.hf_families import FAMILIES
 from peakcast.errors import near_misses
 from peakcast.findings import MORE, Finding, found
+from peakcast.images import sees_images
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.layouts import LEAVES, gathered_dtype
 from peakcast.models.recipes.shelf import recipe_of, why_not
@@ -69,6 +70,13 @@ def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
     """What of a job that wants a recipe is not as recorded."""
     if reason := no_recipe(job):
         return (found(f"{_wanting(job.architecture)}, and {reason}{_instead(job.architecture)}", "architecture"),)
+    if sees_images(job.architecture) and not job.images.per_sequence:
+        sentence = (
+            f"{job.architecture.name!r} also sees images, and none are counted: its vision tower's weights are there, "
+            "without gradients, optimizer states and activations, as in a step of text alone; give images.per_sequence and "
+            "images.height."
+        )
+        return (found(sentence, "images.per_sequence", effect=MORE),)
     recipe, name = recipe_of(job), "transformers"
     was, asked = (str(one.versions.get(name, "")) for one in (recipe, job) if one is not None)
     if was and asked and release(was)[:2] != release(asked)[:2]:
@@ -100,10 +108,20 @@ def recorded_with(job: TrainingJob) -> str:
     if recipe is None or no_recipe(job):
         return ""
     releases = " and ".join(f"{name} {version}" for name, version in recipe.versions.items() if name != "peft")
-    return f"the network's tensors are those that {releases} make, recorded without a GPU."
+    sentence = f"the network's tensors are those that {releases} make, recorded without a GPU."
+    if not job.images.per_sequence:
+        return sentence
+    each = (
+        f"are {recipe.walk.image_tokens:,} tokens each"
+        if job.images.per_sequence > 1
+        else (f"is {recipe.walk.image_tokens:,} tokens")
+    )
+    return f"{sentence} {job.images} {each}, part of sequence_length; limits of its processor are its class's."
 
 
 def _wanting(architecture: Architecture) -> str:
+    if architecture.kind == "multimodal":
+        return f"{architecture.name!r} is a vision-language model"
     if architecture.model_type in FAMILIES:
         return f"a recipe of {architecture.name!r} is asked for"
     return f"model_type={architecture.model_type!r} is no family of the ledger"
@@ -111,6 +129,8 @@ def _wanting(architecture: Architecture) -> str:
 
 def _instead(architecture: Architecture) -> str:
     """What stands in for a network without a recipe, and what of its configuration that passes by."""
+    if architecture.kind == "multimodal":
+        return "; its language model alone is counted, without images and without its vision tower."
     if architecture.model_type in FAMILIES:
         return "; the ledger's own blocks answer."
     near = near_misses(architecture.model_type, FAMILIES) or "."

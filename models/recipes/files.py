@@ -81,6 +81,7 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
         "even": recipe.even,
         "wrapped": walk.wrapped,
         "visits": [[[*map(one.__getattribute__, _VISIT)] for one in visits] for visits in walk.visits],
+        "image_tokens": walk.image_tokens,
         "versions": dict(recipe.versions),
     }
 
@@ -116,6 +117,7 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         parameters=tuple((str(m), str(n), tuple(map(int, s)), int(b), bool(t)) for m, n, s, b, t in mapping["parameters"]),
         wrapped=bool(mapping["wrapped"]),
         visits=tuple(tuple(map(_visit, visits)) for visits in mapping["visits"]),
+        image_tokens=int(mapping.get("image_tokens", 0)),
     )
     how = None
     if mapping["repeats"] is not None:

@@ -68,8 +68,8 @@ class Recipe:
         )
 
 
-def recorded(record: Record, asked: Point, most: int | None = None) -> Recipe:
-    """The recipe of a network that covers `asked`; no sequence is longer than `most`.
+def recorded(record: Record, asked: Point, most: int | None = None, images: int = 0) -> Recipe:
+    """The recipe of a network that covers `asked`; no sequence is longer than `most`, and each has so many `images`.
 
     A walk of the whole network tells which layers repeat; the others are of a network with two of each, in a few small
     batches and lengths that run the same operations as the asked one. An uneven length and a far one confirm what follows
@@ -81,6 +81,8 @@ def recorded(record: Record, asked: Point, most: int | None = None) -> Recipe:
     batches = (1,) if batch == 1 else (2, 3)
     first = (batches[0], length)
     whole = record(None, *first, 1)  # one step tells which layers are alike, and takes half the time
+    room = -(-images * (whole.image_tokens + 1) // LENGTHS[0]) * LENGTHS[0]  # what images take of a sequence
+    small = LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room
     short = short_depth(whole)
     depth = short[0] if short is not None and _repeats(whole, record(short[0], *first, 1), short) is not None else None
     walks = {first: record(depth, *first)}
@@ -96,7 +98,10 @@ def recorded(record: Record, asked: Point, most: int | None = None) -> Recipe:
                     walks[point] = other
         return point in walks
 
-    for lengths in (LENGTHS, _near(length)):
+    if images and batch > 1 and not alike((batches[-1], length)):  # operations run for the images of each sequence
+        batches, walk = (batch,), record(depth, *asked)
+        walks, how = {asked: walk}, repeats(walk, *short[1:]) if short is not None and depth is not None else None
+    for lengths in (small, _near(length)):
         solving = [(one, other) for one in batches for other in lengths]
         if alike(asked) and all(alike(point) for point in solving):
             sizes = through({point: one.raw_bytes for point, one in walks.items()}, solving)
@@ -129,14 +134,14 @@ def _alone(walk: Walk, point: Point) -> Sizes:
 
 def _widened(recipe: Recipe, walks: dict[Point, Walk], alike: Callable[[Point], bool], most: int | None) -> Recipe:
     """The recipe with as wide a range as an uneven length and a far point confirm, each for itself."""
-    batch = recipe.batches[0]
+    batch, alone = recipe.batches[0], recipe.batches[0] == recipe.batches[1]
     uneven = batch, recipe.lengths[0] + UNEVEN - LENGTHS[0]
-    far = FAR[0] if batch > 1 else 1, max(recipe.lengths[1], min(FAR[1], FAR[1] if most is None else most))
+    far = batch if alone else FAR[0], max(recipe.lengths[1], min(FAR[1], FAR[1] if most is None else most))
     told = recipe.sizes.confirmed({uneven: walks[uneven].raw_bytes}) if alike(uneven) else None
     recipe = replace(recipe, sizes=told or recipe.sizes, even=told is None and bool(uneven[1] % EVEN))
     if not alike(far) or recipe.sizes.wrong({far: walks[far].raw_bytes}).any():
         return recipe
-    batches = batch, 1 if batch == 1 else LARGEST_BATCH
+    batches = batch, batch if alone else LARGEST_BATCH
     return replace(recipe, lengths=(recipe.lengths[0], far[1]), batches=batches)
 
 

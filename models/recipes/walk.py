@@ -50,6 +50,8 @@ class Walk:
     """Whether FSDP makes a unit of each block."""
     visits: tuple[tuple[Visit, ...], ...] = ()
     """Of each stretch, the modules that are entered and left, in order."""
+    image_tokens: int = 0
+    """Tokens that stand for each image of the batch."""
 
     @property
     def num_layers(self) -> int:
@@ -106,4 +108,5 @@ class Walk:
             parameters,
             bool(mapping.get("wrapped", True)),
             tuple(visits),
+            int(mapping.get("image_tokens", 0)),
         )

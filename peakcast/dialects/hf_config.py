@@ -60,7 +60,7 @@ def architecture_from_hf_config(config: Mapping[str, Any], name: str | None = No
     """The `Architecture` that the mapping of a Hugging Face `config.json` describes.
 
     `name` (or the mapping's own "name") is what messages and reports call it. A multimodal configuration is read by its
-    `text_config` and marked `kind="multimodal"`.
+    `text_config`, marked `kind="multimodal"` and kept whole, for recipes to be recorded of.
     Raises: SpecError naming the key, its value, the rule and the way out.
     """
     return read_hf_config(config, name)[0]
@@ -109,7 +109,7 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
         values |= _latent_attention(_read(family.mla, seen), values)
     if multimodal:
         values["kind"] = "multimodal"
-    if not known:  # as it is, for what knows more than its keys say
+    if multimodal or not known:  # as it is, for what knows more than its keys say
         values["configuration"] = kept_configuration(config)
     return Architecture(name=str(called), model_type=str(model_type), **values), unread(seen, known=known)
 

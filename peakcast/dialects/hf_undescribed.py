@@ -23,6 +23,8 @@ _SIZES = {
     "vocab_size": ("vocab_size",),
 }
 """What is shown of such a network, and its usual spellings; nothing is computed from it."""
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Where configurations of vision-language models keep what their language model is."""
 
 
 @contextlib.contextmanager
@@ -64,5 +66,7 @@ def undescribed(config: Mapping[str, Any], name: str | None) -> Architecture:
 
 
 def _size(config: Mapping[str, Any], field: str) -> int:
-    found = (config.get(key) for key in _SIZES[field])
+    inner = (config.get(part) for part in _TEXT_PARTS)
+    places = [config, *(part for part in inner if isinstance(part, Mapping))]
+    found = (place.get(key) for place in places for key in _SIZES[field])
     return next((value for value in found if isinstance(value, int) and value > 0), 1)

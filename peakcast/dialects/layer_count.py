@@ -12,6 +12,8 @@ from peakcast.spec import canonical_json
 
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
 """How configurations spell the number of layers."""
+TOWERS = ("vision_config", "audio_config", "vq_config", "qformer_config", "vision_tower_config")
+"""Parts of a configuration that have layers of their own."""
 
 
 def with_layers(architecture: Architecture, layers: int) -> Architecture:
@@ -32,7 +34,7 @@ def _shortened(config: Mapping[str, Any], before: int, layers: int) -> dict[str,
     """Every count of `before` layers, and every list of as many entries, shortened, at any depth."""
     found: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and key not in TOWERS:
             value = _shortened(value, before, layers)
         elif key in COUNTS and value == before:
             value = layers

@@ -109,6 +109,9 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 }
 """Field -> a job that it suits, and another value of it."""
 CANNOT_MATTER = {
+    "images.per_sequence": "the ledger has no images; recipes have (test_images_traced.py)",
+    "images.height": "as above",
+    "images.width": "as above",
     "architecture": "the network is no setting; its tests are those of its families",
     "finetuning.alpha": "a factor of the adapters' output, which has the size of what it scales",
     "allocator.max_non_split_rounding_mb": "acts on cached blocks beyond max_split_size_mb alone (test_allocator.py)",

@@ -1,0 +1,143 @@
+"""Fake tensors whose values are known: token ids, grids of patches, and what is computed from them.
+
+A fake tensor has a shape and no values. Where values decide shapes (how many tokens stand for images, where a window of
+patches ends), small tensors that follow from known ones are computed for real as well, on the CPU, unseen by any tracer.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
+
+MOST_ELEMENTS = 2**21
+"""Of a tensor whose values are kept: more than the tokens of the largest batch that is recorded."""
+_WITHOUT_VALUES = ("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like", "aten.randn", "aten.native_dropout")
+"""How operators begin whose results are memory that nobody has written yet, or noise."""
+
+
+def install() -> None:
+    """Let `torch.tensor` take numbers that are fake tensors, which it reads where no mode sees it, and let `tolist` read
+    all values at once; in this process, for good."""
+    if hasattr(torch.tensor, "__wrapped__"):
+        return
+    make, to_list = torch.tensor, FakeTensor.tolist
+
+    @functools.wraps(make)
+    def made(data: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        return make(_plain(data), *arguments, **keywords)
+
+    def listed(tensor: FakeTensor) -> Any:
+        value = value_of(tensor)
+        if value is None:
+            return to_list(tensor)
+        with _disable_current_modes():
+            return value.tolist()
+
+    torch.tensor, FakeTensor.tolist = made, listed
+
+
+class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
+    """Fake tensors, of which small ones have values where all that they follow from has."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The fake result, and the real one where it is known. Raises what FakeTensorMode raises where it is not."""
+        kwargs = kwargs or {}
+        known = _are_known(func, args, kwargs)
+        try:
+            result = super().dispatch(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if known:
+                return self._faked(_really(func, args, kwargs), args)
+            if func is torch.ops.aten.index.Tensor and (positions := _positions(args[1])) is not None:
+                with self:
+                    return func(args[0], [None if one is None else _on(one, args[0]) for one in positions])
+            raise
+        if known and all(one.numel() <= MOST_ELEMENTS for one in tree_iter(result) if isinstance(one, torch.Tensor)):
+            for fake, real in zip(tree_iter(result), tree_iter(_really(func, args, kwargs)), strict=True):
+                if isinstance(fake, FakeTensor):
+                    fake.known_value = real
+        else:
+            _forget_written(func, args)
+        return result
+
+    def _faked(self, real: Any, args: Any) -> Any:
+        """Fake tensors with the values of `real`, on the device of what they were made from."""
+        device = next(one.device for one in tree_iter(args) if isinstance(one, torch.Tensor))
+
+        def fake(value: torch.Tensor) -> torch.Tensor:
+            with self:
+                made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+            made.known_value = value  # type: ignore[attr-defined]
+            return made
+
+        return tree_map_only(torch.Tensor, fake, real)
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a tensor; None where nobody knows them."""
+    if isinstance(tensor, FakeTensor):
+        return getattr(tensor, "known_value", None)
+    return tensor if tensor.device.type == "cpu" and tensor.numel() <= MOST_ELEMENTS else None
+
+
+def _plain(data: Any) -> Any:
+    """Numbers that are fake tensors of a list, as numbers."""
+    if isinstance(data, (list, tuple)):
+        return [_plain(one) for one in data]
+    return data.item() if isinstance(data, FakeTensor) and data.ndim == 0 else data
+
+
+def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the values of the result follow from known ones."""
+    if not str(func).startswith("aten.") or str(func).startswith(_WITHOUT_VALUES):
+        return False
+    return all(value_of(one) is not None for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor))
+
+
+def _really(func: Any, args: Any, kwargs: Any) -> Any:
+    leaves, spec = tree_flatten((args, kwargs))
+    args, kwargs = tree_unflatten([_on_cpu(leaf) for leaf in leaves], spec)
+    with _disable_current_modes(), torch.no_grad():
+        return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+
+
+def _on_cpu(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return value_of(leaf)
+    return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+
+def _positions(indices: Any) -> list[Any] | None:
+    """`indices` with masks as the positions that they choose; None where the values of a mask are not known."""
+    found: list[Any] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            found.append(index)
+            continue
+        value = value_of(index)
+        if value is None:
+            return None
+        with _disable_current_modes():
+            found += value.nonzero().unbind(1)
+    return found
+
+
+def _on(index: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return index if isinstance(index, FakeTensor) else torch.empty(index.shape, dtype=index.dtype, device=tensor.device)
+
+
+def _forget_written(func: Any, args: Any) -> None:
+    """What is overwritten has other values from here on."""
+    for argument, given in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, FakeTensor):
+            given.known_value = None

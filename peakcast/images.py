@@ -1,0 +1,88 @@
+"""`Images`: what a vision-language model sees beside text, in the terms of those who prepare data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peakcast.architecture import Architecture
+from peakcast.errors import SpecError
+from peakcast.fields import require_at_most, require_not_negative, require_positive
+
+MOST_PIXELS = 2**15
+"""Of a side of an image."""
+MOST_IMAGES = 2**10
+"""Of a sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """The images of each sequence, all of one size. How many tokens stand for one is the rule of the network's processor;
+    these tokens are part of `sequence_length`."""
+
+    per_sequence: int = 0
+    """0: a step of text alone, in which the vision tower does not run."""
+    height: int | None = None
+    """Pixels of an image before the processor resizes it, from top to bottom."""
+    width: int | None = None
+    """Pixels from left to right; null means `height`."""
+
+    def __post_init__(self) -> None:
+        require_not_negative(self, "per_sequence", where="images.")
+        require_positive(self, "height", "width", where="images.")
+        require_at_most(MOST_IMAGES, self, "per_sequence", where="images.")
+        require_at_most(MOST_PIXELS, self, "height", "width", where="images.")
+        if self.per_sequence and self.height is None:
+            raise SpecError(
+                f"images.height is missing and images.per_sequence={self.per_sequence} needs it; give the images' height "
+                "in pixels, and images.width where they are not square.",
+                parameter="images.height",
+            )
+        if self.height is None and self.width is not None:
+            raise SpecError(
+                f"images.width={self.width} is given without images.height; give both, or the height of square images.",
+                parameter="images.width",
+                value=self.width,
+            )
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        height = self.height or 0
+        return height, self.width or height
+
+    def __str__(self) -> str:
+        """As answers say it: "2 images of 448 x 448"."""
+        count = f"{self.per_sequence} image{'' if self.per_sequence == 1 else 's'}"
+        return f"{count} of {self.size[0]} x {self.size[1]}"
+
+
+def sees_images(architecture: Architecture) -> bool:
+    """Whether the network has a part for images, by its configuration."""
+    return architecture.kind == "multimodal" or '"vision_config":' in architecture.configuration
+
+
+def check_images(images: Images, architecture: Architecture, *, whole_rows: bool) -> None:
+    """Refuse images where no network sees them. Raises: SpecError."""
+    if not images.per_sequence:
+        if images.height is not None:
+            raise SpecError(
+                f"images.height={images.height} is the size of images, and images.per_sequence=0 has none; say how many "
+                "each sequence has.",
+                parameter="images.per_sequence",
+                value=0,
+            )
+        return
+    if not architecture.configuration:
+        raise SpecError(
+            f"images.per_sequence={images.per_sequence} needs a network that sees images, and {architecture.name!r} reads "
+            "text alone; give the config.json of a vision-language model, or leave the images out.",
+            parameter="images.per_sequence",
+            value=images.per_sequence,
+        )
+    if not whole_rows:
+        raise SpecError(
+            f"images.per_sequence={images.per_sequence} is counted in training batches of full rows; use batch.form: rows "
+            "without batch.shortest_sequence, and task: train.",
+            parameter="images.per_sequence",
+            value=images.per_sequence,
+        )
