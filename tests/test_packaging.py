@@ -14,6 +14,8 @@ from peakcast.installing import BuildPy
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE_FOLDERS = ("peakcast", "collectors", "datasets", "models", "reports")
+OF_DATA = {"peakcast.datasets.recipes"}
+"""Folders without code that go with an installation."""
 HEAVY = ("torch", "mlflow", "pandas", "sklearn", "matplotlib", "jinja2", "transformers", "pydantic", "rich", "gradio")
 
 
@@ -31,12 +33,12 @@ def _packages_in_folders() -> set[str]:
 def test_every_folder_of_code_is_a_listed_package_and_every_listed_package_is_a_folder() -> None:
     listed = _setuptools()["packages"]
     assert isinstance(listed, list)
-    assert sorted(listed) == sorted(_packages_in_folders())
+    assert sorted(listed) == sorted(_packages_in_folders() | OF_DATA)
 
 
 def test_every_code_folder_of_the_root_is_mapped_into_the_one_import_name() -> None:
     mapped = _setuptools()["package-dir"]
-    tops = {name.split(".")[1] for name in _packages_in_folders() if "." in name}
+    tops = {name.split(".")[1] for name in _packages_in_folders() | OF_DATA if "." in name}
     outside = {top for top in tops if not (ROOT / "peakcast" / top).is_dir()}
     assert mapped == {"peakcast": "peakcast", **{f"peakcast.{top}": top for top in sorted(outside)}}
 

@@ -41,7 +41,7 @@ def kind_of(record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditio
     `record` takes what it takes for a recipe, and then values that are other than the job's.
     """
     layers = None if recipe.repeats is None else recipe.walk.num_layers
-    plain = recipe.layers == job.architecture.num_layers  # not so where a tower's blocks stand beside those that are counted
+    plain = recipe.layers == job.architecture.num_layers  # else a tower's blocks stand beside those that are counted
     how = recipe.repeats if plain else None
     shown = job.architecture if how is None or layers is None else with_layers(job.architecture, layers)
     base = conditions(job.replace(architecture=shown), defaults)

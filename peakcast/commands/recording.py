@@ -18,7 +18,7 @@ def record(
     asked: AskedJob,
     python: Annotated[str, typer.Option(help="Interpreter of another environment, whose libraries are recorded.")] = "",
     output: Annotated[Path | None, typer.Option(help="Also write the recipe to this .json.gz file.")] = None,
-    every: Annotated[
+    folder: Annotated[
         Path | None,
         typer.Option("--all", help="Instead of JOB: record all families that the ledger does not know, into this folder."),
     ] = None,
@@ -32,10 +32,10 @@ def record(
     from peakcast import api, render
 
     interpreter = python or sys.executable
-    if every is None:
+    if folder is None:
         found = api.record(asked.read(), python=interpreter, output=output)
         print(render.json_text(found.to_mapping()) if json else found.text())
         return
     with render.working() as progress:
-        shipment = api.record_all(every, families=families or (), python=interpreter, progress=progress)
+        shipment = api.record_all(folder, families=families or (), python=interpreter, progress=progress)
     print(render.json_text(shipment.to_mapping()) if json else shipment.text())

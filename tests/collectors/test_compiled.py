@@ -114,7 +114,7 @@ def found(script, cell):
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))[6:])
 
 
-@pytest.mark.slow
+@pytest.mark.whole  # a minute and a half of a C++ compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's back end needs a C++ compiler")
 def test_a_compiled_step_trains_the_same_and_a_trace_of_it_on_fake_tensors_is_what_the_allocator_gave():
     real, fake = found(REAL, job(**FLOAT32)), found(FAKE, job(**FLOAT32))

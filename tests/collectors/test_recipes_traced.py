@@ -11,7 +11,7 @@ import pytest
 import peakcast
 from peakcast.collectors.grid import expand
 from peakcast.models.analytical.scope import out_of_scope
-from peakcast.models.recipes import shelf
+from peakcast.models.recipes import shelf, shipped
 from peakcast.recording import ensure_recipes
 
 pytest.importorskip("transformers")
@@ -42,6 +42,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.delenv("PEAKCAST_RECORD")
         patch.setenv("PEAKCAST_RECIPES", str(folder))
         patch.setattr(shelf, "_found", {})
+        patch.setattr(shipped, "_stacks", tuple)  # none that came with peakcast
         ensure_recipes(JOBS.values(), processes=1)
         yield folder
 

@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 def run_script():
     """A function that dry-runs `name` of `scripts/` with arguments."""
     pytest.importorskip("transformers")
-    import accelerate  # noqa: F401
+    from accelerate.state import AcceleratorState
     from transformers import GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM, Trainer  # noqa: F401
 
     from peakcast.collectors.dryrun.script import LIBRARIES
@@ -31,6 +31,7 @@ def run_script():
 
         def program():
             warnings.simplefilter("default")  # a library's own fail no script
+            AcceleratorState._reset_state(reset_partial_state=True)  # which other tests have left on the CPU
             sys.argv = [script, *arguments]
             runpy.run_path(script, run_name="__main__")
 
