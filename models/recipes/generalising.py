@@ -25,6 +25,7 @@ PINNED = re.compile(r"\w*(window|chunk|layer|block|interval|period|offset|step)\
 show it."""
 COUNTED = re.compile(r"(num|n)_\w+|\w*(_heads|_experts|_k|topk)")
 """Names of numbers of heads, experts and the like, as opposed to widths."""
+HEADS = re.compile(r"num_(attention_)?heads|n_heads?|\w*encoder_attention_heads|\w*decoder_attention_heads")
 RANK = "finetuning.rank"
 """The only number that is not the network's."""
 SMALLEST = 2
@@ -137,10 +138,11 @@ class _Explored:
             self._pin_unexplained()
             if not self.singles:
                 return None
-            corners = [self._corner(attempts, self.near) for attempts in (LARGE, SMALL)]
+            first = learned(self._keys(), self._values(), self._before, self._lone())[0]
+            corners = [self._corner(first, attempts, self.near) for attempts in (LARGE, SMALL)]
             samples = [*self._lone(), *(Sample(_factors(one[0], self._values()), one[1]) for one in corners if one)]
             widths, unexplained = learned(self._keys(), self._values(), self._before, samples)
-            last = self._corner(UNEVEN, self.other)
+            last = self._corner(widths, UNEVEN, self.other)
             wrong = {*unexplained.tolist(), *(self._wrong(widths, *last) if last else ())}
             walked = [values for values, _ in filter(None, [*corners, last])]
             if not walked:
@@ -148,7 +150,8 @@ class _Explored:
             if not wrong:
                 confirmed = [self._values(), *map(self._values_of_one, self._keys()), *walked]
                 return widths, np.array(confirmed, dtype=np.int64)
-            self._pin(min(self._dependence(sorted(wrong)).items(), key=lambda one: (-one[1], one[0]))[0])
+            told_wrongly, all_told = self._dependence(sorted(wrong)), self._dependence(list(range(len(self._before))))
+            self._pin(min(told_wrongly, key=lambda name: (-told_wrongly[name], all_told[name], name)))
         return None
 
     def _keys(self) -> list[str]:
@@ -189,13 +192,13 @@ class _Explored:
         del self.singles[name]
         self.same_as = {member: leader for member, leader in self.same_as.items() if leader != name}
 
-    def _corner(self, attempts: Iterable[Change], point: Point) -> tuple[list[int], Ints] | None:
+    def _corner(self, widths: Widths, attempts: Iterable[Change], point: Point) -> tuple[list[int], Ints] | None:
         """The first change of all numbers with which the same operations run: the values, and what sizes are then."""
         keys, before = self._keys(), self._values()
         for change in attempts:
             rises = [self.singles[key][0] > 1 for key in keys]
-            values = [change(key, value, rise) for key, value, rise in zip(keys, before, rises, strict=True)]
-            if min(values) >= SMALLEST and values != before:
+            values = [max(SMALLEST, change(key, value, rise)) for key, value, rise in zip(keys, before, rises, strict=True)]
+            if values != before and self._told(widths, values) is not None:
                 walk = self._walk(dict(zip(keys, values, strict=True)), point)
                 if walk is not None:
                     return values, numbers_of(walk, walk.raw_bytes)
@@ -203,11 +206,16 @@ class _Explored:
 
     def _wrong(self, widths: Widths, values: list[int], found: Ints) -> list[int]:
         """The numbers that `widths` tells wrongly for a network with `values`, at another batch and length."""
-        try:
-            recipe = with_values(self.recipe, widths, values, self.recipe.walk.num_layers)
-        except ValueError:
-            return list(range(len(found)))
+        recipe = self._told(widths, values)
+        assert recipe is not None
         return np.flatnonzero(numbers_of(recipe.walk, recipe.sizes.at(*self.other)) != found).tolist()
+
+    def _told(self, widths: Widths, values: list[int]) -> Recipe | None:
+        """The recipe of a network with `values`; None where none can be: 21 heads of a width of 1,600, say."""
+        try:
+            return with_values(self.recipe, widths, values, self.recipe.walk.num_layers)
+        except ValueError:
+            return None
 
     def _walk(self, changes: Mapping[str, int | float], point: Point) -> Walk | None:
         """A walk with other values; None where other operations run, or the library does not take them."""
@@ -250,8 +258,10 @@ def _times(factor: int | Fraction) -> Change:
 
 
 def _few(name: str, value: int, rises: bool) -> int:
-    """As few heads and experts as there can be without being a case of their own."""
-    return SMALLEST if COUNTED.fullmatch(name.rpartition(".")[2]) else _times(Fraction(1, 4))(name, value, rises)
+    """As few groups and experts as there can be without being a case of their own, of fewer heads."""
+    last = name.rpartition(".")[2]
+    few = COUNTED.fullmatch(last) and not HEADS.fullmatch(last)
+    return SMALLEST if few else _times(Fraction(1, 4))(name, value, rises)
 
 
 def _odd(name: str, value: int, rises: bool) -> int:
