@@ -16,7 +16,7 @@ from peakcast.spec import TrainingJob, job_to_mapping
 Conditions = Mapping[str, Any]
 IDLE = re.compile(
     r"\w*_token_ids?|\w*_token_index|id2label|label2id|auto_map|use_cache|architectures|problem_type|return_dict|torchscript"
-    r"|output_\w+|transformers_version|torch_dtype|dtype|_\w+|alpha|initializer_\w+|init_\w+|\w*_eps|\w*_epsilon"
+    r"|output_attentions|output_hidden_states|transformers_version|torch_dtype|dtype|_\w+|alpha|initializer_\w+|init_\w+|\w*_eps|\w*_epsilon"
     r"|pretraining_tp|task_specific_params|max_new_tokens|router_aux_loss_coef"
 )
 """Names of what changes no tensor of a training step: how weights are drawn, tokens numbered, small terms added."""
