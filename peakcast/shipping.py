@@ -16,7 +16,7 @@ from peakcast.dialects.hf_undescribed import for_tracing
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.dialects.layer_count import with_layers
 from peakcast.dialects.network_values import NETWORK, with_values
-from peakcast.durable import replace_file
+from peakcast.durable import explained, replace_file
 from peakcast.errors import CollectorError, SpecError, near_misses
 from peakcast.fields import FrozenMapping
 from peakcast.models.recipes import shipped
@@ -104,7 +104,8 @@ def record_all(
         if reason:
             shipment.refused[family] = reason
 
-    own.mkdir(parents=True, exist_ok=True)
+    with explained(own, "made"):  # before the first of many minutes
+        own.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(processes) as pool:  # each waits for a process of its own
         list(pool.map(record, asked))
     return shipment

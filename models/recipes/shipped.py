@@ -95,9 +95,14 @@ def all_of(path: Path) -> list[tuple[Kind, Recipe]]:
     return [(kind, _parsed(text)) for kind, text in read(path)] if path.is_file() else []
 
 
-@lru_cache(maxsize=64)
 def read(path: Path) -> tuple[Shipped, ...]:
     """The kinds in the file at `path`, with the texts of their recipes. Raises: RecordError when it has none."""
+    return _read(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, changed: int) -> tuple[Shipped, ...]:
+    """As it was at the time of its last change."""
     return files.reading(
         path, lambda content: tuple((_kind(one), str(content["recipes"][one["recipe"]])) for one in content["kinds"])
     )

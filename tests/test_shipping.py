@@ -1,0 +1,86 @@
+"""Recording every family: what is refused before it begins, and what goes on where it was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peakcast import api, shipping
+from peakcast.collectors import recording
+from peakcast.errors import CollectorError, RecordError, SpecError
+from peakcast.models.recipes import shipped
+from peakcast.spec import TrainingJob
+from tests.models.recipes.test_kinds import CONFIG, Wide
+
+VERSIONS = {"transformers": "5.17.0", "torch": "2.13.0+cpu", "numpy": "2.0"}
+
+
+class Recorder:
+    """Stands for the process that records: a library of one family, which fails from the job `fails_from` on."""
+
+    asked = 0
+    fails_from = 10**9
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def families(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        return {"unheard_of": dict(CONFIG), "llama": {"model_type": "llama"}}, VERSIONS
+
+    @contextmanager
+    def of(self, job: TrainingJob) -> Iterator[Any]:
+        type(self).asked += 1
+        if self.asked > self.fails_from:
+            raise CollectorError("it was interrupted")
+        yield Library(lambda *sample: sample)
+
+
+class Library:
+    def __init__(self, walk: Any) -> None:
+        self.walk, self.defaults = walk, dict[str, Any]()
+
+
+@pytest.fixture(autouse=True)
+def one_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "Recorder", Recorder)
+    monkeypatch.setattr(Recorder, "asked", 0)
+    monkeypatch.setattr(shipping, "Walk", SimpleNamespace(read=lambda sample: Wide(8)(*sample)))
+
+
+def test_what_was_recorded_is_not_recorded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "fails_from", 3)
+    first = api.record_all(tmp_path)
+    assert first.kinds == {"unheard_of": 3}
+    assert first.refused == {"unheard_of": "it was interrupted"}
+    monkeypatch.setattr(Recorder, "fails_from", 10**9)
+    monkeypatch.setattr(Recorder, "asked", 0)
+    second = api.record_all(tmp_path)
+    jobs = len(shipping.REGIMES) * len(shipping.BATCHES)
+    assert second.kinds == {"unheard_of": jobs}
+    assert Recorder.asked == jobs - 3
+    (path,) = (tmp_path / "transformers-5.17.0").iterdir()
+    assert {tuple(recipe.versions.items()) for _, recipe in shipped.all_of(path)} == {
+        (("torch", "2.13.0"), ("transformers", "5.17.0"))
+    }
+
+
+def test_a_family_that_is_not_recorded_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="families='llama' must be a family that transformers has and the ledger has not"):
+        api.record_all(tmp_path, families=["llama"])
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="cannot be made: a file stands where its folder should be"):
+        api.record_all(tmp_path / "file")
