@@ -13,6 +13,14 @@ import pytest
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Copies of a process in which other tests have run backward passes may abort: these run in one of their own."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("benchmarks") is None:
+            item.add_marker("apart")
+
+
 @pytest.fixture(scope="session")
 def run_script():
     """A function that dry-runs `name` of `scripts/` with arguments."""
