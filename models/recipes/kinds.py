@@ -34,7 +34,7 @@ class Kind:
     unit: int
     """Layers that repeat together; 0: none do, and the depth is as recorded."""
     idle: tuple[str, ...]
-    """Numbers that change nothing."""
+    """Numbers that change nothing, as long as they are there: a dropout of 0 and no soft cap run other operations."""
     same_as: Mapping[str, str]
     """Numbers that have to be equal to others, which are keys of `widths`."""
     widths: Widths
@@ -48,6 +48,8 @@ class Kind:
             return None
         asked = conditions(job.replace(architecture=with_layers(job.architecture, self.layers)), self.defaults)
         if any(asked.get(name) != asked.get(leader) for name, leader in self.same_as.items()):
+            return None
+        if not all(_is_number_like(asked.get(name), self.conditions.get(name)) for name in self.idle):
             return None
         values = [asked.get(key) for key in self.widths.keys]
         if self._fixed(asked) != self._fixed(self.conditions) or not self._confirms(values):
@@ -110,6 +112,13 @@ def numbers_of(walk: Walk, num_bytes: Ints) -> Ints:
     """What widths explain: the bytes of every tensor, and then the sides of every weight."""
     sides = [side for _, _, shape, _, _ in walk.parameters for side in shape]
     return np.array([*num_bytes.tolist(), *sides], dtype=np.int64)
+
+
+def _is_number_like(value: object, recorded: object) -> bool:
+    """Whether a number that changes nothing is one as that which was recorded: neither missing nor 0, nor 1 of a count."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value:
+        return False
+    return isinstance(recorded, float) or value > 1
 
 
 def _twos(values: Ints) -> Ints:

@@ -98,6 +98,8 @@ def test_another_width_and_depth_has_the_sizes_of_its_own_walk(known: tuple[Kind
         {"num_hidden_layers": 2},  # fewer than were recorded
         {"num_attention_heads": 1, "num_key_value_heads": 1},
         {"logit_scale": 0.5},  # unheard of
+        {"logit_scaling": 0.0},  # as a dropout that is off: what changes nothing while it is there
+        {"logit_scaling": None},
         {"hidden_size": 513},
     ],
 )
