@@ -28,6 +28,8 @@ from peakcast.texts import Texts
 from peakcast.timeline import Category, Phase, Timeline
 
 ADAPTERS = (".lora_A", ".lora_B")
+DIFFERENT_MICRO_BATCHES = 2
+"""The first makes the gradients, any later one adds to them."""
 PRODUCTS = ("mm.", "addmm.", "bmm.")
 """How the labels of matrix products begin."""
 
@@ -45,7 +47,7 @@ def recipe_ledger(
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
     timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
-    network.run(timeline, layout)
+    network.run(timeline, layout, min(job.gradient_accumulation_steps, DIFFERENT_MICRO_BATCHES))
     place_optimizer_step(timeline, job, layout, step)
     network.hold_across(timeline, first_step=step == "first")
     return timeline.timeline()
@@ -74,13 +76,12 @@ class _Network:
         self.names = [_module(place, self.deep.num_places) for place in range(self.deep.num_places)]
         self.runs: list[list[Run]] = []
 
-    def run(self, timeline: Step, layout: Layout) -> None:
-        """Run every micro-batch that the recipe has."""
-        num_micro_batches = self.walk.num_micro_batches
+    def run(self, timeline: Step, layout: Layout, num_micro_batches: int) -> None:
+        """Run the recorded micro-batch so many times."""
+        templates = [self._template(place) for place in range(self.walk.num_places)]
         for micro_batch in range(num_micro_batches):
             first, last = micro_batch == 0, micro_batch == num_micro_batches - 1
             layout.begin_micro_batch(timeline, first=first, last=last)
-            templates = [self._template(micro_batch, place) for place in range(self.walk.num_places)]
             runs = []
             for place, source in enumerate(self.deep.sources.tolist()):
                 runs.append(timeline.run_forward(templates[source], self.names[place], keeps_gradients=first))
@@ -91,43 +92,73 @@ class _Network:
             self.runs.append(runs)
 
     def hold_across(self, timeline: Step, *, first_step: bool) -> None:
-        """What lives in more than one place."""
+        """What lives in more than one place, or longer than its micro-batch."""
         lives = self.deep.lives
-        crossing = np.flatnonzero(~self._local()[self.deep.entries])
+        crosses = ~self._local()[self.deep.entries]
+        before, after = lives[BORN_STRETCH] < 0, lives[DIES_STRETCH] < 0
+        stays, leaves = crosses & before & after, crosses & before & ~after
         if first_step:  # no step was before it
-            crossing = crossing[~((lives[BORN_STRETCH] < 0) & (lives[BORN] == 1))[crossing]]
+            stays, leaves = stays & (lives[BORN] == 0), leaves & (lives[BORN] == 0)
         starts = self._starts()
-        born_in, dies_in = lives[BORN_STRETCH, crossing], lives[DIES_STRETCH, crossing]
-        entries = self.deep.entries[crossing]
-        columns = np.zeros((WIDTH, len(crossing)), dtype=np.int64)
+        self._hold(timeline, np.flatnonzero(stays | leaves), starts[0])
+        leaving, left = self._left_over(
+            np.flatnonzero(crosses & before & ~after), np.flatnonzero(crosses & ~before & after)
+        )
+        for micro_batch, own in enumerate(starts):
+            if micro_batch:
+                self._hold(timeline, leaving, own, starts[micro_batch - 1][lives[BORN_STRETCH, left]] + lives[BORN, left])
+            ends = ~after if micro_batch < len(starts) - 1 else True
+            self._hold(timeline, np.flatnonzero(crosses & ~before & ends), own)
+
+    def _left_over(self, leaving: Ints, left: Ints) -> tuple[Ints, Ints]:
+        """Of what a micro-batch finds and lets go, `leaving`, that which the one before made and left."""
+        names = self.walk.names
+        made: dict[tuple[str, int], list[int]] = {}
+        for entry in left.tolist():
+            source = self.deep.entries[entry]
+            made.setdefault((names[source], int(self.num_bytes[source])), []).append(entry)
+        pairs = []
+        for entry in leaving.tolist():
+            source = self.deep.entries[entry]
+            if found := made.get((names[source], int(self.num_bytes[source]))):
+                pairs.append((entry, found.pop(0)))
+        both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        return both[:, 0], both[:, 1]
+
+    def _hold(self, timeline: Step, which: Ints, starts: Ints, born: Ints | int = 0) -> None:
+        """Hold some entries of the deep network, for a micro-batch whose stretches begin at `starts`; what it has not made
+        itself since `born`."""
+        lives, entries = self.deep.lives, self.deep.entries[which]
+        born_in, dies_in = lives[BORN_STRETCH, which], lives[DIES_STRETCH, which]
+        columns = np.zeros((WIDTH, len(which)), dtype=np.int64)
         columns[0] = Texts.of(self.walk.names).numbers[entries]
-        columns[1] = Texts.of(self.names).numbers[lives[PLACE, crossing]]
+        columns[1] = Texts.of(self.names).numbers[lives[PLACE, which]]
         columns[2], columns[3] = self.walk.categories[entries], self.num_bytes[entries]
-        columns[4] = np.where(born_in < 0, 0, starts[born_in] + lives[BORN, crossing])
-        columns[5] = np.where(dies_in < 0, FOREVER, starts[dies_in] + lives[DIES, crossing])
+        columns[4] = np.where(born_in < 0, born, starts[born_in] + lives[BORN, which])
+        columns[5] = np.where(dies_in < 0, FOREVER, starts[dies_in] + lives[DIES, which])
         timeline.run_again(Recording(columns[:, columns[3] > 0]))
 
-    def _starts(self) -> Ints:
-        """The first instant of each stretch."""
-        found = []
-        for runs in self.runs:
-            found += [run.forward_start for run in runs]
-            found += [run.backward_start or 0 for run in reversed(runs)]
-        return np.array(found, dtype=np.int64)
+    def _starts(self) -> list[Ints]:
+        """The first instant of each stretch, by micro-batch."""
+        return [
+            np.array(
+                [*(run.forward_start for run in runs), *(run.backward_start or 0 for run in reversed(runs))], dtype=np.int64
+            )
+            for runs in self.runs
+        ]
 
     def _local(self) -> npt.NDArray[np.bool_]:
-        """Which of the recipe's entries live in one place of one micro-batch, parameters' gradients among them."""
-        lives, length = self.walk.lives, 2 * self.walk.num_places
+        """Which of the recipe's entries live in one place, parameters' gradients among them."""
+        lives = self.walk.lives
         born, dies = lives[BORN_STRETCH], lives[DIES_STRETCH]
         one_place = place_of(born, self.walk.num_places) == place_of(dies, self.walk.num_places)
-        one_place &= born // length == dies // length  # of one micro-batch
         local: npt.NDArray[np.bool_] = (born >= 0) & (one_place | self.walk.gradients)
         return local
 
-    def _template(self, micro_batch: int, place: int) -> Template:
+    def _template(self, place: int) -> Template:
         """What lives in `place` of the recipe's network in one micro-batch."""
-        walk, length = self.walk, 2 * self.walk.num_places
-        forward, backward = micro_batch * length + place, (micro_batch + 1) * length - 1 - place
+        walk = self.walk
+        forward, backward = place, 2 * walk.num_places - 1 - place
         born = walk.lives[BORN_STRETCH]
         own = np.flatnonzero(self._local() & ((born == forward) | (born == backward)))
         lives, gradients, names = walk.lives[:, own], walk.gradients[own], [walk.names[i] for i in own]

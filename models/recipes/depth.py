@@ -68,9 +68,8 @@ def _kind(walk: Walk, layer: int) -> tuple[object, ...]:
 
 
 def _stretches(walk: Walk, place: int) -> list[int]:
-    """The stretches of a place: forward and backward of each micro-batch."""
-    length = 2 * walk.num_places
-    return [m * length + one for m in range(walk.num_micro_batches) for one in (place, length - 1 - place)]
+    """The stretches of a place: forward and backward."""
+    return [place, 2 * walk.num_places - 1 - place]
 
 
 def repeats(walk: Walk, prefix: int, unit: int) -> Repeats | None:
@@ -97,8 +96,7 @@ def _of_unit(place: Ints, start: int, unit: int) -> Ints:
 
 def place_of(stretches: Ints, num_places: int) -> Ints:
     """The place of each stretch; -1 stays."""
-    within = stretches % (2 * num_places)
-    return np.where(stretches < 0, -1, np.minimum(within, 2 * num_places - 1 - within))
+    return np.where(stretches < 0, -1, np.minimum(stretches, 2 * num_places - 1 - stretches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,5 @@ def deepened(walk: Walk, how: Repeats | None, layers: int) -> Deep:
 def _moved(stretches: Ints, before: int, after: int, by: Callable[[Ints], Ints]) -> Ints:
     """`stretches` of a network of `before` places in one of `after`, their places moved `by`."""
     place = place_of(stretches, before)
-    micro_batch, backward = stretches // (2 * before), stretches % (2 * before) >= before
     place = place + by(place)
-    within = np.where(backward, 2 * after - 1 - place, place)
-    return np.where(stretches < 0, stretches, micro_batch * 2 * after + within)
+    return np.where(stretches < 0, stretches, np.where(stretches >= before, 2 * after - 1 - place, place))

@@ -12,8 +12,8 @@ from peakcast.spec import Finetuning, Optimizer, Precision, TrainingJob
 
 def regime(job: TrainingJob) -> TrainingJob:
     """The job on one GPU whose recipe `job` shares: what the layout, the optimizer and the allocator do is not recorded,
-    but for ZeRO-3's linear layers, which keep more beside frozen weights. Of micro-batches the first and the last may
-    differ."""
+    but for ZeRO-3's linear layers, which keep more beside frozen weights. Every micro-batch runs alike: what differs is
+    what becomes of its gradients, which is the layout's."""
     precision = job.precision
     adapts = job.finetuning.method != "full"
     adapters = used_adapter_dtype(job) if adapts else None
@@ -25,7 +25,7 @@ def regime(job: TrainingJob) -> TrainingJob:
         finetuning=build(Finetuning, to_mapping(job.finetuning) | {"adapter_dtype": adapters}),
         micro_batch_size=1,
         sequence_length=1,
-        gradient_accumulation_steps=min(job.gradient_accumulation_steps, 2),
+        gradient_accumulation_steps=1,
         parallelism=Parallelism(zero_stage=3) if job.parallelism.zero_stage == 3 and adapts else Parallelism(),
         optimizer=Optimizer(),
         allocator=Allocator(),

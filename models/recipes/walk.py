@@ -29,7 +29,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Walk:
-    """One step of a network on one GPU. Entries are in the order in which they were made."""
+    """One step of a network on one GPU, of one micro-batch. Entries are in the order in which they were made."""
 
     num_places: int
     labels: tuple[tuple[str, ...], ...]
@@ -57,11 +57,6 @@ class Walk:
     def num_layers(self) -> int:
         """Blocks of the network."""
         return self.num_places // 2
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of the step."""
-        return len(self.labels) // (2 * self.num_places)
 
     def same_program(self, other: Walk) -> bool:
         """Whether both ran the same operations, whose results live alike: only sizes may differ."""

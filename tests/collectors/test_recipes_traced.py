@@ -26,6 +26,7 @@ DEEPSPEED |= {"precision": {"optimizer_states": "float32", "main_parameters": "f
 CELLS = {
     "as recorded": FIRST,
     "uneven and longer than recorded": {**FIRST, "micro_batch_size": 5, "sequence_length": 1001},
+    "of several micro-batches": {**FIRST, "gradient_accumulation_steps": 4, "micro_batch_size": 3},
     "on eight ranks": {**FIRST, "parallelism.data_parallel_size": 8, "parallelism.sharding": "fsdp2"},
     "under ZeRO-2": {**FIRST, **DEEPSPEED, "parallelism": {"data_parallel_size": 8, "zero_stage": 2}},
     "under ZeRO-3": {**FIRST, **DEEPSPEED, "parallelism": {"data_parallel_size": 8, "zero_stage": 3}},
