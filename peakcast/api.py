@@ -6,7 +6,8 @@ Heavy libraries are imported inside the functions that need them, so that asking
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from peakcast.searching.found import Found, Largest
     from peakcast.searching.search import Progress
     from peakcast.shipping import Shipment
+    from peakcast.spec import TrainingJob
 
 __all__ = [
     "Checked",
@@ -249,17 +251,17 @@ def search(
 
     device = on_node(catalog.gpu(gpu) if isinstance(gpu, str) else gpu, host_memory_gib, gpus_per_node)
     read = translation_of(job)
-    if (family := read.job.architecture).kind == "undescribed":
-        raise SpecError(
-            f"model_type={family.model_type!r} of {family.name!r} is no family of the ledger, which search asks about "
-            "thousands of layouts; ask predict about those that matter, which records the network.",
-            parameter="architecture",
-            value=family.name,
-        )
     options: dict[str, Any] = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
-    options["findings"] = read.findings
+    options |= {"findings": read.findings, "record": partial(_record, progress)}
     found = ask(read.job, device, find, num_gpus, global_batch_size, options)
     return replace(found, findings=read.findings)
+
+
+def _record(progress: Progress | None, jobs: Iterable[TrainingJob]) -> None:
+    """Record the recipes that `jobs` want."""
+    from peakcast.recording import ensure_recipes
+
+    ensure_recipes(jobs, 1, (lambda message, *_: progress(message)) if progress else None)
 
 
 def web(host: str = "127.0.0.1", port: int = 7860, *, progress: Progress | None = None) -> None:

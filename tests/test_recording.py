@@ -9,7 +9,7 @@ import pytest
 from peakcast import api, cli, recording
 from peakcast.collectors.grid import expand
 from peakcast.errors import CollectorError, SpecError
-from peakcast.spec import TrainingJob
+from peakcast.spec import Offload, TrainingJob
 
 UNKNOWN = {"model_type": "minimax_m2", "num_hidden_layers": 4, "hidden_size": 64, "num_local_experts": 4}
 
@@ -44,9 +44,24 @@ def test_a_network_that_cannot_be_recorded_says_what_stands_in_the_way(tmp_path:
         api.record("gpt2", python=str(tmp_path / "python"))
 
 
-def test_search_asks_only_about_families_of_the_ledger() -> None:
-    with pytest.raises(SpecError, match=r"model_type='minimax_m2' .* ask predict about those that matter"):
-        api.search({"architecture": UNKNOWN}, "H100-80GB", num_gpus=8)
+def test_search_asks_about_what_recipes_cover() -> None:
+    """What comes with peakcast covers full checkpointing, and no offloading: what it finds is what `predict` answers."""
+    sizes = {"hidden_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 12, "vocab_size": 50257}
+    network = {"model_type": "apertus", **sizes, "num_key_value_heads": 4, "intermediate_size": 4096}
+    job = {"architecture": network, "micro_batch_size": 2, "sequence_length": 1024}
+    found = api.search(job, "H100-80GB", num_gpus=8, global_batch_size=32)
+    assert found.plans
+    for plan in found.plans:
+        assert plan.job.activation_checkpointing.mode == "full"
+        assert plan.job.offload == Offload()
+        assert plan.peak_device_bytes == api.predict(plan.job, "H100-80GB").peak_device_bytes
+    assert {plan.job.parallelism.sharding for plan in found.plans} == {"none", "fsdp2"}
+
+
+def test_search_refuses_a_network_that_nothing_was_recorded_of() -> None:
+    nothing = {"model_type": "nothing_like_it", "hidden_size": 64}
+    with pytest.raises(SpecError, match="no network of the ledger, and no recipe of it has been recorded; record it first"):
+        api.search({"architecture": nothing}, "H100-80GB", num_gpus=8)
 
 
 def test_another_baseline_is_refused_by_name() -> None:

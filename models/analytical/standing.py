@@ -10,6 +10,7 @@ from functools import lru_cache
 from peakcast.models.analytical.blocks.hf_traits import kinds_of_layers
 from peakcast.models.analytical.columns import BORN, DIES, NUM_BYTES, Recording
 from peakcast.models.analytical.step import FOREVER, Step
+from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.spec import ActivationCheckpointing, TrainingJob
 from peakcast.timeline import Phase
 
@@ -23,10 +24,10 @@ def standing_bytes(job: TrainingJob, stage: int) -> int:
     shards = replace(layout, data_parallel_size=replicas, context_parallel_size=1, sequence_parallel=False)
     alike = job.replace(
         parallelism=layout if layout.sharding == "hsdp" else shards,
-        micro_batch_size=1,
         gradient_accumulation_steps=1,
-        activation_checkpointing=ActivationCheckpointing(),
     )
+    if not wants_recipe(job):  # of another batch or other checkpoints there may be no recipe, which knows the weights
+        alike = alike.replace(micro_batch_size=1, activation_checkpointing=ActivationCheckpointing())
     return _megatron(alike, stage) if job.framework == "megatron" else _torch(alike, stage)
 
 

@@ -35,7 +35,7 @@ def ask(
         return fewest_gpus(job, device, global_batch_size, **options)
     if find == "model":
         return biggest_model(job, device, options["progress"], options["findings"])
-    return largest(job, device, find, options["findings"])
+    return largest(job, device, find, options["findings"], options["record"])
 
 
 def _refuse_unheard(find: str, num_gpus: int | None, global_batch_size: int | None) -> None:

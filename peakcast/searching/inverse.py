@@ -11,7 +11,7 @@ from peakcast.errors import SpecError
 from peakcast.findings import Finding
 from peakcast.models.analytical.parameters import num_parameters
 from peakcast.searching.found import Found, Largest, Plan
-from peakcast.searching.search import planned, search
+from peakcast.searching.search import Record, planned, search
 from peakcast.spec import TrainingJob
 
 MOST = {"micro_batch_size": 65_536, "sequence_length": 2**24}
@@ -21,13 +21,21 @@ the smallest that the layout can divide."""
 FEW = 64
 
 
-def largest(job: TrainingJob, device: Device, name: str, findings: tuple[Finding, ...] = ()) -> Largest:
+def largest(
+    job: TrainingJob,
+    device: Device,
+    name: str,
+    findings: tuple[Finding, ...] = (),
+    record: Record = lambda jobs: None,
+) -> Largest:
     """The largest `name` ("micro_batch_size" or "sequence_length") with which `job` surely fits. Memory grows with both, so
-    halving finds it. `findings`: those of reading the question."""
+    halving finds it. `findings`: those of reading the question; `record`: as in `search`."""
     step, least, most = _range(job, name)
 
     def plan_of(times: int) -> Plan | None:
-        return planned(job.replace(**{name: times * step}), device, 0, findings)
+        asked = job.replace(**{name: times * step})
+        record([asked])
+        return planned(asked, device, 0, findings)
 
     high, last = -(-least // step), most // step
     low, best, beyond = high - 1, None, None

@@ -7,7 +7,7 @@ surely fit as are asked for. The answer is that of predicting all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from peakcast.catalog import Device
@@ -16,6 +16,8 @@ from peakcast.findings import Finding
 from peakcast.models.baseline import usable_bytes
 from peakcast.models.measured_constants import known_context_bytes
 from peakcast.models.predict import could_surely_fit, predict
+from peakcast.models.recipes.covering import cannot_be_recorded, no_recipe
+from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.searching import costs
 from peakcast.searching.found import Found, Plan
 from peakcast.searching.space import GPUS_PER_NODE, candidates
@@ -24,6 +26,8 @@ from peakcast.spec import MOST_RANKS, TrainingJob
 from peakcast.workers import check_processes
 
 Progress = Callable[[str], None]
+Record = Callable[[Iterable[TrainingJob]], None]
+"""Records the recipes that jobs want."""
 TRIED = 6
 """So many times as many predictions as plans that are asked for, at most."""
 
@@ -39,10 +43,12 @@ def search(
     processes: int = 1,
     progress: Progress | None = None,
     findings: tuple[Finding, ...] = (),
+    record: Record = lambda jobs: None,
 ) -> Found:
     """The `top` plans for `job` on `num_gpus` of `device`: those that surely fit first, then those that may; within each
     the least recomputation, then the least offloading, then the least communication. `global_batch_size` None: that of
-    `job`, but at least a micro-batch for each GPU. `findings`: those of reading the question.
+    `job`, but at least a micro-batch for each GPU. `findings`: those of reading the question; `record` is given the jobs
+    whose recipes are wanted, where the ledger does not know the network.
 
     Raises: SpecError when there is no candidate at all.
     """
@@ -62,6 +68,8 @@ def search(
             parameter="global_batch_size",
             value=batch,
         )
+    if wants_recipe(job):
+        every = _recorded(every, record)
     say(f"{len(every):,} candidates: what stands on their ranks")
     room = usable_bytes(job, device) - known_context_bytes(device, job.versions)
     groups = series(every)
@@ -81,6 +89,24 @@ def search(
         num_candidates=len(every),
         num_ruled_out=len(every) - num_left,
         plans=tuple(plans),
+    )
+
+
+def _recorded(every: list[TrainingJob], record: Record) -> list[TrainingJob]:
+    """Those of `every` that the network's recipes cover, once what is missing is recorded. Where there is none, all of
+    them are counted by the nearest guess, as `predict` does. Raises: SpecError when there is no guess either."""
+    recordable = [job for job in every if not cannot_be_recorded(job)]
+    record(recordable)
+    network = every[0].architecture
+    if found := [job for job in recordable if not no_recipe(job)]:
+        return found
+    if network.kind != "undescribed":
+        return every
+    raise SpecError(
+        f"architecture={network.name!r} is no network of the ledger, and {no_recipe((recordable or every)[0])}; record it "
+        "first: peakcast record.",
+        parameter="architecture",
+        value=network.name,
     )
 
 
