@@ -8,6 +8,8 @@ state of the random numbers; head widths are padded to multiples of 8.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.machinery
 import inspect
 import sys
@@ -66,6 +68,9 @@ flash_attn_varlen_func = _function("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
 """Of sequences of any length, one after the other."""
 
 
+FUNCTIONS = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
+
+
 def _mask(*, kv_length: int, attention_mask: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
     """transformers' `flash_attention_mask` where no token pads, which fake ones cannot tell: a mask is kept where a static
     cache is longer."""
@@ -76,7 +81,6 @@ def _mask(*, kv_length: int, attention_mask: torch.Tensor | None, **_: Any) -> t
 def install(*, packed: bool, padded: bool = True) -> None:
     """Put it in the place of the package, in this process; `packed`: the row of a batch holds several sequences, and
     `padded`: a batch's mask says which tokens pad, which fake ones cannot tell."""
-    import transformers.masking_utils as masking
     import transformers.modeling_flash_attention_utils as utils
     from transformers import PreTrainedModel
 
@@ -84,11 +88,42 @@ def install(*, packed: bool, padded: bool = True) -> None:
     for module in (package, padding):
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
         sys.modules[module.__name__] = module
-    functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
-    vars(package).update(functions, flash_attn_with_kvcache=None, __path__=[])
+    vars(package).update(FUNCTIONS, flash_attn_with_kvcache=None, __path__=[])
+    if not hasattr(utils, "_pad_input"):
+        _install_in_old(utils, packed)
+        return
+    import transformers.masking_utils as masking
+
     vars(padding).update(pad_input=utils._pad_input, unpad_input=utils._unpad_input)
     utils.is_flash_attn_2_available = lambda: True
     if not padded:
         masking.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["flash_attention_2"] = _mask
     utils._is_packed_sequence = lambda position_ids, batch_size: packed
     PreTrainedModel._flash_attn_can_dispatch = lambda *arguments, **keywords: True
+
+
+def _install_in_old(utils: Any, packed: bool) -> None:
+    """The same for transformers before 4.54, which imports flash_attn's names while it is imported, if they are there, and
+    looks in each layer at positions that fake tensors do not have. Rows of several sequences are left to fail there."""
+    import transformers.utils as shared
+    from transformers import PreTrainedModel
+
+    def enabled(cls: type, config: Any, *_: Any, **__: Any) -> Any:
+        config._attn_implementation = "flash_attention_2"
+        return config
+
+    attend = utils._flash_attention_forward
+
+    @functools.wraps(attend)
+    def attend_to_all(*arguments: Any, position_ids: Any = None, **keywords: Any) -> Any:
+        return attend(*arguments, position_ids=position_ids if packed else None, **keywords)
+
+    for module in (shared, shared.import_utils, utils):
+        for name in ("is_flash_attn_2_available", "is_flash_attn_greater_or_equal", "is_flash_attn_greater_or_equal_2_10"):
+            setattr(module, name, lambda *_: True)
+    vars(utils).update(FUNCTIONS, _flash_supports_window_size=True, _flash_attention_forward=attend_to_all)
+    with contextlib.suppress(ImportError):  # from 4.48 on
+        import transformers.integrations.flash_attention as integration
+
+        integration._flash_attention_forward = attend_to_all
+    PreTrainedModel._check_and_enable_flash_attn_2 = classmethod(enabled)
