@@ -11,6 +11,12 @@ from peakcast.collectors.grid import expand
 from peakcast.errors import CollectorError, SpecError
 from peakcast.spec import Offload, TrainingJob
 
+AROUND_UNITS = {
+    "finetuning": {"method": "lora", "rank": 8},
+    "activation_checkpointing": {"mode": "full", "use_reentrant": True},
+    "parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"},
+    "framework_options": {"checkpoints_around_units": True},
+}
 UNKNOWN = {"model_type": "minimax_m2", "num_hidden_layers": 4, "hidden_size": 64, "num_local_experts": 4}
 
 
@@ -37,6 +43,7 @@ def test_a_network_that_cannot_be_recorded_says_what_stands_in_the_way(tmp_path:
         ({"compile": True}, "compiled code has no blocks"),
         ({"framework": "megatron"}, "framework='megatron' is not recorded"),
         ({"finetuning": {"method": "qlora", "rank": 8, "quantization": "int8"}}, "quantization='int8' is not recorded"),
+        (AROUND_UNITS, "FSDP1 keeps the inputs of checkpoints around its units"),
     ):
         with pytest.raises(SpecError, match=f"'gpt2' cannot be recorded: .*{said}"):
             api.record({"architecture": "gpt2", **more})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from peakcast.architecture import Architecture
-from peakcast.conventions import adapter_dtype, mixes_precision
+from peakcast.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.dialects.hf_config import left_out_of
 from peakcast.dialects.hf_families import FAMILIES
 from peakcast.errors import near_misses
@@ -42,6 +42,10 @@ def cannot_be_recorded(job: TrainingJob) -> str:
             adapts and layout.sharding == "fsdp1" and mixes_precision(job) and adapter_dtype(job) != gathered_dtype(job),
             "adapters that FSDP1 gathers narrower than they are stored are seen as stored in a first step, which is not "
             "recorded",
+        ),
+        (
+            adapts and layout.sharding == "fsdp1" and bool(conventions(job).get("checkpoints_around_units")),
+            "FSDP1 keeps the inputs of checkpoints around its units, which is not recorded",
         ),
         (
             layout.zero_stage == 3 and job.architecture.model_type in LEAVES,

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from peakcast import shipping
 from peakcast.collectors.grid import expand
 from peakcast.models.recipes import shelf, shipped
 
 transformers = pytest.importorskip("transformers")
 
+AGAIN = "jais2"
 CHECKPOINTED = {"activation_checkpointing.mode": "full", "framework": "huggingface"}
 SMALL = {"hidden_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 12, "vocab_size": 50257}
 CELLS: dict[str, dict[str, Any]] = {
@@ -53,3 +55,17 @@ def test_every_shipped_file_is_read(path: Path) -> None:
     for kind, recipe in kinds:
         assert recipe.versions["transformers"] == path.parent.name.removeprefix(shipped.STACK)
         assert len(kind.confirmed) > 1
+
+
+def test_recording_a_family_again_gives_what_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """To the byte, in the releases that the shipped recipes name."""
+    (folder,) = (folder for folder in shipped._stacks() if folder.name == f"{shipped.STACK}5.17.0")
+    before = shipped.all_of(folder / shipped.file_name(AGAIN))
+    if any(shelf.installed().get(name) != release for name, release in before[0][1].versions.items()):
+        pytest.skip(f"{AGAIN} was recorded with other releases than are installed")
+    monkeypatch.delenv("PEAKCAST_RECORD")
+    monkeypatch.setattr(shipping, "REGIMES", shipping.REGIMES[:1])
+    monkeypatch.setattr(shipping, "BATCHES", (1,))
+    assert shipping.record_all(tmp_path, [AGAIN]).refused == {}
+    ((kind, recipe),) = shipped.all_of(tmp_path / folder.name / shipped.file_name(AGAIN))
+    assert shipped.written([(kind, recipe)]) in [shipped.written([one]) for one in before]
