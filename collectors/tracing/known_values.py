@@ -66,6 +66,8 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
             for fake, real in zip(tree_iter(result), tree_iter(_really(func, args, kwargs)), strict=True):
                 if isinstance(fake, FakeTensor):
                     fake.known_value = real
+        elif func is torch.ops.aten.topk.default and result[1].numel() <= MOST_ELEMENTS:
+            result[1].known_value = _in_turn(result[1], args[0].shape[kwargs.get("dim", args[2] if len(args) > 2 else -1)])
         else:
             _forget_written(func, args)
         return result
@@ -81,6 +83,12 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
             return made
 
         return tree_map_only(torch.Tensor, fake, real)
+
+
+def _in_turn(chosen: torch.Tensor, choices: int) -> torch.Tensor:
+    """The largest of numbers that nobody knows: each as often as any other, which is how a router is to spread tokens."""
+    with _disable_current_modes():
+        return (torch.arange(chosen.numel()) % choices).reshape(chosen.shape)
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:

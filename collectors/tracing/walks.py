@@ -49,6 +49,7 @@ class Walker:
         self._job = job.replace(parallelism=Parallelism())
         self._beside = 0
         """Blocks that the count of layers does not have, a vision tower's: the walk of the whole network tells."""
+        self._knows_values = False
         prepare(self._job, None)
 
     def defaults(self) -> dict[str, Any]:
@@ -64,11 +65,21 @@ class Walker:
         asked = with_values(self._job, changes or {}).replace(micro_batch_size=batch, sequence_length=length)
         if layers is not None:
             asked = asked.replace(architecture=with_layers(asked.architecture, max(1, layers - self._beside)))
-        with fake_mode(num_nonzero(asked), knows_values=bool(asked.images.per_sequence)), one_thread():
-            found = _walk(asked, StretchTracer(), steps)
+        self._knows_values |= bool(asked.images.per_sequence)
+        try:
+            found = self._walked(asked, steps)
+        except TypeError:  # where sizes are computed from values: how many tokens a router gives each expert
+            if self._knows_values:
+                raise
+            self._knows_values = True
+            found = self._walked(asked, steps)
         if layers is None:
             self._beside = max(0, found["num_places"] // 2 - asked.architecture.num_layers)
         return found
+
+    def _walked(self, job: TrainingJob, steps: int) -> dict[str, Any]:
+        with fake_mode(num_nonzero(job), knows_values=self._knows_values), one_thread():
+            return _walk(job, StretchTracer(), steps)
 
 
 def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]:

@@ -1,0 +1,33 @@
+"""Values that a fake tensor has where they can be known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from peakcast.collectors.tracing import known_values
+from peakcast.collectors.tracing.known_values import KnownValuesMode, value_of
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_a_router_gives_each_expert_as_many_tokens(dim: int) -> None:
+    """Nobody knows the router's numbers; a library that counts tokens by expert gets even counts, as whole numbers."""
+    with KnownValuesMode(allow_non_fake_inputs=True):
+        scores = torch.empty(12, 6)
+        _, chosen = scores.topk(2, dim=dim)
+        counts = torch.zeros(12, 6, dtype=torch.int64).scatter(1, chosen, 1).sum(0)
+    assert value_of(scores) is None
+    assert value_of(counts).tolist() == [4] * 6
+
+
+def test_the_largest_of_known_numbers_are_those() -> None:
+    with KnownValuesMode(allow_non_fake_inputs=True):
+        _, chosen = torch.arange(8.0).topk(3)
+    assert value_of(chosen).tolist() == [7, 6, 5]
+
+
+def test_what_is_too_large_to_keep_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_values, "MOST_ELEMENTS", 10)
+    with KnownValuesMode(allow_non_fake_inputs=True):
+        _, chosen = torch.empty(12, 6).topk(2)
+    assert value_of(chosen) is None
