@@ -52,17 +52,17 @@ def test_a_network_that_cannot_be_recorded_says_what_stands_in_the_way(tmp_path:
 
 
 def test_search_asks_about_what_recipes_cover() -> None:
-    """What comes with peakcast covers full checkpointing, and no offloading: what it finds is what `predict` answers."""
+    """What comes with peakcast covers no offloading; what a search finds is what `predict` answers."""
     sizes = {"hidden_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 12, "vocab_size": 50257}
     network = {"model_type": "apertus", **sizes, "num_key_value_heads": 4, "intermediate_size": 4096}
     job = {"architecture": network, "micro_batch_size": 2, "sequence_length": 1024}
     found = api.search(job, "H100-80GB", num_gpus=8, global_batch_size=32)
     assert found.plans
     for plan in found.plans:
-        assert plan.job.activation_checkpointing.mode == "full"
         assert plan.job.offload == Offload()
         assert plan.peak_device_bytes == api.predict(plan.job, "H100-80GB").peak_device_bytes
     assert {plan.job.parallelism.sharding for plan in found.plans} == {"none", "fsdp2"}
+    assert {plan.job.activation_checkpointing.mode for plan in found.plans} == {"none", "full"}
 
 
 def test_search_refuses_a_network_that_nothing_was_recorded_of() -> None:
