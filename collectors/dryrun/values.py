@@ -6,6 +6,7 @@ GPU gets a plausible value and a note.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ from peakcast.collectors.dryrun.noted import Notes
 
 REAL_FLOAT_BYTES = 2**16
 """Tensors of numbers with a fraction that are made on the CPU are real up to here: coefficients, not weights."""
-REAL_BYTES = 2**26
-"""Others, such as tokens, up to here."""
+REAL_BYTES = 2**30
+"""Others, such as a file of tokens, up to here."""
 aten = torch.ops.aten
 
 
@@ -54,10 +55,11 @@ class ScriptMode(FakeTensorMode):  # type: ignore[misc]
         return result
 
     def _on_own_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """`kwargs` without another GPU than this rank's, and without pinning, which a CPU-only build cannot do."""
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
-            return {**kwargs, "device": self.device}
-        return kwargs
+            kwargs = {**kwargs, "device": self.device}
+        return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
     def _is_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether `func` can run: on real tensors of the CPU alone, or making a small one there."""
@@ -76,7 +78,7 @@ class ScriptMode(FakeTensorMode):  # type: ignore[misc]
         """Whether what `func` makes of no other tensor is small enough to be real."""
         try:
             with self._sizes:
-                made = func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+                made = func(*args, **kwargs)
         except Exception:  # of what is no factory: it runs, and says itself what is wrong
             return True
         return all(
@@ -126,6 +128,12 @@ def install(mode: ScriptMode) -> None:
     """What fake tensors are asked without an operator, and weights that stay themselves when a network moves."""
     for name in ("tolist", "numpy", "__array__"):
         setattr(torch.Tensor, name, _numbers(name, getattr(torch.Tensor, name)))
+    make_of_numbers = torch.tensor
+    torch.tensor = functools.wraps(make_of_numbers)(  # pins in C++, where no mode sees it
+        lambda data, pin_memory=False, **keywords: make_of_numbers(data, **keywords)
+    )
+    # as torch.Tensor does for its own class alone
+    FakeTensor.__format__ = lambda tensor, form: format(tensor.item() if tensor.ndim == 0 else str(tensor), form)
     make = torch.nn.Parameter.__new__
 
     def make_fake(cls: type[torch.nn.Parameter], data: Any = None, *arguments: Any, **keywords: Any) -> Any:
