@@ -44,6 +44,8 @@ class ScriptMode(FakeTensorMode):  # type: ignore[misc]
         kwargs = self._on_own_device(kwargs or {})
         if torch._guards.TracingContext.try_get() is None and self._is_real(func, args, kwargs):
             return func(*args, **kwargs)
+        if func is aten._to_copy.default and kwargs.get("device") == self.device and isinstance(args[0], FakeTensor):
+            args[0].constant = None  # a fake tensor that knows its numbers would have them moved for real
         try:
             result = super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:

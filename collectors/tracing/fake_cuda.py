@@ -57,7 +57,13 @@ def _register_device_guard(libraries: str) -> None:
     # the only three operators with a CUDA kernel and a composite one: without this they would be decomposed
     for operator in ("silu_backward", "mish_backward", "_fused_rms_norm"):
         library.impl(operator, lambda *arguments, **keywords: None, "CUDA")
+    # numbers that a script writes down (`x.new_tensor(1.0)`) are moved for real while torch.compile folds what it knows
+    library.impl("empty_strided", _on_the_cpu, "CUDA")
     _keep_alive.append(library)
+
+
+def _on_the_cpu(size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
 def _replace_hooks(libraries: str) -> None:
