@@ -70,16 +70,17 @@ def dryrun(
     in bytes, with error bars, as `predict` has them of traces.
 
     `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function of no
-    arguments that trains. `rank`: 0 unless given; `world_size`: where no launcher says it. `length`: tokens of rows that
-    stand in for data that cannot be fetched. `timeout_seconds` and `memory_gib` (host memory) bound the script; `progress`
-    is told what is being done, `output` what the script prints.
+    arguments that trains, a copy of which runs in another process. `rank`: 0 unless given; `world_size`: where no launcher
+    says it. `length`: tokens of rows that stand in for data that cannot be fetched. `timeout_seconds` and `memory_gib` (host
+    memory) bound the script; `progress` is told what is being done, `output` what the script prints.
     Raises: SpecError or CatalogError for a question that cannot be, ScriptError with the script's last lines when it fails.
     """
     from peakcast.collectors.dryrun.command import Command, read_command
+    from peakcast.collectors.dryrun.functions import name_of
     from peakcast.collectors.dryrun.process import Limits, run
 
     device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), None, None)
-    asked = Command(script=_called(command)) if callable(command) else read_command([str(word) for word in command])
+    asked = Command(script=name_of(command)) if callable(command) else read_command([str(word) for word in command])
     if world_size is not None:
         per_node = asked.ranks_per_node if asked.world_size > 1 else device.gpus_per_node
         asked = replace(asked, world_size=world_size, ranks_per_node=min(per_node, world_size), launched=True)
@@ -101,10 +102,6 @@ def dryrun(
         steps=seen.steps,
         seconds=seen.seconds,
     )
-
-
-def _called(function: Callable[[], object]) -> str:
-    return str(getattr(function, "__name__", "function"))
 
 
 def answered(

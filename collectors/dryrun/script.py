@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from peakcast import catalog
+from peakcast.collectors.dryrun.functions import unpack
 from peakcast.collectors.packages import import_for_good
 from peakcast.timelines import timeline_to_mapping
 
@@ -109,8 +110,8 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def main(question: Mapping[str, Any], function: Callable[[], object] | None = None) -> NoReturn:
-    """Run the script that `question` names, with its own arguments, or `function` instead."""
+def main(question: Mapping[str, Any]) -> NoReturn:
+    """Run the script that `question` names, with its own arguments, or its function."""
     from peakcast.collectors.dryrun import files, outside, ranks
 
     _limit_memory(int(question["memory_bytes"]))
@@ -120,7 +121,15 @@ def main(question: Mapping[str, Any], function: Callable[[], object] | None = No
     os.environ["PEAKCAST_DRYRUN_RANK"] = str(question["rank"])
     import_for_good(LIBRARIES)
     files.install(Path(question["folder"]))
-    Session(question).run(function or (lambda: _run_script(question)))
+    Session(question).run(lambda: _run_function(question) if "function" in question else _run_script(question))
+
+
+def _run_function(question: Mapping[str, Any]) -> None:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():  # tensors that it closes over have their values
+        function = unpack(Path(question["function"]))
+    function()
 
 
 def _run_script(question: Mapping[str, Any]) -> None:
