@@ -71,8 +71,8 @@ def dryrun(
 
     `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function of no
     arguments that trains, a copy of which runs in another process. `rank`: 0 unless given; `world_size`: where no launcher
-    says it. `length`: tokens of rows that stand in for data that cannot be fetched. `timeout_seconds` and `memory_gib` (host
-    memory) bound the script; `progress` is told what is being done, `output` what the script prints.
+    says it. `length`: tokens of rows that stand in for data that cannot be fetched. `timeout_seconds` and `memory_gib` (of the
+    host) bound the script; `progress` is told what is being done, `output` what the script prints.
     Raises: SpecError or CatalogError for a question that cannot be, ScriptError with the script's last lines when it fails.
     """
     from peakcast.collectors.dryrun.command import Command, read_command
