@@ -60,7 +60,7 @@ class Seen:
     """What a dry run saw of one rank."""
 
     timelines: Mapping[str, Timeline]
-    """Of the "first" and of a "steady" step."""
+    """Of the "first" and of a "steady" step; where lengths change from step to step, of each by its number, "0" first."""
     job: Mapping[str, Any]
     """The job that the script turned out to run."""
     findings: tuple[Finding, ...]
@@ -76,11 +76,12 @@ def run(
     limits: Limits,
     *,
     function: Callable[[], object] | None = None,
-    length: int | None = None,
+    lengths: tuple[int, int] | None = None,
     output: Callable[[str], None] | None = None,
 ) -> Seen:
-    """What `rank` of `command`, or of `function` in its place, allocates on `gpu`. `length`: tokens of rows that stand in
-    for data that cannot be had; `output` is given what the script prints, as it does.
+    """What `rank` of `command`, or of `function` in its place, allocates on `gpu`. `lengths`: tokens of the shortest
+    and the longest row of those that stand in for data that cannot be had; where the two differ, steps are followed until
+    the longest has come. `output` is given what the script prints, as it does.
 
     Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
     """
@@ -91,7 +92,8 @@ def run(
             **{field: getattr(command, field) for field in ASKED},
             "rank": rank,
             "gpu": gpu,
-            "length": length,
+            "lengths": lengths,
+            "lengths_change": lengths is not None and lengths[0] < lengths[1],
             "folder": name,
             "answer": str(folder / "answer.json"),
             "memory_bytes": limits.memory_bytes,

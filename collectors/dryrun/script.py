@@ -35,6 +35,7 @@ class Session:
         import torch
 
         from peakcast.collectors.dryrun import gpu, outside, pretrained, ranks, values
+        from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
         from peakcast.collectors.dryrun.steps import ScriptSteps
         from peakcast.collectors.tracing import inductor, patches
@@ -49,8 +50,8 @@ class Session:
         patches.install()
         ranks.install(asked["rank"], asked["world_size"])
         outside.install(self.notes)
-        pretrained.Stand(self.notes, asked.get("length")).install()
-        self.steps = ScriptSteps(tracer, self.finish)
+        pretrained.Stand(self.notes, asked["lengths"]).install()
+        self.steps = ScriptSteps(tracer, self.finish, StepLengths(asked["lengths"] if asked["lengths_change"] else None))
         self.steps.follow()
         mode = values.ScriptMode(self.notes, own)
         values.install(mode)
@@ -84,6 +85,8 @@ class Session:
         with _disable_current_modes():
             seen = described(self.steps, self.question)
             timelines = self.steps.timelines()
+        if remark := self.steps.lengths.remark():
+            self.notes.add("script_part_skipped", "lengths", remark)
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
             "job": seen.job,
