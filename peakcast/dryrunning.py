@@ -14,6 +14,7 @@ from peakcast.dialects.job_file import job_from_mapping
 from peakcast.dialects.translation import Translation
 from peakcast.errors import SpecError
 from peakcast.findings import Finding, ordered
+from peakcast.micro_batch import MOST_TOKENS
 from peakcast.questions import Question, on_node
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
@@ -61,6 +62,7 @@ def dryrun(
     calibration: Calibration | str | Path | None = None,
     *,
     length: int | None = None,
+    lengths: tuple[int, int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     memory_gib: float | None = None,
     progress: Callable[[str], None] | None = None,
@@ -70,16 +72,18 @@ def dryrun(
     in bytes, with error bars, as `predict` has them of traces.
 
     `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function of no
-    arguments that trains. `rank`: 0 unless given; `world_size`: where no launcher says it. `length`: tokens of rows that
-    stand in for data that cannot be fetched. `timeout_seconds` and `memory_gib` (host memory) bound the script; `progress`
-    is told what is being done, `output` what the script prints.
+    arguments that trains, a copy of which runs in another process. `rank`: 0 unless given; `world_size`: where no launcher
+    says it. `length`: tokens of rows that stand in for data that cannot be fetched; `lengths`: of the shortest and the
+    longest of them, where they are to change from step to step. `timeout_seconds` and `memory_gib` (of the host) bound the
+    script; `progress` is told what is being done, `output` what the script prints.
     Raises: SpecError or CatalogError for a question that cannot be, ScriptError with the script's last lines when it fails.
     """
     from peakcast.collectors.dryrun.command import Command, read_command
+    from peakcast.collectors.dryrun.functions import name_of
     from peakcast.collectors.dryrun.process import Limits, run
 
     device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), None, None)
-    asked = Command(script=_called(command)) if callable(command) else read_command([str(word) for word in command])
+    asked = Command(script=name_of(command)) if callable(command) else read_command([str(word) for word in command])
     if world_size is not None:
         per_node = asked.ranks_per_node if asked.world_size > 1 else device.gpus_per_node
         asked = replace(asked, world_size=world_size, ranks_per_node=min(per_node, world_size), launched=True)
@@ -89,7 +93,7 @@ def dryrun(
     if progress is not None:
         ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
         progress(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
-    seen = run(asked, device.name, number, limits, function=function, length=length, output=output)
+    seen = run(asked, device.name, number, limits, function=function, lengths=_lengths(length, lengths), output=output)
     if progress is not None:
         progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
     job = job_from_mapping(seen.job)
@@ -103,10 +107,6 @@ def dryrun(
     )
 
 
-def _called(function: Callable[[], object]) -> str:
-    return str(getattr(function, "__name__", "function"))
-
-
 def answered(
     job: TrainingJob, device: Device, rank: int, seen: Seen, calibration: Calibration | str | Path | None = None
 ) -> Answer:
@@ -114,7 +114,9 @@ def answered(
     from peakcast.answers import answer_from_trace
 
     question = Question(translation=Translation(job=job, findings=seen.findings), device=device, rank=rank)
-    found = answer_from_trace(question, lambda *_: dict(seen.timelines), calibration)
+    timelines = dict(seen.timelines)
+    steps = [timelines[number] for number in map(str, range(seen.steps)) if number in timelines]
+    found = answer_from_trace(question, lambda *_: timelines, calibration, steps)
     return replace(
         found,
         assumptions=(*_said(seen), *found.assumptions),
@@ -123,7 +125,15 @@ def answered(
 
 
 def _said(seen: Seen) -> tuple[str, ...]:
-    return (*seen.assumptions, "tensors are those of the script, of which no value on the GPU was known.")
+    said = (*seen.assumptions, "tensors are those of the script, of which no value on the GPU was known.")
+    lengths = seen.job.get("batch", {}).get("shortest_sequence")
+    if lengths is None:
+        return said
+    return (
+        *said,
+        f"the {seen.steps} steps that were seen are replayed in turn, whose longest sequences have {lengths:,} to "
+        f"{seen.job['sequence_length']:,} tokens; tensors are those of the fullest step.",
+    )
 
 
 def _few_steps(seen: Seen) -> tuple[Finding, ...]:
@@ -131,6 +141,23 @@ def _few_steps(seen: Seen) -> tuple[Finding, ...]:
         return ()
     sentence = "the script ended after one optimizer step: the steady step is taken as the first one."
     return (Finding("script_part_skipped", "command", "either", sentence),)
+
+
+def _lengths(length: int | None, lengths: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Tokens of the shortest and the longest row; None where nobody has said."""
+    if length is not None and lengths is not None:
+        raise SpecError("length and lengths contradict each other; give one of them.", parameter="lengths", value=lengths)
+    shortest, longest = lengths or (length, length)
+    if shortest is None or longest is None:
+        return None
+    if not 1 <= shortest <= longest <= MOST_TOKENS:
+        raise SpecError(
+            f"lengths={shortest}..{longest} must be the tokens of the shortest and the longest row, from 1 to "
+            f"{MOST_TOKENS:,}; give such as 128..4096.",
+            parameter="lengths",
+            value=lengths,
+        )
+    return shortest, longest
 
 
 def _rank(rank: int | None, world_size: int) -> int:

@@ -58,6 +58,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         "finetuning": _finetuning(network),
         "compile": _compiled(network),
         "parallelism": _parallelism(network),
+        "batch": {"shortest_sequence": max(1, min(steps.lengths.of_steps))} if steps.lengths.change else {},
         "allocator": _allocator(),
     }
     return Described(job, ())

@@ -7,10 +7,12 @@ import contextlib
 import json
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.dryrun.imports import when_imported
+from peakcast.collectors.dryrun.lengths import drawn
 from peakcast.collectors.dryrun.noted import Notes
 from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
 
@@ -26,9 +28,9 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 class Stand:
     """Stands in for what cannot be fetched; `notes` is told of it."""
 
-    def __init__(self, notes: Notes, length: int | None) -> None:
+    def __init__(self, notes: Notes, lengths: Sequence[int] | None) -> None:
         self.notes = notes
-        self.length = length or DEFAULT_LENGTH
+        self.shortest, self.longest = lengths or (DEFAULT_LENGTH, DEFAULT_LENGTH)
 
     def install(self) -> None:
         """For what the script will import."""
@@ -114,6 +116,8 @@ class Stand:
     def _in_datasets(self, module: Any) -> None:
         fetch = module.load_dataset
         module.disable_caching()
+        for user in (module.fingerprint, module.arrow_dataset):  # nothing is kept that would be found again by its content
+            user.update_fingerprint = lambda *_, **__: module.fingerprint.generate_random_fingerprint()
 
         def load_dataset(path: str, *arguments: Any, split: Any = None, **keywords: Any) -> Any:
             try:
@@ -121,17 +125,20 @@ class Stand:
             except Exception:
                 if Path(path).exists() or keywords.get("data_files"):
                     raise
-                self._say(f"the data of {path} is not here: {NUM_ROWS} rows of {self.length:,} words stood in (--length).")
+                self._say(f"the data of {path} is not here: {NUM_ROWS} rows of {self._words()} words stood in (--length).")
                 rows = self._rows(module)
                 return rows if split is not None else module.DatasetDict(train=rows, test=rows, validation=rows)
 
         module.load_dataset = load_dataset
 
     def _rows(self, module: Any) -> Any:
-        text = " ".join(["word"] * self.length)
+        texts = [" ".join(["word"] * length) for length in drawn(self.shortest, self.longest, NUM_ROWS)]
         prefers = any(f"trl.trainer.{name}_trainer" in sys.modules for name in ("dpo", "reward", "kto", "orpo", "cpo"))
         columns = ("prompt", "chosen", "rejected") if prefers else ("text",)
-        return module.Dataset.from_dict({name: [text] * NUM_ROWS for name in columns})
+        return module.Dataset.from_dict(dict.fromkeys(columns, texts))
+
+    def _words(self) -> str:
+        return f"{self.longest:,}" if self.shortest == self.longest else f"{self.shortest:,} to {self.longest:,}"
 
     def _say(self, sentence: str) -> None:
         self.notes.add("script_part_skipped", "command", sentence)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from peakcast import catalog
 from peakcast.collectors.dryrun.files import Overlay
+from peakcast.collectors.dryrun.functions import unpack
 from peakcast.collectors.packages import import_for_good
 from peakcast.timelines import timeline_to_mapping
 
@@ -36,6 +37,7 @@ class Session:
         import torch
 
         from peakcast.collectors.dryrun import gpu, outside, pretrained, programs, ranks, token_files, values
+        from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
         from peakcast.collectors.dryrun.steps import ScriptSteps
         from peakcast.collectors.tracing import inductor, patches
@@ -52,8 +54,8 @@ class Session:
         patches.install()
         ranks.install(asked["rank"], asked["world_size"])
         outside.install(self.notes)
-        pretrained.Stand(self.notes, asked.get("length")).install()
-        self.steps = ScriptSteps(tracer, self.finish)
+        pretrained.Stand(self.notes, asked["lengths"]).install()
+        self.steps = ScriptSteps(tracer, self.finish, StepLengths(asked["lengths"] if asked["lengths_change"] else None))
         self.steps.follow()
         mode = values.ScriptMode(self.notes, own)
         values.install(mode)
@@ -87,6 +89,8 @@ class Session:
         with _disable_current_modes():
             seen = described(self.steps, self.question)
             timelines = self.steps.timelines()
+        if remark := self.steps.lengths.remark():
+            self.notes.add("script_part_skipped", "lengths", remark)
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
             "job": seen.job,
@@ -113,8 +117,8 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def main(question: Mapping[str, Any], function: Callable[[], object] | None = None) -> NoReturn:
-    """Run the script that `question` names, with its own arguments, or `function` instead."""
+def main(question: Mapping[str, Any]) -> NoReturn:
+    """Run the script that `question` names, with its own arguments, or its function."""
     from peakcast.collectors.dryrun import files, outside, ranks
 
     _limit_memory(int(question["memory_bytes"]))
@@ -124,7 +128,15 @@ def main(question: Mapping[str, Any], function: Callable[[], object] | None = No
     os.environ["PEAKCAST_DRYRUN_RANK"] = str(question["rank"])
     import_for_good(LIBRARIES)
     overlay = files.install(Path(question["folder"]))
-    Session(question, overlay).run(function or (lambda: _run_script(question)))
+    Session(question, overlay).run(lambda: _run_function(question) if "function" in question else _run_script(question))
+
+
+def _run_function(question: Mapping[str, Any]) -> None:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():  # tensors that it closes over have their values
+        function = unpack(Path(question["function"]))
+    function()
 
 
 def _run_script(question: Mapping[str, Any]) -> None:

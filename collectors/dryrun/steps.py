@@ -11,20 +11,19 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
+from peakcast.collectors.dryrun.lengths import StepLengths
 from peakcast.collectors.tracing.phases import announced, inside_backward
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.timeline import Category, Phase, Timeline
 
-NUM_STEPS = 3
-"""The first makes optimizer states; under torch.compile the second may still compile; the third is steady."""
-
 
 class ScriptSteps:
-    """Tells `tracer` what the script is doing, and calls `enough` once `NUM_STEPS` steps have ended: when what comes after
-    the last of them begins, so that gradients released after it are seen to go."""
+    """Tells `tracer` what the script is doing, and calls `enough` once as many steps have ended as `lengths` asks for: when
+    what comes after the last of them begins, so that gradients released after it are seen to go."""
 
-    def __init__(self, tracer: Tracer, enough: Callable[[], None]) -> None:
+    def __init__(self, tracer: Tracer, enough: Callable[[], None], lengths: StepLengths) -> None:
         self.tracer = tracer
+        self.lengths = lengths
         self.spans: list[tuple[int, int]] = []
         """Of each step, the operations from and to; the first from the beginning of the script."""
         self.networks: list[torch.nn.Module] = []
@@ -63,9 +62,13 @@ class ScriptSteps:
         torch.autograd.backward = counted
 
     def timelines(self) -> dict[str, Timeline]:
-        """Of the first and of a steady step."""
-        spans = {"first": self.spans[0], "steady": self.spans[-1]}
-        return {name: self.tracer.timeline(*span) for name, span in spans.items()}
+        """Of the first and of a steady step; where lengths change, the fullest, and all by their numbers."""
+        if not self.lengths.change:
+            spans = {"first": self.spans[0], "steady": self.spans[-1]}
+            return {name: self.tracer.timeline(*span) for name, span in spans.items()}
+        steps = [self.tracer.timeline(*span) for span in self.spans]
+        fullest = max(steps[1:], key=lambda step: step.peak().num_bytes)
+        return {"first": steps[0], "steady": fullest, **{str(number): step for number, step in enumerate(steps)}}
 
     def close(self) -> None:
         """What has stepped and was not followed by another forward has ended now."""
@@ -80,7 +83,7 @@ class ScriptSteps:
         if outermost:
             if self._stepped:
                 self._end_step()
-                if len(self.spans) >= NUM_STEPS:
+                if self.lengths.enough:
                     self._enough()
             if id(part) not in self._names:
                 self._meet(part)
@@ -93,6 +96,7 @@ class ScriptSteps:
             self.autocast = torch.get_autocast_dtype("cuda")
         if isinstance(part, torch.nn.Embedding) and inputs and isinstance(inputs[0], torch.Tensor):
             self.tokens = max(self.tokens, tuple(inputs[0].shape), key=math.prod) if self.tokens else tuple(inputs[0].shape)
+            self.lengths.saw(inputs[0].shape[-1] if inputs[0].ndim else 1)
         self.tracer._enter(part, self._names)
 
     def _forward_ends(self) -> None:
@@ -135,6 +139,7 @@ class ScriptSteps:
         self.tracer.launched("step ends", ())
         start = self.spans[-1][1] if self.spans else 0
         self.spans.append((start, self.tracer.now))
+        self.lengths.end_step()
         self._stepped, self.micro_batches, self._backwards = False, self._backwards, 0
 
 

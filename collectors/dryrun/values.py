@@ -6,6 +6,7 @@ GPU gets a plausible value and a note.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.tracing.known_values import KnownValuesMode, value_of
 
 REAL_FLOAT_BYTES = 2**16
 """Tensors of numbers with a fraction that are made on the CPU are real up to here: coefficients, not weights."""
@@ -29,8 +31,9 @@ REAL_BYTES = 2**30
 aten = torch.ops.aten
 
 
-class ScriptMode(FakeTensorMode):  # type: ignore[misc]
-    """Fake tensors where a script's are on a GPU or large; `notes` is told what was made up."""
+class ScriptMode(KnownValuesMode):
+    """Fake tensors where a script's are on a GPU or large; `notes` is told what was made up. Of small ones of whole numbers
+    and truth values (tokens, masks, positions) the values are known as long as they follow from the script's own."""
 
     def __init__(self, notes: Notes, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -55,6 +58,14 @@ class ScriptMode(FakeTensorMode):  # type: ignore[misc]
         if func in (aten.sum.default, aten.count_nonzero.default) and _is_mask(args[0]):
             result.counted = args[0].numel()
         return result
+
+    def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
+        compiling = torch._guards.TracingContext.try_get() is not None
+        noise = "rand" in str(func) or kwargs.get("generator") is not None  # the script's own numbers would then be others
+        return not compiling and not noise and super()._follows(func, args, kwargs)
+
+    def _keeps(self, result: torch.Tensor) -> bool:
+        return not result.is_floating_point() and super()._keeps(result)
 
     def _on_own_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """`kwargs` without another GPU than this rank's, and without pinning, which a CPU-only build cannot do."""
@@ -180,8 +191,10 @@ def _numbers(name: str, real: Any) -> Any:
     """`Tensor.tolist` or `Tensor.numpy`, which of a fake tensor gives ones."""
 
     def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not isinstance(tensor, FakeTensor):
-            return real(tensor, *arguments, **keywords)
+        known = value_of(tensor) if isinstance(tensor, FakeTensor) else tensor
+        if known is not None:
+            with _disable_current_modes() if known is not tensor else contextlib.nullcontext():
+                return real(known, *arguments, **keywords)
         if isinstance(tensor.fake_mode, ScriptMode):
             tensor.fake_mode.notes.value(f"{tensor.numel():,} numbers", "ones")
         ones = np.ones(tuple(tensor.shape), dtype=_numpy_dtype(tensor.dtype))

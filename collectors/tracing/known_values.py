@@ -52,7 +52,7 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The fake result, and the real one where it is known. Raises what FakeTensorMode raises where it is not."""
         kwargs = kwargs or {}
-        known = _are_known(func, args, kwargs)
+        known = self._follows(func, args, kwargs)
         try:
             result = super().dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -62,13 +62,21 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
                 with self:
                     return func(args[0], [None if one is None else _on(one, args[0]) for one in positions])
             raise
-        if known and all(one.numel() <= MOST_ELEMENTS for one in tree_iter(result) if isinstance(one, torch.Tensor)):
+        if known and all(self._keeps(one) for one in tree_iter(result) if isinstance(one, torch.Tensor)):
             for fake, real in zip(tree_iter(result), tree_iter(_really(func, args, kwargs)), strict=True):
                 if isinstance(fake, FakeTensor):
                     fake.known_value = real
         else:
             _forget_written(func, args)
         return result
+
+    def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the values of the result of `func` are to be known."""
+        return _are_known(func, args, kwargs)
+
+    def _keeps(self, result: torch.Tensor) -> bool:
+        """Whether those of this one are kept."""
+        return bool(result.numel() <= MOST_ELEMENTS)
 
     def _faked(self, real: Any, args: Any) -> Any:
         """Fake tensors with the values of `real`, on the device of what they were made from."""

@@ -23,6 +23,9 @@ def dryrun(
     rank: Annotated[int | None, typer.Option(help="Rank to run; default: 0.")] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Ranks of the run; default: those of the launcher.")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of rows that stand in for data not to be had.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="SHORTEST..LONGEST", help="The same, of lengths that change from step to step.")
+    ] = None,
     timeout_seconds: Annotated[float, typer.Option(min=1.0, help="Longest that the script may take.")] = 600.0,
     memory_gib: Annotated[float | None, typer.Option(help="Host memory for it; default: 80 % of what is free.")] = None,
     output: Annotated[bool, typer.Option("--show-output", help="Show what the script prints.")] = False,
@@ -46,6 +49,7 @@ def dryrun(
             world_size,
             calibration,
             length=length,
+            lengths=_range(lengths),
             timeout_seconds=timeout_seconds,
             memory_gib=memory_gib,
             progress=_say,
@@ -57,6 +61,19 @@ def dryrun(
         raise
     print(render.json_text(found.to_mapping()) if json else render.prediction_text(found.answer, whole=all_findings))
     raise typer.Exit(FITS_EXIT_CODES[found.fits])
+
+
+def _range(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    shortest, dots, longest = text.partition("..")
+    if not (dots and shortest.isdecimal() and longest.isdecimal()):
+        raise SpecError(
+            f"--lengths {text} must be two numbers of tokens with .. between, such as 128..4096.",
+            parameter="lengths",
+            value=text,
+        )
+    return int(shortest), int(longest)
 
 
 def _say(message: str) -> None:
