@@ -16,7 +16,7 @@ for index in range({count}):
     if query:
         print(", ".join(str(index) if name == "index" else known.get(name, "0") for name in query.split(",")))
     else:
-        print(f"GPU {{index}}: {{known['name']}} (UUID: {{known['uuid']}})  {{known['memory.used']}} / {{known['memory.total']}}")
+        print("GPU {{}}: {{}} (UUID: {{}})".format(index, known["name"], known["uuid"]))
 """
 
 

@@ -11,6 +11,7 @@ import glob
 import io
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,9 +43,8 @@ class TokenFiles:
         """For this process."""
         import torch
 
-        for owner in (builtins, io):
-            setattr(owner, "open", self._opening(owner.open))
-        glob.iglob = lambda pattern, **keywords: self._globbed(list(_iglob(pattern, **keywords)), pattern)  # type: ignore[assignment]
+        builtins.open = io.open = self._opening(builtins.open)  # type: ignore[assignment]
+        glob.iglob = lambda pattern, **more: self._globbed(list(_iglob(pattern, **more)), pattern)  # type: ignore[assignment]
         pathlib.Path.glob = lambda path, pattern, **more: (  # type: ignore[method-assign,assignment]
             Path(found) for found in self._globbed(list(_path_glob(path, pattern, **more)), os.path.join(path, pattern))
         )
@@ -85,7 +85,8 @@ class TokenFiles:
         name = os.fspath(path)
         place = self._overlay.write(name, keeps=False)
         _write(Path(place), Path(asker).read_text(encoding="utf-8", errors="replace"))
-        sentence = f"{os.path.basename(name)} is not here: files of {NUM_TOKENS:,} tokens stood in for it and its like."
+        like = re.sub(r"\d+", "*", os.path.basename(name))
+        sentence = f"{like} is not here: files of {NUM_TOKENS:,} tokens stood in for it and its like."
         self._notes.add("script_part_skipped", "command", sentence)
         return True
 

@@ -157,7 +157,7 @@ def _install(tracer: Tracer) -> None:
 
 
 def _of_changed_views(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile what changes a view of a weight in place under no_grad: torch 2.13 asks of the view whether it is a leaf, which
+    """Compile what changes a view of a weight in place under no_grad: torch 2.13 asks the view whether it is a leaf, which
     autograd refuses to say. A tensor of the same storage is asked instead."""
 
     @functools.wraps(convert)

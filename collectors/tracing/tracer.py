@@ -176,10 +176,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if func is COMPILED_CODE:  # a region that is wrapped so that checkpointing may keep what it returns
             return self._within_operator(args[0], args[1:], {})
         if self._fused is None and (kernel := gpu_kernel(func)) is not None:
-            try:
+            with contextlib.suppress(Exception):  # it launches what is not here, or reads a value
                 return self._within_operator(kernel, args, kwargs or {})
-            except Exception:
-                import traceback; traceback.print_exc()
         if func is graphsafe_run_with_rng_state:  # around an operator that compiled code runs again
             func, *args = args
             kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}

@@ -1,5 +1,5 @@
-"""A GPT trained as in speed records: compiled whole, flex attention over documents, a head in FP8 that is an operator of its
-own, matrices orthogonalised by a compiled function, the rest by an optimizer whose step is compiled, gradients reduced and
+"""A GPT trained as in speed records: compiled whole, flex attention over documents, a head in FP8 that is its own operator,
+matrices orthogonalised by a compiled function, the rest by an optimizer whose step is compiled, gradients reduced and
 weights gathered by collectives that are waited for later. Tokens come from files with a header."""
 
 import glob
@@ -198,7 +198,7 @@ model = GPT().cuda()
 model.embed.bfloat16()
 for p in model.parameters():
     dist.broadcast(p.detach(), 0)
-matrices = [p for p in model.blocks.parameters()]
+matrices = list(model.blocks.parameters())
 optimizers = [DistAdam([model.embed.weight, model.lm_head]), Muon(matrices)]
 model = torch.compile(model, dynamic=False)
 train, validation = batches("data/train_*.bin"), batches("data/val_*.bin")
