@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from peakcast.collectors.tracing.fake_cuda import COMPUTE_CAPABILITY
@@ -128,6 +128,7 @@ def load() -> None:
 
 
 def _install(tracer: Tracer) -> None:
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._inductor import async_compile, config, scheduler, select_algorithm
     from torch._inductor.fx_passes import joint_graph
     from torch.utils import _triton
@@ -150,10 +151,22 @@ def _install(tracer: Tracer) -> None:
     select_algorithm.PyCodeCache = types.SimpleNamespace(  # type: ignore[assignment,misc]
         load=lambda code, extra, **_: types.SimpleNamespace(__file__="", key="")
     )
+    CatchErrorsWrapper.__call__ = _unseen(CatchErrorsWrapper.__call__)  # type: ignore[method-assign]
     FakeTensorConverter.from_real_tensor = _of_changed_views(FakeTensorConverter.from_real_tensor)  # type: ignore[method-assign]
     folder = joint_graph.UniformValueConstantFolder  # looks at the values of one-element tensors
     for name in ("run", "_add_peephole_patterns"):
         setattr(folder, name, _on_cpu(getattr(folder, name)))
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile without the modes that see what runs: torch leaves them on for what `DistributedDataParallel` wraps."""
+
+    @functools.wraps(function)
+    def compiled(*arguments: Any, **keywords: Any) -> Any:
+        with _disable_current_modes():
+            return function(*arguments, **keywords)
+
+    return compiled
 
 
 def _of_changed_views(convert: Callable[..., Any]) -> Callable[..., Any]:
