@@ -65,6 +65,8 @@ class Seen:
     """The job that the script turned out to run."""
     findings: tuple[Finding, ...]
     assumptions: tuple[str, ...]
+    evaluated: bool
+    """Whether an evaluation is among them."""
     steps: int
     seconds: float
 
@@ -77,11 +79,12 @@ def run(
     *,
     function: Callable[[], object] | None = None,
     lengths: tuple[int, int] | None = None,
+    skip_evaluation: bool = False,
     output: Callable[[str], None] | None = None,
 ) -> Seen:
     """What `rank` of `command`, or of `function` in its place, allocates on `gpu`. `lengths`: tokens of the shortest
     and the longest row of those that stand in for data that cannot be had; where the two differ, steps are followed until
-    the longest has come. `output` is given what the script prints, as it does.
+    the longest has come. `skip_evaluation`: evaluation does not count. `output` is given what the script prints.
 
     Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
     """
@@ -93,6 +96,7 @@ def run(
             "rank": rank,
             "gpu": gpu,
             "lengths": lengths,
+            "skip_evaluation": skip_evaluation,
             "lengths_change": lengths is not None and lengths[0] < lengths[1],
             "folder": name,
             "answer": str(folder / "answer.json"),
@@ -176,6 +180,7 @@ def _answer(code: int | None, folder: Path, command: Command, limits: Limits, se
         job=answer["job"],
         findings=tuple(Finding(**finding) for finding in answer["findings"]),
         assumptions=tuple(answer["assumptions"]),
+        evaluated=answer["evaluated"],
         steps=answer["steps"],
         seconds=seconds,
     )

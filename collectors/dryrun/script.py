@@ -35,6 +35,7 @@ class Session:
         import torch
 
         from peakcast.collectors.dryrun import gpu, outside, pretrained, ranks, values
+        from peakcast.collectors.dryrun.evaluation import Evaluations
         from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
         from peakcast.collectors.dryrun.steps import ScriptSteps
@@ -51,7 +52,10 @@ class Session:
         ranks.install(asked["rank"], asked["world_size"])
         outside.install(self.notes)
         pretrained.Stand(self.notes, asked["lengths"]).install()
-        self.steps = ScriptSteps(tracer, self.finish, StepLengths(asked["lengths"] if asked["lengths_change"] else None))
+        lengths = StepLengths(asked["lengths"] if asked["lengths_change"] else None)
+        evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])
+        evaluations.install()
+        self.steps = ScriptSteps(tracer, self.finish, lengths, evaluations)
         self.steps.follow()
         mode = values.ScriptMode(self.notes, own)
         values.install(mode)
@@ -84,13 +88,15 @@ class Session:
 
         with _disable_current_modes():
             seen = described(self.steps, self.question)
+            evaluated = self.steps.evaluated()
             timelines = self.steps.timelines()
         if remark := self.steps.lengths.remark():
             self.notes.add("script_part_skipped", "lengths", remark)
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
             "job": seen.job,
-            "assumptions": seen.assumptions,
+            "assumptions": [*seen.assumptions, *evaluated],
+            "evaluated": bool(evaluated),
             "findings": [finding.to_mapping() for finding in self.notes.findings],
             "steps": len(self.steps.spans),
         }
