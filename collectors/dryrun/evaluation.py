@@ -101,8 +101,8 @@ class Evaluations:
                 notes.add(
                     CODE,
                     PARAMETER,
-                    f"the Trainer gathers the predictions of a whole evaluation on the GPU, of which {MOST_BATCHES} batches "
-                    "are counted; eval_accumulation_steps moves them to the host as they come.",
+                    f"the Trainer gathers the predictions of a whole evaluation on the GPU, of which {MOST_BATCHES} "
+                    "batches are counted; eval_accumulation_steps moves them to the host as they come.",
                     "more",
                 )
             return answer
