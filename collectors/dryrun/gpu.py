@@ -50,7 +50,7 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
     fake_cuda.install()
     fake_streams.install()
     fake_streams.Stream.device = own
-    name = next((full for short, full in NAMES.items() if device.name.startswith(short)), f"NVIDIA {device.name}")
+    name = name_of(device)
     major, minor = device.compute_capability
     properties = types.SimpleNamespace(
         **{**vars(inductor.PROPERTIES), "name": name, "major": major, "minor": minor},
@@ -107,6 +107,11 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
     torch.version.cuda = torch.version.cuda or "12.8"
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor.to(own)  # type: ignore[method-assign]
     _answer_for_accelerators(gpus_per_node, own)
+
+
+def name_of(device: Device) -> str:
+    """What CUDA calls `device`."""
+    return next((full for short, full in NAMES.items() if device.name.startswith(short)), f"NVIDIA {device.name}")
 
 
 def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from peakcast import catalog
+from peakcast.collectors.dryrun.files import Overlay
 from peakcast.collectors.dryrun.functions import unpack
 from peakcast.collectors.packages import import_for_good
 from peakcast.timelines import timeline_to_mapping
@@ -26,15 +27,16 @@ ANSWERED, CRASHED, NEVER_STEPPED = 0, 10, 11
 class Session:
     """One dry run: what it is asked (`question`), what it follows, and its answer."""
 
-    def __init__(self, question: Mapping[str, Any]) -> None:
+    def __init__(self, question: Mapping[str, Any], overlay: Overlay) -> None:
         self.question = question
+        self.overlay = overlay
         self.answer_file = Path(question["answer"])
 
     def run(self, program: Callable[[], object]) -> NoReturn:
         """Run `program` and end the process with its answer or its failure."""
         import torch
 
-        from peakcast.collectors.dryrun import gpu, outside, pretrained, ranks, values
+        from peakcast.collectors.dryrun import gpu, outside, pretrained, programs, ranks, token_files, values
         from peakcast.collectors.dryrun.evaluation import Evaluations
         from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
@@ -48,6 +50,8 @@ class Session:
         tracer.gpu = device
         own = torch.device("cuda", asked["rank"] % asked["ranks_per_node"])
         gpu.install(device, asked["ranks_per_node"], own, tracer)
+        programs.install(Path(asked["folder"]), device, gpu.name_of(device), asked["ranks_per_node"])
+        token_files.TokenFiles(self.overlay, self.notes).install()
         patches.install()
         ranks.install(asked["rank"], asked["world_size"])
         outside.install(self.notes)
@@ -129,8 +133,8 @@ def main(question: Mapping[str, Any]) -> NoReturn:
     ranks.set_environment(question["rank"], question["world_size"], question["ranks_per_node"], launched=launched)
     os.environ["PEAKCAST_DRYRUN_RANK"] = str(question["rank"])
     import_for_good(LIBRARIES)
-    files.install(Path(question["folder"]))
-    Session(question).run(lambda: _run_function(question) if "function" in question else _run_script(question))
+    overlay = files.install(Path(question["folder"]))
+    Session(question, overlay).run(lambda: _run_function(question) if "function" in question else _run_script(question))
 
 
 def _run_function(question: Mapping[str, Any]) -> None:

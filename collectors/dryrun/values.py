@@ -7,6 +7,7 @@ GPU gets a plausible value and a note.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ from peakcast.collectors.tracing.known_values import KnownValuesMode, value_of
 
 REAL_FLOAT_BYTES = 2**16
 """Tensors of numbers with a fraction that are made on the CPU are real up to here: coefficients, not weights."""
-REAL_BYTES = 2**26
-"""Others, such as tokens, up to here."""
+REAL_BYTES = 2**30
+"""Others, such as a file of tokens, up to here."""
 aten = torch.ops.aten
 
 
@@ -46,6 +47,8 @@ class ScriptMode(KnownValuesMode):
         kwargs = self._on_own_device(kwargs or {})
         if torch._guards.TracingContext.try_get() is None and self._is_real(func, args, kwargs):
             return func(*args, **kwargs)
+        if func is aten._to_copy.default and kwargs.get("device") == self.device and isinstance(args[0], FakeTensor):
+            args[0].constant = None  # a fake tensor that knows its numbers would have them moved for real
         try:
             result = super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -65,10 +68,11 @@ class ScriptMode(KnownValuesMode):
         return not result.is_floating_point() and super()._keeps(result)
 
     def _on_own_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """`kwargs` without another GPU than this rank's, and without pinning, which a CPU-only build cannot do."""
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
-            return {**kwargs, "device": self.device}
-        return kwargs
+            kwargs = {**kwargs, "device": self.device}
+        return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
     def _is_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether `func` can run: on real tensors of the CPU alone, or making a small one there."""
@@ -87,7 +91,7 @@ class ScriptMode(KnownValuesMode):
         """Whether what `func` makes of no other tensor is small enough to be real."""
         try:
             with self._sizes:
-                made = func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+                made = func(*args, **kwargs)
         except Exception:  # of what is no factory: it runs, and says itself what is wrong
             return True
         return all(
@@ -137,6 +141,12 @@ def install(mode: ScriptMode) -> None:
     """What fake tensors are asked without an operator, and weights that stay themselves when a network moves."""
     for name in ("tolist", "numpy", "__array__"):
         setattr(torch.Tensor, name, _numbers(name, getattr(torch.Tensor, name)))
+    make_of_numbers = torch.tensor
+    torch.tensor = functools.wraps(make_of_numbers)(  # pins in C++, where no mode sees it
+        lambda data, pin_memory=False, **keywords: make_of_numbers(data, **keywords)
+    )
+    # as torch.Tensor does for its own class alone
+    FakeTensor.__format__ = lambda tensor, form: format(tensor.item() if tensor.ndim == 0 else str(tensor), form)
     make = torch.nn.Parameter.__new__
 
     def make_fake(cls: type[torch.nn.Parameter], data: Any = None, *arguments: Any, **keywords: Any) -> Any:

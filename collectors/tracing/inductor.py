@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorConverter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -149,9 +150,26 @@ def _install(tracer: Tracer) -> None:
     select_algorithm.PyCodeCache = types.SimpleNamespace(  # type: ignore[assignment,misc]
         load=lambda code, extra, **_: types.SimpleNamespace(__file__="", key="")
     )
+    FakeTensorConverter.from_real_tensor = _of_changed_views(FakeTensorConverter.from_real_tensor)  # type: ignore[method-assign]
     folder = joint_graph.UniformValueConstantFolder  # looks at the values of one-element tensors
     for name in ("run", "_add_peephole_patterns"):
         setattr(folder, name, _on_cpu(getattr(folder, name)))
+
+
+def _of_changed_views(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile what changes a view of a weight in place under no_grad: torch 2.13 asks the view whether it is a leaf, which
+    autograd refuses to say. A tensor of the same storage is asked instead."""
+
+    @functools.wraps(convert)
+    def converted(self: Any, fake_mode: Any, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return convert(self, fake_mode, tensor, *arguments, **keywords)
+        except RuntimeError as error:
+            if "view was created in no_grad mode" not in str(error):
+                raise
+            return convert(self, fake_mode, tensor.detach().requires_grad_(tensor.requires_grad), *arguments, **keywords)
+
+    return converted
 
 
 def forget_flex_attention() -> None:
