@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from peakcast.collectors.dryrun import functions, warm
+from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import Command
 from peakcast.collectors.environments import environment_for
 from peakcast.errors import CollectorError, ScriptError
@@ -30,9 +31,6 @@ MOST_LINES = 12
 """Of what the script printed last, when it failed."""
 POLL_SECONDS = 0.05
 
-
-ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched")
-"""Fields of a command that its process is told."""
 
 
 class Process(Protocol):
@@ -115,7 +113,7 @@ def run(
             environment |= dict(variable.split("=", 1) for variable in command.environment)
             process = _start([command.python, "-P", "-m", "peakcast.collectors.dryrun", str(path)], environment, log)
         with _ended(process):
-            code = _wait(process, started + limits.seconds, log, output)
+            code = _wait(process, started + limits.seconds, log, folder / "answer.json", output)
         return _answer(code, folder, command, limits, time.monotonic() - started)
 
 
@@ -155,15 +153,17 @@ def _ended(process: Process) -> Iterator[None]:
         process.wait()
 
 
-def _wait(process: Process, deadline: float, log: Path, output: Callable[[str], None] | None) -> int | None:
-    """The process's exit code; None when its time was up."""
+def _wait(
+    process: Process, deadline: float, log: Path, answer: Path, output: Callable[[str], None] | None
+) -> int | None:
+    """The process's exit code, 0 once there is an answer, of whatever it has started too; None when its time was up."""
     with log.open("rb") as printed:
         while True:
             code = process.poll()
             if output is not None and (text := printed.read()):
                 output(text.decode(errors="replace"))
-            if code is not None:
-                return code
+            if code is not None or answer.is_file():
+                return code or 0 if answer.is_file() else code
             if time.monotonic() > deadline:
                 return None
             with suppress(subprocess.TimeoutExpired):

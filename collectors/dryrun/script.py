@@ -37,6 +37,7 @@ class Session:
         import torch
 
         from peakcast.collectors.dryrun import gpu, outside, pretrained, programs, ranks, token_files, values
+        from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.evaluation import Evaluations
         from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
@@ -55,6 +56,7 @@ class Session:
         patches.install()
         ranks.install(asked["rank"], asked["world_size"])
         outside.install(self.notes)
+        Children(asked).install()
         pretrained.Stand(self.notes, asked["lengths"]).install()
         lengths = StepLengths(asked["lengths"] if asked["lengths_change"] else None)
         evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])
@@ -68,7 +70,7 @@ class Session:
         self.steps.close()
         if self.steps.spans and code == ANSWERED:
             self.finish()
-        _end(code or NEVER_STEPPED)
+        _end(code or (ANSWERED if asked.get("is_child") else NEVER_STEPPED))
 
     def _run(self, program: Callable[[], object]) -> int:
         try:
@@ -104,7 +106,9 @@ class Session:
             "findings": [finding.to_mapping() for finding in self.notes.findings],
             "steps": len(self.steps.spans),
         }
-        self.answer_file.write_text(json.dumps(answer), encoding="utf-8")
+        written = self.answer_file.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(answer), encoding="utf-8")
+        written.replace(self.answer_file)
         _end(ANSWERED)
 
 
