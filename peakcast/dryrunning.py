@@ -63,6 +63,7 @@ def dryrun(
     *,
     length: int | None = None,
     lengths: tuple[int, int] | None = None,
+    skip_evaluation: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
     memory_gib: float | None = None,
     progress: Callable[[str], None] | None = None,
@@ -74,8 +75,9 @@ def dryrun(
     `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function of no
     arguments that trains, a copy of which runs in another process. `rank`: 0 unless given; `world_size`: where no launcher
     says it. `length`: tokens of rows that stand in for data that cannot be fetched; `lengths`: of the shortest and the
-    longest of them, where they are to change from step to step. `timeout_seconds` and `memory_gib` (of the host) bound the
-    script; `progress` is told what is being done, `output` what the script prints.
+    longest of them, where they are to change from step to step. `skip_evaluation`: evaluation does not count.
+    `timeout_seconds` and `memory_gib` (of the host) bound the script; `progress` is told what is being done, `output` what
+    the script prints.
     Raises: SpecError or CatalogError for a question that cannot be, ScriptError with the script's last lines when it fails.
     """
     from peakcast.collectors.dryrun.command import Command, read_command
@@ -93,7 +95,8 @@ def dryrun(
     if progress is not None:
         ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
         progress(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
-    seen = run(asked, device.name, number, limits, function=function, lengths=_lengths(length, lengths), output=output)
+    more = {"lengths": _lengths(length, lengths), "skip_evaluation": skip_evaluation}
+    seen = run(asked, device.name, number, limits, function=function, output=output, **more)  # type: ignore[arg-type]
     if progress is not None:
         progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
     job = job_from_mapping(seen.job)
@@ -120,6 +123,7 @@ def answered(
     return replace(
         found,
         assumptions=(*_said(seen), *found.assumptions),
+        not_modelled=tuple(gap.removeprefix("evaluation, " if seen.evaluated else "") for gap in found.not_modelled),
         findings=ordered((*found.findings, *_few_steps(seen))),
     )
 

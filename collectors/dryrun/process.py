@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from peakcast.collectors.dryrun import functions, warm
+from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import Command
 from peakcast.collectors.environments import environment_for
 from peakcast.errors import CollectorError, ScriptError
@@ -30,9 +31,6 @@ MOST_LINES = 12
 """Of what the script printed last, when it failed."""
 POLL_SECONDS = 0.05
 
-
-ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched")
-"""Fields of a command that its process is told."""
 
 
 class Process(Protocol):
@@ -65,6 +63,8 @@ class Seen:
     """The job that the script turned out to run."""
     findings: tuple[Finding, ...]
     assumptions: tuple[str, ...]
+    evaluated: bool
+    """Whether an evaluation is among them."""
     steps: int
     seconds: float
 
@@ -77,11 +77,12 @@ def run(
     *,
     function: Callable[[], object] | None = None,
     lengths: tuple[int, int] | None = None,
+    skip_evaluation: bool = False,
     output: Callable[[str], None] | None = None,
 ) -> Seen:
     """What `rank` of `command`, or of `function` in its place, allocates on `gpu`. `lengths`: tokens of the shortest
     and the longest row of those that stand in for data that cannot be had; where the two differ, steps are followed until
-    the longest has come. `output` is given what the script prints, as it does.
+    the longest has come. `skip_evaluation`: evaluation does not count. `output` is given what the script prints.
 
     Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
     """
@@ -93,6 +94,7 @@ def run(
             "rank": rank,
             "gpu": gpu,
             "lengths": lengths,
+            "skip_evaluation": skip_evaluation,
             "lengths_change": lengths is not None and lengths[0] < lengths[1],
             "folder": name,
             "answer": str(folder / "answer.json"),
@@ -111,7 +113,7 @@ def run(
             environment |= dict(variable.split("=", 1) for variable in command.environment)
             process = _start([command.python, "-P", "-m", "peakcast.collectors.dryrun", str(path)], environment, log)
         with _ended(process):
-            code = _wait(process, started + limits.seconds, log, output)
+            code = _wait(process, started + limits.seconds, log, folder / "answer.json", output)
         return _answer(code, folder, command, limits, time.monotonic() - started)
 
 
@@ -151,15 +153,17 @@ def _ended(process: Process) -> Iterator[None]:
         process.wait()
 
 
-def _wait(process: Process, deadline: float, log: Path, output: Callable[[str], None] | None) -> int | None:
-    """The process's exit code; None when its time was up."""
+def _wait(
+    process: Process, deadline: float, log: Path, answer: Path, output: Callable[[str], None] | None
+) -> int | None:
+    """The process's exit code, 0 once there is an answer, of whatever it has started too; None when its time was up."""
     with log.open("rb") as printed:
         while True:
             code = process.poll()
             if output is not None and (text := printed.read()):
                 output(text.decode(errors="replace"))
-            if code is not None:
-                return code
+            if code is not None or answer.is_file():
+                return code or 0 if answer.is_file() else code
             if time.monotonic() > deadline:
                 return None
             with suppress(subprocess.TimeoutExpired):
@@ -176,6 +180,7 @@ def _answer(code: int | None, folder: Path, command: Command, limits: Limits, se
         job=answer["job"],
         findings=tuple(Finding(**finding) for finding in answer["findings"]),
         assumptions=tuple(answer["assumptions"]),
+        evaluated=answer["evaluated"],
         steps=answer["steps"],
         seconds=seconds,
     )

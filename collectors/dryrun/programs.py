@@ -35,7 +35,7 @@ def install(folder: Path, device: Device, name: str, num_gpus: int) -> None:
         "count": str(num_gpus),
     }
     path = folder / "bin" / "nvidia-smi"
-    path.parent.mkdir()
+    path.parent.mkdir(exist_ok=True)
     path.write_text(PROGRAM.format(python=sys.executable, known=known, count=num_gpus), encoding="utf-8")
     path.chmod(0o755)
     os.environ["PATH"] = os.pathsep.join((str(path.parent), os.environ.get("PATH", os.defpath)))

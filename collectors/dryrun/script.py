@@ -37,6 +37,8 @@ class Session:
         import torch
 
         from peakcast.collectors.dryrun import gpu, outside, pretrained, programs, ranks, token_files, values
+        from peakcast.collectors.dryrun.children import Children
+        from peakcast.collectors.dryrun.evaluation import Evaluations
         from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
         from peakcast.collectors.dryrun.steps import ScriptSteps
@@ -54,8 +56,12 @@ class Session:
         patches.install()
         ranks.install(asked["rank"], asked["world_size"])
         outside.install(self.notes)
+        Children(asked).install()
         pretrained.Stand(self.notes, asked["lengths"]).install()
-        self.steps = ScriptSteps(tracer, self.finish, StepLengths(asked["lengths"] if asked["lengths_change"] else None))
+        lengths = StepLengths(asked["lengths"] if asked["lengths_change"] else None)
+        evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])
+        evaluations.install()
+        self.steps = ScriptSteps(tracer, self.finish, lengths, evaluations)
         self.steps.follow()
         mode = values.ScriptMode(self.notes, own)
         values.install(mode)
@@ -64,7 +70,7 @@ class Session:
         self.steps.close()
         if self.steps.spans and code == ANSWERED:
             self.finish()
-        _end(code or NEVER_STEPPED)
+        _end(code or (ANSWERED if asked.get("is_child") else NEVER_STEPPED))
 
     def _run(self, program: Callable[[], object]) -> int:
         try:
@@ -88,17 +94,21 @@ class Session:
 
         with _disable_current_modes():
             seen = described(self.steps, self.question)
+            evaluated = self.steps.evaluated()
             timelines = self.steps.timelines()
         if remark := self.steps.lengths.remark():
             self.notes.add("script_part_skipped", "lengths", remark)
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
             "job": seen.job,
-            "assumptions": seen.assumptions,
+            "assumptions": [*seen.assumptions, *evaluated],
+            "evaluated": bool(evaluated),
             "findings": [finding.to_mapping() for finding in self.notes.findings],
             "steps": len(self.steps.spans),
         }
-        self.answer_file.write_text(json.dumps(answer), encoding="utf-8")
+        written = self.answer_file.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(answer), encoding="utf-8")
+        written.replace(self.answer_file)
         _end(ANSWERED)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
+from peakcast.collectors.dryrun.evaluation import Evaluations
 from peakcast.collectors.dryrun.lengths import StepLengths
 from peakcast.collectors.tracing.phases import announced, inside_backward
 from peakcast.collectors.tracing.tracer import Tracer
@@ -21,8 +22,9 @@ class ScriptSteps:
     """Tells `tracer` what the script is doing, and calls `enough` once as many steps have ended as `lengths` asks for: when
     what comes after the last of them begins, so that gradients released after it are seen to go."""
 
-    def __init__(self, tracer: Tracer, enough: Callable[[], None], lengths: StepLengths) -> None:
+    def __init__(self, tracer: Tracer, enough: Callable[[], None], lengths: StepLengths, evaluations: Evaluations) -> None:
         self.tracer = tracer
+        self.evaluations = evaluations
         self.lengths = lengths
         self.spans: list[tuple[int, int]] = []
         """Of each step, the operations from and to; the first from the beginning of the script."""
@@ -70,6 +72,11 @@ class ScriptSteps:
         fullest = max(steps[1:], key=lambda step: step.peak().num_bytes)
         return {"first": steps[0], "steady": fullest, **{str(number): step for number, step in enumerate(steps)}}
 
+    def evaluated(self) -> tuple[str, ...]:
+        """What is said of evaluations, which are then as they are to be counted."""
+        held = (one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"])
+        return self.evaluations.said({id(one) for one in held})
+
     def close(self) -> None:
         """What has stepped and was not followed by another forward has ended now."""
         if self._stepped:
@@ -90,7 +97,8 @@ class ScriptSteps:
             if not self.inputs:
                 given = (one for one in inputs if isinstance(one, torch.Tensor) and one.ndim > 1)
                 self.inputs = next((tuple(one.shape[:-1]) for one in given), ())
-            if self.tracer.phase == Phase.OPTIMIZER_STEP or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
+            begins = self.evaluations.forward_begins(part) or self.tracer.phase == Phase.OPTIMIZER_STEP
+            if begins or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
                 self.tracer.phase = Phase.FORWARD
         if self.autocast is None and torch.is_autocast_enabled("cuda"):
             self.autocast = torch.get_autocast_dtype("cuda")

@@ -26,6 +26,7 @@ def dryrun(
     lengths: Annotated[
         str | None, typer.Option(metavar="SHORTEST..LONGEST", help="The same, of lengths that change from step to step.")
     ] = None,
+    skip_evaluation: Annotated[bool, typer.Option("--skip-evaluation", help="Do not count its evaluation.")] = False,
     timeout_seconds: Annotated[float, typer.Option(min=1.0, help="Longest that the script may take.")] = 600.0,
     memory_gib: Annotated[float | None, typer.Option(help="Host memory for it; default: 80 % of what is free.")] = None,
     output: Annotated[bool, typer.Option("--show-output", help="Show what the script prints.")] = False,
@@ -50,6 +51,7 @@ def dryrun(
             calibration,
             length=length,
             lengths=_range(lengths),
+            skip_evaluation=skip_evaluation,
             timeout_seconds=timeout_seconds,
             memory_gib=memory_gib,
             progress=_say,
