@@ -69,6 +69,13 @@ class Evaluations:
         most = max(self._tracer.timeline(one.start, self._stop(one)).peak().num_bytes for one in found)
         return (f"the evaluation at {places} counts, with {format_gib(most)} at most; --skip-evaluation leaves it out.",)
 
+    def before(self, instant: int) -> tuple[int, int] | None:
+        """From and to which operations the fullest evaluation went that had ended by `instant`; None where none counts."""
+        spans = [(one.start, one.stop) for one in self._seen if one.stop is not None and one.stop <= instant]
+        if self._skip or not spans:
+            return None
+        return max(spans, key=lambda span: self._tracer.timeline(*span).peak().num_bytes)
+
     def _stop(self, one: _Evaluation) -> int:
         return self._tracer.now if one.stop is None else one.stop
 

@@ -64,10 +64,11 @@ class ScriptSteps:
         torch.autograd.backward = counted
 
     def timelines(self) -> dict[str, Timeline]:
-        """Of the first and of a steady step; where lengths change, the fullest, and all by their numbers."""
+        """Of the first and of a steady step; where lengths change, the fullest, and all by their numbers. A script that has
+        evaluated before its first step does so again after later ones, with all that is there by then."""
         if not self.lengths.change:
-            spans = {"first": self.spans[0], "steady": self.spans[-1]}
-            return {name: self.tracer.timeline(*span) for name, span in spans.items()}
+            first, steady = self.tracer.timeline(*self.spans[0]), self.spans[-1]
+            return {"first": first, "steady": self.tracer.timeline(*steady, self.evaluations.before(self.spans[0][1]))}
         steps = [self.tracer.timeline(*span) for span in self.spans]
         fullest = max(steps[1:], key=lambda step: step.peak().num_bytes)
         return {"first": steps[0], "steady": fullest, **{str(number): step for number, step in enumerate(steps)}}
