@@ -281,8 +281,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                     self._entries[number][4] = name.removesuffix(".grad").rpartition(".")[0]
 
     def timeline(self, start: int, stop: int, again: tuple[int, int] | None = None) -> Timeline:
-        """What lived at the operations `start` to `stop` (exclusive), counted from 0; after them comes what has come and gone
-        within those of `again`, once more."""
+        """What lived at the operations `start` to `stop` (exclusive), counted from 0; after them comes what has come and
+        gone within those of `again`, once more."""
         first, last = again or (stop, stop)
         end, later = stop - start + last - first, stop - start - first
         entries = []
@@ -294,7 +294,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 entries.append(Entry(called, category, size, max(born - start, 0), gone, module))
             if again is not None and first <= born and dies is not None and dies <= last:
                 entries.append(Entry(called, category, size, born + later, dies + later, module))
-        phases, labels = (seen[start:stop] + seen[first:last] for seen in (self._phases, self._labels))
+        phases = self._phases[start:stop] + self._phases[first:last]
+        labels = self._labels[start:stop] + self._labels[first:last]
         return Timeline.from_entries(entries, phases, labels)
 
     def _guess(self, born: int, dies: int, stop: int) -> Category:
