@@ -59,6 +59,9 @@ def _install_groups(rank: int, world_size: int) -> None:
             if hasattr(module, function):
                 setattr(module, function, fake)
     dist.barrier = dist.monitored_barrier = lambda *_, **__: None  # type: ignore[assignment]
+    for name in ("set_timeout", "_set_pg_timeout"):  # of groups that never wait
+        for module in (dist, dist.distributed_c10d):
+            setattr(module, name, lambda *_, **__: None)
     dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
     dist.is_nccl_available = lambda: True  # type: ignore[assignment]
 
