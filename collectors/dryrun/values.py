@@ -147,6 +147,7 @@ def install(mode: ScriptMode) -> None:
     )
     # as torch.Tensor does for its own class alone
     FakeTensor.__format__ = lambda tensor, form: format(tensor.item() if tensor.ndim == 0 else str(tensor), form)
+    FakeTensor.__deepcopy__ = _copied
     make = torch.nn.Parameter.__new__
 
     def make_fake(cls: type[torch.nn.Parameter], data: Any = None, *arguments: Any, **keywords: Any) -> Any:
@@ -185,6 +186,13 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
         if buffer is not None:
             self._buffers[name] = convert(buffer)
     return self
+
+
+def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy` of a fake tensor, whose storage cannot be copied for itself."""
+    if id(tensor) not in memo:
+        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
 
 
 def _numbers(name: str, real: Any) -> Any:

@@ -129,6 +129,7 @@ def load() -> None:
 
 def _install(tracer: Tracer) -> None:
     from torch._dynamo.convert_frame import CatchErrorsWrapper
+    from torch._functorch._aot_autograd import runtime_wrappers
     from torch._inductor import async_compile, config, scheduler, select_algorithm
     from torch._inductor.fx_passes import joint_graph
     from torch.utils import _triton
@@ -154,6 +155,8 @@ def _install(tracer: Tracer) -> None:
         load=lambda code, extra, **_: types.SimpleNamespace(__file__="", key="")
     )
     CatchErrorsWrapper.__call__ = _unseen(CatchErrorsWrapper.__call__)  # type: ignore[method-assign]
+    if (backward := getattr(runtime_wrappers, "_AutogradBackwardCompiler", None)) is not None:  # from torch 2.12 on
+        backward.get_or_compile = _unseen(backward.get_or_compile)
     FakeTensorConverter.from_real_tensor = _of_changed_views(FakeTensorConverter.from_real_tensor)  # type: ignore[method-assign]
     folder = joint_graph.UniformValueConstantFolder  # looks at the values of one-element tensors
     for name in ("run", "_add_peephole_patterns"):
@@ -161,7 +164,8 @@ def _install(tracer: Tracer) -> None:
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile without the modes that see what runs: torch leaves them on for what `DistributedDataParallel` wraps."""
+    """Compile without the modes that see what runs: torch leaves them on for backward, and for what
+    `DistributedDataParallel` wraps."""
 
     @functools.wraps(function)
     def compiled(*arguments: Any, **keywords: Any) -> Any:
