@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from peakcast.collectors.dryrun.imports import when_imported
+from peakcast.collectors.dryrun.lengths import NUM_STEPS
 from peakcast.collectors.dryrun.noted import Notes, where
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.units import format_gib
@@ -19,6 +22,11 @@ TRAINER_STEP = 2
 """After this step the Trainer of transformers evaluates, if it ever does: the third step then meets what is left of it."""
 MOST_BATCHES = 8
 """Of one evaluation of the Trainer."""
+
+
+QUICK, MOST_STEPS, MOST_SECONDS = 10, 24, 30.0
+"""For an evaluation that comes after the steps that are asked for, so many more are followed, as long as each takes less
+than this part of those before, which compiled, and for so long at most."""
 
 
 @dataclass
@@ -46,13 +54,28 @@ class Evaluations:
     def forward_begins(self, network: torch.nn.Module) -> bool:
         """An outermost forward: whether training goes on after an evaluation with it."""
         running = self._seen[-1] if self._seen and self._seen[-1].stop is None else None
-        evaluates = not torch.is_grad_enabled() and not network.training
-        if evaluates and running is None:
+        if _evaluates(network) and running is None:
             self._seen.append(_Evaluation(network, where(), self._tracer.now))
         if running is None or not torch.is_grad_enabled():
             return False
         running.stop = self._tracer.now
         return True
+
+    def awaited(self, network: torch.nn.Module, steps: Sequence[float]) -> bool:
+        """Whether to go on with an outermost forward of `network` after enough steps: an evaluation runs, or the script has
+        one that has not come yet, and steps are quick now that all is compiled. `steps`: when the script began, and when
+        each step has ended, in seconds."""
+        if self._skip:
+            return False
+        if _evaluates(network) or self._seen:
+            return _evaluates(network)
+        before, step, beyond = steps[NUM_STEPS] - steps[0], steps[-1] - steps[-2], steps[-1] - steps[NUM_STEPS]
+        quick = QUICK * step < before and beyond < min(before, MOST_SECONDS) and len(steps) <= NUM_STEPS + MOST_STEPS
+        return quick and ".eval()" in _text_of_script()
+
+    def after(self, instant: int) -> int | None:
+        """Where the evaluation ended that began at `instant`; None where none did."""
+        return next((one.stop for one in self._seen if one.start >= instant and one.stop is not None), None)
 
     def said(self, trained: set[int]) -> tuple[str, ...]:
         """What was counted, once everything has run; what is to be skipped is taken out of the tracer. `trained`: the `id`s
@@ -68,6 +91,13 @@ class Evaluations:
             return ()
         most = max(self._tracer.timeline(one.start, self._stop(one)).peak().num_bytes for one in found)
         return (f"the evaluation at {places} counts, with {format_gib(most)} at most; --skip-evaluation leaves it out.",)
+
+    def before(self, instant: int) -> tuple[int, int] | None:
+        """From and to which operations the fullest evaluation went that had ended by `instant`; None where none counts."""
+        spans = [(one.start, one.stop) for one in self._seen if one.stop is not None and one.stop <= instant]
+        if self._skip or not spans:
+            return None
+        return max(spans, key=lambda span: self._tracer.timeline(*span).peak().num_bytes)
 
     def _stop(self, one: _Evaluation) -> int:
         return self._tracer.now if one.stop is None else one.stop
@@ -120,6 +150,18 @@ class Evaluations:
             return control
 
         flow.on_step_end = end_and_evaluate
+
+
+def _evaluates(network: torch.nn.Module) -> bool:
+    """Whether a forward of it now is one of an evaluation; what wraps a network may be in training mode all the same."""
+    return not torch.is_grad_enabled() and not all(part.training for part in network.modules())
+
+
+def _text_of_script() -> str:
+    try:
+        return Path(sys.argv[0]).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 class _Few:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ class ScriptSteps:
         self.tokens: tuple[int, ...] = ()
         """Shape of the largest batch of tokens that an embedding was given."""
         self.inputs: tuple[int, ...] = ()
-        """The same of what a network was given that has no embedding: its first tensor, without the last dimension."""
+        """The same of what a network was given whose embedding was not seen."""
         self.autocast: torch.dtype | None = None
         """The dtype of autocast, where a network ran under it."""
         self._enough = enough
@@ -45,6 +46,8 @@ class ScriptSteps:
         self._parameters: dict[int, str] = {}
         self._depth = 0
         self._stepped = False
+        self._ended = [time.monotonic()]
+        """When the script began, and when each step has ended."""
         self._backwards = 0
 
     def follow(self) -> None:
@@ -64,10 +67,11 @@ class ScriptSteps:
         torch.autograd.backward = counted
 
     def timelines(self) -> dict[str, Timeline]:
-        """Of the first and of a steady step; where lengths change, the fullest, and all by their numbers."""
+        """Of the first and of a steady step; where lengths change, the fullest, and all by their numbers. A script that has
+        evaluated before its first step does so again after later ones, with all that is there by then."""
         if not self.lengths.change:
-            spans = {"first": self.spans[0], "steady": self.spans[-1]}
-            return {name: self.tracer.timeline(*span) for name, span in spans.items()}
+            first, steady = self.tracer.timeline(*self.spans[0]), self.spans[-1]
+            return {"first": first, "steady": self.tracer.timeline(*steady, self.evaluations.before(self.spans[0][1]))}
         steps = [self.tracer.timeline(*span) for span in self.spans]
         fullest = max(steps[1:], key=lambda step: step.peak().num_bytes)
         return {"first": steps[0], "steady": fullest, **{str(number): step for number, step in enumerate(steps)}}
@@ -90,14 +94,14 @@ class ScriptSteps:
         if outermost:
             if self._stepped:
                 self._end_step()
-                if self.lengths.enough:
-                    self._enough()
+            begins = self.evaluations.forward_begins(part) or self.tracer.phase == Phase.OPTIMIZER_STEP
+            if self.lengths.enough and not self.evaluations.awaited(part, self._ended):
+                self._with_evaluation()
+                self._enough()
             if id(part) not in self._names:
                 self._meet(part)
             if not self.inputs:
-                given = (one for one in inputs if isinstance(one, torch.Tensor) and one.ndim > 1)
-                self.inputs = next((tuple(one.shape[:-1]) for one in given), ())
-            begins = self.evaluations.forward_begins(part) or self.tracer.phase == Phase.OPTIMIZER_STEP
+                self.inputs = _batch(inputs)
             if begins or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
                 self.tracer.phase = Phase.FORWARD
         if self.autocast is None and torch.is_autocast_enabled("cuda"):
@@ -142,13 +146,27 @@ class ScriptSteps:
     def _called(self, parameter: Any) -> str:
         return self._parameters.get(id(parameter), "parameter")
 
+    def _with_evaluation(self) -> None:
+        """The last step has the evaluation after it, if there was one."""
+        start, end = self.spans[-1]
+        self.spans[-1] = start, self.evaluations.after(end) or end
+
     def _end_step(self) -> None:
         gc.collect()  # what compiling leaves in cycles of references
         self.tracer.launched("step ends", ())
         start = self.spans[-1][1] if self.spans else 0
         self.spans.append((start, self.tracer.now))
         self.lengths.end_step()
+        self._ended.append(time.monotonic())
         self._stepped, self.micro_batches, self._backwards = False, self._backwards, 0
+
+
+def _batch(inputs: Any) -> tuple[int, ...]:
+    """Number and length of the rows of a batch: all dimensions of tokens, and of other tensors all but the last."""
+    given = [one for one in inputs if isinstance(one, torch.Tensor)]
+    tokens = (tuple(one.shape) for one in given if one.ndim and not (one.is_floating_point() or one.dtype is torch.bool))
+    others = (tuple(one.shape[:-1]) for one in given if one.ndim > 1)
+    return next(tokens, None) or next(others, ())
 
 
 def _plain(name: str) -> str:

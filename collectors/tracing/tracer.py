@@ -280,16 +280,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 if category is not Category.OPTIMIZER_STATES:  # a parameter's or gradient's name begins with its module's
                     self._entries[number][4] = name.removesuffix(".grad").rpartition(".")[0]
 
-    def timeline(self, start: int, stop: int) -> Timeline:
-        """What lived at the operations `start` to `stop` (exclusive), counted from 0."""
+    def timeline(self, start: int, stop: int, again: tuple[int, int] | None = None) -> Timeline:
+        """What lived at the operations `start` to `stop` (exclusive), counted from 0; after them comes what has come and
+        gone within those of `again`, once more."""
+        first, last = again or (stop, stop)
+        end, later = stop - start + last - first, stop - start - first
         entries = []
         for number, (name, size, born, dies, module) in self._entries.items():
             ends = stop if dies is None else dies
-            if born >= stop or ends <= start:
-                continue
             category, called = self._named.get(number, (self._guess(born, ends, stop), name))
-            entries.append(Entry(called, category, size, max(born - start, 0), min(ends, stop) - start, module))
-        return Timeline.from_entries(entries, self._phases[start:stop], self._labels[start:stop])
+            if born < stop and ends > start:
+                gone = end if ends >= stop else ends - start
+                entries.append(Entry(called, category, size, max(born - start, 0), gone, module))
+            if again is not None and first <= born and dies is not None and dies <= last:
+                entries.append(Entry(called, category, size, born + later, dies + later, module))
+        phases = self._phases[start:stop] + self._phases[first:last]
+        labels = self._labels[start:stop] + self._labels[first:last]
+        return Timeline.from_entries(entries, phases, labels)
 
     def _guess(self, born: int, dies: int, stop: int) -> Category:
         """What an unnamed storage is, by when it lives: kept from forward into backward, or passing."""
