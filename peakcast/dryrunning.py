@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,7 @@ from peakcast import catalog
 from peakcast.catalog import Device
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.dialects.translation import Translation
-from peakcast.errors import SpecError
+from peakcast.errors import PeakcastError, SpecError
 from peakcast.findings import Finding, ordered
 from peakcast.micro_batch import MOST_TOKENS
 from peakcast.questions import Question, on_node
@@ -21,11 +23,15 @@ from peakcast.timeline import Timeline
 from peakcast.units import GIB
 
 if TYPE_CHECKING:
+    from peakcast.advised import Advice
     from peakcast.collectors.dryrun.process import Seen
+    from peakcast.keeping import Kept
     from peakcast.models.calibration import Calibration
     from peakcast.prediction import Answer
 
 TIMEOUT_SECONDS = 600.0
+ADVISED = 0.01
+"""How far the ledger's peak of the job that was seen may be from the script's for its advice to hold."""
 MEMORY_SHARE = 0.8
 """Of the machine's free memory, what the script may use unless it is said."""
 
@@ -40,6 +46,10 @@ class Dryrun:
     command: tuple[str, ...]
     steps: int
     seconds: float
+    kept: Kept | None = None
+    """The recipe that was kept, where one was asked for."""
+    not_kept: str = ""
+    """Why none was."""
 
     @property
     def fits(self) -> str:
@@ -64,6 +74,7 @@ def dryrun(
     length: int | None = None,
     lengths: tuple[int, int] | None = None,
     skip_evaluation: bool = False,
+    save_recipe: str | Path | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     memory_gib: float | None = None,
     progress: Callable[[str], None] | None = None,
@@ -76,8 +87,9 @@ def dryrun(
     arguments that trains, a copy of which runs in another process. `rank`: 0 unless given; `world_size`: where no launcher
     says it. `length`: tokens of rows that stand in for data that cannot be fetched; `lengths`: of the shortest and the
     longest of them, where they are to change from step to step. `skip_evaluation`: evaluation does not count.
-    `timeout_seconds` and `memory_gib` (of the host) bound the script; `progress` is told what is being done, `output` what
-    the script prints.
+    `save_recipe`: a file to which the network is written, recorded, where that gives the script's own peak; `predict` takes
+    it as `recipe`. `timeout_seconds` and `memory_gib` (of the host) bound the script; `progress` is told what is done,
+    `output` what the script prints.
     Raises: SpecError or CatalogError for a question that cannot be, ScriptError with the script's last lines when it fails.
     """
     from peakcast.collectors.dryrun.command import Command, read_command
@@ -100,7 +112,7 @@ def dryrun(
     if progress is not None:
         progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
     job = job_from_mapping(seen.job)
-    return Dryrun(
+    found = Dryrun(
         answer=answered(job, device, number, seen, calibration),
         job=job,
         timelines=seen.timelines,
@@ -108,6 +120,19 @@ def dryrun(
         steps=seen.steps,
         seconds=seen.seconds,
     )
+    return found if save_recipe is None else _with_recipe(found, Path(save_recipe), device, number, progress)
+
+
+def _with_recipe(
+    found: Dryrun, path: Path, device: Device, rank: int, progress: Callable[[str], None] | None
+) -> Dryrun:
+    from peakcast.keeping import keep
+
+    try:
+        kept = keep(path, found.job, found.timelines, device, rank, shlex.join(found.command), progress)
+    except PeakcastError as error:
+        return replace(found, not_kept=error.message)
+    return replace(found, kept=kept)
 
 
 def answered(
@@ -123,9 +148,28 @@ def answered(
     return replace(
         found,
         assumptions=(*_said(seen), *found.assumptions),
+        first_to_try=_advice(job, device, rank, seen),
         not_modelled=tuple(gap.removeprefix("evaluation, " if seen.evaluated else "") for gap in found.not_modelled),
         findings=ordered((*found.findings, *_few_steps(seen))),
     )
+
+
+def _advice(job: TrainingJob, device: Device, rank: int, seen: Seen) -> tuple[Advice, ...]:
+    """What `predict` would say to `job`, where its own peak of that is the script's; nothing where the script does other
+    things, or trains a network that is none of transformers'."""
+    from peakcast.explaining.advice import first_to_try
+    from peakcast.keeping import UNDESCRIBED
+    from peakcast.models.analytical.ledger import ledger
+    from peakcast.models.analytical.scope import out_of_scope
+
+    if job.architecture.model_type == UNDESCRIBED:
+        return ()
+    with suppress(PeakcastError, NotImplementedError):
+        if not out_of_scope(job):
+            own = ledger(job, device=device, rank=rank, step="steady").peak().num_bytes
+            if abs(own / seen.timelines["steady"].peak().num_bytes - 1) <= ADVISED:
+                return first_to_try(job, device, rank)
+    return ()
 
 
 def _said(seen: Seen) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 import os
@@ -43,7 +44,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     weights = _dtype(parameters)
     job: dict[str, Any] = {
         "architecture": _architecture(network, config),
-        "framework": _framework(config),
+        "framework": _framework(steps.networks, config),
         "versions": _versions(),
         "micro_batch_size": batch,
         "sequence_length": length,
@@ -56,6 +57,8 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         },
         "optimizer": _optimizer(steps.optimizers),
         "finetuning": _finetuning(network),
+        **_of_transformers(network, config),
+        "framework_options": {"autocast": True} if steps.autocast and config is not None and weights == "float32" else {},
         "compile": _compiled(network),
         "parallelism": _parallelism(network),
         "batch": {"shortest_sequence": max(1, min(steps.lengths.of_steps))} if steps.lengths.change else {},
@@ -114,10 +117,12 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
     }
 
 
-def _framework(config: Any) -> str:
-    for package in ("deepspeed", "megatron"):
-        if package in sys.modules:
-            return package
+def _framework(networks: list[torch.nn.Module], config: Any) -> str:
+    for network in networks:
+        if type(network).__name__ == "DeepSpeedEngine":
+            return "deepspeed"
+        if any(type(part).__module__.startswith("megatron.") for part in network.modules()):
+            return "megatron"
     return "huggingface" if config is not None else "torch"
 
 
@@ -141,8 +146,33 @@ def _optimizer(optimizers: list[Any]) -> dict[str, Any]:
 
 def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
     """Low-rank adapters, as peft names them."""
-    ranks = [parameter.shape[0] for name, parameter in network.named_parameters() if ".lora_A." in name]
-    return {"method": "lora", "rank": int(ranks[0])} if ranks else {}
+    adapters = {name: parameter for name, parameter in network.named_parameters() if ".lora_A." in name}
+    if not adapters:
+        return {}
+    first = next(iter(adapters.values()))
+    drops = (part.p for name, part in network.named_modules() if ".lora_dropout." in name and hasattr(part, "p"))
+    return {
+        "method": "lora",
+        "rank": int(first.shape[0]),
+        "targets": sorted({name.partition(".lora_A.")[0].rpartition(".")[2] for name in adapters}),
+        "dropout": float(next(drops, 0.0)),
+        "adapter_dtype": DTYPES.get(first.dtype, "float32"),
+    }
+
+
+def _of_transformers(network: torch.nn.Module, config: Any) -> dict[str, Any]:
+    """What networks of transformers say of themselves: whether they checkpoint, and their kernels of attention."""
+    found: dict[str, Any] = {}
+    if any(getattr(part, "gradient_checkpointing", False) is True for part in network.modules()):
+        calls = (getattr(part, "_gradient_checkpointing_func", None) for part in network.modules())
+        settings = next((call.keywords for call in calls if isinstance(call, functools.partial)), {})
+        found["activation_checkpointing"] = {"mode": "full", "use_reentrant": bool(settings.get("use_reentrant", False))}
+    kernels = getattr(config, "_attn_implementation", None)
+    if kernels in ("eager", "sdpa", "flash_attention_2"):
+        found["attention"] = kernels
+    elif kernels == "flex_attention":
+        found["attention"] = "flex"
+    return found
 
 
 def _compiled(network: torch.nn.Module) -> bool:

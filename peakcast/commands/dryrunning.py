@@ -27,6 +27,9 @@ def dryrun(
         str | None, typer.Option(metavar="SHORTEST..LONGEST", help="The same, of lengths that change from step to step.")
     ] = None,
     skip_evaluation: Annotated[bool, typer.Option("--skip-evaluation", help="Do not count its evaluation.")] = False,
+    save_recipe: Annotated[
+        Path | None, typer.Option(help="Keep the network in this .json.gz file: predict --recipe FILE varies it.")
+    ] = None,
     timeout_seconds: Annotated[float, typer.Option(min=1.0, help="Longest that the script may take.")] = 600.0,
     memory_gib: Annotated[float | None, typer.Option(help="Host memory for it; default: 80 % of what is free.")] = None,
     output: Annotated[bool, typer.Option("--show-output", help="Show what the script prints.")] = False,
@@ -52,6 +55,7 @@ def dryrun(
             length=length,
             lengths=_range(lengths),
             skip_evaluation=skip_evaluation,
+            save_recipe=save_recipe,
             timeout_seconds=timeout_seconds,
             memory_gib=memory_gib,
             progress=_say,
@@ -62,6 +66,10 @@ def dryrun(
             print("\n".join(f"  | {line}" for line in error.last_lines), file=sys.stderr)
         raise
     print(render.json_text(found.to_mapping()) if json else render.prediction_text(found.answer, whole=all_findings))
+    if found.not_kept:
+        raise SpecError(found.not_kept, parameter="save_recipe", value=str(save_recipe))
+    if found.kept is not None:
+        _say(f"the recipe of {found.job.architecture.name} is in {save_recipe}. {found.kept.text()}")
     raise typer.Exit(FITS_EXIT_CODES[found.fits])
 
 

@@ -70,6 +70,7 @@ def test_what_is_counted_and_chosen_by_tokens_is_known():
             assert kept.sum().item() == 48
             assert moved[kept].shape == (48,)
             assert kept.nonzero().shape == (48, 1)
+            assert (~kept & kept).nonzero().view(-1).shape == (0,)
             assert moved.max().tolist() == 63
             assert moved.unique().numpy()[0] == -100
             rows = model(moved[kept])
