@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from peakcast.catalog import Device
+from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.tracing import fake_cuda, fake_streams, inductor
 from peakcast.collectors.tracing.tracer import Tracer
 
@@ -110,6 +111,20 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
     torch.version.cuda = torch.version.cuda or "12.8"
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor.to(own)  # type: ignore[method-assign]
     _answer_for_accelerators(gpus_per_node, own)
+    when_imported("torch.utils.cpp_extension", _build_nothing)
+
+
+def _build_nothing(module: Any) -> None:
+    """Kernels that a library would compile now change what they are given, as far as fake tensors can tell."""
+    module.load = module.load_inline = lambda *_, **__: _Kernels()
+    module.CUDA_HOME = module.CUDA_HOME or "/usr/local/cuda"
+
+
+class _Kernels:
+    """A compiled extension."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _always(None)
 
 
 def name_of(device: Device) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from peakcast.collectors.dryrun.imports import when_imported
+
 _GROUP_USERS = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
 
 
@@ -27,7 +29,7 @@ def set_environment(rank: int, world_size: int, ranks_per_node: int, *, launched
 
 def install(rank: int, world_size: int) -> None:
     """Make every process group of this process a fake one of `world_size` ranks."""
-    from peakcast.collectors.tracing import dtensors
+    from peakcast.collectors.tracing import deepspeed_fakes, dtensors
 
     if world_size > 1:
         dtensors.install()
@@ -36,6 +38,8 @@ def install(rank: int, world_size: int) -> None:
     _install_groups(rank, world_size)
     _install_objects()
     _install_ddp()
+    os.environ["DS_ACCELERATOR"] = "cuda"
+    when_imported("deepspeed", lambda module: deepspeed_fakes.install())
 
 
 def _install_groups(rank: int, world_size: int) -> None:
