@@ -8,13 +8,14 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.steps import ScriptSteps
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -60,11 +61,11 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         **_of_transformers(network, config),
         "framework_options": {"autocast": True} if steps.autocast and config is not None and weights == "float32" else {},
         "compile": _compiled(network),
-        "parallelism": _parallelism(network),
+        "parallelism": _parallelism(steps.networks),
         "batch": {"shortest_sequence": max(1, min(steps.lengths.of_steps))} if steps.lengths.change else {},
         "allocator": _allocator(),
     }
-    return Described(job, ())
+    return Described(_told(job), ())
 
 
 def _sizes(steps: ScriptSteps) -> tuple[int, int]:
@@ -181,18 +182,38 @@ def _compiled(network: torch.nn.Module) -> bool:
     )
 
 
-def _parallelism(network: torch.nn.Module) -> dict[str, Any]:
-    """Ranks by what holds the network: sharded, replicated, or neither."""
+MESH_NAMES = {"tp": "tensor", "tensor": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
+"""What scripts call dimensions of a mesh, and jobs the parallelism along them."""
+
+
+def _parallelism(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """Ranks by what holds the networks: sharded, replicated, or neither; and by the meshes that the script has made."""
     if not dist.is_initialized():
         return {}
-    world_size = dist.get_world_size()
-    kinds = {type(part).__name__ for part in network.modules()}
-    sharded = any(name.startswith("FSDP") for name in kinds)
+    sizes = {MESH_NAMES[name]: size for name, size in MESH_SIZES.items() if name in MESH_NAMES and size > 1}
+    divided = math.prod(size for name, size in sizes.items() if name != "expert")
+    found: dict[str, Any] = {f"{name}_parallel_size": size for name, size in sizes.items()}
+    found["data_parallel_size"] = max(1, dist.get_world_size() // divided)
+    parts = [part for network in networks for part in network.modules()]
+    kinds = {type(part).__name__ for part in parts}
     if "FullyShardedDataParallel" in kinds:
-        return {"data_parallel_size": world_size, "sharding": "fsdp1"}
-    if sharded:
-        return {"data_parallel_size": world_size, "sharding": "fsdp2"}
-    return {"data_parallel_size": world_size}
+        found["sharding"] = "fsdp1"
+    elif any(name.startswith("FSDP") for name in kinds):
+        found["sharding"] = "fsdp2"
+    stage = next((part.zero_optimization_stage() for part in parts if type(part).__name__ == "DeepSpeedEngine"), 0)
+    return {**found, "zero_stage": stage} if stage else found
+
+
+def _told(job: dict[str, Any]) -> dict[str, Any]:
+    """`job`, with its ranks all alike where a job cannot divide the network as the script does."""
+    from peakcast.dialects.job_file import job_from_mapping
+    from peakcast.errors import PeakcastError
+
+    try:
+        job_from_mapping(job)
+    except PeakcastError:
+        return {**job, "parallelism": {"data_parallel_size": dist.get_world_size()} if dist.is_initialized() else {}}
+    return job
 
 
 def _allocator() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from typing import Any
@@ -33,6 +34,7 @@ def install(rank: int, world_size: int) -> None:
 
     if world_size > 1:
         dtensors.install()
+        _remember_meshes()
         random: Any = importlib.import_module("torch.distributed.tensor._random")
         random.manual_seed = lambda *_, **__: None  # it would set the state of a GPU's generator
     _install_groups(rank, world_size)
@@ -40,6 +42,25 @@ def install(rank: int, world_size: int) -> None:
     _install_ddp()
     os.environ["DS_ACCELERATOR"] = "cuda"
     when_imported("deepspeed", lambda module: deepspeed_fakes.install())
+
+
+MESH_SIZES: dict[str, int] = {}
+"""Ranks along each dimension of the meshes that the script has made, by the dimension's name."""
+
+
+def _remember_meshes() -> None:
+    """What dimensions a script divides its ranks into."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    make = DeviceMesh.__init__
+
+    @functools.wraps(make)
+    def made(self: Any, *arguments: Any, **keywords: Any) -> None:
+        make(self, *arguments, **keywords)
+        for name, size in zip(self.mesh_dim_names or (), self.shape, strict=False):
+            MESH_SIZES[name] = max(size, MESH_SIZES.get(name, 1))
+
+    DeviceMesh.__init__ = made  # type: ignore[method-assign]
 
 
 def _install_groups(rank: int, world_size: int) -> None:
