@@ -145,16 +145,27 @@ def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
     }.items():
         if hasattr(accelerator, question):
             setattr(accelerator, question, _to_scripts(_always(answer), getattr(accelerator, question)))
+    ours: Any = torch._C
+    known = ours._get_accelerator
+
+    def accelerator_of_asker(*given: Any) -> Any:  # FSDP's default mesh is of it; the rest of a CPU-only build has none
+        return torch.device("cuda") if _asker().startswith("torch.distributed.") else known(*given)
+
+    ours._get_accelerator = accelerator_of_asker
 
 
 def _to_scripts(answer: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """`answer` to all but torch itself, which gets what it got before: it would start a driver, or make real tensors."""
 
     def asked(*arguments: Any, **keywords: Any) -> Any:
-        asker = sys._getframe(1).f_globals.get("__name__", "")
-        return (otherwise if asker.partition(".")[0] == "torch" else answer)(*arguments, **keywords)
+        return (otherwise if _asker().partition(".")[0] == "torch" else answer)(*arguments, **keywords)
 
     return asked
+
+
+def _asker() -> str:
+    """The module that called the caller."""
+    return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 _is_available = _to_scripts(lambda: True, lambda: False)

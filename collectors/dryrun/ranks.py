@@ -30,6 +30,7 @@ def set_environment(rank: int, world_size: int, ranks_per_node: int, *, launched
 
 def install(rank: int, world_size: int) -> None:
     """Make every process group of this process a fake one of `world_size` ranks."""
+    from peakcast.collectors.dryrun import pipelines
     from peakcast.collectors.tracing import deepspeed_fakes, dtensors
 
     if world_size > 1:
@@ -41,6 +42,7 @@ def install(rank: int, world_size: int) -> None:
     _install_objects()
     _install_ddp()
     os.environ["DS_ACCELERATOR"] = "cuda"
+    pipelines.install()
     when_imported("deepspeed", lambda module: deepspeed_fakes.install())
 
 
