@@ -7,16 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import peakcast
-from peakcast import collectors
+from peakcast.collectors.environments import environment_for
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob, job_to_mapping
 
@@ -49,9 +46,7 @@ class Recorder:
         self._worker: _Worker | None = None
 
     def __enter__(self) -> Recorder:
-        self._environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
-        if self._python != sys.executable:
-            self._environment["PYTHONPATH"] = str(self._around.enter_context(_package()))
+        self._environment = self._around.enter_context(environment_for(self._python))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -86,19 +81,6 @@ class Recorder:
         if self._worker is not None:
             self._worker.end()
         self._worker = None
-
-
-@contextmanager
-def _package() -> Iterator[Path]:
-    """A folder from which an interpreter that does not have peakcast can import it."""
-    with tempfile.TemporaryDirectory(prefix="peakcast-") as folder:
-        package = Path(folder) / "peakcast"
-        package.mkdir()
-        for entry in Path(peakcast.__path__[0]).iterdir():
-            (package / entry.name).symlink_to(entry)
-        if not (package / "collectors").exists():  # in a checkout it stands beside
-            (package / "collectors").symlink_to(Path(collectors.__path__[0]))
-        yield Path(folder)
 
 
 class _Worker:

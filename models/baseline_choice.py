@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, get_args
@@ -16,20 +16,23 @@ BaselineName = Literal["auto", "ledger", "recipe", "trace"]
 Trace = Callable[[TrainingJob, int, str | None], dict[str, Timeline]]
 """A job, a rank and a GPU type, whose kernels run -> the timelines of its "first" and "steady" step."""
 _CHOSEN: ContextVar[tuple[BaselineName, Trace | None]] = ContextVar("baseline", default=("auto", None))
+_STEPS: ContextVar[Sequence[Timeline]] = ContextVar("steps", default=())
 
 
 @contextmanager
-def baseline_from(name: str, trace: Trace | None = None) -> Iterator[None]:
-    """In here answers come from `name`; `trace` is who traces. Raises: SpecError for another name."""
+def baseline_from(name: str, trace: Trace | None = None, steps: Sequence[Timeline] = ()) -> Iterator[None]:
+    """In here answers come from `name`; `trace` is who traces. `steps`: those of the run in their order, where they differ
+    and were seen. Raises: SpecError for another name."""
     if name not in get_args(BaselineName):
         raise SpecError(
             f"baseline={name!r} must be one of {', '.join(get_args(BaselineName))}.", parameter="baseline", value=name
         )
-    token = _CHOSEN.set((name, trace))  # type: ignore[arg-type]
+    token, steps_token = _CHOSEN.set((name, trace)), _STEPS.set(steps)  # type: ignore[arg-type]
     try:
         yield
     finally:
         _CHOSEN.reset(token)
+        _STEPS.reset(steps_token)
 
 
 def chosen() -> BaselineName:
@@ -40,3 +43,8 @@ def chosen() -> BaselineName:
 def tracer() -> Trace | None:
     """Who traces, where answers come from traces."""
     return _CHOSEN.get()[1]
+
+
+def seen_steps() -> Sequence[Timeline]:
+    """The steps of the run, where they differ and were seen."""
+    return _STEPS.get()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from peakcast.recording import ensure_recipe, timelines_from
 if TYPE_CHECKING:
     from peakcast.models.calibration import Calibration
     from peakcast.prediction import Answer, Prediction
+    from peakcast.timeline import Timeline
 
 
 def answer(asked: Question, calibration: Calibration | str | Path | None = None) -> Prediction:
@@ -49,9 +51,14 @@ def full_answer(
         return _full_answer(asked, calibration, all_ranks=all_ranks, advises=baseline != "trace")
 
 
-def answer_from_trace(asked: Question, trace: Trace, calibration: Calibration | str | Path | None = None) -> Answer:
-    """`full_answer` with `baseline` "trace", of timelines that `trace` has."""
-    with baseline_from("trace", trace):
+def answer_from_trace(
+    asked: Question,
+    trace: Trace,
+    calibration: Calibration | str | Path | None = None,
+    steps: Sequence[Timeline] = (),
+) -> Answer:
+    """`full_answer` with `baseline` "trace", of timelines that `trace` has. `steps`: all of a run whose steps differ."""
+    with baseline_from("trace", trace, steps):
         return _full_answer(asked, calibration, all_ranks=False, advises=False)
 
 

@@ -74,6 +74,7 @@ def predict(
     host_memory_gib: float | None = None,
     gpus_per_node: int | None = None,
     baseline: str = "auto",
+    recipe: str | Path | None = None,
 ) -> Answer:
     """The four peaks of one rank of `job` on `gpu`, in bytes, with error bars, and whether it fits.
 
@@ -85,11 +86,23 @@ def predict(
     first and what is not modelled; `all_ranks` adds the peaks of every distinct rank. `host_memory_gib` is the host memory
     of a node, in GiB, which its `gpus_per_node` (8) ranks share and the verdict then weighs. `baseline`: "ledger" (the
     hand-written blocks), "recipe" (recorded from the library installed here), "trace" (of the whole step, seconds for each
-    rank), or "auto": the ledger, and a recipe for a network of a family that it does not know.
+    rank), or "auto": the ledger, and a recipe for a network of a family that it does not know. `recipe`: the path of one
+    that a dry run kept, of whose script `job` then is (None: as it ran).
     Raises: SpecError, CatalogError or CalibrationError naming the parameter, the value, the rule and the way out.
     """
-    asked = question(job, gpu, rank, host_memory_gib=host_memory_gib, gpus_per_node=gpus_per_node)
-    return full_answer(asked, calibration, all_ranks=all_ranks, baseline=baseline)
+    nodes = {"host_memory_gib": host_memory_gib, "gpus_per_node": gpus_per_node}
+    if recipe is None:
+        asked = question(job, gpu, rank, **nodes)  # type: ignore[arg-type]
+        return full_answer(asked, calibration, all_ranks=all_ranks, baseline=baseline)
+    from dataclasses import replace
+
+    from peakcast.keeping import read_kept, recipe_from
+
+    kept = read_kept(path := Path(recipe))
+    asked = question(kept.job if job is None else job, gpu, rank, **nodes)  # type: ignore[arg-type]
+    with recipe_from(kept, path, asked.job) as said:
+        found = full_answer(asked, calibration, all_ranks=all_ranks, baseline="recipe")
+    return replace(found, assumptions=(said, *found.assumptions))
 
 
 def read(

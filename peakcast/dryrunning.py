@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,19 +14,24 @@ from peakcast import catalog
 from peakcast.catalog import Device
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.dialects.translation import Translation
-from peakcast.errors import SpecError
+from peakcast.errors import PeakcastError, SpecError
 from peakcast.findings import Finding, ordered
+from peakcast.micro_batch import MOST_TOKENS
 from peakcast.questions import Question, on_node
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
 from peakcast.units import GIB
 
 if TYPE_CHECKING:
+    from peakcast.advised import Advice
     from peakcast.collectors.dryrun.process import Seen
+    from peakcast.keeping import Kept
     from peakcast.models.calibration import Calibration
     from peakcast.prediction import Answer
 
 TIMEOUT_SECONDS = 600.0
+ADVISED = 0.01
+"""How far the ledger's peak of the job that was seen may be from the script's for its advice to hold."""
 MEMORY_SHARE = 0.8
 """Of the machine's free memory, what the script may use unless it is said."""
 
@@ -39,6 +46,10 @@ class Dryrun:
     command: tuple[str, ...]
     steps: int
     seconds: float
+    kept: Kept | None = None
+    """The recipe that was kept, where one was asked for."""
+    not_kept: str = ""
+    """Why none was."""
 
     @property
     def fits(self) -> str:
@@ -61,6 +72,9 @@ def dryrun(
     calibration: Calibration | str | Path | None = None,
     *,
     length: int | None = None,
+    lengths: tuple[int, int] | None = None,
+    skip_evaluation: bool = False,
+    save_recipe: str | Path | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     memory_gib: float | None = None,
     progress: Callable[[str], None] | None = None,
@@ -70,16 +84,20 @@ def dryrun(
     in bytes, with error bars, as `predict` has them of traces.
 
     `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function of no
-    arguments that trains. `rank`: 0 unless given; `world_size`: where no launcher says it. `length`: tokens of rows that
-    stand in for data that cannot be fetched. `timeout_seconds` and `memory_gib` (host memory) bound the script; `progress`
-    is told what is being done, `output` what the script prints.
+    arguments that trains, a copy of which runs in another process. `rank`: 0 unless given; `world_size`: where no launcher
+    says it. `length`: tokens of rows that stand in for data that cannot be fetched; `lengths`: of the shortest and the
+    longest of them, where they are to change from step to step. `skip_evaluation`: evaluation does not count.
+    `save_recipe`: a file to which the network is written, recorded, where that gives the script's own peak; `predict` takes
+    it as `recipe`. `timeout_seconds` and `memory_gib` (of the host) bound the script; `progress` is told what is done,
+    `output` what the script prints.
     Raises: SpecError or CatalogError for a question that cannot be, ScriptError with the script's last lines when it fails.
     """
     from peakcast.collectors.dryrun.command import Command, read_command
+    from peakcast.collectors.dryrun.functions import name_of
     from peakcast.collectors.dryrun.process import Limits, run
 
     device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), None, None)
-    asked = Command(script=_called(command)) if callable(command) else read_command([str(word) for word in command])
+    asked = Command(script=name_of(command)) if callable(command) else read_command([str(word) for word in command])
     if world_size is not None:
         per_node = asked.ranks_per_node if asked.world_size > 1 else device.gpus_per_node
         asked = replace(asked, world_size=world_size, ranks_per_node=min(per_node, world_size), launched=True)
@@ -89,11 +107,12 @@ def dryrun(
     if progress is not None:
         ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
         progress(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
-    seen = run(asked, device.name, number, limits, function=function, length=length, output=output)
+    more = {"lengths": _lengths(length, lengths), "skip_evaluation": skip_evaluation}
+    seen = run(asked, device.name, number, limits, function=function, output=output, **more)  # type: ignore[arg-type]
     if progress is not None:
         progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
     job = job_from_mapping(seen.job)
-    return Dryrun(
+    found = Dryrun(
         answer=answered(job, device, number, seen, calibration),
         job=job,
         timelines=seen.timelines,
@@ -101,10 +120,19 @@ def dryrun(
         steps=seen.steps,
         seconds=seen.seconds,
     )
+    return found if save_recipe is None else _with_recipe(found, Path(save_recipe), device, number, progress)
 
 
-def _called(function: Callable[[], object]) -> str:
-    return str(getattr(function, "__name__", "function"))
+def _with_recipe(
+    found: Dryrun, path: Path, device: Device, rank: int, progress: Callable[[str], None] | None
+) -> Dryrun:
+    from peakcast.keeping import keep
+
+    try:
+        kept = keep(path, found.job, found.timelines, device, rank, shlex.join(found.command), progress)
+    except PeakcastError as error:
+        return replace(found, not_kept=error.message)
+    return replace(found, kept=kept)
 
 
 def answered(
@@ -114,16 +142,46 @@ def answered(
     from peakcast.answers import answer_from_trace
 
     question = Question(translation=Translation(job=job, findings=seen.findings), device=device, rank=rank)
-    found = answer_from_trace(question, lambda *_: dict(seen.timelines), calibration)
+    timelines = dict(seen.timelines)
+    steps = [timelines[number] for number in map(str, range(seen.steps)) if number in timelines]
+    found = answer_from_trace(question, lambda *_: timelines, calibration, steps)
     return replace(
         found,
         assumptions=(*_said(seen), *found.assumptions),
+        first_to_try=_advice(job, device, rank, seen),
+        not_modelled=tuple(gap.removeprefix("evaluation, " if seen.evaluated else "") for gap in found.not_modelled),
         findings=ordered((*found.findings, *_few_steps(seen))),
     )
 
 
+def _advice(job: TrainingJob, device: Device, rank: int, seen: Seen) -> tuple[Advice, ...]:
+    """What `predict` would say to `job`, where its own peak of that is the script's; nothing where the script does other
+    things, or trains a network that is none of transformers'."""
+    from peakcast.explaining.advice import first_to_try
+    from peakcast.keeping import UNDESCRIBED
+    from peakcast.models.analytical.ledger import ledger
+    from peakcast.models.analytical.scope import out_of_scope
+
+    if job.architecture.model_type == UNDESCRIBED:
+        return ()
+    with suppress(PeakcastError, NotImplementedError):
+        if not out_of_scope(job):
+            own = ledger(job, device=device, rank=rank, step="steady").peak().num_bytes
+            if abs(own / seen.timelines["steady"].peak().num_bytes - 1) <= ADVISED:
+                return first_to_try(job, device, rank)
+    return ()
+
+
 def _said(seen: Seen) -> tuple[str, ...]:
-    return (*seen.assumptions, "tensors are those of the script, of which no value on the GPU was known.")
+    said = (*seen.assumptions, "tensors are those of the script, of which no value on the GPU was known.")
+    lengths = seen.job.get("batch", {}).get("shortest_sequence")
+    if lengths is None:
+        return said
+    return (
+        *said,
+        f"the {seen.steps} steps that were seen are replayed in turn, whose longest sequences have {lengths:,} to "
+        f"{seen.job['sequence_length']:,} tokens; tensors are those of the fullest step.",
+    )
 
 
 def _few_steps(seen: Seen) -> tuple[Finding, ...]:
@@ -131,6 +189,23 @@ def _few_steps(seen: Seen) -> tuple[Finding, ...]:
         return ()
     sentence = "the script ended after one optimizer step: the steady step is taken as the first one."
     return (Finding("script_part_skipped", "command", "either", sentence),)
+
+
+def _lengths(length: int | None, lengths: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Tokens of the shortest and the longest row; None where nobody has said."""
+    if length is not None and lengths is not None:
+        raise SpecError("length and lengths contradict each other; give one of them.", parameter="lengths", value=lengths)
+    shortest, longest = lengths or (length, length)
+    if shortest is None or longest is None:
+        return None
+    if not 1 <= shortest <= longest <= MOST_TOKENS:
+        raise SpecError(
+            f"lengths={shortest}..{longest} must be the tokens of the shortest and the longest row, from 1 to "
+            f"{MOST_TOKENS:,}; give such as 128..4096.",
+            parameter="lengths",
+            value=lengths,
+        )
+    return shortest, longest
 
 
 def _rank(rank: int | None, world_size: int) -> int:

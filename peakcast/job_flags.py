@@ -98,6 +98,7 @@ VERSIONS = {
 """How a command is told the versions of packages: name -> its type and option."""
 BESIDE = {
     "with_": (list[Path], typer.Option("--with", help="Another file that JOB needs, such as ds_config.json; repeatable.")),
+    "recipe": (Path, typer.Option(help="One that peakcast dryrun --save-recipe kept, in the place of JOB.")),
     "num_gpus": (int, typer.Option(min=1, help="GPUs of the whole run, where JOB does not say.")),
     "dialect": (str, typer.Option(help="What JOB is written in, where its keys do not tell.")),
     **VERSIONS,
@@ -113,12 +114,14 @@ class AskedJob:
     flags: Mapping[str, object]
     settings: Sequence[str]
     beside: Beside = NOTHING
+    recipe: Path | None = None
+    """One that a dry run kept, whose job stands for JOB."""
 
     @property
     def given(self) -> bool:
         """Whether anything was said at all."""
         beside = bool(self.beside) or bool(self.beside.versions)
-        return self.job is not None or bool(self.flags) or bool(self.settings) or beside
+        return self.job is not None or self.recipe is not None or bool(self.flags) or bool(self.settings) or beside
 
     def other(self, against: str | None) -> object:
         """The second job that `against` names: this job with FIELD=VALUE changed, or a file or catalog name; None for none.
@@ -129,8 +132,22 @@ class AskedJob:
         return job_from_flags(self.job, self.flags, [*self.settings, against], self.beside)
 
     def read(self) -> Mapping[str, Any] | Translation:
-        """The job, as every door takes it. Raises: SpecError."""
+        """The job, as every door takes it. Raises: SpecError, RecordError."""
+        if self.recipe is not None:
+            return self._changed_recipe(self.recipe)
         return job_from_flags(self.job, self.flags, self.settings, self.beside)
+
+
+    def _changed_recipe(self, recipe: Path) -> Mapping[str, Any]:
+        from peakcast.keeping import read_kept
+        from peakcast.spec import job_to_mapping
+
+        if self.job is not None or self.beside:
+            raise SpecError(
+                f"--recipe {recipe} has its job with it; leave JOB out, and change its fields by flags.", parameter="recipe"
+            )
+        changes = {**self.flags, **dict(_setting(text) for text in self.settings)}
+        return _changed(job_to_mapping(read_kept(recipe).job), changes, str(recipe))
 
 
 def takes_job(command: Callable[..., None]) -> Callable[..., None]:
@@ -145,8 +162,9 @@ def takes_job(command: Callable[..., None]) -> Callable[..., None]:
         flags = {field: value for flag, value in given.items() if value is not None for field in flag.fields}
         said = {name: others.pop(name) for name in beside}
         versions = asked_versions(*(said.pop(name) for name in VERSIONS))
-        files = tuple(said.pop("with_", None) or ())
-        command(AskedJob(job, flags, set_ or [], Beside(files=files, versions=versions, **said)), **others)
+        files, recipe = tuple(said.pop("with_", None) or ()), said.pop("recipe", None)
+        asked = AskedJob(job, flags, set_ or [], Beside(files=files, versions=versions, **said), recipe)
+        command(asked, **others)
 
     def option(name: str, annotation: object) -> inspect.Parameter:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

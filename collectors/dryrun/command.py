@@ -7,14 +7,17 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from peakcast.bounded import is_file, yaml_value
-from peakcast.dialects.launch import LAUNCHER_SWITCHES
+from peakcast.bounded import file_bytes, first_bytes, is_file, yaml_value
+from peakcast.dialects.launch import LAUNCHER_SWITCHES, after_wrappers
+from peakcast.dialects.shell import MAX_CHARACTERS, read_script
 from peakcast.errors import SpecError
 
 PYTHON = re.compile(r"(.*/)?python(\d(\.\d+)?)?t?")
+SHELLS = ("sh", "bash", "zsh", "dash")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 MODULES = {
     "torch.distributed.run": "torchrun",
@@ -52,8 +55,10 @@ def read_command(command: Sequence[str]) -> Command:
     variables: list[str] = []
     while words and ((not variables and words[0] == "env") or re.fullmatch(r"[A-Za-z_]\w*=.*", words[0])):
         variables.append(words.pop(0))
+    words, given = after_wrappers(words)
+    variables += [f"{name}={value}" for name, value in given.items()]
     found = _read(words)
-    return replace(found, environment=tuple(variable for variable in variables if variable != "env"))
+    return replace(found, environment=(*found.environment, *(variable for variable in variables if variable != "env")))
 
 
 def _read(words: list[str]) -> Command:
@@ -64,6 +69,8 @@ def _read(words: list[str]) -> Command:
         )
     python = sys.executable
     first = words[0]
+    if os.path.basename(first) in SHELLS or _is_shell_script(first):
+        return _shell(words[1:] if os.path.basename(first) in SHELLS else words)
     if PYTHON.fullmatch(first):
         python, words = _interpreter(first), _after_options(words[1:])
         if words[:1] == ["-m"] and len(words) > 1:
@@ -75,6 +82,47 @@ def _read(words: list[str]) -> Command:
     if os.path.basename(words[0]) in LAUNCHERS:
         return replace(_launched(os.path.basename(words[0]), words[1:]), python=python)
     return _script(words)
+
+
+def _is_shell_script(word: str) -> bool:
+    if not is_file(word):
+        return False
+    start = first_bytes(Path(word), 200).split(b"\n")[0]
+    return word.endswith(".sh") or (start.startswith(b"#!") and start.endswith(tuple(name.encode() for name in SHELLS)))
+
+
+def _shell(words: Sequence[str]) -> Command:
+    """The last command that trains of those that a shell is given, which are read and not run."""
+    words = list(words)
+    while words and words[0].startswith("-") and words[0] not in ("-c", "-lc", "-xc", "-ec"):
+        words = words[1:]
+    if words[:1] and words[0].startswith("-"):
+        text, name = " ".join(words[1:2]), "the shell's command"
+    elif words and is_file(words[0]):
+        name = words[0]
+        text = file_bytes(Path(name), 4 * MAX_CHARACTERS).decode(errors="replace")
+    else:
+        raise SpecError(f"command: the shell script {words[:1]} is not there.", parameter="command", value=words[:1])
+    found = []
+    for command in read_script(text).commands:
+        variables = [f"{key}={value}" for key, value in command.env.items()]
+        with suppress(SpecError):
+            if command.words[:1] and os.path.basename(command.words[0]) not in SHELLS:
+                found.append(read_command([*variables, *command.words]))
+    training = [command for command in found if command.launched] or [command for command in found if is_python(command)]
+    if not training:
+        raise SpecError(
+            f"command: {name} starts nothing that trains, as far as it can be read without running it; put peakcast dryrun "
+            "before the command in it that does.",
+            parameter="command",
+            value=name,
+        )
+    return training[-1]
+
+
+def is_python(command: Command) -> bool:
+    """Whether what it runs is Python by its name."""
+    return command.as_module or command.script.endswith(".py")
 
 
 def _interpreter(word: str) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.steps import ScriptSteps
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -43,7 +45,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     weights = _dtype(parameters)
     job: dict[str, Any] = {
         "architecture": _architecture(network, config),
-        "framework": _framework(config),
+        "framework": _framework(steps.networks, config),
         "versions": _versions(),
         "micro_batch_size": batch,
         "sequence_length": length,
@@ -56,11 +58,14 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         },
         "optimizer": _optimizer(steps.optimizers),
         "finetuning": _finetuning(network),
+        **_of_transformers(network, config),
+        "framework_options": {"autocast": True} if steps.autocast and config is not None and weights == "float32" else {},
         "compile": _compiled(network),
-        "parallelism": _parallelism(network),
+        "parallelism": _parallelism(steps.networks),
+        "batch": {"shortest_sequence": max(1, min(steps.lengths.of_steps))} if steps.lengths.change else {},
         "allocator": _allocator(),
     }
-    return Described(job, ())
+    return Described(_told(job), ())
 
 
 def _sizes(steps: ScriptSteps) -> tuple[int, int]:
@@ -113,10 +118,12 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
     }
 
 
-def _framework(config: Any) -> str:
-    for package in ("deepspeed", "megatron"):
-        if package in sys.modules:
-            return package
+def _framework(networks: list[torch.nn.Module], config: Any) -> str:
+    for network in networks:
+        if type(network).__name__ == "DeepSpeedEngine":
+            return "deepspeed"
+        if any(type(part).__module__.startswith("megatron.") for part in network.modules()):
+            return "megatron"
     return "huggingface" if config is not None else "torch"
 
 
@@ -140,8 +147,33 @@ def _optimizer(optimizers: list[Any]) -> dict[str, Any]:
 
 def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
     """Low-rank adapters, as peft names them."""
-    ranks = [parameter.shape[0] for name, parameter in network.named_parameters() if ".lora_A." in name]
-    return {"method": "lora", "rank": int(ranks[0])} if ranks else {}
+    adapters = {name: parameter for name, parameter in network.named_parameters() if ".lora_A." in name}
+    if not adapters:
+        return {}
+    first = next(iter(adapters.values()))
+    drops = (part.p for name, part in network.named_modules() if ".lora_dropout." in name and hasattr(part, "p"))
+    return {
+        "method": "lora",
+        "rank": int(first.shape[0]),
+        "targets": sorted({name.partition(".lora_A.")[0].rpartition(".")[2] for name in adapters}),
+        "dropout": float(next(drops, 0.0)),
+        "adapter_dtype": DTYPES.get(first.dtype, "float32"),
+    }
+
+
+def _of_transformers(network: torch.nn.Module, config: Any) -> dict[str, Any]:
+    """What networks of transformers say of themselves: whether they checkpoint, and their kernels of attention."""
+    found: dict[str, Any] = {}
+    if any(getattr(part, "gradient_checkpointing", False) is True for part in network.modules()):
+        calls = (getattr(part, "_gradient_checkpointing_func", None) for part in network.modules())
+        settings = next((call.keywords for call in calls if isinstance(call, functools.partial)), {})
+        found["activation_checkpointing"] = {"mode": "full", "use_reentrant": bool(settings.get("use_reentrant", False))}
+    kernels = getattr(config, "_attn_implementation", None)
+    if kernels in ("eager", "sdpa", "flash_attention_2"):
+        found["attention"] = kernels
+    elif kernels == "flex_attention":
+        found["attention"] = "flex"
+    return found
 
 
 def _compiled(network: torch.nn.Module) -> bool:
@@ -150,18 +182,38 @@ def _compiled(network: torch.nn.Module) -> bool:
     )
 
 
-def _parallelism(network: torch.nn.Module) -> dict[str, Any]:
-    """Ranks by what holds the network: sharded, replicated, or neither."""
+MESH_NAMES = {"tp": "tensor", "tensor": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
+"""What scripts call dimensions of a mesh, and jobs the parallelism along them."""
+
+
+def _parallelism(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """Ranks by what holds the networks: sharded, replicated, or neither; and by the meshes that the script has made."""
     if not dist.is_initialized():
         return {}
-    world_size = dist.get_world_size()
-    kinds = {type(part).__name__ for part in network.modules()}
-    sharded = any(name.startswith("FSDP") for name in kinds)
+    sizes = {MESH_NAMES[name]: size for name, size in MESH_SIZES.items() if name in MESH_NAMES and size > 1}
+    divided = math.prod(size for name, size in sizes.items() if name != "expert")
+    found: dict[str, Any] = {f"{name}_parallel_size": size for name, size in sizes.items()}
+    found["data_parallel_size"] = max(1, dist.get_world_size() // divided)
+    parts = [part for network in networks for part in network.modules()]
+    kinds = {type(part).__name__ for part in parts}
     if "FullyShardedDataParallel" in kinds:
-        return {"data_parallel_size": world_size, "sharding": "fsdp1"}
-    if sharded:
-        return {"data_parallel_size": world_size, "sharding": "fsdp2"}
-    return {"data_parallel_size": world_size}
+        found["sharding"] = "fsdp1"
+    elif any(name.startswith("FSDP") for name in kinds):
+        found["sharding"] = "fsdp2"
+    stage = next((part.zero_optimization_stage() for part in parts if type(part).__name__ == "DeepSpeedEngine"), 0)
+    return {**found, "zero_stage": stage} if stage else found
+
+
+def _told(job: dict[str, Any]) -> dict[str, Any]:
+    """`job`, with its ranks all alike where a job cannot divide the network as the script does."""
+    from peakcast.dialects.job_file import job_from_mapping
+    from peakcast.errors import PeakcastError
+
+    try:
+        job_from_mapping(job)
+    except PeakcastError:
+        return {**job, "parallelism": {"data_parallel_size": dist.get_world_size()} if dist.is_initialized() else {}}
+    return job
 
 
 def _allocator() -> dict[str, Any]:

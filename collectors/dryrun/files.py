@@ -78,7 +78,7 @@ def _make_folders(path: str) -> None:
         _real_mkdir(path)
 
 
-def install(folder: Path) -> None:
+def install(folder: Path) -> Overlay:
     """For this process."""
     overlay = Overlay(folder)
     open_file, open_descriptor = builtins.open, os.open
@@ -99,6 +99,7 @@ def install(folder: Path) -> None:
     _install_changes(overlay)
     sys.dont_write_bytecode = True
     sys.addaudithook(_Guard(overlay))
+    return overlay
 
 
 def _install_reading(overlay: Overlay) -> None:

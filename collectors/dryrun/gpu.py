@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from peakcast.catalog import Device
+from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.tracing import fake_cuda, fake_streams, inductor
 from peakcast.collectors.tracing.tracer import Tracer
 
@@ -50,7 +51,7 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
     fake_cuda.install()
     fake_streams.install()
     fake_streams.Stream.device = own
-    name = next((full for short, full in NAMES.items() if device.name.startswith(short)), f"NVIDIA {device.name}")
+    name = name_of(device)
     major, minor = device.compute_capability
     properties = types.SimpleNamespace(
         **{**vars(inductor.PROPERTIES), "name": name, "major": major, "minor": minor},
@@ -84,6 +85,7 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
         "memory_summary": "",
         "memory_snapshot": [],
         "utilization": 0,
+        "graph_pool_handle": (0, 0),
         **dict.fromkeys(SILENT),
     }
     for question, answer in answers.items():
@@ -98,6 +100,8 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
     cuda.get_rng_state_all = lambda: [cuda.get_rng_state()] * gpus_per_node
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
     cuda.device = cuda.device_of = _OnDevice
+    cuda.CUDAGraph, cuda.graph = _Graph, _OnDevice
+    cuda.make_graphed_callables = lambda callables, *_, **__: callables
     cuda.Event.elapsed_time = lambda *_: 1.0
     for each in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, each, _always(None))
@@ -107,6 +111,25 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
     torch.version.cuda = torch.version.cuda or "12.8"
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor.to(own)  # type: ignore[method-assign]
     _answer_for_accelerators(gpus_per_node, own)
+    when_imported("torch.utils.cpp_extension", _build_nothing)
+
+
+def _build_nothing(module: Any) -> None:
+    """Kernels that a library would compile now change what they are given, as far as fake tensors can tell."""
+    module.load = module.load_inline = lambda *_, **__: _Kernels()
+    module.CUDA_HOME = module.CUDA_HOME or "/usr/local/cuda"
+
+
+class _Kernels:
+    """A compiled extension."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _always(None)
+
+
+def name_of(device: Device) -> str:
+    """What CUDA calls `device`."""
+    return next((full for short, full in NAMES.items() if device.name.startswith(short)), f"NVIDIA {device.name}")
 
 
 def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
@@ -122,16 +145,27 @@ def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
     }.items():
         if hasattr(accelerator, question):
             setattr(accelerator, question, _to_scripts(_always(answer), getattr(accelerator, question)))
+    ours: Any = torch._C
+    known = ours._get_accelerator
+
+    def accelerator_of_asker(*given: Any) -> Any:  # FSDP's default mesh is of it; the rest of a CPU-only build has none
+        return torch.device("cuda") if _asker().startswith("torch.distributed.") else known(*given)
+
+    ours._get_accelerator = accelerator_of_asker
 
 
 def _to_scripts(answer: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """`answer` to all but torch itself, which gets what it got before: it would start a driver, or make real tensors."""
 
     def asked(*arguments: Any, **keywords: Any) -> Any:
-        asker = sys._getframe(1).f_globals.get("__name__", "")
-        return (otherwise if asker.partition(".")[0] == "torch" else answer)(*arguments, **keywords)
+        return (otherwise if _asker().partition(".")[0] == "torch" else answer)(*arguments, **keywords)
 
     return asked
+
+
+def _asker() -> str:
+    """The module that called the caller."""
+    return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 _is_available = _to_scripts(lambda: True, lambda: False)
@@ -142,6 +176,14 @@ class _OnDevice(contextlib.nullcontext[None]):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
+
+
+class _Graph:
+    """`torch.cuda.CUDAGraph`: what is captured runs once, and what it has made stays where it is when it is replayed."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.capture_begin = self.capture_end = self.replay = self.reset = self.enable_debug_mode = _always(None)
+        self.pool = _always((0, 0))
 
 
 def _always(answer: Any) -> Callable[..., Any]:

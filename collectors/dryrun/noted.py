@@ -54,13 +54,13 @@ def where() -> str:
         if file.startswith("<") or file.startswith(_MACHINERY):
             continue
         line = f":{frame.f_lineno}"
-        if _is_own(file):
+        if is_own(file):
             return os.path.relpath(file) + line
         first = first or ("" if file.startswith(_LIBRARY) else _within_package(file) + line)
     return first or "the script"
 
 
-def _is_own(file: str) -> bool:
+def is_own(file: str) -> bool:
     """Whether it is of the script, and not of a package that is installed."""
     installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
     own = (os.getcwd() + os.sep, os.path.dirname(os.path.abspath(sys.argv[0])) + os.sep)

@@ -61,6 +61,8 @@ def set_environment(folder: Path) -> None:
 
 def _set_datasets_cache(folder: Path) -> None:
     """Tables that are prepared already are read from the user's cache; new ones, which pyarrow writes, go to `folder`."""
+    if folder.is_dir():  # made by the script that has started this one
+        return
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
     folder.mkdir()
@@ -82,6 +84,7 @@ def install(notes: Notes) -> None:
     _load_in_this_process()
     torch.multiprocessing.spawn = _spawn  # type: ignore[assignment]
     torch.multiprocessing.spawn.__globals__["spawn"] = _spawn
+    torch.multiprocessing.start_processes = _spawn
 
     def in_safetensors(module: Any) -> None:
         module.save_file = module.save_model = skip("safetensors")

@@ -6,19 +6,26 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import Notes
 from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
+from peakcast.collectors.dryrun.rows import Rows
 
 DEFAULT_LENGTH = 4096
 """Tokens of a synthetic row, where no `--length` says how many; collators cut them to what they are configured for."""
-NUM_ROWS = 512
 FEWEST_WORDS = 256
 """A tokenizer of the hub that knows no more was not fetched."""
+SPLITS = ("train", "test", "validation")
+HUB_KEYWORDS = {
+    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "user_agent"),
+    *("code_revision", "trust_remote_code", "return_unused_kwargs", "name_or_path", "_from_auto", "_commit_hash"),
+}
+"""Of `from_pretrained`, which say how a file is fetched."""
+DTYPE_KEYWORDS = ("dtype", "torch_dtype")
 _HEADER_BYTES = 2**27
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -26,9 +33,9 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 class Stand:
     """Stands in for what cannot be fetched; `notes` is told of it."""
 
-    def __init__(self, notes: Notes, length: int | None) -> None:
+    def __init__(self, notes: Notes, lengths: Sequence[int] | None) -> None:
         self.notes = notes
-        self.length = length or DEFAULT_LENGTH
+        self._rows = Rows(*(lengths or (DEFAULT_LENGTH, DEFAULT_LENGTH)))
 
     def install(self) -> None:
         """For what the script will import."""
@@ -57,7 +64,7 @@ class Stand:
         if config is None or isinstance(config, (str, Path)):
             config = AutoConfig.from_pretrained(config or name, trust_remote_code=keywords.get("trust_remote_code"))
         for key, value in keywords.items():
-            if hasattr(config, key) and key not in ("dtype", "torch_dtype", "attn_implementation"):
+            if hasattr(config, key) and key not in (*DTYPE_KEYWORDS, "attn_implementation"):
                 setattr(config, key, value)
         dtype = keywords.get("dtype", keywords.get("torch_dtype", "auto"))
         if dtype in (None, "auto"):
@@ -87,7 +94,10 @@ class Stand:
                 config, whose = found
                 config.name_or_path = str(name)
                 self._say(f"the config of {name} is not in the cache here: that of {whose} was taken.")
-                return (config, keywords) if keywords.get("return_unused_kwargs") else config
+                rest = {name: value for name, value in keywords.items() if name not in HUB_KEYWORDS}
+                for key in [key for key in rest if hasattr(config, key) and key not in DTYPE_KEYWORDS]:
+                    setattr(config, key, rest.pop(key))
+                return (config, rest) if keywords.get("return_unused_kwargs") else config
 
         module.AutoConfig.from_pretrained = classmethod(from_pretrained)
 
@@ -114,6 +124,8 @@ class Stand:
     def _in_datasets(self, module: Any) -> None:
         fetch = module.load_dataset
         module.disable_caching()
+        for user in (module.fingerprint, module.arrow_dataset):  # nothing is kept that would be found again by its content
+            user.update_fingerprint = lambda *_, **__: module.fingerprint.generate_random_fingerprint()
 
         def load_dataset(path: str, *arguments: Any, split: Any = None, **keywords: Any) -> Any:
             try:
@@ -121,17 +133,14 @@ class Stand:
             except Exception:
                 if Path(path).exists() or keywords.get("data_files"):
                     raise
-                self._say(f"the data of {path} is not here: {NUM_ROWS} rows of {self.length:,} words stood in (--length).")
-                rows = self._rows(module)
-                return rows if split is not None else module.DatasetDict(train=rows, test=rows, validation=rows)
+                self._say(f"the data of {path} is not here: {self._rows} stood in (--length).")
+                rows = self._rows.made(module)
+                if isinstance(split, (list, tuple)):
+                    return [rows for _ in split]
+                named = split if isinstance(split, dict) else SPLITS
+                return rows if isinstance(split, str) else module.DatasetDict(dict.fromkeys(named, rows))
 
         module.load_dataset = load_dataset
-
-    def _rows(self, module: Any) -> Any:
-        text = " ".join(["word"] * self.length)
-        prefers = any(f"trl.trainer.{name}_trainer" in sys.modules for name in ("dpo", "reward", "kto", "orpo", "cpo"))
-        columns = ("prompt", "chosen", "rejected") if prefers else ("text",)
-        return module.Dataset.from_dict({name: [text] * NUM_ROWS for name in columns})
 
     def _say(self, sentence: str) -> None:
         self.notes.add("script_part_skipped", "command", sentence)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from peakcast.collectors.dryrun import functions, warm
+from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import Command
-from peakcast.collectors.dryrun.forked import Forked
-from peakcast.collectors.recording import _package as package_folder
+from peakcast.collectors.environments import environment_for
 from peakcast.errors import CollectorError, ScriptError
 from peakcast.findings import Finding
 from peakcast.timeline import Timeline
@@ -30,10 +31,6 @@ MOST_LINES = 12
 """Of what the script printed last, when it failed."""
 POLL_SECONDS = 0.05
 
-
-ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched")
-"""Fields of a command that its process is told."""
-ENVIRONMENT = {"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 
 
 class Process(Protocol):
@@ -61,11 +58,13 @@ class Seen:
     """What a dry run saw of one rank."""
 
     timelines: Mapping[str, Timeline]
-    """Of the "first" and of a "steady" step."""
+    """Of the "first" and of a "steady" step; where lengths change from step to step, of each by its number, "0" first."""
     job: Mapping[str, Any]
     """The job that the script turned out to run."""
     findings: tuple[Finding, ...]
     assumptions: tuple[str, ...]
+    evaluated: bool
+    """Whether an evaluation is among them."""
     steps: int
     seconds: float
 
@@ -77,44 +76,59 @@ def run(
     limits: Limits,
     *,
     function: Callable[[], object] | None = None,
-    length: int | None = None,
+    lengths: tuple[int, int] | None = None,
+    skip_evaluation: bool = False,
     output: Callable[[str], None] | None = None,
 ) -> Seen:
-    """What `rank` of `command`, or of `function` in its place, allocates on `gpu`. `length`: tokens of rows that stand in
-    for data that cannot be had; `output` is given what the script prints, as it does.
+    """What `rank` of `command`, or of `function` in its place, allocates on `gpu`. `lengths`: tokens of the shortest
+    and the longest row of those that stand in for data that cannot be had; where the two differ, steps are followed until
+    the longest has come. `skip_evaluation`: evaluation does not count. `output` is given what the script prints.
 
     Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
     """
     with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name, ExitStack() as around:
         folder = Path(name)
-        question = {
+        log, path = folder / "output.txt", folder / "question.json"
+        question: dict[str, Any] = {
             **{field: getattr(command, field) for field in ASKED},
             "rank": rank,
             "gpu": gpu,
-            "length": length,
+            "lengths": lengths,
+            "skip_evaluation": skip_evaluation,
+            "lengths_change": lengths is not None and lengths[0] < lengths[1],
             "folder": name,
             "answer": str(folder / "answer.json"),
             "memory_bytes": limits.memory_bytes,
         }
-        log = folder / "output.txt"
+        if function is not None:
+            question |= _for_a_copy(function, folder) | {"output": str(log)}
         log.touch()
+        path.write_text(json.dumps(question), encoding="utf-8")
         started = time.monotonic()
         process: Process
-        if function is None:
-            (folder / "question.json").write_text(json.dumps(question), encoding="utf-8")
-            environment = {**os.environ, **ENVIRONMENT, "TMPDIR": name}
-            for variable in command.environment:
-                key, _, value = variable.partition("=")
-                environment[key] = value
-            if command.python != sys.executable:
-                environment["PYTHONPATH"] = str(around.enter_context(package_folder()))
-            words = [command.python, "-P", "-m", "peakcast.collectors.dryrun", str(folder / "question.json")]
-            process = _start(words, environment, log)
+        if function is not None:
+            process = warm.Copy(path)
         else:
-            process = Forked(function, question, log)
+            environment = {**around.enter_context(environment_for(command.python)), "PYTHONUNBUFFERED": "1", "TMPDIR": name}
+            environment |= dict(variable.split("=", 1) for variable in command.environment)
+            process = _start([command.python, "-P", "-m", "peakcast.collectors.dryrun", str(path)], environment, log)
         with _ended(process):
-            code = _wait(process, started + limits.seconds, log, output)
+            code = _wait(process, started + limits.seconds, log, folder / "answer.json", output)
         return _answer(code, folder, command, limits, time.monotonic() - started)
+
+
+def _for_a_copy(function: Callable[[], object], folder: Path) -> dict[str, Any]:
+    """What a copy of a warm process needs to run `function` as this one would."""
+    packed = folder / "function.pickle"
+    functions.pack(function, packed)
+    return {
+        "function": str(packed),
+        "environment": {**os.environ, "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""},
+        "working_folder": os.getcwd(),
+        "path": sys.path,
+        "words": sys.argv,
+        "modules": warm.shared_modules(),
+    }
 
 
 def _start(words: list[str], environment: Mapping[str, str], log: Path) -> Process:
@@ -139,15 +153,17 @@ def _ended(process: Process) -> Iterator[None]:
         process.wait()
 
 
-def _wait(process: Process, deadline: float, log: Path, output: Callable[[str], None] | None) -> int | None:
-    """The process's exit code; None when its time was up."""
+def _wait(
+    process: Process, deadline: float, log: Path, answer: Path, output: Callable[[str], None] | None
+) -> int | None:
+    """The process's exit code, 0 once there is an answer, of whatever it has started too; None when its time was up."""
     with log.open("rb") as printed:
         while True:
             code = process.poll()
             if output is not None and (text := printed.read()):
                 output(text.decode(errors="replace"))
-            if code is not None:
-                return code
+            if code is not None or answer.is_file():
+                return code or 0 if answer.is_file() else code
             if time.monotonic() > deadline:
                 return None
             with suppress(subprocess.TimeoutExpired):
@@ -164,6 +180,7 @@ def _answer(code: int | None, folder: Path, command: Command, limits: Limits, se
         job=answer["job"],
         findings=tuple(Finding(**finding) for finding in answer["findings"]),
         assumptions=tuple(answer["assumptions"]),
+        evaluated=answer["evaluated"],
         steps=answer["steps"],
         seconds=seconds,
     )

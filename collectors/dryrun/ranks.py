@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from peakcast.collectors.dryrun.imports import when_imported
 
 _GROUP_USERS = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
 
@@ -27,15 +30,39 @@ def set_environment(rank: int, world_size: int, ranks_per_node: int, *, launched
 
 def install(rank: int, world_size: int) -> None:
     """Make every process group of this process a fake one of `world_size` ranks."""
-    from peakcast.collectors.tracing import dtensors
+    from peakcast.collectors.dryrun import pipelines
+    from peakcast.collectors.tracing import deepspeed_fakes, dtensors
 
     if world_size > 1:
         dtensors.install()
+        _remember_meshes()
         random: Any = importlib.import_module("torch.distributed.tensor._random")
         random.manual_seed = lambda *_, **__: None  # it would set the state of a GPU's generator
     _install_groups(rank, world_size)
     _install_objects()
     _install_ddp()
+    os.environ["DS_ACCELERATOR"] = "cuda"
+    pipelines.install()
+    when_imported("deepspeed", lambda module: deepspeed_fakes.install())
+
+
+MESH_SIZES: dict[str, int] = {}
+"""Ranks along each dimension of the meshes that the script has made, by the dimension's name."""
+
+
+def _remember_meshes() -> None:
+    """What dimensions a script divides its ranks into."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    make = DeviceMesh.__init__
+
+    @functools.wraps(make)
+    def made(self: Any, *arguments: Any, **keywords: Any) -> None:
+        make(self, *arguments, **keywords)
+        for name, size in zip(self.mesh_dim_names or (), self.shape, strict=False):
+            MESH_SIZES[name] = max(size, MESH_SIZES.get(name, 1))
+
+    DeviceMesh.__init__ = made  # type: ignore[method-assign]
 
 
 def _install_groups(rank: int, world_size: int) -> None:
@@ -59,6 +86,9 @@ def _install_groups(rank: int, world_size: int) -> None:
             if hasattr(module, function):
                 setattr(module, function, fake)
     dist.barrier = dist.monitored_barrier = lambda *_, **__: None  # type: ignore[assignment]
+    for name in ("set_timeout", "_set_pg_timeout"):  # of groups that never wait
+        for module in (dist, dist.distributed_c10d):
+            setattr(module, name, lambda *_, **__: None)
     dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
     dist.is_nccl_available = lambda: True  # type: ignore[assignment]
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from peakcast import catalog
+from peakcast.collectors.dryrun.files import Overlay
+from peakcast.collectors.dryrun.functions import unpack
 from peakcast.collectors.packages import import_for_good
 from peakcast.timelines import timeline_to_mapping
 
@@ -25,15 +27,19 @@ ANSWERED, CRASHED, NEVER_STEPPED = 0, 10, 11
 class Session:
     """One dry run: what it is asked (`question`), what it follows, and its answer."""
 
-    def __init__(self, question: Mapping[str, Any]) -> None:
+    def __init__(self, question: Mapping[str, Any], overlay: Overlay) -> None:
         self.question = question
+        self.overlay = overlay
         self.answer_file = Path(question["answer"])
 
     def run(self, program: Callable[[], object]) -> NoReturn:
         """Run `program` and end the process with its answer or its failure."""
         import torch
 
-        from peakcast.collectors.dryrun import gpu, outside, pretrained, ranks, values
+        from peakcast.collectors.dryrun import gpu, outside, pretrained, programs, ranks, token_files, values
+        from peakcast.collectors.dryrun.children import Children
+        from peakcast.collectors.dryrun.evaluation import Evaluations
+        from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
         from peakcast.collectors.dryrun.steps import ScriptSteps
         from peakcast.collectors.tracing import inductor, patches
@@ -45,11 +51,17 @@ class Session:
         tracer.gpu = device
         own = torch.device("cuda", asked["rank"] % asked["ranks_per_node"])
         gpu.install(device, asked["ranks_per_node"], own, tracer)
+        programs.install(Path(asked["folder"]), device, gpu.name_of(device), asked["ranks_per_node"])
+        token_files.TokenFiles(self.overlay, self.notes).install()
         patches.install()
         ranks.install(asked["rank"], asked["world_size"])
         outside.install(self.notes)
-        pretrained.Stand(self.notes, asked.get("length")).install()
-        self.steps = ScriptSteps(tracer, self.finish)
+        Children(asked).install()
+        pretrained.Stand(self.notes, asked["lengths"]).install()
+        lengths = StepLengths(asked["lengths"] if asked["lengths_change"] else None)
+        evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])
+        evaluations.install()
+        self.steps = ScriptSteps(tracer, self.finish, lengths, evaluations)
         self.steps.follow()
         mode = values.ScriptMode(self.notes, own)
         values.install(mode)
@@ -58,7 +70,7 @@ class Session:
         self.steps.close()
         if self.steps.spans and code == ANSWERED:
             self.finish()
-        _end(code or NEVER_STEPPED)
+        _end(code or (ANSWERED if asked.get("is_child") else NEVER_STEPPED))
 
     def _run(self, program: Callable[[], object]) -> int:
         try:
@@ -82,15 +94,21 @@ class Session:
 
         with _disable_current_modes():
             seen = described(self.steps, self.question)
+            evaluated = self.steps.evaluated()
             timelines = self.steps.timelines()
+        if remark := self.steps.lengths.remark():
+            self.notes.add("script_part_skipped", "lengths", remark)
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
             "job": seen.job,
-            "assumptions": seen.assumptions,
+            "assumptions": [*seen.assumptions, *evaluated],
+            "evaluated": bool(evaluated),
             "findings": [finding.to_mapping() for finding in self.notes.findings],
             "steps": len(self.steps.spans),
         }
-        self.answer_file.write_text(json.dumps(answer), encoding="utf-8")
+        written = self.answer_file.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(answer), encoding="utf-8")
+        written.replace(self.answer_file)
         _end(ANSWERED)
 
 
@@ -109,8 +127,8 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def main(question: Mapping[str, Any], function: Callable[[], object] | None = None) -> NoReturn:
-    """Run the script that `question` names, with its own arguments, or `function` instead."""
+def main(question: Mapping[str, Any]) -> NoReturn:
+    """Run the script that `question` names, with its own arguments, or its function."""
     from peakcast.collectors.dryrun import files, outside, ranks
 
     _limit_memory(int(question["memory_bytes"]))
@@ -119,8 +137,16 @@ def main(question: Mapping[str, Any], function: Callable[[], object] | None = No
     ranks.set_environment(question["rank"], question["world_size"], question["ranks_per_node"], launched=launched)
     os.environ["PEAKCAST_DRYRUN_RANK"] = str(question["rank"])
     import_for_good(LIBRARIES)
-    files.install(Path(question["folder"]))
-    Session(question).run(function or (lambda: _run_script(question)))
+    overlay = files.install(Path(question["folder"]))
+    Session(question, overlay).run(lambda: _run_function(question) if "function" in question else _run_script(question))
+
+
+def _run_function(question: Mapping[str, Any]) -> None:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():  # tensors that it closes over have their values
+        function = unpack(Path(question["function"]))
+    function()
 
 
 def _run_script(question: Mapping[str, Any]) -> None:

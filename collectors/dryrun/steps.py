@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +12,21 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
+from peakcast.collectors.dryrun.evaluation import Evaluations
+from peakcast.collectors.dryrun.lengths import StepLengths
 from peakcast.collectors.tracing.phases import announced, inside_backward
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.timeline import Category, Phase, Timeline
 
-NUM_STEPS = 3
-"""The first makes optimizer states; under torch.compile the second may still compile; the third is steady."""
-
 
 class ScriptSteps:
-    """Tells `tracer` what the script is doing, and calls `enough` once `NUM_STEPS` steps have ended: when what comes after
-    the last of them begins, so that gradients released after it are seen to go."""
+    """Tells `tracer` what the script is doing, and calls `enough` once as many steps have ended as `lengths` asks for: when
+    what comes after the last of them begins, so that gradients released after it are seen to go."""
 
-    def __init__(self, tracer: Tracer, enough: Callable[[], None]) -> None:
+    def __init__(self, tracer: Tracer, enough: Callable[[], None], lengths: StepLengths, evaluations: Evaluations) -> None:
         self.tracer = tracer
+        self.evaluations = evaluations
+        self.lengths = lengths
         self.spans: list[tuple[int, int]] = []
         """Of each step, the operations from and to; the first from the beginning of the script."""
         self.networks: list[torch.nn.Module] = []
@@ -36,7 +38,7 @@ class ScriptSteps:
         self.tokens: tuple[int, ...] = ()
         """Shape of the largest batch of tokens that an embedding was given."""
         self.inputs: tuple[int, ...] = ()
-        """The same of what a network was given that has no embedding: its first tensor, without the last dimension."""
+        """The same of what a network was given whose embedding was not seen."""
         self.autocast: torch.dtype | None = None
         """The dtype of autocast, where a network ran under it."""
         self._enough = enough
@@ -44,6 +46,8 @@ class ScriptSteps:
         self._parameters: dict[int, str] = {}
         self._depth = 0
         self._stepped = False
+        self._ended = [time.monotonic()]
+        """When the script began, and when each step has ended."""
         self._backwards = 0
 
     def follow(self) -> None:
@@ -63,9 +67,19 @@ class ScriptSteps:
         torch.autograd.backward = counted
 
     def timelines(self) -> dict[str, Timeline]:
-        """Of the first and of a steady step."""
-        spans = {"first": self.spans[0], "steady": self.spans[-1]}
-        return {name: self.tracer.timeline(*span) for name, span in spans.items()}
+        """Of the first and of a steady step; where lengths change, the fullest, and all by their numbers. A script that has
+        evaluated before its first step does so again after later ones, with all that is there by then."""
+        if not self.lengths.change:
+            first, steady = self.tracer.timeline(*self.spans[0]), self.spans[-1]
+            return {"first": first, "steady": self.tracer.timeline(*steady, self.evaluations.before(self.spans[0][1]))}
+        steps = [self.tracer.timeline(*span) for span in self.spans]
+        fullest = max(steps[1:], key=lambda step: step.peak().num_bytes)
+        return {"first": steps[0], "steady": fullest, **{str(number): step for number, step in enumerate(steps)}}
+
+    def evaluated(self) -> tuple[str, ...]:
+        """What is said of evaluations, which are then as they are to be counted."""
+        held = (one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"])
+        return self.evaluations.said({id(one) for one in held})
 
     def close(self) -> None:
         """What has stepped and was not followed by another forward has ended now."""
@@ -80,19 +94,21 @@ class ScriptSteps:
         if outermost:
             if self._stepped:
                 self._end_step()
-                if len(self.spans) >= NUM_STEPS:
-                    self._enough()
+            begins = self.evaluations.forward_begins(part) or self.tracer.phase == Phase.OPTIMIZER_STEP
+            if self.lengths.enough and not self.evaluations.awaited(part, self._ended):
+                self._with_evaluation()
+                self._enough()
             if id(part) not in self._names:
                 self._meet(part)
             if not self.inputs:
-                given = (one for one in inputs if isinstance(one, torch.Tensor) and one.ndim > 1)
-                self.inputs = next((tuple(one.shape[:-1]) for one in given), ())
-            if self.tracer.phase == Phase.OPTIMIZER_STEP or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
+                self.inputs = _batch(inputs)
+            if begins or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
                 self.tracer.phase = Phase.FORWARD
         if self.autocast is None and torch.is_autocast_enabled("cuda"):
             self.autocast = torch.get_autocast_dtype("cuda")
         if isinstance(part, torch.nn.Embedding) and inputs and isinstance(inputs[0], torch.Tensor):
             self.tokens = max(self.tokens, tuple(inputs[0].shape), key=math.prod) if self.tokens else tuple(inputs[0].shape)
+            self.lengths.saw(inputs[0].shape[-1] if inputs[0].ndim else 1)
         self.tracer._enter(part, self._names)
 
     def _forward_ends(self) -> None:
@@ -130,12 +146,27 @@ class ScriptSteps:
     def _called(self, parameter: Any) -> str:
         return self._parameters.get(id(parameter), "parameter")
 
+    def _with_evaluation(self) -> None:
+        """The last step has the evaluation after it, if there was one."""
+        start, end = self.spans[-1]
+        self.spans[-1] = start, self.evaluations.after(end) or end
+
     def _end_step(self) -> None:
         gc.collect()  # what compiling leaves in cycles of references
         self.tracer.launched("step ends", ())
         start = self.spans[-1][1] if self.spans else 0
         self.spans.append((start, self.tracer.now))
+        self.lengths.end_step()
+        self._ended.append(time.monotonic())
         self._stepped, self.micro_batches, self._backwards = False, self._backwards, 0
+
+
+def _batch(inputs: Any) -> tuple[int, ...]:
+    """Number and length of the rows of a batch: all dimensions of tokens, and of other tensors all but the last."""
+    given = [one for one in inputs if isinstance(one, torch.Tensor)]
+    tokens = (tuple(one.shape) for one in given if one.ndim and not (one.is_floating_point() or one.dtype is torch.bool))
+    others = (tuple(one.shape[:-1]) for one in given if one.ndim > 1)
+    return next(tokens, None) or next(others, ())
 
 
 def _plain(name: str) -> str:

@@ -6,6 +6,8 @@ GPU gets a plausible value and a note.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import numpy as np
@@ -16,20 +18,22 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.tracing.known_values import KnownValuesMode, value_of
 
 REAL_FLOAT_BYTES = 2**16
 """Tensors of numbers with a fraction that are made on the CPU are real up to here: coefficients, not weights."""
-REAL_BYTES = 2**26
-"""Others, such as tokens, up to here."""
+REAL_BYTES = 2**30
+"""Others, such as a file of tokens, up to here."""
 aten = torch.ops.aten
 
 
-class ScriptMode(FakeTensorMode):  # type: ignore[misc]
-    """Fake tensors where a script's are on a GPU or large; `notes` is told what was made up."""
+class ScriptMode(KnownValuesMode):
+    """Fake tensors where a script's are on a GPU or large; `notes` is told what was made up. Of small ones of whole numbers
+    and truth values (tokens, masks, positions) the values are known as long as they follow from the script's own."""
 
     def __init__(self, notes: Notes, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -43,6 +47,8 @@ class ScriptMode(FakeTensorMode):  # type: ignore[misc]
         kwargs = self._on_own_device(kwargs or {})
         if torch._guards.TracingContext.try_get() is None and self._is_real(func, args, kwargs):
             return func(*args, **kwargs)
+        if func is aten._to_copy.default and kwargs.get("device") == self.device and isinstance(args[0], FakeTensor):
+            args[0].constant = None  # a fake tensor that knows its numbers would have them moved for real
         try:
             result = super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -53,11 +59,20 @@ class ScriptMode(FakeTensorMode):  # type: ignore[misc]
             result.counted = args[0].numel()
         return result
 
+    def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
+        compiling = torch._guards.TracingContext.try_get() is not None
+        noise = "rand" in str(func) or kwargs.get("generator") is not None  # the script's own numbers would then be others
+        return not compiling and not noise and super()._follows(func, args, kwargs)
+
+    def _keeps(self, result: torch.Tensor) -> bool:
+        return not result.is_floating_point() and super()._keeps(result)
+
     def _on_own_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """`kwargs` without another GPU than this rank's, and without pinning, which a CPU-only build cannot do."""
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
-            return {**kwargs, "device": self.device}
-        return kwargs
+            kwargs = {**kwargs, "device": self.device}
+        return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
     def _is_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether `func` can run: on real tensors of the CPU alone, or making a small one there."""
@@ -76,7 +91,7 @@ class ScriptMode(FakeTensorMode):  # type: ignore[misc]
         """Whether what `func` makes of no other tensor is small enough to be real."""
         try:
             with self._sizes:
-                made = func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+                made = func(*args, **kwargs)
         except Exception:  # of what is no factory: it runs, and says itself what is wrong
             return True
         return all(
@@ -126,6 +141,13 @@ def install(mode: ScriptMode) -> None:
     """What fake tensors are asked without an operator, and weights that stay themselves when a network moves."""
     for name in ("tolist", "numpy", "__array__"):
         setattr(torch.Tensor, name, _numbers(name, getattr(torch.Tensor, name)))
+    make_of_numbers = torch.tensor
+    torch.tensor = functools.wraps(make_of_numbers)(  # pins in C++, where no mode sees it
+        lambda data, pin_memory=False, **keywords: make_of_numbers(data, **keywords)
+    )
+    # as torch.Tensor does for its own class alone
+    FakeTensor.__format__ = lambda tensor, form: format(tensor.item() if tensor.ndim == 0 else str(tensor), form)
+    FakeTensor.__deepcopy__ = _copied
     make = torch.nn.Parameter.__new__
 
     def make_fake(cls: type[torch.nn.Parameter], data: Any = None, *arguments: Any, **keywords: Any) -> Any:
@@ -166,12 +188,21 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
     return self
 
 
+def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy` of a fake tensor, whose storage cannot be copied for itself."""
+    if id(tensor) not in memo:
+        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
+
+
 def _numbers(name: str, real: Any) -> Any:
     """`Tensor.tolist` or `Tensor.numpy`, which of a fake tensor gives ones."""
 
     def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not isinstance(tensor, FakeTensor):
-            return real(tensor, *arguments, **keywords)
+        known = value_of(tensor) if isinstance(tensor, FakeTensor) else tensor
+        if known is not None:
+            with _disable_current_modes() if known is not tensor else contextlib.nullcontext():
+                return real(known, *arguments, **keywords)
         if isinstance(tensor.fake_mode, ScriptMode):
             tensor.fake_mode.notes.value(f"{tensor.numel():,} numbers", "ones")
         ones = np.ones(tuple(tensor.shape), dtype=_numpy_dtype(tensor.dtype))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ CUDA_DEVICE_TYPE, LAZY_DEVICE_TYPE = 1, 17
 """c10::DeviceType values; the Lazy guard answers deviceCount() == 0."""
 COMPUTE_CAPABILITY = (8, 0)
 """What a trace stands for: an A100 and everything newer takes the same paths where only this is asked."""
+
+MOST_NUMBERS = 1024
+"""A tensor that a script writes down number by number has no more."""
 
 _keep_alive: list[Any] = []
 
@@ -57,7 +61,17 @@ def _register_device_guard(libraries: str) -> None:
     # the only three operators with a CUDA kernel and a composite one: without this they would be decomposed
     for operator in ("silu_backward", "mish_backward", "_fused_rms_norm"):
         library.impl(operator, lambda *arguments, **keywords: None, "CUDA")
+    # numbers that a script writes down (`x.new_tensor(1.0)`) are moved for real while torch.compile folds what it knows
+    library.impl("empty_strided", _on_the_cpu, "CUDA")
+    # compiled code gives it the memory of its result; without a rule it would be run on real tensors
+    library.impl("_scaled_mm.out", lambda *arguments, out, **keywords: out, "Meta")
     _keep_alive.append(library)
+
+
+def _on_the_cpu(size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    if prod(size) > MOST_NUMBERS:
+        raise NotImplementedError(f"a tensor of shape {tuple(size)} was to be made on a GPU that is not here")
+    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
 def _replace_hooks(libraries: str) -> None:

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorConverter
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from peakcast.collectors.tracing.fake_cuda import COMPUTE_CAPABILITY
@@ -127,6 +128,8 @@ def load() -> None:
 
 
 def _install(tracer: Tracer) -> None:
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+    from torch._functorch._aot_autograd import runtime_wrappers
     from torch._inductor import async_compile, config, scheduler, select_algorithm
     from torch._inductor.fx_passes import joint_graph
     from torch.utils import _triton
@@ -136,6 +139,8 @@ def _install(tracer: Tracer) -> None:
         find_stubs("triton")  # the code that is written imports it
     config.force_disable_caches = True  # a kernel of an earlier trace, or of a real run, is not this one
     config.compile_threads = 1
+    # an operator's rule for fake tensors may say other strides than its kernel has, which older releases did not mind
+    config.size_asserts = config.alignment_asserts = False
     _answer_for_the_gpu()
     scheduler.has_triton = lambda: True  # type: ignore[attr-defined]
     _triton.triton_hash_with_backend = lambda: ""  # type: ignore[assignment]
@@ -149,9 +154,41 @@ def _install(tracer: Tracer) -> None:
     select_algorithm.PyCodeCache = types.SimpleNamespace(  # type: ignore[assignment,misc]
         load=lambda code, extra, **_: types.SimpleNamespace(__file__="", key="")
     )
+    CatchErrorsWrapper.__call__ = _unseen(CatchErrorsWrapper.__call__)  # type: ignore[method-assign]
+    if (backward := getattr(runtime_wrappers, "_AutogradBackwardCompiler", None)) is not None:  # from torch 2.12 on
+        backward.get_or_compile = _unseen(backward.get_or_compile)
+    FakeTensorConverter.from_real_tensor = _of_changed_views(FakeTensorConverter.from_real_tensor)  # type: ignore[method-assign]
     folder = joint_graph.UniformValueConstantFolder  # looks at the values of one-element tensors
     for name in ("run", "_add_peephole_patterns"):
         setattr(folder, name, _on_cpu(getattr(folder, name)))
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile without the modes that see what runs: torch leaves them on for backward, and for what
+    `DistributedDataParallel` wraps."""
+
+    @functools.wraps(function)
+    def compiled(*arguments: Any, **keywords: Any) -> Any:
+        with _disable_current_modes():
+            return function(*arguments, **keywords)
+
+    return compiled
+
+
+def _of_changed_views(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile what changes a view of a weight in place under no_grad: torch 2.13 asks the view whether it is a leaf, which
+    autograd refuses to say. A tensor of the same storage is asked instead."""
+
+    @functools.wraps(convert)
+    def converted(self: Any, fake_mode: Any, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return convert(self, fake_mode, tensor, *arguments, **keywords)
+        except RuntimeError as error:
+            if "view was created in no_grad mode" not in str(error):
+                raise
+            return convert(self, fake_mode, tensor.detach().requires_grad_(tensor.requires_grad), *arguments, **keywords)
+
+    return converted
 
 
 def forget_flex_attention() -> None:

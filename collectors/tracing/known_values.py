@@ -52,18 +52,19 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The fake result, and the real one where it is known. Raises what FakeTensorMode raises where it is not."""
         kwargs = kwargs or {}
-        known = _are_known(func, args, kwargs)
+        known = self._follows(func, args, kwargs)
+        values = _on_the_cpu(args, kwargs) if known else ((), {})  # now: what runs inside may forget them
         try:
             result = super().dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if known:
-                return self._faked(_really(func, args, kwargs), args)
+                return self._faked(_really(func, *values), args)
             if func is torch.ops.aten.index.Tensor and (positions := _positions(args[1])) is not None:
                 with self:
                     return func(args[0], [None if one is None else _on(one, args[0]) for one in positions])
             raise
-        if known and all(one.numel() <= MOST_ELEMENTS for one in tree_iter(result) if isinstance(one, torch.Tensor)):
-            for fake, real in zip(tree_iter(result), tree_iter(_really(func, args, kwargs)), strict=True):
+        if known and all(self._keeps(one) for one in tree_iter(result) if isinstance(one, torch.Tensor)):
+            for fake, real in zip(tree_iter(result), tree_iter(_really(func, *values)), strict=True):
                 if isinstance(fake, FakeTensor):
                     fake.known_value = real
         elif func is torch.ops.aten.topk.default and result[1].numel() <= MOST_ELEMENTS:
@@ -71,6 +72,14 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
         else:
             _forget_written(func, args)
         return result
+
+    def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the values of the result of `func` are to be known."""
+        return _are_known(func, args, kwargs)
+
+    def _keeps(self, result: torch.Tensor) -> bool:
+        """Whether those of this one are kept."""
+        return bool(result.numel() <= MOST_ELEMENTS)
 
     def _faked(self, real: Any, args: Any) -> Any:
         """Fake tensors with the values of `real`, on the device of what they were made from."""
@@ -112,9 +121,14 @@ def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
     return all(value_of(one) is not None for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor))
 
 
-def _really(func: Any, args: Any, kwargs: Any) -> Any:
+def _on_the_cpu(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments with the values of tensors in their places."""
     leaves, spec = tree_flatten((args, kwargs))
-    args, kwargs = tree_unflatten([_on_cpu(leaf) for leaf in leaves], spec)
+    found: tuple[Any, Any] = tree_unflatten([_on_cpu(leaf) for leaf in leaves], spec)
+    return found
+
+
+def _really(func: Any, args: Any, kwargs: Any) -> Any:
     with _disable_current_modes(), torch.no_grad():
         return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import _meta_registrations as shapes
 
+from peakcast.collectors.tracing.known_values import value_of
+
 
 def scaled_dot_product_attention(
     query: torch.Tensor,
@@ -129,7 +131,7 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
 
 def install(*, masks_of_batch: bool = False) -> None:
     """Use this module's attention for every call in this process, and keep transformers from building a mask it does not
-    need: `masks_of_batch` says that the batch has padding, or sequences joined in a row."""
+    need: `masks_of_batch` says that the batch has padding, or sequences joined in a row, where its values do not."""
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     if _bfloat16_grouped_mm is not None:
@@ -144,12 +146,14 @@ def install(*, masks_of_batch: bool = False) -> None:
         return
     compiling = torch.compiler.is_compiling  # inside what is compiled, transformers does not look at values either
     if hasattr(masks, "find_packed_sequence_indices") and not masks_of_batch:
-        find = masks.find_packed_sequence_indices  # fake tensors look packed to it: a b·s·s mask
-        masks.find_packed_sequence_indices = lambda position_ids: find(position_ids) if compiling() else None
+        find = masks.find_packed_sequence_indices  # fake tensors of no known value look packed to it: a b·s·s mask
+        masks.find_packed_sequence_indices = lambda position_ids: (
+            find(position_ids) if compiling() or value_of(position_ids) is not None else None
+        )
     if hasattr(masks, "is_tracing") and hasattr(masks, "fast_all"):
         # a padding mask of ones (OPT makes one itself) is dropped for real tensors and kept, b·s·s, for fake ones
         masks.is_tracing = lambda tensor=None: compiling()
-        masks.fast_all = lambda tensor: not masks_of_batch
+        masks.fast_all = lambda tensor: not masks_of_batch if value_of(tensor) is None else tensor.all()
 
 
 def install_for_trainer() -> None:

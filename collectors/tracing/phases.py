@@ -52,5 +52,7 @@ def inside_backward() -> bool:
 
 def _forward_again(tracer: Any) -> None:
     """A module that runs after a backward outside of it begins the next micro-batch."""
+    if torch.compiler.is_compiling():  # what is compiled would be so again for each phase
+        return
     if tracer.phase == Phase.BACKWARD and not inside_backward():
         tracer.phase = Phase.FORWARD

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from peakcast.catalog import Device
+from peakcast.collectors.tracing.custom_operators import gpu_kernel
 from peakcast.collectors.tracing.kernels import Taken, taken
 from peakcast.timeline import Category, Entry, Phase, Timeline
 from peakcast.units import round_up
@@ -173,11 +174,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as csrc/distributed/c10d/Functional.cpp does; its rule for fake tensors makes another
         if func is COMPILED_CODE:  # a region that is wrapped so that checkpointing may keep what it returns
-            super().__enter__()
-            try:
-                return args[0](*args[1:])
-            finally:
-                super().__exit__(None, None, None)
+            return self._within_operator(args[0], args[1:], {})
+        if self._fused is None and (kernel := gpu_kernel(func)) is not None:
+            with contextlib.suppress(Exception):  # it launches what is not here, or reads a value
+                return self._within_operator(kernel, args, kwargs or {})
         if func is graphsafe_run_with_rng_state:  # around an operator that compiled code runs again
             func, *args = args
             kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
@@ -199,6 +199,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             for workspace in taken(func, args, result, self.gpu):
                 self._take(workspace, instant)
         return result
+
+    def _within_operator(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the Python of an operator makes, which is seen doing it."""
+        super().__enter__()
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
     def _fills_new_zeros(self, target: torch.Tensor) -> bool:
         """Whether a scatter in backward goes into zeros that were made for it. The backward of `max` over a dimension makes
@@ -272,16 +280,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 if category is not Category.OPTIMIZER_STATES:  # a parameter's or gradient's name begins with its module's
                     self._entries[number][4] = name.removesuffix(".grad").rpartition(".")[0]
 
-    def timeline(self, start: int, stop: int) -> Timeline:
-        """What lived at the operations `start` to `stop` (exclusive), counted from 0."""
+    def timeline(self, start: int, stop: int, again: tuple[int, int] | None = None) -> Timeline:
+        """What lived at the operations `start` to `stop` (exclusive), counted from 0; after them comes what has come and
+        gone within those of `again`, once more."""
+        first, last = again or (stop, stop)
+        end, later = stop - start + last - first, stop - start - first
         entries = []
         for number, (name, size, born, dies, module) in self._entries.items():
             ends = stop if dies is None else dies
-            if born >= stop or ends <= start:
-                continue
             category, called = self._named.get(number, (self._guess(born, ends, stop), name))
-            entries.append(Entry(called, category, size, max(born - start, 0), min(ends, stop) - start, module))
-        return Timeline.from_entries(entries, self._phases[start:stop], self._labels[start:stop])
+            if born < stop and ends > start:
+                gone = end if ends >= stop else ends - start
+                entries.append(Entry(called, category, size, max(born - start, 0), gone, module))
+            if again is not None and first <= born and dies is not None and dies <= last:
+                entries.append(Entry(called, category, size, born + later, dies + later, module))
+        phases = self._phases[start:stop] + self._phases[first:last]
+        labels = self._labels[start:stop] + self._labels[first:last]
+        return Timeline.from_entries(entries, phases, labels)
 
     def _guess(self, born: int, dies: int, stop: int) -> Category:
         """What an unnamed storage is, by when it lives: kept from forward into backward, or passing."""

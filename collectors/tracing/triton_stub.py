@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
+import re
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -36,12 +37,23 @@ class _Anything:
         return (object,)
 
 
+class _Number(_Anything):
+    """A dtype of Triton, whose size Inductor asks for when it splits a scan."""
+
+    def __init__(self, num_bits: int) -> None:
+        super().__init__()
+        self.primitive_bitwidth = num_bits
+
+
 class _Module(types.ModuleType):
     __path__: list[str] = []  # noqa: RUF012  # a package, so that submodules are asked for
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        number = re.fullmatch(r"u?int(\d+)|b?float(\d+)", name)
+        if number is not None:
+            return _Number(int(number[1] or number[2]))
         # torch 2.13 utils/flop_counter.py asks of what it is given whether it is one
         return _Anything if name == "JITFunction" else _Anything()
 

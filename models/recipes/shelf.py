@@ -10,6 +10,8 @@ import hashlib
 import importlib.metadata
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -61,6 +63,18 @@ def shelve(job: TrainingJob, recipe: Recipe) -> None:
         replace_file(_own_folder() / f"{name}.json.gz", files.written(_found[name]))
     except RecordError:
         return  # the answer at hand has it all the same
+
+
+@contextmanager
+def lent(job: TrainingJob, recipes: list[Recipe]) -> Iterator[None]:
+    """In here the job's network and regime have `recipes` before those on the shelf."""
+    name = shelf_name(job)
+    held = _recipes(name)
+    _found[name] = [*recipes, *held]
+    try:
+        yield
+    finally:
+        _found[name] = held
 
 
 def could_not_record(job: TrainingJob, reason: str) -> None:

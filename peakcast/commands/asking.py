@@ -57,7 +57,7 @@ def predict(
     if print_job:
         print(render.job_text(asked.read(), as_json=json))
         return
-    options: dict[str, Any] = {"all_ranks": all_ranks, "baseline": baseline}
+    options: dict[str, Any] = {"all_ranks": all_ranks, "baseline": baseline, "recipe": asked.recipe}
     options |= {"host_memory_gib": host_memory_gib, "gpus_per_node": gpus_per_node}
     _answer(asked.read(), gpu, rank, calibration, options, json=json, all_findings=all_findings)
 

@@ -23,6 +23,13 @@ def dryrun(
     rank: Annotated[int | None, typer.Option(help="Rank to run; default: 0.")] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Ranks of the run; default: those of the launcher.")] = None,
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of rows that stand in for data not to be had.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="SHORTEST..LONGEST", help="The same, of lengths that change from step to step.")
+    ] = None,
+    skip_evaluation: Annotated[bool, typer.Option("--skip-evaluation", help="Do not count its evaluation.")] = False,
+    save_recipe: Annotated[
+        Path | None, typer.Option(help="Keep the network in this .json.gz file: predict --recipe FILE varies it.")
+    ] = None,
     timeout_seconds: Annotated[float, typer.Option(min=1.0, help="Longest that the script may take.")] = 600.0,
     memory_gib: Annotated[float | None, typer.Option(help="Host memory for it; default: 80 % of what is free.")] = None,
     output: Annotated[bool, typer.Option("--show-output", help="Show what the script prints.")] = False,
@@ -46,6 +53,9 @@ def dryrun(
             world_size,
             calibration,
             length=length,
+            lengths=_range(lengths),
+            skip_evaluation=skip_evaluation,
+            save_recipe=save_recipe,
             timeout_seconds=timeout_seconds,
             memory_gib=memory_gib,
             progress=_say,
@@ -56,7 +66,24 @@ def dryrun(
             print("\n".join(f"  | {line}" for line in error.last_lines), file=sys.stderr)
         raise
     print(render.json_text(found.to_mapping()) if json else render.prediction_text(found.answer, whole=all_findings))
+    if found.not_kept:
+        raise SpecError(found.not_kept, parameter="save_recipe", value=str(save_recipe))
+    if found.kept is not None:
+        _say(f"the recipe of {found.job.architecture.name} is in {save_recipe}. {found.kept.text()}")
     raise typer.Exit(FITS_EXIT_CODES[found.fits])
+
+
+def _range(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    shortest, dots, longest = text.partition("..")
+    if not (dots and shortest.isdecimal() and longest.isdecimal()):
+        raise SpecError(
+            f"--lengths {text} must be two numbers of tokens with .. between, such as 128..4096.",
+            parameter="lengths",
+            value=text,
+        )
+    return int(shortest), int(longest)
 
 
 def _say(message: str) -> None:

@@ -88,21 +88,31 @@ def flags_to_mapping(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, .
     return values, tuple(others)
 
 
+def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """`command` without programs that run the rest of it (srun, time, env), and the variables that they set."""
+    words, env = list(command), {}
+    while words and _BEFORE.fullmatch(words[0]):
+        words = words[1:]
+        while words and (words[0].startswith("-") or "=" in words[0] or words[0].isdigit()):
+            key, equals, value = words[0].partition("=")
+            if equals and not key.startswith("-"):
+                env[key] = value
+            words = words[1:]
+    return words, env
+
+
 def _launch(command: Command) -> Launch | None:
     env, words = dict(command.env), list(command.words)
     launcher: dict[str, Any] = {}
     num_gpus: int | None = None
     by = ""
     while words:
+        words, given = after_wrappers(words)
+        env |= given
+        if not words:
+            return None
         name = words[0].rsplit("/", 1)[-1]
-        if _BEFORE.fullmatch(words[0]):
-            words = words[1:]
-            while words and (words[0].startswith("-") or "=" in words[0] or words[0].isdigit()):
-                key, equals, value = words[0].partition("=")
-                if equals and not key.startswith("-"):
-                    env[key] = value
-                words = words[1:]
-        elif re.fullmatch(r"python[\d.]*", name):
+        if re.fullmatch(r"python[\d.]*", name):
             words = words[1:]
             while words and words[0].startswith("-") and words[0] != "-m":
                 words = words[1:]

@@ -10,6 +10,7 @@ from peakcast.catalog import Device
 from peakcast.constants import own_constants
 from peakcast.conventions import conventions
 from peakcast.findings import Finding
+from peakcast.lengths import lengths_change
 from peakcast.models.analytical.pipeline import pipeline_rank, stage_chunks
 from peakcast.models.baseline import Baseline, baseline, usable_bytes
 from peakcast.models.calibration import calibration_for
@@ -115,7 +116,7 @@ class _Gap:
 GAPS = (
     _Gap(lambda job: True, "evaluation, generation and saving checkpoints during the run"),
     _Gap(lambda job: not job.other_memory_fraction, "other processes on the GPU (give their part, other_memory_fraction)"),
-    _Gap(lambda job: job.task == "train", "batches of other lengths (give the longest)"),
+    _Gap(lambda job: job.task == "train" and not lengths_change(job), "batches of other lengths (give the longest)"),
     _Gap(lambda job: job.architecture.moe is not None, "uneven routing: tokens are spread evenly over the experts"),
     _Gap(lambda job: job.parallelism.world_size > 1, "NCCL's buffers beyond an estimate; blocks kept for other streams"),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import socket
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import peakcast
-from peakcast.errors import ScriptError
+from peakcast.errors import ScriptError, SpecError
 
 pytest_plugins = ["pytester"]
 
@@ -31,21 +30,67 @@ def training(width=512, steps=5):
     return train
 
 
-@pytest.fixture(scope="module", autouse=True)
-def torch_first():
-    """Its copies need not import it."""
-    from peakcast.collectors.dryrun.script import LIBRARIES
-
-    for name in LIBRARIES:
-        importlib.import_module(name)
-
-
 def test_a_function_that_trains_is_answered_as_a_script():
     found = peakcast.dryrun(training(), "A100-80GB")
     weights = 2 * (512 * 512 + 512) * 4
     assert found.answer.composition["parameters"] == pytest.approx(weights, rel=1e-2)
     assert found.answer.fits == "yes"
     assert found.to_mapping()["dryrun"]["steps"] == 3
+
+
+def test_a_process_that_has_trained_can_be_asked():
+    """Its threads, which no copy of it would have, have worked already: autograd's and those of parallel kernels."""
+    import torch
+
+    def train(device):
+        model = torch.nn.Linear(256, 256).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            (torch.arange(2**21) * 3).sum()
+            inputs = torch.randn(6400, 256, device=device)
+            torch.utils.checkpoint.checkpoint(model, inputs, use_reentrant=False).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        train("cpu")
+        assert [peakcast.dryrun(lambda: train("cuda"), "A100-80GB", timeout_seconds=60).steps for _ in range(2)] == [3, 3]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_a_function_closes_over_comes_along():
+    """A network that is there already, its data and a function of this file, which no other process can import."""
+    import torch
+
+    model = torch.nn.Linear(512, 512)
+    data = torch.arange(512.0)
+
+    def train():
+        assert data[3].item() == 3.0
+        model.cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(data.cuda()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        training()
+
+    found = peakcast.dryrun(train, "A100-80GB")
+    assert found.answer.composition["parameters"] == pytest.approx((512 * 512 + 512) * 4, rel=1e-2)
+    assert model.weight.device.type == "cpu"
+
+
+def test_what_cannot_come_along_is_said(tmp_path):
+    with (tmp_path / "file").open("w") as file:
+
+        def train():
+            file.write("")
+
+        with pytest.raises(SpecError, match=r"'train' cannot run in another process.*make that inside the function"):
+            peakcast.dryrun(train, "A100-80GB")
 
 
 def test_queries_of_the_gpu_are_answered_as_the_chosen_one_would():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import peakcast
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.timeline import Category, Phase
 
@@ -35,6 +36,7 @@ def test_a_plain_loop_needs_what_the_trace_of_its_job_needs(run_script, traced):
         assert ours.phase == theirs.phase
     assert replace(found.job, architecture=job.architecture, versions=job.versions) == job
     assert found.job.architecture.hidden_size == 256
+    assert found.answer.first_to_try == peakcast.predict(job, "A100-80GB", rank=0).first_to_try != ()
     steady = found.timelines["steady"]
     named = set(zip(steady.names, map(Category, steady.categories), strict=True))
     weight = "model.layers.0.self_attn.q_proj.weight"

@@ -1,0 +1,89 @@
+"""A function of this process for another one to call: what it closes over comes along as a copy."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from peakcast.errors import SpecError
+
+_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, ValueError, RecursionError)
+
+
+def pack(function: Callable[[], object], path: Path) -> None:
+    """Write `function` to `path`. Raises: SpecError where it holds what only this process has."""
+    import cloudpickle
+
+    with _by_value(_found_here_only()):
+        try:
+            path.write_bytes(cloudpickle.dumps(function))
+        except _UNPICKLABLE as error:
+            raise SpecError(
+                f"command: the function {name_of(function)!r} cannot run in another process, since it holds what cannot be "
+                f"copied there ({error}); make that inside the function, or give the words of a command.",
+                parameter="command",
+            ) from error
+
+
+def unpack(path: Path) -> Callable[[], object]:
+    """The function that `pack` wrote to `path`."""
+    function: Callable[[], object] = pickle.loads(path.read_bytes())
+    return function
+
+
+def name_of(function: Callable[[], object]) -> str:
+    """What it is called."""
+    return str(getattr(function, "__name__", "function"))
+
+
+@contextmanager
+def _by_value(modules: list[ModuleType]) -> Iterator[None]:
+    """In here functions and classes of `modules` are pickled whole, not by their names."""
+    import cloudpickle
+
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _found_here_only() -> list[ModuleType]:
+    """Modules that another process would not find by their names, as a file that pytest has imported."""
+    installed = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
+    found = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name != "__main__" and isinstance(file, str) and not file.startswith(installed) and _place(name) != file:
+            found.append(module)
+    return found
+
+
+def _place(name: str) -> str | None:
+    """The file that importing `name` would run where nothing is imported yet."""
+    path: Any = None
+    spec = None
+    whole = ""
+    for part in name.split("."):
+        whole = f"{whole}.{part}" if whole else part
+        spec = _spec(whole, path)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return spec.origin if spec is not None else None
+
+
+def _spec(name: str, path: Any) -> Any:
+    for finder in sys.meta_path:
+        with suppress(Exception):  # of one that does not know this kind of path
+            if (spec := finder.find_spec(name, path)) is not None:
+                return spec
+    return None

@@ -1,0 +1,80 @@
+"""Rows that stand in for data that cannot be fetched: of text, with whichever other columns the script asks for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from peakcast.collectors.dryrun.lengths import drawn
+
+NUM_ROWS = 512
+PREFERENCE = ("dpo", "reward", "kto", "orpo", "cpo")
+"""Trainers of TRL that learn from two answers to a prompt."""
+NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index")
+"""Columns that have numbers: 0 in every row. Others have text."""
+MOST_COLUMNS = 16
+
+
+class Rows:
+    """Rows of the lengths that are drawn from `shortest` to `longest`."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.shortest, self.longest = shortest, longest
+        self._changed = False
+
+    def __str__(self) -> str:
+        lengths = f"{self.longest:,}" if self.shortest == self.longest else f"{self.shortest:,} to {self.longest:,}"
+        return f"{NUM_ROWS} rows of {lengths} words"
+
+    def made(self, module: Any) -> Any:
+        """A `Dataset` of `datasets`, whose own functions from now on add the columns that they are asked for."""
+        if not self._changed:
+            self._changed = True
+            self._change(module.Dataset)
+        prefers = any(f"trl.trainer.{name}_trainer" in sys.modules for name in PREFERENCE)
+        columns = ("prompt", "chosen", "rejected") if prefers else ("text",)
+        return module.Dataset.from_dict({name: self._values(name, NUM_ROWS) for name in columns})
+
+    def _values(self, column: str, count: int) -> list[Any]:
+        if column in NUMBERS:
+            return [0] * count
+        return [" ".join(["word"] * length) for length in drawn(self.shortest, self.longest, count)]
+
+    def _with(self, rows: Any, columns: Iterable[str]) -> Any:
+        for column in columns:
+            if column not in rows.column_names:
+                rows = rows.add_column(column, self._values(column, len(rows)))
+        return rows
+
+    def _change(self, kind: Any) -> None:
+        """What maps rows, or names a column, finds it there."""
+        apply = kind.map
+
+        def mapped(rows: Any, *arguments: Any, **keywords: Any) -> Any:
+            rows = self._with(rows, _names(keywords.get("remove_columns")))
+            for _ in range(MOST_COLUMNS):
+                try:
+                    return apply(rows, *arguments, **keywords)
+                except KeyError as error:
+                    column = error.args[0] if error.args else None
+                    if not isinstance(column, str) or column in rows.column_names:
+                        raise
+                    rows = self._with(rows, [column])
+            return apply(rows, *arguments, **keywords)
+
+        def asking(function: Callable[..., Any]) -> Callable[..., Any]:
+            def asked(rows: Any, *arguments: Any, **keywords: Any) -> Any:
+                columns = next(iter((*arguments, *keywords.values())), None)
+                return function(self._with(rows, _names(columns)), *arguments, **keywords)
+
+            return asked
+
+        kind.map = mapped
+        for name in ("rename_column", "rename_columns", "remove_columns", "select_columns"):
+            setattr(kind, name, asking(getattr(kind, name)))
+
+
+def _names(columns: Any) -> list[str]:
+    """Columns as a script names them: one, several, or those that get other names."""
+    return [columns] if isinstance(columns, str) else list(columns or ())

@@ -1,0 +1,125 @@
+"""Files of tokens that a script reads and that are not there: some are made in the temporary folder, and it is said.
+
+Their form is the one that the script expects: after the header of 256 numbers that llm.c and its descendants begin with,
+where the script names its first one; else tokens alone, as nanoGPT has them, or a numpy array where the name says so.
+"""
+
+from __future__ import annotations
+
+import builtins
+import glob
+import io
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from peakcast.collectors.dryrun.files import Overlay
+from peakcast.collectors.dryrun.noted import Notes, is_own
+
+SUFFIXES = (".bin", ".npy")
+NUM_FILES, NUM_TOKENS = 4, 2**24
+"""Of each pattern of names; and tokens of each file."""
+HEADER_LENGTH = 256
+HEADERS: dict[int, tuple[int, type[np.generic]]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
+"""First number of a header, and the second and the tokens' type that go with it. Source: llm.c, dev/data/data_common.py."""
+TEXT_END, DOCUMENT_LENGTH = 50256, 768
+"""GPT-2's token between two documents, which data loaders look for, and tokens from one to the next."""
+
+
+class TokenFiles:
+    """Makes the files that a script's own code asks for."""
+
+    def __init__(self, overlay: Overlay, notes: Notes) -> None:
+        self._overlay = overlay
+        self._notes = notes
+
+    def install(self) -> None:
+        """For this process."""
+        import torch
+
+        builtins.open = io.open = self._opening(builtins.open)  # type: ignore[assignment]
+        glob.iglob = lambda pattern, **more: self._globbed(list(_iglob(pattern, **more)), pattern)  # type: ignore[assignment]
+        pathlib.Path.glob = lambda path, pattern, **more: (  # type: ignore[method-assign,assignment]
+            Path(found) for found in self._globbed(list(_path_glob(path, pattern, **more)), os.path.join(path, pattern))
+        )
+        from_file = torch.from_file
+
+        def read(filename: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+            if not os.path.exists(filename):
+                self._make_if_asked(filename)
+            return from_file(os.fspath(self._overlay.read(filename)), *arguments, **keywords)
+
+        torch.from_file = read
+
+    def _opening(self, open_file: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+            try:
+                return open_file(file, mode, *arguments, **keywords)
+            except FileNotFoundError:
+                if any(letter in mode for letter in "wax+") or not self._make_if_asked(file):
+                    raise
+                return open_file(file, mode, *arguments, **keywords)
+
+        return opened
+
+    def _globbed(self, found: list[Any], pattern: Any) -> Iterator[Any]:
+        """What a pattern has found; where it is of token files and finds none, those that are made now."""
+        name = os.fsdecode(pattern)
+        if not found and _asker() is not None and name.endswith(SUFFIXES) and "*" in name:
+            found = [name.replace("*", f"{number:06d}") for number in range(NUM_FILES)]
+            for one in found:
+                self._make_if_asked(one)
+        return iter(found)
+
+    def _make_if_asked(self, path: Any) -> bool:
+        """Whether `path` is a token file of the script's, which is there from now on."""
+        asker = _asker()
+        if asker is None or not isinstance(path, (str, os.PathLike)) or not os.fspath(path).endswith(SUFFIXES):
+            return False
+        name = os.fspath(path)
+        place = self._overlay.write(name, keeps=False)
+        _write(Path(place), Path(asker).read_text(encoding="utf-8", errors="replace"))
+        like = re.sub(r"\d+", "*", os.path.basename(name))
+        sentence = f"{like} is not here: files of {NUM_TOKENS:,} tokens stood in for it and its like."
+        self._notes.add("script_part_skipped", "command", sentence)
+        return True
+
+
+_iglob, _path_glob = glob.iglob, pathlib.Path.glob
+
+
+def _asker() -> str | None:
+    """The file of the script whose code asks for a file, itself or by numpy, torch or Python's own; None where a library
+    does."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "").partition(".")[0]
+        if name not in _ITS_MEANS:
+            return frame.f_code.co_filename if is_own(frame.f_code.co_filename) else None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+_ITS_MEANS = frozenset({"peakcast", "numpy", "torch", *sys.stdlib_module_names} - {"__main__"})
+
+
+def _write(path: Path, script: str) -> None:
+    tokens = np.arange(NUM_TOKENS, dtype=np.uint32) % DOCUMENT_LENGTH
+    tokens[tokens == 0] = TEXT_END
+    if path.suffix == ".npy":
+        np.save(path, tokens.astype(np.uint16))
+        return
+    first = next((number for number in HEADERS if str(number) in script), None)
+    version, kind = HEADERS[first] if first is not None else (0, np.uint16)
+    with path.open("wb") as file:
+        if first is not None:
+            header = np.zeros(HEADER_LENGTH, dtype=np.int32)
+            header[:3] = first, version, NUM_TOKENS
+            file.write(header.tobytes())
+        file.write(tokens.astype(kind).tobytes())

@@ -1,0 +1,79 @@
+"""Programs that a script or a shell starts: one that trains is followed, whatever has started it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from peakcast.collectors.dryrun.command import read_command
+from peakcast.dryrunning import dryrun
+from peakcast.errors import SpecError
+
+TRAINS = """
+import os, sys, torch
+assert sys.argv[1:] == ["--width", "256"], sys.argv
+model = torch.nn.Linear(256, 256).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=float(os.environ.get("RATE", "1")))
+for _ in range(5):
+    model(torch.ones(8, 256, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def train(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAINS)
+    return str(path)
+
+
+STARTS = {
+    "run": "subprocess.run(['torchrun', '--nproc-per-node', '4', TRAIN, '--width', '256'], check=True)",
+    "python": "subprocess.check_call([sys.executable, '-u', TRAIN, '--width', '256'])",
+    "shell": "subprocess.run(f'RATE=2 torchrun --nproc-per-node=4 {TRAIN} --width 256', shell=True, check=True)",
+    "system": "os.system(f'accelerate launch --num_processes 4 {TRAIN} --width 256')",
+    "becomes": "os.execvp('torchrun', ['torchrun', '--nproc-per-node', '4', TRAIN, '--width', '256'])",
+    "process": "multiprocessing.get_context('spawn').Process(target=train).start()",
+}
+
+
+@pytest.mark.parametrize("how", STARTS)
+def test_a_program_that_trains_is_followed(how, train, tmp_path):
+    wrapper = tmp_path / "wrapper.py"
+    wrapper.write_text(
+        f"import multiprocessing, os, runpy, subprocess, sys, time\nTRAIN = {train!r}\n"
+        "subprocess.run([sys.executable, '-c', 'print(1)'], check=True)\n"
+        "def train():\n    sys.argv = [TRAIN, '--width', '256']\n    runpy.run_path(TRAIN)\n"
+        f"{STARTS[how]}\ntime.sleep(100)\n"
+    )
+    found = dryrun(["python", str(wrapper)], "A100-80GB", timeout_seconds=90)
+    assert found.steps == 3
+    assert found.answer.composition["parameters"] == pytest.approx(257 * 256 * 4, rel=0.01)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py", "wrapper.py"]
+
+
+def test_a_shell_script_is_read_and_its_training_command_followed(train, tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "#!/bin/bash\nset -e\nexport RATE=0.5\nGPUS=8\nmkdir -p outputs\n"
+        f"python prepare.py\nsrun -n 1 torchrun --nproc-per-node $GPUS \\\n    {train} --width 256\n"
+    )
+    for words in (["bash", str(script)], ["bash", "-x", str(script)], [str(script)], ["bash", "-c", script.read_text()]):
+        command = read_command(words)
+        assert (command.script, command.arguments) == (train, ("--width", "256"))
+        assert (command.world_size, command.environment) == (8, ("RATE=0.5",))
+
+
+def test_a_shell_script_that_trains_nothing_is_refused(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text("#!/bin/bash\nls\n./configure --all\n")
+    with pytest.raises(SpecError, match="put peakcast dryrun before the command in it"):
+        read_command(["bash", str(script)])
+    with pytest.raises(SpecError, match="is not there"):
+        read_command(["bash", str(tmp_path / "no.sh")])
+
+
+def test_what_runs_a_command_is_left_out(train):
+    command = read_command(["nohup", "env", "RATE=1", sys.executable, train])
+    assert (command.script, command.environment) == (train, ("RATE=1",))

@@ -1,0 +1,63 @@
+"""Evaluation is counted as the script asks for it, or left out when asked, and it is said either way."""
+
+from __future__ import annotations
+
+import pytest
+
+import peakcast
+from peakcast.units import MIB
+
+WIDTH = 1024
+
+
+def training(evaluates):
+    """A network that, where it evaluates, does it on batches a hundred times as large as those that it trains on."""
+    import torch
+
+    def network():
+        return torch.nn.Sequential(torch.nn.Embedding(100, WIDTH), torch.nn.Linear(WIDTH, WIDTH)).cuda()
+
+    def train():
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            if evaluates:
+                model.eval()
+                with torch.no_grad():
+                    model(torch.ones(6400, dtype=torch.int64, device="cuda"))
+                model.train()
+            reference = network().eval()
+            with torch.no_grad():  # no evaluation: it is never trained
+                wanted = reference(torch.ones(64, dtype=torch.int64, device="cuda"))
+            (model(torch.ones(64, dtype=torch.int64, device="cuda")) - wanted).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
+
+
+def test_evaluation_is_counted_or_left_out():
+    counted = peakcast.dryrun(training(True), "A100-80GB")
+    skipped = peakcast.dryrun(training(True), "A100-80GB", skip_evaluation=True)
+    without = peakcast.dryrun(training(False), "A100-80GB", skip_evaluation=True)
+    peaks = [found.timelines["steady"].peak().num_bytes for found in (counted, skipped, without)]
+    assert peaks[0] > 2 * 6400 * WIDTH * 4
+    assert peaks[1] == pytest.approx(peaks[2], abs=MIB / 8)
+    assert peaks[2] < peaks[0] / 2
+    (said,) = [said for said in counted.answer.assumptions if "evaluation" in said]
+    assert "test_evaluation.py:27 counts" in said
+    assert any("test_evaluation.py:27 is left out" in warning for warning in skipped.answer.warnings)
+    assert not any("evaluation" in said for said in (*without.answer.assumptions, *without.answer.warnings))
+    assert "generation and saving checkpoints during the run" in counted.answer.not_modelled
+    assert "evaluation, generation and saving checkpoints during the run" in skipped.answer.not_modelled
+
+
+def test_the_trainer_evaluates_within_the_steps_that_are_seen(run_script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    often = ["--bf16", "--eval_strategy", "steps", "--eval_steps", "500", "--per_device_eval_batch_size", "64"]
+    found = run_script("trainer.py", *often)
+    skipped = run_script("trainer.py", *often, skip_evaluation=True)
+    assert any("counts, with" in said for said in found.answer.assumptions)
+    assert any("Trainer's evaluation is left out" in warning for warning in skipped.answer.warnings)
+    ours, theirs = (one.timelines["steady"].peak().num_bytes for one in (found, skipped))
+    assert ours > theirs

@@ -1,0 +1,99 @@
+"""Recipes that dry runs keep: they answer as a dry run of other batches, lengths and layouts would, or are refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+import peakcast
+from peakcast.errors import RecordError, SpecError
+from peakcast.keeping import read_kept
+
+LAYERS = ("plain_loop.py", "--layers", "3", "--hidden", "256")
+
+
+def at(batch, length):
+    return (*LAYERS, "--batch", str(batch), "--length", str(length))
+
+
+@pytest.fixture(scope="module")
+def kept(run_script, tmp_path_factory):
+    """The path of what a dry run of two sequences of 256 tokens keeps."""
+    path = tmp_path_factory.mktemp("kept") / "llama.json.gz"
+    found = run_script(*at(2, 256), save_recipe=path)
+    assert not found.not_kept
+    assert all(abs(error) < 1e-3 for error in found.kept.phases.values())
+    assert {"backward", "optimizer step"} <= set(found.kept.phases)
+    return path
+
+
+@pytest.mark.parametrize(("batch", "length"), [(2, 256), (4, 320), (1, 512)])
+def test_a_kept_recipe_answers_as_a_dry_run_of_that_batch(kept, run_script, batch, length):
+    job = read_kept(kept).job.replace(micro_batch_size=batch, sequence_length=length)
+    ours = peakcast.predict(job, "H100-80GB", rank=0, recipe=kept)
+    theirs = run_script(*at(batch, length)).answer
+    assert ours.peak_allocated_bytes.baseline == pytest.approx(theirs.peak_allocated_bytes.baseline, rel=1e-3)
+    assert ours.peak_phase == theirs.peak_phase
+    assert any("llama.json.gz, kept by a dry run" in said for said in ours.assumptions)
+
+
+def test_the_command_line_varies_it_with_the_flags_of_a_job(kept):
+    command = [sys.executable, "-P", "-m", "peakcast", "predict", "--recipe", str(kept), "--gpu", "H100-80GB", "--json"]
+    flags = ["--micro-batch-size", "4", "--data-parallel-size", "8", "--sharding", "fsdp2"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=True)
+    job = read_kept(kept).job
+    whole = peakcast.predict(job.replace(micro_batch_size=4), "H100-80GB", recipe=kept)
+    sharded = json.loads(done.stdout)
+    states = whole.composition["optimizer_states"]
+    assert sharded["composition_bytes"]["optimizer_states"] == pytest.approx(states / 8, rel=0.01)
+
+
+def test_what_it_does_not_hold_for_is_refused(kept):
+    job = read_kept(kept).job
+    with pytest.raises(SpecError, match=r"does not hold for micro_batch_size=2 and sequence_length=100000\. It holds for"):
+        peakcast.predict(job.replace(sequence_length=100_000), "H100-80GB", recipe=kept)
+    with pytest.raises(SpecError, match=r"is of another precision\.compute"):
+        peakcast.predict(job.replace(precision=replace(job.precision, compute="float32")), "H100-80GB", recipe=kept)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "other.json.gz"
+    path.write_bytes(gzip.compress(b'{"schema_version": 2, "recipes": []}'))
+    for wrong in (path, tmp_path / "nothing.json.gz"):
+        with pytest.raises(RecordError, match=r"is no recipe of a dry run .* make one with: peakcast dryrun --save-recipe"):
+            peakcast.predict(None, "H100-80GB", recipe=wrong)
+
+
+def test_a_network_of_ones_own_and_a_script_that_does_more_keep_nothing(tmp_path):
+    import torch
+
+    def own():
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(4, 64, device="cuda")).sum().backward()
+            optimizer.step()
+
+    def more():
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            tokens = torch.randint(256, (2, 256)).cuda()
+            held = torch.empty(2**20, device="cuda")
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+            del held
+
+    for train, reason in ((own, "Linear, is none of transformers'"), (more, "the script does more than train")):
+        found = peakcast.dryrun(train, "H100-80GB", save_recipe=tmp_path / "kept.json.gz")
+        assert reason in found.not_kept
+        assert found.answer.fits == "yes"
+        assert list(tmp_path.iterdir()) == []

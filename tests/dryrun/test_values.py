@@ -1,0 +1,85 @@
+"""What follows from tokens, masks and positions is known; what follows from weights is not."""
+
+from __future__ import annotations
+
+import pytest
+
+import peakcast
+
+LENGTH, BATCH = 512, 4
+
+
+def training(padding=0, positions=None):
+    """A small Llama on rows of which the first has so many tokens of padding."""
+    pytest.importorskip("transformers")
+
+    def train():
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+        config = LlamaConfig(vocab_size=96, **sizes)
+        model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.randint(96, (BATCH, LENGTH))
+        mask = torch.ones_like(tokens)
+        mask[0, LENGTH - padding :] = 0
+        batch = {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
+        if positions is not None:
+            batch |= {"attention_mask": None, "position_ids": torch.tensor(positions).expand(BATCH, -1)}
+        for _ in range(3):
+            given = {name: one.to("cuda") for name, one in batch.items() if one is not None}
+            model(**given, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
+
+
+def masks_of(found):
+    """How many tensors have a truth value or a bfloat16 for each pair of tokens."""
+    pairs = BATCH * LENGTH * LENGTH
+    return sum(size in (pairs, 2 * pairs) for size in found.timelines["steady"].num_bytes)
+
+
+def test_a_mask_is_kept_where_it_has_padding_and_dropped_where_it_has_none():
+    without, padded = (peakcast.dryrun(training(padding), "A100-80GB") for padding in (0, 1))
+    assert masks_of(without) == 0
+    assert masks_of(padded) > 0
+    for found in (without, padded):
+        assert not [finding for finding in found.answer.findings if finding.code == "value_assumed"]
+
+
+def test_positions_tell_whether_rows_are_packed():
+    one_each, packed = list(range(LENGTH)), [*range(LENGTH // 2), *range(LENGTH // 2)]
+    assert masks_of(peakcast.dryrun(training(positions=one_each), "A100-80GB")) == 0
+    assert masks_of(peakcast.dryrun(training(positions=packed), "A100-80GB")) > 0
+
+
+def test_what_is_counted_and_chosen_by_tokens_is_known():
+    def train():
+        import torch
+
+        model = torch.nn.Embedding(64, 32).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        labels = torch.arange(64)
+        labels[::4] = -100
+        for _ in range(3):
+            moved = labels.cuda()
+            kept = moved != -100
+            assert kept.sum().item() == 48
+            assert moved[kept].shape == (48,)
+            assert kept.nonzero().shape == (48, 1)
+            assert (~kept & kept).nonzero().view(-1).shape == (0,)
+            assert moved.max().tolist() == 63
+            assert moved.unique().numpy()[0] == -100
+            rows = model(moved[kept])
+            assert rows.shape == (48, 32)
+            assert rows.sum().item() == 1.0  # of weights nobody knows anything
+            rows.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = peakcast.dryrun(train, "A100-80GB")
+    (assumed,) = [finding.sentence for finding in found.answer.findings if finding.code == "value_assumed"]
+    assert "reads a float32" in assumed
