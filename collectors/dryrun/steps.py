@@ -92,7 +92,7 @@ class ScriptSteps:
         outermost = self._depth == 0 and not inside_backward()
         self._depth += 1
         if outermost:
-            if self._stepped:
+            if self._stepped or self._stepped_by_itself():
                 self._end_step()
             begins = self.evaluations.forward_begins(part) or self.tracer.phase == Phase.OPTIMIZER_STEP
             if self.lengths.enough and not self.evaluations.awaited(part, self._ended):
@@ -145,6 +145,12 @@ class ScriptSteps:
 
     def _called(self, parameter: Any) -> str:
         return self._parameters.get(id(parameter), "parameter")
+
+    def _stepped_by_itself(self) -> bool:
+        """Whether something that is no `torch.optim.Optimizer` has stepped: gradients that backward has made are gone."""
+        if self.optimizers or not self._backwards or not torch.is_grad_enabled():
+            return False
+        return all(one.grad is None for network in self.networks for one in network.parameters())
 
     def _with_evaluation(self) -> None:
         """The last step has the evaluation after it, if there was one."""
