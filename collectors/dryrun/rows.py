@@ -11,6 +11,8 @@ from peakcast.collectors.dryrun.lengths import drawn
 NUM_ROWS = 512
 PREFERENCE = ("dpo", "reward", "kto", "orpo", "cpo")
 """Trainers of TRL that learn from two answers to a prompt."""
+OWN = ("text", "prompt", "chosen", "rejected")
+"""Columns that rows have before anybody asks for others."""
 NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index")
 """Columns that have numbers: 0 in every row. Others have text."""
 MOST_COLUMNS = 16
@@ -21,7 +23,7 @@ class Rows:
 
     def __init__(self, shortest: int, longest: int) -> None:
         self.shortest, self.longest = shortest, longest
-        self._changed = False
+        self._remove: Any = None
 
     def __str__(self) -> str:
         lengths = f"{self.longest:,}" if self.shortest == self.longest else f"{self.shortest:,} to {self.longest:,}"
@@ -29,8 +31,7 @@ class Rows:
 
     def made(self, module: Any) -> Any:
         """A `Dataset` of `datasets`, whose own functions from now on add the columns that they are asked for."""
-        if not self._changed:
-            self._changed = True
+        if self._remove is None:
             self._change(module.Dataset)
         prefers = any(f"trl.trainer.{name}_trainer" in sys.modules for name in PREFERENCE)
         columns = ("prompt", "chosen", "rejected") if prefers else ("text",)
@@ -42,14 +43,17 @@ class Rows:
         return [" ".join(["word"] * length) for length in drawn(self.shortest, self.longest, count)]
 
     def _with(self, rows: Any, columns: Iterable[str]) -> Any:
-        for column in columns:
-            if column not in rows.column_names:
-                rows = rows.add_column(column, self._values(column, len(rows)))
-        return rows
+        """`rows` with `columns`; where one was missing, without those that nobody has asked for."""
+        asked = list(columns)
+        missing = [column for column in asked if column not in rows.column_names]
+        unasked = [column for column in OWN if column in rows.column_names and column not in asked]
+        for column in missing:
+            rows = rows.add_column(column, self._values(column, len(rows)))
+        return self._remove(rows, unasked) if missing and unasked else rows
 
     def _change(self, kind: Any) -> None:
         """What maps rows, or names a column, finds it there."""
-        apply = kind.map
+        apply, self._remove = kind.map, kind.remove_columns
 
         def mapped(rows: Any, *arguments: Any, **keywords: Any) -> Any:
             rows = self._with(rows, _names(keywords.get("remove_columns")))
@@ -60,7 +64,7 @@ class Rows:
                     column = error.args[0] if error.args else None
                     if not isinstance(column, str) or column in rows.column_names:
                         raise
-                    rows = self._with(rows, [column])
+                    rows = self._with(rows, [column, *_names(keywords.get("remove_columns"))])
             return apply(rows, *arguments, **keywords)
 
         def asking(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ class Session:
         """Run `program` and end the process with its answer or its failure."""
         import torch
 
-        from peakcast.collectors.dryrun import gpu, outside, pretrained, programs, ranks, token_files, values
+        from peakcast.collectors.dryrun import gpu, graphs, outside, pretrained, programs, ranks, token_files, values
         from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.evaluation import Evaluations
         from peakcast.collectors.dryrun.lengths import StepLengths
@@ -56,6 +56,7 @@ class Session:
         patches.install()
         ranks.install(asked["rank"], asked["world_size"])
         outside.install(self.notes)
+        graphs.install(self.notes)
         Children(asked).install()
         pretrained.Stand(self.notes, asked["lengths"]).install()
         lengths = StepLengths(asked["lengths"] if asked["lengths_change"] else None)

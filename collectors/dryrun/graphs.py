@@ -1,0 +1,47 @@
+"""CUDA graphs: what is captured runs as it is, and a replay makes no tensor, as on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from peakcast.collectors.dryrun.noted import Notes, where
+
+
+def install(notes: Notes) -> None:
+    """For this process."""
+
+    class Graph:
+        """Stands for `torch.cuda.CUDAGraph`."""
+
+        def __init__(self, keep_graph: bool = False) -> None:
+            self._pool: Any = (0, 1)
+
+        def capture_begin(self, *_: Any, **__: Any) -> None:
+            """What runs from here on is captured."""
+            sentence = f"{where()} captures a CUDA graph, whose memory stays its own; it is counted as if it came back."
+            notes.add("script_part_skipped", "torch.cuda.graph", sentence, "more")
+
+        def pool(self) -> Any:
+            """Where its memory lies."""
+            return self._pool
+
+        def _nothing(self, *_: Any, **__: Any) -> None:
+            """Has no effect on memory."""
+
+        capture_end = replay = reset = instantiate = register_generator_state = _nothing
+        enable_debug_mode = debug_dump = _nothing
+
+    @contextlib.contextmanager
+    def capturing(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
+        graph.capture_begin()
+        yield
+
+    cuda: Any = torch.cuda
+    for module in (cuda, cuda.graphs):
+        module.CUDAGraph = Graph
+        module.graph_pool_handle = lambda: (0, 1)
+        module.graph = capturing
