@@ -52,6 +52,7 @@ def test_an_optimizer_of_ones_own_has_stepped_once_the_gradients_are_gone():
     def train():
         import torch
 
+        torch.empty(1, device="cuda", requires_grad=True).backward()  # of no network
         model = torch.nn.Linear(512, 512, bias=False).cuda()
         momentum = torch.zeros_like(model.weight)
         for _ in range(5):
