@@ -85,7 +85,6 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
         "memory_summary": "",
         "memory_snapshot": [],
         "utilization": 0,
-        "graph_pool_handle": (0, 0),
         **dict.fromkeys(SILENT),
     }
     for question, answer in answers.items():
@@ -100,8 +99,6 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
     cuda.get_rng_state_all = lambda: [cuda.get_rng_state()] * gpus_per_node
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
     cuda.device = cuda.device_of = _OnDevice
-    cuda.CUDAGraph, cuda.graph = _Graph, _OnDevice
-    cuda.make_graphed_callables = lambda callables, *_, **__: callables
     cuda.Event.elapsed_time = lambda *_: 1.0
     for each in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, each, _always(None))
@@ -176,14 +173,6 @@ class _OnDevice(contextlib.nullcontext[None]):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
-
-
-class _Graph:
-    """`torch.cuda.CUDAGraph`: what is captured runs once, and what it has made stays where it is when it is replayed."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.capture_begin = self.capture_end = self.replay = self.reset = self.enable_debug_mode = _always(None)
-        self.pool = _always((0, 0))
 
 
 def _always(answer: Any) -> Callable[..., Any]:

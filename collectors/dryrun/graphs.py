@@ -45,3 +45,4 @@ def install(notes: Notes) -> None:
         module.CUDAGraph = Graph
         module.graph_pool_handle = lambda: (0, 1)
         module.graph = capturing
+        module.make_graphed_callables = lambda callables, *_, **__: callables

@@ -36,6 +36,8 @@ def install(rank: int, world_size: int) -> None:
     if world_size > 1:
         dtensors.install()
         _remember_meshes()
+        fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+        fsdp._chunk_with_empty = _Chunks  # of which it takes two: making as many as there are ranks takes its time
         random: Any = importlib.import_module("torch.distributed.tensor._random")
         random.manual_seed = lambda *_, **__: None  # it would set the state of a GPU's generator
     _install_groups(rank, world_size)
@@ -44,6 +46,19 @@ def install(rank: int, world_size: int) -> None:
     os.environ["DS_ACCELERATOR"] = "cuda"
     pipelines.install()
     when_imported("deepspeed", lambda module: deepspeed_fakes.install())
+
+
+class _Chunks:
+    """`tensor` in as many parts as there are ranks, each made when it is asked for; the last ones may be empty."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._length = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = index * self._length
+        left = min(self._length, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, left) if left > 0 or index == 0 else self._tensor.new_empty(0)
 
 
 MESH_SIZES: dict[str, int] = {}

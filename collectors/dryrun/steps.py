@@ -49,6 +49,7 @@ class ScriptSteps:
         self._ended = [time.monotonic()]
         """When the script began, and when each step has ended."""
         self._backwards = 0
+        self._has_gradients = False
 
     def follow(self) -> None:
         """From now on, for good."""
@@ -62,7 +63,9 @@ class ScriptSteps:
 
         def counted(*arguments: Any, **keywords: Any) -> Any:
             self._backwards += not inside_backward()
-            return backward(*arguments, **keywords)
+            answer = backward(*arguments, **keywords)
+            self._has_gradients = self._has_gradients or not self._gradients_are_gone()
+            return answer
 
         torch.autograd.backward = counted
 
@@ -92,7 +95,7 @@ class ScriptSteps:
         outermost = self._depth == 0 and not inside_backward()
         self._depth += 1
         if outermost:
-            if self._stepped:
+            if self._stepped or self._stepped_by_itself():
                 self._end_step()
             begins = self.evaluations.forward_begins(part) or self.tracer.phase == Phase.OPTIMIZER_STEP
             if self.lengths.enough and not self.evaluations.awaited(part, self._ended):
@@ -146,6 +149,14 @@ class ScriptSteps:
     def _called(self, parameter: Any) -> str:
         return self._parameters.get(id(parameter), "parameter")
 
+    def _stepped_by_itself(self) -> bool:
+        """Whether something that is no `torch.optim.Optimizer` has stepped: gradients that backward has made are gone."""
+        watches = not self.optimizers and self._has_gradients and torch.is_grad_enabled()
+        return watches and self._gradients_are_gone()
+
+    def _gradients_are_gone(self) -> bool:
+        return all(one.grad is None for network in self.networks for one in network.parameters())
+
     def _with_evaluation(self) -> None:
         """The last step has the evaluation after it, if there was one."""
         start, end = self.spans[-1]
@@ -158,7 +169,8 @@ class ScriptSteps:
         self.spans.append((start, self.tracer.now))
         self.lengths.end_step()
         self._ended.append(time.monotonic())
-        self._stepped, self.micro_batches, self._backwards = False, self._backwards, 0
+        self._stepped = self._has_gradients = False
+        self.micro_batches, self._backwards = self._backwards, 0
 
 
 def _batch(inputs: Any) -> tuple[int, ...]:

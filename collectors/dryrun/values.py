@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils._pytree import tree_leaves
 
 from peakcast.collectors.dryrun.noted import Notes
-from peakcast.collectors.tracing.known_values import KnownValuesMode, value_of
+from peakcast.collectors.tracing.known_values import KnownValuesMode, label, value_of
 
 REAL_FLOAT_BYTES = 2**16
 """Tensors of numbers with a fraction that are made on the CPU are real up to here: coefficients, not weights."""
@@ -61,7 +61,8 @@ class ScriptMode(KnownValuesMode):
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
         compiling = torch._guards.TracingContext.try_get() is not None
-        noise = "rand" in str(func) or kwargs.get("generator") is not None  # the script's own numbers would then be others
+        # of noise: the script's own numbers would then be others
+        noise = "rand" in label(func) or kwargs.get("generator") is not None
         return not compiling and not noise and super()._follows(func, args, kwargs)
 
     def _keeps(self, result: torch.Tensor) -> bool:
@@ -76,6 +77,8 @@ class ScriptMode(KnownValuesMode):
 
     def _is_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether `func` can run: on real tensors of the CPU alone, or making a small one there."""
+        if any(isinstance(one, FakeTensor) for one in args):  # nearly always, and soon seen
+            return False
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cpu":
             return False

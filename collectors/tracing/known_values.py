@@ -25,6 +25,10 @@ _WITHOUT_VALUES = ("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like
 """How operators begin whose results are memory that nobody has written yet, or noise."""
 
 
+label = functools.cache(str)
+"""The name of an operator, "aten.add.Tensor": torch puts it together anew each time."""
+
+
 def install() -> None:
     """Let `torch.tensor` take numbers that are fake tensors, which it reads where no mode sees it, and let `tolist` read
     all values at once; in this process, for good."""
@@ -116,7 +120,7 @@ def _plain(data: Any) -> Any:
 
 def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the values of the result follow from known ones."""
-    if not str(func).startswith("aten.") or str(func).startswith(_WITHOUT_VALUES):
+    if not label(func).startswith("aten.") or label(func).startswith(_WITHOUT_VALUES):
         return False
     return all(value_of(one) is not None for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor))
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_iter
 from peakcast.catalog import Device
 from peakcast.collectors.tracing.custom_operators import gpu_kernel
 from peakcast.collectors.tracing.kernels import Taken, taken
+from peakcast.collectors.tracing.known_values import label
 from peakcast.timeline import Category, Entry, Phase, Timeline
 from peakcast.units import round_up
 
@@ -186,10 +187,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         result = func(*args, **(kwargs or {}))
         if self._fused is None:
             self._phases.append(int(self.phase))
-            self._labels.append(str(func).removeprefix("aten."))
+            self._labels.append(label(func).removeprefix("aten."))
         instant = self.now - 1
         leaves = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
-        for leaf in reversed(leaves) if str(func) in LAST_RESULT_FIRST else leaves:
+        for leaf in reversed(leaves) if label(func) in LAST_RESULT_FIRST else leaves:
             self._see(leaf, instant)
         if func._schema.overload_name == "out" and isinstance(result, torch.Tensor):
             self._christen([result], self._labels[instant])

@@ -44,3 +44,25 @@ def test_a_missing_file_of_tokens_has_the_form_that_the_script_reads(run_script,
     assert found.job.sequence_length == 256
     assert any("train.bin is not here" in warning for warning in found.answer.warnings)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_optimizer_of_ones_own_has_stepped_once_the_gradients_are_gone():
+    import peakcast
+
+    def train():
+        import torch
+
+        torch.empty(1, device="cuda", requires_grad=True).backward()  # of no network
+        model = torch.nn.Linear(512, 512, bias=False).cuda()
+        momentum = torch.zeros_like(model.weight)
+        for _ in range(5):
+            for _ in range(2):
+                model(torch.randn(8, 512, device="cuda")).square().mean().backward()
+            with torch.no_grad():
+                momentum.lerp_(model.weight.grad, 0.1)
+                model.weight.sub_(momentum, alpha=0.1)
+            model.zero_grad(set_to_none=True)
+
+    found = peakcast.dryrun(train, "H100-80GB")
+    assert (found.steps, found.job.gradient_accumulation_steps) == (3, 2)
+    assert found.timelines["steady"].composition(0)[Category.PARAMETERS] == 4 * 512**2
