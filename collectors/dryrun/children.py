@@ -15,7 +15,7 @@ from typing import Any
 from peakcast.collectors.dryrun.command import Command, is_python, read_command
 from peakcast.errors import SpecError
 
-ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched")
+ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched", "accelerate")
 """Fields of a command that its process is told."""
 TOOLS = ("pip", "ensurepip", "venv", "compileall", "multiprocessing", "torch._inductor", "torch.utils", "peakcast")
 """Modules that train nothing, and run as they are."""

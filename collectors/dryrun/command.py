@@ -45,6 +45,8 @@ class Command:
     ranks_per_node: int = 1
     environment: tuple[str, ...] = ()
     """NAME=value, as written before the command."""
+    accelerate: tuple[str, ...] = ()
+    """The words of `accelerate launch`, which tells the script its settings by the environment."""
     launched: bool = False
     """Whether a launcher starts the script, and tells it its rank by the environment."""
 
@@ -166,6 +168,7 @@ def _launched(launcher: str, words: list[str]) -> Command:
                 "command: of accelerate, only `accelerate launch` trains.", parameter="command", value=words[:1]
             )
         words = words[1:]
+    whole = tuple(words)
     flags: dict[str, str] = {}
     while words and words[0].startswith("-"):
         flag, equals, value = words.pop(0).lstrip("-").partition("=")
@@ -181,7 +184,8 @@ def _launched(launcher: str, words: list[str]) -> Command:
     else:
         command = _script(words)
     world_size, per_node = _ranks(launcher, flags)
-    return replace(command, world_size=world_size, ranks_per_node=per_node, launched=True)
+    settings = whole if launcher == "accelerate" else ()
+    return replace(command, world_size=world_size, ranks_per_node=per_node, launched=True, accelerate=settings)
 
 
 def _ranks(launcher: str, flags: dict[str, str]) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,22 @@ def set_environment(rank: int, world_size: int, ranks_per_node: int, *, launched
     os.environ["TORCHELASTIC_RUN_ID"] = "dryrun"
 
 
+def set_settings_of_accelerate(words: Sequence[str]) -> None:
+    """What `accelerate launch` with these words sets beside: the layout and the precision of its file and its flags."""
+    if not words:
+        return
+    launch: Any = importlib.import_module("accelerate.commands.launch")
+    arguments, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(list(words)))
+    if arguments.use_deepspeed:
+        found = launch.prepare_deepspeed_cmd_env(arguments)[1]
+    elif arguments.num_processes and arguments.num_processes > 1:
+        found = launch.prepare_multi_gpu_env(arguments)
+    else:
+        found = launch.prepare_simple_launcher_cmd_env(arguments)[1]
+    prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "FP8_", "MEGATRON_LM_")
+    os.environ.update({name: value for name, value in found.items() if name.startswith(prefixes)})
+
+
 def install(rank: int, world_size: int) -> None:
     """Make every process group of this process a fake one of `world_size` ranks."""
     from peakcast.collectors.dryrun import pipelines
@@ -43,6 +60,7 @@ def install(rank: int, world_size: int) -> None:
     _install_groups(rank, world_size)
     _install_objects()
     _install_ddp()
+    _install_meshes()
     os.environ["DS_ACCELERATOR"] = "cuda"
     pipelines.install()
     when_imported("deepspeed", lambda module: deepspeed_fakes.install())
@@ -106,6 +124,21 @@ def _install_groups(rank: int, world_size: int) -> None:
             setattr(module, name, lambda *_, **__: None)
     dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
     dist.is_nccl_available = lambda: True  # type: ignore[assignment]
+
+
+def _install_meshes() -> None:
+    """A mesh that nobody has given is one of GPUs; torch asks its own build, which may have none."""
+
+    def default(mesh_dim_names: tuple[str, ...] | None = None) -> Any:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        return dist.init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=mesh_dim_names)
+
+    for name in ("_fsdp_init", "_fully_shard"):
+        module: Any = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{name}")
+        for function in ("_init_default_mesh", "_init_default_fully_shard_mesh"):
+            if hasattr(module, function):
+                setattr(module, function, default)
 
 
 def _install_objects() -> None:

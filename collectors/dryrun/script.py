@@ -136,6 +136,7 @@ def main(question: Mapping[str, Any]) -> NoReturn:
     outside.set_environment(Path(question["folder"]))
     launched = bool(question["launched"])
     ranks.set_environment(question["rank"], question["world_size"], question["ranks_per_node"], launched=launched)
+    ranks.set_settings_of_accelerate(question["accelerate"])
     os.environ["PEAKCAST_DRYRUN_RANK"] = str(question["rank"])
     import_for_good(LIBRARIES)
     overlay = files.install(Path(question["folder"]))

@@ -103,13 +103,14 @@ class ScriptSteps:
                 self._enough()
             if id(part) not in self._names:
                 self._meet(part)
-            if not self.inputs:
+            if not self.inputs and torch.is_grad_enabled():
                 self.inputs = _batch(inputs)
             if begins or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
                 self.tracer.phase = Phase.FORWARD
         if self.autocast is None and torch.is_autocast_enabled("cuda"):
             self.autocast = torch.get_autocast_dtype("cuda")
-        if isinstance(part, torch.nn.Embedding) and inputs and isinstance(inputs[0], torch.Tensor):
+        trains = torch.is_grad_enabled()  # an evaluation's batch is another one
+        if trains and isinstance(part, torch.nn.Embedding) and inputs and isinstance(inputs[0], torch.Tensor):
             self.tokens = max(self.tokens, tuple(inputs[0].shape), key=math.prod) if self.tokens else tuple(inputs[0].shape)
             self.lengths.saw(inputs[0].shape[-1] if inputs[0].ndim else 1)
         self.tracer._enter(part, self._names)

@@ -177,7 +177,8 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
             gradient = convert(parameter.grad) if parameter.grad is not None else None
         if converted is parameter:
             continue
-        if is_traceable_wrapper_subclass(parameter) or not isinstance(converted, FakeTensor):
+        from_or_to_meta = (parameter.device.type == "meta") != (converted.device.type == "meta")  # as torch itself does
+        if is_traceable_wrapper_subclass(parameter) or from_or_to_meta or not isinstance(converted, FakeTensor):
             made = self._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
             for note, value in vars(parameter).items():
                 vars(made).setdefault(note, value)

@@ -44,6 +44,7 @@ def test_evaluation_is_counted_or_left_out():
     assert peaks[0] > 2 * 6400 * WIDTH * 4
     assert peaks[1] == pytest.approx(peaks[2], abs=MIB / 8)
     assert peaks[2] < peaks[0] / 2
+    assert counted.job.micro_batch_size * counted.job.sequence_length == 64  # what it trains on
     (said,) = [said for said in counted.answer.assumptions if "evaluation" in said]
     assert "test_evaluation.py:27 counts" in said
     assert any("test_evaluation.py:27 is left out" in warning for warning in skipped.answer.warnings)

@@ -55,7 +55,8 @@ def followed(words, tmp_path, monkeypatch, **options):
 def package(name):
     """Where the package `name` lies; the test is skipped without it."""
     for needed in (name, "datasets") if name != "litgpt" else (name,):
-        pytest.importorskip(needed)
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
     return Path(importlib.util.find_spec(name).submodule_search_locations[0])
 
 
