@@ -121,8 +121,12 @@ TASK_TYPES = {"encoder_decoder": "SEQ_2_SEQ_LM", "encoder": None}
 """What peft calls the task of a kind of network, where it is not to generate; for masked words it has no name."""
 
 
-def _task_type(job: TrainingJob) -> str | None:
-    return "SEQ_CLS" if job.loss.kind == "reward" else TASK_TYPES.get(job.architecture.kind, "CAUSAL_LM")
+def _task_type(model: Any, job: TrainingJob) -> str | None:
+    if job.loss.kind == "reward":
+        return "SEQ_CLS"
+    if not hasattr(model, "prepare_inputs_for_generation"):  # which peft asks for where words are to be generated
+        return None
+    return TASK_TYPES.get(job.architecture.kind, "CAUSAL_LM")
 
 
 def with_adapters(model: Any, job: TrainingJob) -> Any:
@@ -136,7 +140,7 @@ def with_adapters(model: Any, job: TrainingJob) -> Any:
         lora_alpha=tuning.alpha or 16,
         lora_dropout=tuning.dropout,
         target_modules=targets,
-        task_type=_task_type(job),
+        task_type=_task_type(model, job),
     )
     if job.activation_checkpointing.mode != "none":
         model.enable_input_require_grads()

@@ -74,3 +74,14 @@ def test_answers_say_what_they_rest_on(recorded: Path) -> None:
     assert found.source == "recipe"
     assert found.peak.num_bytes == found.timeline.peak().num_bytes
     assert sum(row.num_parameters for row in found.modules) == sum(math.prod(row.rank_shape) for row in found.parameters)
+
+
+def test_adapters_of_a_network_that_generates_nothing_are_recorded(ledger_equals_trace) -> None:
+    """Of masked words: peft is told no task, for its class of generating networks asks for what this one has not."""
+    network = {"model_type": "modernbert", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    network |= {"num_hidden_layers": 6, "vocab_size": 8000}
+    adapted = {"architecture": network, "finetuning": {"method": "lora", "rank": 8, "targets": ["all-linear"]}}
+    (job,) = expand({"include": [{**adapted, "micro_batch_size": 2, "sequence_length": 512}]})
+    ensure_recipes([job], processes=1)
+    assert out_of_scope(job) == ""
+    ledger_equals_trace(job, rel=1e-3)
