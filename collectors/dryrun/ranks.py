@@ -18,6 +18,7 @@ _GROUP_USERS = ("torch.distributed", "torch.distributed.distributed_c10d", "torc
 
 def set_environment(rank: int, world_size: int, ranks_per_node: int, *, launched: bool) -> None:
     """What torchrun sets, where a launcher started the script; without one, none of it."""
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # a Trainer on the CPU leaves it behind; a dry run is of one on a GPU
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
         os.environ.pop(name, None)
