@@ -16,11 +16,14 @@ from peakcast.collectors.dryrun.imports import when_imported
 _GROUP_USERS = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
 
 
+CHOOSE_A_DEVICE = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE")
+"""Variables that a Trainer on the CPU leaves behind in its process; a dry run is of a GPU."""
+
+
 def set_environment(rank: int, world_size: int, ranks_per_node: int, *, launched: bool) -> None:
     """What torchrun sets, where a launcher started the script; without one, none of it."""
-    os.environ.pop("ACCELERATE_USE_CPU", None)  # a Trainer on the CPU leaves it behind; a dry run is of one on a GPU
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    for name in names:
+    for name in (*names, *CHOOSE_A_DEVICE):
         os.environ.pop(name, None)
     if not launched:
         return

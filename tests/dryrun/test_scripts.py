@@ -76,6 +76,7 @@ def test_a_gpt_of_one_file_reads_its_data_and_steps_with_two_optimizers(run_scri
 
 def test_the_trainer_of_transformers(run_script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # as a Trainer on the CPU leaves it behind in its process
     found = run_script("trainer.py", "--per_device_train_batch_size", "2", "--bf16", "--save_steps", "1")
     assert found.steps == 3
