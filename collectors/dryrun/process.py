@@ -58,7 +58,7 @@ class Seen:
     """What a dry run saw of one rank."""
 
     timelines: Mapping[str, Timeline]
-    """Of the "first" and of a "steady" step; where lengths change from step to step, of each by its number, "0" first."""
+    """Of the "first" step, of a "steady" one (where steps differ, the fullest), and of the whole "run"."""
     job: Mapping[str, Any]
     """The job that the script turned out to run."""
     findings: tuple[Finding, ...]
