@@ -18,7 +18,7 @@ from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.lengths import steps as steps_of_lengths
 from peakcast.models.allocator import Replay, replay_run
 from peakcast.models.analytical.adapter_scope import require_adapters
-from peakcast.models.baseline_choice import BaselineName, Trace, chosen, seen_steps, tracer
+from peakcast.models.baseline_choice import BaselineName, Trace, chosen, seen_run, tracer
 from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.host import host_bytes
@@ -139,10 +139,14 @@ def _baseline(
     context, communicators = context_bytes(device, job.versions), communicator_bytes(job, device)
     read = outside(job, device)
     outside_bytes = read.num_bytes if read is not None else context + communicators
-    steps = seen_steps() or (_drawn_steps(job, device, chosen, ledger) if lengths_change(job) else [first, steady])
+    seen = seen_run()
+    if seen is not None:
+        steps = [seen.timeline]
+    else:
+        steps = _drawn_steps(job, device, chosen, ledger) if lengths_change(job) else [first, steady]
     run = _replay([*before(chosen), *steps], job, device, outside_bytes)
     reserved_range = None
-    if seen_steps():  # of a script, which another release may order a little otherwise
+    if seen is not None and seen.compiled:
         nearby = [_replay(order, job, device, outside_bytes).peak_reserved_bytes for order in nearby_orders(steps)]
         reserved = [run.peak_reserved_bytes, *nearby]
         reserved_range = min(reserved), max(reserved)

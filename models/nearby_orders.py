@@ -1,11 +1,11 @@
 """How far what a run reserves hangs on the exact order of its requests: replays in which some tensors go a little later.
 
 Best fit puts each tensor into the smallest hole that is there. A tensor that stays (an optimizer state) and lands in one
-hole rather than another decides whether a request of many GiB still fits below it, so that one more or one less operation
-between two requests, as other releases of a compiler make them, moves the reserved peak by GiB in some runs and by nothing
-in most. Two public runs on eight H100 (modded-nanogpt, records of 2025-01-26 and 2025-05-30) print 44,552 and 40,536 MiB
-reserved; replays of the same scripts with tensors that go at most five operations later give 41,000 to 50,000 and 36,000
-to 44,500.
+hole rather than another decides whether a request of many GiB still fits below it. So one operation more or less between
+two requests may move the reserved peak by GiB. Where a compiler orders them, it does so for one release and one GPU: two
+public runs on eight H100 (modded-nanogpt, records of 2025-01-26 and 2025-05-30) print 44,552 and 40,536 MiB reserved;
+replays of the same scripts, compiled by a later release, with tensors that go at most five operations later give 41,000 to
+50,000 and 36,000 to 44,500.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from peakcast.models.analytical.adapter_scope import targets_taken
 from peakcast.models.analytical.kernel_scope import kernels_taken
 from peakcast.models.bars import bar_of
 from peakcast.models.baseline import Baseline, Ledger, baseline, usable_bytes
-from peakcast.models.baseline_choice import seen_steps
+from peakcast.models.baseline_choice import seen_run
 from peakcast.models.calibration import Calibration, calibration_for
 from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.device_scope import device_findings
@@ -271,7 +271,7 @@ def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | N
             "them as plain parameters; framework_options.quantized_experts=true counts them quantized."
         )
     sentences += [targets_taken(job), kernels_taken(job)]
-    if lengths_change(job) and not seen_steps():
+    if lengths_change(job) and seen_run() is None:
         sentences.append(
             f"tensors are those of steps whose sequences are all as long as sequence_length={job.sequence_length}; what is "
             f"reserved is that of {NUM_STEPS} steps with lengths drawn from batch.shortest_sequence="

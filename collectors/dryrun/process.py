@@ -63,6 +63,8 @@ class Seen:
     """The job that the script turned out to run."""
     findings: tuple[Finding, ...]
     assumptions: tuple[str, ...]
+    compiled: bool
+    """Whether kernels that `torch.compile` wrote have run."""
     evaluated: bool
     """Whether an evaluation is among them."""
     steps: int
@@ -181,6 +183,7 @@ def _answer(code: int | None, folder: Path, command: Command, limits: Limits, se
         findings=tuple(Finding(**finding) for finding in answer["findings"]),
         assumptions=tuple(answer["assumptions"]),
         evaluated=answer["evaluated"],
+        compiled=answer["compiled"],
         steps=answer["steps"],
         seconds=seconds,
     )

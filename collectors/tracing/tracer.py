@@ -72,6 +72,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._named: dict[int, tuple[Category, str]] = {}
         self._count = 0
         self._blocks_in_use = BlocksInUse()
+        self.compiled = False
+        """Whether a kernel that `torch.compile` wrote has run."""
         self._fused: str | None = None
         """The operation as which a function is seen, while it runs."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from peakcast.allocator import Allocator
 from peakcast.models.allocator import replay_run
-from peakcast.models.baseline_choice import baseline_from
+from peakcast.models.baseline_choice import SeenRun, baseline_from
 from peakcast.models.calibration import UNCALIBRATED
 from peakcast.models.nearby_orders import MOST_LATER, NUM_ORDERS, nearby_orders
 from peakcast.models.predict import predict
@@ -58,17 +58,18 @@ def test_where_one_tensor_decides_the_bar_covers_both_ends_and_the_answer_says_s
     assert ends == (460 * MIB, 860 * MIB)
     job, device = fakes.job(allocator=EXPANDABLE), fakes.devices["H100-80GB"]
 
-    def answer(steps):
+    def answer(steps, compiled=True):
         trace = {"first": steps[0], "steady": steps[0]}
-        with baseline_from("trace", lambda *_: trace, steps):
+        with baseline_from("trace", lambda *_: trace, SeenRun(steps[0], compiled)):
             return predict(job, device, 0, UNCALIBRATED, ledger=lambda job, *, step, **_: trace[step])
 
-    by_chance, nested = answer(CHANCE), answer(NESTED)
+    by_chance, nested, as_seen = answer(CHANCE), answer(NESTED), answer(CHANCE, compiled=False)
     bar = by_chance.peak_reserved_bytes
     all_of_them = reserved([CHANCE, *nearby_orders(CHANCE)])
     assert bar.point == sum(all_of_them) // len(all_of_them)  # each as likely
     assert bar.lower <= ends[0] < ends[1] <= bar.upper <= by_chance.peak_device_bytes.upper
     (said,) = [said for said in by_chance.assumptions if "exact order of requests" in said]
     assert "0.45 GiB to 0.84 GiB" in said
-    assert not any("exact order of requests" in said for said in nested.assumptions)
+    assert not any("exact order of requests" in said for said in (*nested.assumptions, *as_seen.assumptions))
+    assert [as_seen.peak_reserved_bytes.point] == reserved([CHANCE])
     assert nested.peak_reserved_bytes.point == pytest.approx(340 * MIB)
