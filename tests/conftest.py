@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -25,9 +26,10 @@ MOST_AT_ONCE = 4
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # what was read on this machine's GPU is no part of any expected answer
 os.environ["PEAKCAST_CONSTANTS"] = str(Path(__file__).parent / "no-such-folder")
-# a recording takes seconds: only the tests that are about it make one, in a folder of their own
+# a recording takes seconds: only the tests that are about it make one, outside the checkout
 os.environ["PEAKCAST_RECORD"] = "never"
-os.environ["PEAKCAST_RECIPES"] = str(Path(__file__).parent / "no-such-folder")
+RECIPES = tempfile.TemporaryDirectory(prefix="peakcast-tests-")
+os.environ["PEAKCAST_RECIPES"] = RECIPES.name
 # how long an example takes says how busy the machine is
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")

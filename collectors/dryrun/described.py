@@ -43,6 +43,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     length, batch = _sizes(steps)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     weights = _dtype(parameters)
+    computed, reduced = _mixed(steps.networks)
     job: dict[str, Any] = {
         "architecture": _architecture(network, config),
         "framework": _framework(steps.networks, config),
@@ -52,8 +53,8 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         "gradient_accumulation_steps": max(1, steps.micro_batches),
         "precision": {
             "parameters": weights,
-            "compute": DTYPES.get(steps.autocast, weights) if steps.autocast else weights,
-            "gradients": _dtype(trained),
+            "compute": computed or (DTYPES.get(steps.autocast, weights) if steps.autocast else weights),
+            "gradients": reduced or _dtype(trained),
             "optimizer_states": _dtype(trained),
         },
         "optimizer": _optimizer(steps.optimizers),
@@ -82,6 +83,21 @@ def _dtype(parameters: Iterable[torch.Tensor]) -> str:
             name = DTYPES[parameter.dtype]
             counts[name] = counts.get(name, 0) + parameter.numel()
     return max(counts, key=counts.__getitem__, default="float32")
+
+
+def _mixed(networks: Sequence[torch.nn.Module]) -> tuple[str, str]:
+    """The dtypes that FSDP casts weights to and reduces gradients in, as most of its units have it; "" where it does none
+    of it."""
+    policies: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+    for part in (part for network in networks for part in network.modules()):
+        state: Any = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
+        policy: Any = state._mp_policy if state is not None else getattr(part, "mixed_precision", None)  # FSDP2's, FSDP1's
+        if getattr(policy, "param_dtype", None) in DTYPES:
+            policies[policy.param_dtype, policy.reduce_dtype or policy.param_dtype] += 1
+    if not policies:
+        return "", ""
+    (computed, reduced), _ = policies.most_common(1)[0]
+    return DTYPES[computed], DTYPES.get(reduced, "")
 
 
 def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:

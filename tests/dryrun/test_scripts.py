@@ -106,6 +106,10 @@ def test_ranks_share_what_fsdp2_shards_and_hold_what_ddp_copies(run_script):
     copied = run_script("distributed.py", rank=5, world_size=8)
     assert sharded.job.parallelism.sharding == "fsdp2"
     assert copied.job.parallelism.sharding == "none"
+    assert (sharded.job.precision.compute, sharded.job.precision.gradients) == ("bfloat16", "float32")
+    assert copied.job.precision.compute == "float32"
+    assert len(set(sharded.timelines["run"].streams.tolist())) == 3  # it computes, gathers and reduces
+    assert set(copied.timelines["run"].streams.tolist()) == {0}
     held = {
         name: found.timelines["steady"].composition(0)[Category.OPTIMIZER_STATES]
         for name, found in (("sharded", sharded), ("copied", copied))
