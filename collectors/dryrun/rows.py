@@ -15,6 +15,8 @@ OWN = ("text", "prompt", "chosen", "rejected")
 """Columns that rows have before anybody asks for others."""
 NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index")
 """Columns that have numbers: 0 in every row. Others have text."""
+AROUND = 1
+"""Tokens around a prompt or an answer: a sequence begins and ends with one. TRL's reward trainer drops what is too long."""
 MOST_COLUMNS = 16
 
 
@@ -24,6 +26,7 @@ class Rows:
     def __init__(self, shortest: int, longest: int) -> None:
         self.shortest, self.longest = shortest, longest
         self._remove: Any = None
+        self._prefers = False
 
     def __str__(self) -> str:
         lengths = f"{self.longest:,}" if self.shortest == self.longest else f"{self.shortest:,} to {self.longest:,}"
@@ -33,14 +36,17 @@ class Rows:
         """A `Dataset` of `datasets`, whose own functions from now on add the columns that they are asked for."""
         if self._remove is None:
             self._change(module.Dataset)
-        prefers = any(f"trl.trainer.{name}_trainer" in sys.modules for name in PREFERENCE)
-        columns = ("prompt", "chosen", "rejected") if prefers else ("text",)
+        self._prefers = any(f"trl.trainer.{name}_trainer" in sys.modules for name in PREFERENCE)
+        columns = ("prompt", "chosen", "rejected") if self._prefers else ("text",)
         return module.Dataset.from_dict({name: self._values(name, NUM_ROWS) for name in columns})
 
     def _values(self, column: str, count: int) -> list[Any]:
         if column in NUMBERS:
             return [0] * count
-        return [" ".join(["word"] * length) for length in drawn(self.shortest, self.longest, count)]
+        lengths = drawn(self.shortest, self.longest, count)
+        if self._prefers:  # a prompt and an answer, with the tokens that a trainer puts around them, are one sequence
+            lengths = [max(1, length // 2 - AROUND) for length in lengths]
+        return [" ".join(["word"] * length) for length in lengths]
 
     def _with(self, rows: Any, columns: Iterable[str]) -> Any:
         """`rows` with `columns`; where one was missing, without those that nobody has asked for."""
