@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -38,8 +39,13 @@ EXPORTS_LAZILY = {"peakcast.__init__"}
 """Modules that name the doors to hand them on when asked, and import nothing by themselves."""
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Every absolute module name that a file imports, at any depth of its code."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -114,4 +120,4 @@ def test_only_collectors_import_torch_and_nvml() -> None:
 def test_the_flow_is_seen_at_all(tmp_path: Path) -> None:
     code = tmp_path / "backwards.py"
     code.write_text("def f():\n    from peakcast import api\n    import torch.nn\n")
-    assert list(imports(code)) == ["peakcast.api", "torch.nn"]
+    assert imports(code) == ("peakcast.api", "torch.nn")
