@@ -233,13 +233,7 @@ class _Reader:
                 quoted, current, position = not quoted, current or "", position + 1
             elif character in "$`":
                 values, several, position = self._expansion(word, position)
-                if several and quoted and split:  # "${array[@]}": each item a word of its own
-                    pieces = values
-                elif quoted or not split:
-                    pieces = [" ".join(values)]
-                else:
-                    pieces = " ".join(values).split()
-                for index, piece in enumerate(pieces):
+                for index, piece in enumerate(_pieces(values, several=several, quoted=quoted, split=split)):
                     if index:
                         out.append(current or "")
                         current = None
@@ -316,6 +310,13 @@ class _Reader:
         if value is None:
             self.script.notes.append(f"The script's $(({expression[:40]})) is not followed.")
         return "" if value is None else str(value)
+
+
+def _pieces(values: list[str], *, several: bool, quoted: bool, split: bool) -> list[str]:
+    """The parts of words that an expansion gives."""
+    if several and quoted and split:  # "${array[@]}": each item a word of its own
+        return values
+    return [" ".join(values)] if quoted or not split else " ".join(values).split()
 
 
 def _tested(words: list[str]) -> bool | None:

@@ -72,8 +72,6 @@ def embedding(context: HFContext) -> Template:
     hidden.requires_grad = trains
     if group.table:
         hidden = leave_rows(tape, hidden, group, "embed_tokens")
-    learned = architecture.position_embedding == "learned"
-    scaled = traits(architecture).scaled_embedding
     if made := [one for one in network_tensors(architecture, context.finetuning) if one.trains]:
         taught = [WeightGradient(f"{one.name}.grad", one.numel * context.adapter_bytes) for one in made]
         hidden = tape.operation("adapters", [hidden], hidden.num_bytes, weight_gradients=taught)
@@ -83,34 +81,34 @@ def embedding(context: HFContext) -> Template:
     if context.neftune:  # transformers integrations/neftune.py: output + torch.zeros_like(output).uniform_(...)
         noise = tape.operation("neftune.noise", [], hidden.num_bytes)
         hidden = ops.add(tape, hidden, noise, "neftune.add")
-    if learned:
+    hidden = _with_positions(build, hidden)
+    if architecture.embedding_norm:
+        hidden = build.norm(hidden, width, "embedding_layernorm")
+    if traits(architecture).scaled_embedding:
+        hidden = ops.scale(tape, hidden, "embedding_multiplier")
+    hidden = build.dropout(hidden, architecture.embedding_dropout, rows * width, "embedding_dropout")
+    hidden.requires_grad = context.input_requires_grad
+    return tape.finish(hidden)
+
+
+def _with_positions(build: BlockBuilder, hidden: Tensor) -> Tensor:
+    """With learned positions and token types added, where the network has them."""
+    context, tape, trains = build.context, build.tape, build.context.trainable
+    architecture, rows, size = context.architecture, context.rows, context.end_weight_bytes
+    width = architecture.hidden_size
+    if architecture.position_embedding == "learned":
+        num_positions = architecture.max_position_embeddings + architecture.position_embedding_offset
+        table = WeightGradient("embed_positions.weight.grad", num_positions * width * size)
+        looked_up = rows if traits(architecture).positions_per_sequence else context.sequence
         positions = tape.operation(
-            "embed_positions",
-            [],
-            (rows if traits(architecture).positions_per_sequence else context.sequence) * width * size,
-            weight_gradients=[
-                WeightGradient(
-                    "embed_positions.weight.grad",
-                    (architecture.max_position_embeddings + architecture.position_embedding_offset)
-                    * width
-                    * context.end_weight_bytes,
-                )
-            ]
-            if trains
-            else [],
+            "embed_positions", [], looked_up * width * size, weight_gradients=[table] if trains else []
         )
         hidden = ops.add(tape, hidden, positions, "add_positions")
     if architecture.type_vocab_size:
         table = WeightGradient("token_type_embeddings.weight.grad", architecture.type_vocab_size * width * size)
         types = tape.operation("token_type_embeddings", [], rows * width * size, weight_gradients=[table] if trains else [])
         hidden = ops.add(tape, hidden, types, "add_token_types")
-    if architecture.embedding_norm:
-        hidden = build.norm(hidden, width, "embedding_layernorm")
-    if scaled:
-        hidden = ops.scale(tape, hidden, "embedding_multiplier")
-    hidden = build.dropout(hidden, architecture.embedding_dropout, rows * width, "embedding_dropout")
-    hidden.requires_grad = context.input_requires_grad
-    return tape.finish(hidden)
+    return hidden
 
 
 def tied_in_graph(context: HFContext) -> bool:
