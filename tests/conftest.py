@@ -54,6 +54,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def _computes_alone(path: Path) -> bool:
     """Whether all tests of a file are of the fast lane, but those that a marker takes out of it."""
+    if not path.is_relative_to(TESTS):
+        return False
     inside = path.relative_to(TESTS)
     return (len(inside.parts) == 1 or inside.parts[0] in COMPUTE_ALONE) and inside.as_posix() not in NOT_FAST
 
