@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"^## (Add .*?)\n(.*?)(?=^## |\Z)", GUIDE, re.MULTILINE | re.DOTALL))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PLACE = re.compile(r"(New file|At the end of|In) `([^`]+)`(?:, after the line `(.+)`)?:")
+PLACE = re.compile(r"(New file|At the end of|In) `([^`]+)`(?:, after the line (`+)(.+)\3)?:")
 COMMANDS = {"peakcast": "-P -m peakcast", "pytest": "-P -m pytest -q -p no:cacheprovider", "python": ""}
 """What the environment that the guide asks for has on its path."""
 
@@ -53,7 +53,7 @@ def changes(section: str) -> Iterator[Change]:
         place = PLACE.fullmatch(told)
         assert place or block[1] == "sh", f"nothing says where this goes: {block[0]}"
         if place:
-            yield Change(place[1], place[2], place[3] or "", block[2])
+            yield Change(place[1], place[2], place[4] or "", block[2])
         before = block.end()
 
 
