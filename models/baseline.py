@@ -18,11 +18,12 @@ from peakcast.lengths import NUM_STEPS, lengths_change
 from peakcast.lengths import steps as steps_of_lengths
 from peakcast.models.allocator import Replay, replay_run
 from peakcast.models.analytical.adapter_scope import require_adapters
-from peakcast.models.baseline_choice import BaselineName, Trace, chosen, seen_steps, tracer
+from peakcast.models.baseline_choice import BaselineName, Trace, chosen, seen_run, tracer
 from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.host import host_bytes
 from peakcast.models.measured_constants import Outside, outside
+from peakcast.models.nearby_orders import nearby_orders
 from peakcast.ranks import ranks_by_shard
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline
@@ -83,6 +84,9 @@ class Baseline:
     """(name, category, bytes, number of tensors) of the biggest groups at the peak."""
     composition: dict[str, int] = field(default_factory=dict)
     """Bytes by category name at the peak, largest first."""
+    reserved_range_bytes: tuple[int, int] | None = None
+    """The least and the most that the allocator reserves when the requests come in nearly the same order; None where only
+    one order was replayed."""
     outside: Outside | None = None
     """What was read on the machine at hand in place of the estimates of context and communicators."""
 
@@ -135,8 +139,18 @@ def _baseline(
     context, communicators = context_bytes(device, job.versions), communicator_bytes(job, device)
     read = outside(job, device)
     outside_bytes = read.num_bytes if read is not None else context + communicators
-    steps = seen_steps() or (_drawn_steps(job, device, chosen, ledger) if lengths_change(job) else [first, steady])
+    seen = seen_run()
+    if seen is not None:
+        steps = [seen.timeline]
+    else:
+        steps = _drawn_steps(job, device, chosen, ledger) if lengths_change(job) else [first, steady]
     run = _replay([*before(chosen), *steps], job, device, outside_bytes)
+    reserved_range = None
+    if seen is not None and seen.compiled:
+        nearby = [_replay(order, job, device, outside_bytes).peak_reserved_bytes for order in nearby_orders(steps)]
+        reserved = [run.peak_reserved_bytes, *nearby]
+        reserved_range = min(reserved), max(reserved)
+        run = replace(run, peak_reserved_bytes=sum(reserved) // len(reserved))
     if rank is None:
         most = steady.peak().num_bytes
         near = [one for one, other in zip(candidates, steadies, strict=True) if other.peak().num_bytes > NEARLY * most]
@@ -165,6 +179,7 @@ def _baseline(
             for name, category, size, number in higher.largest_at(peak.instant, NUM_LARGEST)
         ),
         composition={category.name.lower(): size for category, size in higher.composition(peak.instant).items()},
+        reserved_range_bytes=reserved_range,
         outside=read,
     )
 

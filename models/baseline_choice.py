@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from peakcast.errors import SpecError
@@ -16,23 +17,34 @@ BaselineName = Literal["auto", "ledger", "recipe", "trace"]
 Trace = Callable[[TrainingJob, int, str | None], dict[str, Timeline]]
 """A job, a rank and a GPU type, whose kernels run -> the timelines of its "first" and "steady" step."""
 _CHOSEN: ContextVar[tuple[BaselineName, Trace | None]] = ContextVar("baseline", default=("auto", None))
-_STEPS: ContextVar[Sequence[Timeline]] = ContextVar("steps", default=())
+
+
+@dataclass(frozen=True, slots=True)
+class SeenRun:
+    """A run that was seen from its beginning on."""
+
+    timeline: Timeline
+    compiled: bool
+    """Whether code that `torch.compile` wrote was part of it: its order of requests is that of one release on one GPU."""
+
+
+_RUN: ContextVar[SeenRun | None] = ContextVar("run", default=None)
 
 
 @contextmanager
-def baseline_from(name: str, trace: Trace | None = None, steps: Sequence[Timeline] = ()) -> Iterator[None]:
-    """In here answers come from `name`; `trace` is who traces. `steps`: those of the run in their order, where they differ
-    and were seen. Raises: SpecError for another name."""
+def baseline_from(name: str, trace: Trace | None = None, run: SeenRun | None = None) -> Iterator[None]:
+    """In here answers come from `name`; `trace` is who traces, `run` what reserves, where the whole was seen.
+    Raises: SpecError for another name."""
     if name not in get_args(BaselineName):
         raise SpecError(
             f"baseline={name!r} must be one of {', '.join(get_args(BaselineName))}.", parameter="baseline", value=name
         )
-    token, steps_token = _CHOSEN.set((name, trace)), _STEPS.set(steps)  # type: ignore[arg-type]
+    token, run_token = _CHOSEN.set((name, trace)), _RUN.set(run)  # type: ignore[arg-type]
     try:
         yield
     finally:
         _CHOSEN.reset(token)
-        _STEPS.reset(steps_token)
+        _RUN.reset(run_token)
 
 
 def chosen() -> BaselineName:
@@ -45,6 +57,6 @@ def tracer() -> Trace | None:
     return _CHOSEN.get()[1]
 
 
-def seen_steps() -> Sequence[Timeline]:
-    """The steps of the run, where they differ and were seen."""
-    return _STEPS.get()
+def seen_run() -> SeenRun | None:
+    """The run, where the whole was seen."""
+    return _RUN.get()

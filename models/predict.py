@@ -15,7 +15,7 @@ from peakcast.models.analytical.adapter_scope import targets_taken
 from peakcast.models.analytical.kernel_scope import kernels_taken
 from peakcast.models.bars import bar_of
 from peakcast.models.baseline import Baseline, Ledger, baseline, usable_bytes
-from peakcast.models.baseline_choice import seen_steps
+from peakcast.models.baseline_choice import seen_run
 from peakcast.models.calibration import Calibration, calibration_for
 from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.device_scope import device_findings
@@ -35,6 +35,8 @@ from peakcast.versions import remarks
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
+NOTABLE_SPREAD = 0.02
+"""Of what nearly the same order of requests reserves, from which on an answer speaks of it."""
 
 
 def predict(
@@ -137,7 +139,19 @@ def combine(
             upper_95=math.ceil(exact * math.exp(bar.upper)),
             rests_on=bar.rests_on,
         )
-    return nested(intervals)
+    return nested(_with_nearby_orders(intervals, base))
+
+
+def _with_nearby_orders(intervals: Mapping[str, Interval], base: Baseline) -> dict[str, Interval]:
+    """The same bars, wide enough for all that the allocator reserves when the requests come in nearly the same order."""
+    widened = dict(intervals)
+    for quantity in ("peak_reserved_bytes", "peak_device_bytes") if base.reserved_range_bytes else ():
+        bar = intervals[quantity]
+        least, most = (bar.point + end - base.peak_reserved_bytes for end in base.reserved_range_bytes or ())
+        widened[quantity] = replace(
+            bar, lower=min(bar.lower, least), upper=max(bar.upper, most), upper_95=max(bar.upper_95, most)
+        )
+    return widened
 
 
 def _with_readings(quantity: str, base: Baseline, reserved: int, start: int, exact: float) -> tuple[int, float]:
@@ -187,6 +201,10 @@ def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
             upper_95=max(min(bar.upper_95, limit.upper_95), bar.point),
         )
     return result
+
+
+def _spread(ends: tuple[int, int]) -> float:
+    return ends[1] / ends[0] - 1
 
 
 def _beyond_positions(job: TrainingJob) -> tuple[Finding, ...]:
@@ -253,11 +271,17 @@ def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | N
             "them as plain parameters; framework_options.quantized_experts=true counts them quantized."
         )
     sentences += [targets_taken(job), kernels_taken(job)]
-    if lengths_change(job) and not seen_steps():
+    if lengths_change(job) and seen_run() is None:
         sentences.append(
             f"tensors are those of steps whose sequences are all as long as sequence_length={job.sequence_length}; what is "
             f"reserved is that of {NUM_STEPS} steps with lengths drawn from batch.shortest_sequence="
             f"{job.batch.shortest_sequence} on (batch.seed={job.batch.seed}), one of them the longest."
+        )
+    if base.reserved_range_bytes is not None and _spread(base.reserved_range_bytes) > NOTABLE_SPREAD:
+        least, most = map(format_gib, base.reserved_range_bytes)
+        sentences.append(
+            f"what the allocator reserves depends on the exact order of requests: {least} to {most} where some tensors go "
+            "a few operations later, as with another release; the bar covers it."
         )
     if job.optimizer.name.startswith("paged_"):
         sentences.append("paged optimizer states count as host memory; the driver moves them to the GPU as they are used.")

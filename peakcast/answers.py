@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peakcast.errors import SpecError
-from peakcast.models.baseline_choice import Trace, baseline_from
+from peakcast.models.baseline_choice import SeenRun, Trace, baseline_from
 from peakcast.questions import Question
 from peakcast.readings import with_others
 from peakcast.recording import ensure_recipe, timelines_from
@@ -15,7 +14,6 @@ from peakcast.recording import ensure_recipe, timelines_from
 if TYPE_CHECKING:
     from peakcast.models.calibration import Calibration
     from peakcast.prediction import Answer, Prediction
-    from peakcast.timeline import Timeline
 
 
 def answer(asked: Question, calibration: Calibration | str | Path | None = None) -> Prediction:
@@ -55,10 +53,10 @@ def answer_from_trace(
     asked: Question,
     trace: Trace,
     calibration: Calibration | str | Path | None = None,
-    steps: Sequence[Timeline] = (),
+    run: SeenRun | None = None,
 ) -> Answer:
-    """`full_answer` with `baseline` "trace", of timelines that `trace` has. `steps`: all of a run whose steps differ."""
-    with baseline_from("trace", trace, steps):
+    """`full_answer` with `baseline` "trace", of timelines that `trace` has, and of the whole `run` where that was seen."""
+    with baseline_from("trace", trace, run):
         return _full_answer(asked, calibration, all_ranks=False, advises=False)
 
 

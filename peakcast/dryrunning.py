@@ -140,11 +140,11 @@ def answered(
 ) -> Answer:
     """As `predict --baseline trace` answers, of timelines that were seen already."""
     from peakcast.answers import answer_from_trace
+    from peakcast.models.baseline_choice import SeenRun
 
     question = Question(translation=Translation(job=job, findings=seen.findings), device=device, rank=rank)
     timelines = dict(seen.timelines)
-    steps = [timelines[number] for number in map(str, range(seen.steps)) if number in timelines]
-    found = answer_from_trace(question, lambda *_: timelines, calibration, steps)
+    found = answer_from_trace(question, lambda *_: timelines, calibration, SeenRun(timelines["run"], seen.compiled))
     return replace(
         found,
         assumptions=(*_said(seen), *found.assumptions),

@@ -61,21 +61,18 @@ class Evaluations:
         running.stop = self._tracer.now
         return True
 
-    def awaited(self, network: torch.nn.Module, steps: Sequence[float]) -> bool:
-        """Whether to go on with an outermost forward of `network` after enough steps: an evaluation runs, or the script has
-        one that has not come yet, and steps are quick now that all is compiled. `steps`: when the script began, and when
-        each step has ended, in seconds."""
+    def awaited(self, network: torch.nn.Module, steps: Sequence[float], ended: int) -> bool:
+        """Whether to go on with an outermost forward of `network` after enough steps: an evaluation runs; no step has ended
+        since the first one did (scripts that warm up set everything back before it); or the script has one that has not
+        come yet, and steps are quick now that all is compiled. `steps`: when the script began, and when each step has
+        ended, in seconds. `ended`: the operation at which the last one did."""
         if self._skip:
             return False
-        if _evaluates(network) or self._seen:
-            return _evaluates(network)
+        if self._seen:
+            return _evaluates(network) or self._stop(self._seen[0]) >= ended
         before, step, beyond = steps[NUM_STEPS] - steps[0], steps[-1] - steps[-2], steps[-1] - steps[NUM_STEPS]
         quick = QUICK * step < before and beyond < min(before, MOST_SECONDS) and len(steps) <= NUM_STEPS + MOST_STEPS
         return quick and ".eval()" in _text_of_script()
-
-    def after(self, instant: int) -> int | None:
-        """Where the evaluation ended that began at `instant`; None where none did."""
-        return next((one.stop for one in self._seen if one.start >= instant and one.stop is not None), None)
 
     def said(self, trained: set[int]) -> tuple[str, ...]:
         """What was counted, once everything has run; what is to be skipped is taken out of the tracer. `trained`: the `id`s
@@ -92,9 +89,9 @@ class Evaluations:
         most = max(self._tracer.timeline(one.start, self._stop(one)).peak().num_bytes for one in found)
         return (f"the evaluation at {places} counts, with {format_gib(most)} at most; --skip-evaluation leaves it out.",)
 
-    def before(self, instant: int) -> tuple[int, int] | None:
-        """From and to which operations the fullest evaluation went that had ended by `instant`; None where none counts."""
-        spans = [(one.start, one.stop) for one in self._seen if one.stop is not None and one.stop <= instant]
+    def fullest(self) -> tuple[int, int] | None:
+        """From and to which operations the one went that had most tensors; None where none counts."""
+        spans = [(one.start, self._stop(one)) for one in self._seen]
         if self._skip or not spans:
             return None
         return max(spans, key=lambda span: self._tracer.timeline(*span).peak().num_bytes)

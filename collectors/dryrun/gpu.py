@@ -27,7 +27,7 @@ SIZES = (
     *("memory_cached", "max_memory_cached"),
 )
 SILENT = (
-    *("init", "_lazy_init", "empty_cache", "synchronize", "set_device", "manual_seed", "manual_seed_all", "ipc_collect"),
+    *("init", "_lazy_init", "empty_cache", "set_device", "manual_seed", "manual_seed_all", "ipc_collect"),
     *(
         "reset_peak_memory_stats",
         "reset_max_memory_allocated",
@@ -138,7 +138,7 @@ def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
         "device_count": gpus_per_node,
         "current_device_index": own.index,
         "current_device_idx": own.index,
-        **dict.fromkeys(("set_device_index", "set_device_idx", "synchronize", "empty_cache")),
+        **dict.fromkeys(("set_device_index", "set_device_idx", "empty_cache")),
     }.items():
         if hasattr(accelerator, question):
             setattr(accelerator, question, _to_scripts(_always(answer), getattr(accelerator, question)))

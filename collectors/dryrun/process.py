@@ -58,11 +58,13 @@ class Seen:
     """What a dry run saw of one rank."""
 
     timelines: Mapping[str, Timeline]
-    """Of the "first" and of a "steady" step; where lengths change from step to step, of each by its number, "0" first."""
+    """Of the "first" step, of a "steady" one (where steps differ, the fullest), and of the whole "run"."""
     job: Mapping[str, Any]
     """The job that the script turned out to run."""
     findings: tuple[Finding, ...]
     assumptions: tuple[str, ...]
+    compiled: bool
+    """Whether kernels that `torch.compile` wrote have run."""
     evaluated: bool
     """Whether an evaluation is among them."""
     steps: int
@@ -181,6 +183,7 @@ def _answer(code: int | None, folder: Path, command: Command, limits: Limits, se
         findings=tuple(Finding(**finding) for finding in answer["findings"]),
         assumptions=tuple(answer["assumptions"]),
         evaluated=answer["evaluated"],
+        compiled=answer["compiled"],
         steps=answer["steps"],
         seconds=seconds,
     )

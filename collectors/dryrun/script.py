@@ -104,6 +104,7 @@ class Session:
             "job": seen.job,
             "assumptions": [*seen.assumptions, *evaluated],
             "evaluated": bool(evaluated),
+            "compiled": self.steps.tracer.compiled,
             "findings": [finding.to_mapping() for finding in self.notes.findings],
             "steps": len(self.steps.spans),
         }

@@ -70,14 +70,16 @@ class ScriptSteps:
         torch.autograd.backward = counted
 
     def timelines(self) -> dict[str, Timeline]:
-        """Of the first and of a steady step; where lengths change, the fullest, and all by their numbers. A script that has
-        evaluated before its first step does so again after later ones, with all that is there by then."""
-        if not self.lengths.change:
-            first, steady = self.tracer.timeline(*self.spans[0]), self.spans[-1]
-            return {"first": first, "steady": self.tracer.timeline(*steady, self.evaluations.before(self.spans[0][1]))}
-        steps = [self.tracer.timeline(*span) for span in self.spans]
-        fullest = max(steps[1:], key=lambda step: step.peak().num_bytes)
-        return {"first": steps[0], "steady": fullest, **{str(number): step for number, step in enumerate(steps)}}
+        """Of the first step, of the fullest later one, and of the whole "run". A script that has evaluated does so again
+        after its last step, with all that is there by then."""
+        again = self.evaluations.fullest()
+        later = [self.tracer.timeline(*span) for span in self.spans[1:-1]]
+        last = self.tracer.timeline(*self.spans[-1], again)
+        return {
+            "first": self.tracer.timeline(*self.spans[0]),
+            "steady": max((last, *later), key=lambda step: step.peak().num_bytes),
+            "run": self.tracer.timeline(0, self.spans[-1][1], again),
+        }
 
     def evaluated(self) -> tuple[str, ...]:
         """What is said of evaluations, which are then as they are to be counted."""
@@ -98,8 +100,7 @@ class ScriptSteps:
             if self._stepped or self._stepped_by_itself():
                 self._end_step()
             begins = self.evaluations.forward_begins(part) or self.tracer.phase == Phase.OPTIMIZER_STEP
-            if self.lengths.enough and not self.evaluations.awaited(part, self._ended):
-                self._with_evaluation()
+            if self.lengths.enough and not self.evaluations.awaited(part, self._ended, self.spans[-1][1]):
                 self._enough()
             if id(part) not in self._names:
                 self._meet(part)
@@ -157,11 +158,6 @@ class ScriptSteps:
 
     def _gradients_are_gone(self) -> bool:
         return all(one.grad is None for network in self.networks for one in network.parameters())
-
-    def _with_evaluation(self) -> None:
-        """The last step has the evaluation after it, if there was one."""
-        start, end = self.spans[-1]
-        self.spans[-1] = start, self.evaluations.after(end) or end
 
     def _end_step(self) -> None:
         gc.collect()  # what compiling leaves in cycles of references

@@ -1,50 +1,110 @@
 """What data-parallel wrappers ask of CUDA beyond tensors: streams, events and devices that do nothing, on a machine
-without a GPU. Everything then happens in the order in which it is asked for, on one stream.
+without a GPU. Everything then happens in the order in which it is asked for.
 
 `max_memory_allocated` does not depend on the streams: a block that another stream still uses counts as free from the
-moment that Python lets go of it (CUDACachingAllocator `free`); reserved memory does depend on them.
+moment that Python lets go of it (CUDACachingAllocator `free`). Reserved memory does: each stream has a pool of its own, and
+such a block is not handed out again before the CPU knows that the other stream is done with it. So a `Watcher` is told on
+which stream each tensor is made, what other streams use, and when the CPU has waited.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import itertools
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+STREAMS_IN_POOL = 32
+"""Of each of two priorities: a new `torch.cuda.Stream` is one of these in turn (c10/cuda/CUDAStream.cpp,
+`kStreamsPerPool`)."""
+
+
+class Watcher(Protocol):
+    """Whoever sees the tensors."""
+
+    @property
+    def now(self) -> int:
+        """The operation that comes next."""
+
+    def switched(self, stream: int) -> None:
+        """From now on tensors are made on `stream`."""
+
+    def used(self, tensor: torch.Tensor, stream: int) -> None:
+        """`stream` uses `tensor`, whichever stream it was made on."""
+
+    def done(self, until: int) -> None:
+        """The CPU knows that the GPU has done all that was asked for before the operation `until`."""
+
+
+class _Nobody:
+    now = 0
+
+    def switched(self, stream: int) -> None:
+        """Nobody cares."""
+
+    def used(self, tensor: torch.Tensor, stream: int) -> None:
+        """Nor here."""
+
+    def done(self, until: int) -> None:
+        """Nor here."""
+
+
+_WATCHER: Watcher = _Nobody()
+_MADE = {True: itertools.count(), False: itertools.count()}
+"""Streams so far, by whether they have a high priority."""
+
+
+def tell(watcher: Watcher) -> None:
+    """Tell `watcher` from now on."""
+    global _WATCHER
+    _WATCHER = watcher
+
 
 class Stream:
-    """A stream on which everything has already happened."""
+    """A stream on which everything happens at once. Its number is 0 for the one that computes."""
 
     device = torch.device("cuda:0")
-    cuda_stream = stream_id = device_index = 0
+    device_index = 0
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.priority = priority
+        high = priority < 0
+        self.stream_id = 1 + next(_MADE[high]) % STREAMS_IN_POOL + high * STREAMS_IN_POOL
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that has happened."""
-        return event or Event()
+        """An event of now."""
+        return (event or Event()).record()
 
     def query(self) -> bool:
         """Nothing is left to do."""
         return True
 
-    def wait_stream(self, *_: Any) -> None:
-        """Nothing to wait for."""
+    def synchronize(self) -> None:
+        """The CPU waits for it."""
+        _WATCHER.done(_WATCHER.now)
 
-    wait_event = synchronize = wait_stream
+    def wait_stream(self, *_: Any) -> None:
+        """The GPU waits, not the CPU."""
+
+    wait_event = wait_stream
 
 
 class Event:
-    """An event that has happened."""
+    """An event that has happened; the CPU knows it once it has waited."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self._recorded = 0
 
     def record(self, *_: Any) -> Event:
         """Itself, as torch's does."""
+        self._recorded = _WATCHER.now
         return self
 
     def query(self) -> bool:
@@ -52,9 +112,44 @@ class Event:
         return True
 
     def wait(self, *_: Any) -> None:
-        """Nothing to wait for."""
+        """The GPU waits, not the CPU."""
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        """The CPU waits for it."""
+        _WATCHER.done(self._recorded)
+
+
+def _default() -> Stream:
+    stream = Stream()
+    stream.stream_id = 0
+    return stream
+
+
+DEFAULT = _default()
+_CURRENT = DEFAULT
+
+
+def current_stream() -> Stream:
+    """The stream on which tensors are made now."""
+    return _CURRENT
+
+
+def _set_stream(stream: Any) -> None:
+    global _CURRENT
+    if isinstance(stream, Stream) and stream is not _CURRENT:
+        _CURRENT = stream
+        _WATCHER.switched(stream.stream_id)
+
+
+@contextlib.contextmanager
+def on(stream: Any) -> Iterator[Any]:
+    """Tensors are made on `stream` in here (`torch.cuda.stream`)."""
+    before = _CURRENT
+    _set_stream(stream)
+    try:
+        yield stream
+    finally:
+        _set_stream(before)
 
 
 class _Logger:
@@ -84,17 +179,18 @@ class _Reducer:
 
 def install() -> None:
     """Replace them for this process."""
-    current = Stream()
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = Stream, Event
-    answers = {"current_stream": current, "default_stream": current, "device_count": 1, "current_device": 0}
+    cuda.stream, cuda.set_stream = on, _set_stream
+    answers = {"default_stream": DEFAULT, "device_count": 1, "current_device": 0}
     # a pipeline keeps the state of random numbers while it prepares
-    nothing = ("synchronize", "set_device", "get_rng_state", "set_rng_state", "reset_peak_memory_stats")
+    nothing = ("set_device", "get_rng_state", "set_rng_state", "reset_peak_memory_stats")
     for name, answer in (answers | dict.fromkeys(nothing)).items():  # each a function of its own: Dynamo tells them apart
         setattr(cuda, name, lambda *_, answer=answer, **__: answer)
-    torch.accelerator.current_stream = lambda *_, **__: current  # FSDP2 waits on it for what was gathered and not used
-    cuda.stream = lambda stream: contextlib.nullcontext(stream)
-    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign,assignment]
+    for module in (cuda, torch.accelerator):  # each with functions of its own; FSDP2 waits on what the second one says
+        module.current_stream = lambda *_, **__: current_stream()
+        module.synchronize = lambda *_, **__: DEFAULT.synchronize()
+    torch.Tensor.record_stream = lambda tensor, stream: _WATCHER.used(tensor, stream.stream_id)  # type: ignore[method-assign,assignment]
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assignment]
     _install_fsdp1()
     _install_ddp()

@@ -79,6 +79,7 @@ class _Kernel:
         self.tracer = tracer
 
     def run(self, *arguments: Any, **_: Any) -> None:
+        self.tracer.compiled = True
         self.tracer.launched(self.name, [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)])
 
 

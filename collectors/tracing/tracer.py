@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from peakcast.catalog import Device
+from peakcast.collectors.tracing import fake_streams
+from peakcast.collectors.tracing.blocks_in_use import BlocksInUse
 from peakcast.collectors.tracing.custom_operators import gpu_kernel
 from peakcast.collectors.tracing.kernels import Taken, taken
 from peakcast.collectors.tracing.known_values import label
@@ -40,6 +42,10 @@ COMPILED_CODE: Any = getattr(wrap, "inductor_compiled_code", None)
 """From torch 2.10 on."""
 BUFFER = "empty_strided.default"
 """Memory that compiled code makes before the kernel that fills it."""
+READS = frozenset({"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.equal.default"})
+COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
+"""Operators for which the CPU waits until the GPU has done all that it was sent: all that read a value, and copies between
+the two unless they are asked not to (ATen `native/cuda/Copy.cu`)."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc]
@@ -65,6 +71,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._seen: set[int] = set()  # storages that are there, emptied ones too
         self._named: dict[int, tuple[Category, str]] = {}
         self._count = 0
+        self._blocks_in_use = BlocksInUse()
+        self.compiled = False
+        """Whether a kernel that `torch.compile` wrote has run."""
         self._fused: str | None = None
         """The operation as which a function is seen, while it runs."""
 
@@ -136,6 +145,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         """A kernel without an operator ran on `tensors`. Buffers that had been made for it are named after it."""
         self._phases.append(int(self.phase))
         self._labels.append(label)
+        self._blocks_in_use.launch(self.now)
         self._christen(tensors, label)
 
     def _christen(self, tensors: Iterable[torch.Tensor], label: str) -> None:
@@ -144,8 +154,22 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             if entry is not None and entry[0] == BUFFER:
                 entry[0] = label
 
+    def switched(self, stream: int) -> None:
+        """From now on tensors are made on `stream`."""
+        self._blocks_in_use.switched(stream)
+
+    def used(self, tensor: torch.Tensor, stream: int) -> None:
+        """`stream` uses `tensor` (`record_stream`), whose block stays out of the cache until it is done with it."""
+        if (number := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
+            self._blocks_in_use.use(number, stream)
+
+    def done(self, until: int) -> None:
+        """The CPU knows that the GPU has done all that was asked for before the operation `until`."""
+        self._blocks_in_use.done(until, self.now)
+
     def __enter__(self) -> Tracer:
         """Also see storages that are emptied in place, as FSDP frees them."""
+        fake_streams.tell(self)
         resize = self._resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -188,6 +212,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if self._fused is None:
             self._phases.append(int(self.phase))
             self._labels.append(label(func).removeprefix("aten."))
+            if not func.is_view:
+                self._blocks_in_use.launch(self.now)
+            if _waits(label(func), args, kwargs or {}, result):
+                self.done(self.now)
         instant = self.now - 1
         leaves = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
         for leaf in reversed(leaves) if label(func) in LAST_RESULT_FIRST else leaves:
@@ -260,6 +288,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         rounded = max(ALLOCATION_UNIT_BYTES, round_up(size, ALLOCATION_UNIT_BYTES))
         self._entries[number] = [name, rounded, instant, None, self.module]
         self._alive[key] = number
+        self._blocks_in_use.made(number, backward=self.phase is Phase.BACKWARD)
         weakref.finalize(storage, self._free, key, number)
 
     def _free(self, key: int, number: int) -> None:
@@ -268,6 +297,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         entry = self._entries.get(number)
         if entry is not None and entry[3] is None:
             entry[3] = self.now
+            self._blocks_in_use.gone(number, self.now)
 
     def name(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
         """Say what living tensors are: parameters, gradients, optimizer states."""
@@ -286,15 +316,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         gone within those of `again`, once more."""
         first, last = again or (stop, stop)
         end, later = stop - start + last - first, stop - start - first
+        reusable = self._blocks_in_use.reusable()
         entries = []
         for number, (name, size, born, dies, module) in self._entries.items():
             ends = stop if dies is None else dies
+            waited = reusable.get(number, start)
+            free = end if waited is None else min(waited - start, end)
+            stream = self._blocks_in_use.stream(number)
             category, called = self._named.get(number, (self._guess(born, ends, stop), name))
             if born < stop and ends > start:
                 gone = end if ends >= stop else ends - start
-                entries.append(Entry(called, category, size, max(born - start, 0), gone, module))
+                entries.append(Entry(called, category, size, max(born - start, 0), gone, module, stream, free))
             if again is not None and first <= born and dies is not None and dies <= last:
-                entries.append(Entry(called, category, size, born + later, dies + later, module))
+                entries.append(Entry(called, category, size, born + later, dies + later, module, stream))
         phases = self._phases[start:stop] + self._phases[first:last]
         labels = self._labels[start:stop] + self._labels[first:last]
         return Timeline.from_entries(entries, phases, labels)
@@ -308,6 +342,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if phase in (Phase.FORWARD, Phase.LOSS) and last >= Phase.BACKWARD:
             return Category.ACTIVATIONS
         return Category.INPUTS if phase == Phase.INIT else Category.TEMPORARIES
+
+
+def _waits(operator: str, args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether the CPU goes on only when the GPU has done all that it was sent."""
+    if operator not in COPIES or kwargs.get("non_blocking") or any(one is True for one in args):
+        return operator in READS
+    source = args[1] if operator == "aten.copy_.default" else args[0]
+    return bool(source.device.type != result.device.type)
 
 
 def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:

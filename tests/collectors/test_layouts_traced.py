@@ -1,8 +1,12 @@
 """The ledger of data-parallel layouts against the trace of the real wrappers, on a fake process group."""
 
+from dataclasses import replace
+
 import pytest
 
 from peakcast.collectors.grid import expand
+from peakcast.models.allocator import replay_run
+from peakcast.units import MIB
 
 CUT = {"name": "smollm2-135m", "num_hidden_layers": 3}
 MIXED = {"precision.parameters": "float32", "precision.compute": "bfloat16"}
@@ -73,3 +77,22 @@ def test_frozen_units_are_resharded_although_all_fake_tensors_have_one_address(t
     steady = traced(job("fsdp1_lora_prefetching"))["steady"]
     end = steady.alive_at(len(steady.phases) - 1)
     assert max(steady.num_bytes[end]) < root
+
+
+def reserved_by_streams(steps):
+    """What the pool of each stream reserves at most, in bytes, largest first."""
+    streams = sorted({int(stream) for step in steps for stream in step.streams})
+    own = ([replace(step, num_bytes=step.num_bytes * (step.streams == stream)) for step in steps] for stream in streams)
+    return sorted((replay_run(each).peak_reserved_bytes for each in own), reverse=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp1_lora_keeping_inputs", "fsdp1_never_prefetching", "fsdp1_trainer_accumulating", "hsdp_mixed"]
+)
+def test_each_stream_reserves_what_the_ledger_says(ledger_equals_trace, name):
+    """On which streams FSDP makes its tensors, and which of its blocks wait for others, is written down in the ledger and
+    observed in the trace. Pools grow by 2 MiB at least."""
+    both = ledger_equals_trace(job(name), rel=5e-3).values()
+    closed_form, trace = (reserved_by_streams([pair[which] for pair in both]) for which in (0, 1))
+    assert len(trace) > 2
+    assert closed_form == pytest.approx(trace, abs=2 * MIB)

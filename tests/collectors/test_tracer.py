@@ -133,3 +133,44 @@ def test_it_agrees_with_pytorchs_own_tracker_on_a_whole_network():
         step(training)
     ours = tracer.timeline(start, tracer.now).peak().num_bytes
     assert ours == pytest.approx(totals["Total"], rel=1e-3)
+
+
+def test_a_block_that_another_stream_uses_waits_until_the_cpu_knows_that_it_is_done():
+    from peakcast.collectors.tracing import fake_streams
+
+    side, event = fake_streams.Stream(), fake_streams.Event()
+    with Tracer("cpu") as tracer:
+        waited_for, used = torch.ones(128), torch.ones(128)  # the operations 0 and 1
+        tracer.used(waited_for, side.stream_id)
+        tracer.used(used, side.stream_id)
+        unused, kept = torch.ones(128), torch.ones(128)
+        tracer.used(unused, 0)  # its own
+        del waited_for, unused  # before 4
+        event.record()
+        kept.mul_(2)
+        del used  # before 5
+        event.synchronize()  # knows of what was before 4
+        kept.mul_(2)
+    steps = timeline(tracer)
+    assert steps.dies[:3].tolist() == [4, 5, 4]
+    assert steps.reusable[:3].tolist() == [5, len(steps.phases), 4]
+    assert kept.numel() == 128
+
+
+def test_blocks_are_made_on_the_stream_at_hand_and_their_gradients_on_that_of_the_forward():
+    from peakcast.collectors.tracing import fake_streams
+
+    side = fake_streams.Stream(priority=-1)
+    weight = torch.ones(128, requires_grad=True)
+    with Tracer("cpu") as tracer:
+        before = weight * 1
+        with fake_streams.on(side):
+            aside = before.exp()
+        after = aside.sin()
+        tracer.phase = Phase.BACKWARD
+        after.sum().backward()
+    steps = timeline(tracer)
+    on_side = {steps.labels[born] for born in steps.born[steps.streams == side.stream_id]}
+    # backward of exp multiplies by its result; that of sin multiplies by a cosine, on the first stream
+    assert on_side == {"exp.default", "mul.Tensor"}
+    assert sorted(set(steps.streams.tolist())) == [0, side.stream_id]

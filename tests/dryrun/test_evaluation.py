@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import peakcast
+from peakcast.timeline import Category
 from peakcast.units import MIB
 
 WIDTH = 1024
@@ -46,8 +47,8 @@ def test_evaluation_is_counted_or_left_out():
     assert peaks[2] < peaks[0] / 2
     assert counted.job.micro_batch_size * counted.job.sequence_length == 64  # what it trains on
     (said,) = [said for said in counted.answer.assumptions if "evaluation" in said]
-    assert "test_evaluation.py:27 counts" in said
-    assert any("test_evaluation.py:27 is left out" in warning for warning in skipped.answer.warnings)
+    assert "test_evaluation.py:28 counts" in said
+    assert any("test_evaluation.py:28 is left out" in warning for warning in skipped.answer.warnings)
     assert not any("evaluation" in said for said in (*without.answer.assumptions, *without.answer.warnings))
     assert "generation and saving checkpoints during the run" in counted.answer.not_modelled
     assert "evaluation, generation and saving checkpoints during the run" in skipped.answer.not_modelled
@@ -62,3 +63,33 @@ def test_the_trainer_evaluates_within_the_steps_that_are_seen(run_script, tmp_pa
     assert any("Trainer's evaluation is left out" in warning for warning in skipped.answer.warnings)
     ours, theirs = (one.timelines["steady"].peak().num_bytes for one in (found, skipped))
     assert ours > theirs
+
+
+def warming_up():
+    """Three steps, after which the optimizer begins anew; then an evaluation, and training."""
+    import torch
+
+    model = torch.nn.Linear(WIDTH, WIDTH, bias=False).cuda()
+    for steps in (3, 100):
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(steps):
+            if steps > 3 and step % 50 == 0:
+                model.eval()
+                with torch.no_grad():
+                    model(torch.ones(16 * WIDTH, WIDTH, device="cuda"))
+                model.train()
+            model(torch.ones(1, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del optimizer
+
+
+def test_an_evaluation_after_a_warm_up_is_met_again_with_the_optimizer_states_of_training():
+    found = peakcast.dryrun(warming_up, "A100-80GB")
+    weight = WIDTH * WIDTH * 4
+    assert found.steps == 4
+    for timeline in (found.timelines["steady"], found.timelines["run"]):
+        peak = timeline.peak()
+        assert peak.num_bytes > (2 * 16 + 3) * weight  # into the evaluation and out of it, the weight and its states
+        assert timeline.composition(peak.instant)[Category.OPTIMIZER_STATES] == pytest.approx(2 * weight, abs=1024)
+    assert len(found.timelines["run"].phases) > len(found.timelines["steady"].phases)
