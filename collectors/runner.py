@@ -10,7 +10,7 @@ import base64
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,17 @@ class Summary:
     reasons: list[str] = field(default_factory=list)
     """Why cells failed."""
 
+    def count(self, row: Measurement, cell_seconds: float, reason: str) -> None:
+        """Take in a cell's row, how long its processes took, and why it failed where it did."""
+        readings = row.environment.get("readings", {})
+        self.cell_seconds += cell_seconds
+        self.step_seconds += float(readings.get("step_seconds", readings.get("wall_seconds", 0)))
+        self.finished += row.outcome == "ok"
+        self.out_of_memory += row.outcome == "out_of_memory"
+        if row.outcome == "failed":
+            self.failed += 1
+            self.reasons.append(f"{job_in_words(row.job)}: {reason}")
+
 
 def collect(
     grid: str | Path | Iterable[TrainingJob],
@@ -99,28 +110,15 @@ def collect(
     cell, `on_row(row)` after a row is on disk.
     Raises: CollectorError for bad options; a failing cell never raises.
     """
-    bounds = (("budget_minutes", budget_minutes), ("timeout_seconds", timeout_seconds), ("processes", processes))
-    for name, value in (*bounds, ("repeats", repeats)):
-        if value is not None and not 0 < value < math.inf:
-            raise CollectorError(f"{name}={value} must be above 0 and finite.", parameter=name, value=value)
+    _check_bounds(budget_minutes=budget_minutes, timeout_seconds=timeout_seconds, processes=processes, repeats=repeats)
     if processes is not None:
         check_processes(processes)
     _numbers(ranks)
     run = find_engine(engine)
     jobs = load_grid(grid) if isinstance(grid, (str, Path)) else list(grid)
-    if gpu is not None:
-        from peakcast import catalog
-
-        gpu = catalog.gpu(gpu).name
-    elif trace:
-        gpu = "A100-80GB"
+    gpu = _gpu_type(gpu, trace)
     shared = SharedShard(shard, trace=trace, gpu=gpu)
-    seen = Counter[TrainingJob]()
-    cells = []
-    for job in [*jobs] * repeats:
-        seen[job] += 1
-        case = f"repeat {seen[job]}" if seen[job] > 1 else ""
-        cells += [(job, rank, case) for rank in ranks_to_run(job, ranks, trace)]
+    cells = _cells(jobs, repeats, ranks, trace)
     summary = Summary(total=len(cells), unreadable=shared.unreadable)
     started = time.monotonic()
     left = deque(cell for cell in cells if cell_identity(*cell) not in shared.done)
@@ -149,13 +147,7 @@ def collect(
             question = {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "rank": rank, "case": case}
             yield {**question, "history": history, "ranks": ranks if ranks in RANKS else "one"}
 
-    options = dict(engine_options or {})
-    if isinstance(options.get("processes"), int):
-        check_processes(options["processes"])
-    if engine == "local" and "gpus" not in options:
-        options.setdefault("processes", processes or (traces_at_once() if trace else 1))
-    if engine == "ray" and trace:
-        options.setdefault("num_gpus", 0)
+    options = _options(engine, engine_options or {}, processes, trace)
     if left:
         shared.begin()
     try:
@@ -168,18 +160,50 @@ def collect(
         for question, answer in answers:
             row, reason = _take_in(question, answer, gpu, shard, on_row)
             shared.leave(cell_identity(job_from_mapping(question["job"]), question["rank"], question["case"]))
-            readings = row.environment.get("readings", {})
-            summary.cell_seconds += float(answer.get("seconds", 0))
-            summary.step_seconds += float(readings.get("step_seconds", readings.get("wall_seconds", 0)))
-            summary.finished += row.outcome == "ok"
-            summary.out_of_memory += row.outcome == "out_of_memory"
-            if row.outcome == "failed":
-                summary.failed += 1
-                summary.reasons.append(f"{job_in_words(row.job)}: {reason}")
+            summary.count(row, float(answer.get("seconds", 0)), reason)
     finally:
         shared.end()
     summary.seconds = time.monotonic() - started
     return summary
+
+
+def _check_bounds(**bounds: float | None) -> None:
+    """Raises: CollectorError naming the first of `bounds` that is given and not above 0 and finite."""
+    for name, value in bounds.items():
+        if value is not None and not 0 < value < math.inf:
+            raise CollectorError(f"{name}={value} must be above 0 and finite.", parameter=name, value=value)
+
+
+def _gpu_type(gpu: str | None, trace: bool) -> str | None:
+    """The catalog's name of `gpu`; where none is given, what a trace stands for, or None: what CUDA reports."""
+    if gpu is None:
+        return "A100-80GB" if trace else None
+    from peakcast import catalog
+
+    return catalog.gpu(gpu).name
+
+
+def _cells(jobs: Sequence[TrainingJob], repeats: int, ranks: str, trace: bool) -> list[tuple[TrainingJob, int, str]]:
+    """Job, rank and case of every cell; a job that comes again is a repeat."""
+    seen = Counter[TrainingJob]()
+    cells = []
+    for job in [*jobs] * repeats:
+        seen[job] += 1
+        case = f"repeat {seen[job]}" if seen[job] > 1 else ""
+        cells += [(job, rank, case) for rank in ranks_to_run(job, ranks, trace)]
+    return cells
+
+
+def _options(engine: str, given: Mapping[str, Any], processes: int | None, trace: bool) -> dict[str, Any]:
+    """An engine's options: those given, and how many cells run at a time."""
+    options = dict(given)
+    if isinstance(options.get("processes"), int):
+        check_processes(options["processes"])
+    if engine == "local" and "gpus" not in options:
+        options.setdefault("processes", processes or (traces_at_once() if trace else 1))
+    if engine == "ray" and trace:
+        options.setdefault("num_gpus", 0)
+    return options
 
 
 def _take_in(

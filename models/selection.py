@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.float64]
 SHARES = {"architecture": 0.5, "layout": 0.2, "features": 0.3}
 """Variance that equal architectures, equal layouts and near features share. On the published rows the scores of one
-architecture correlate most (models/README.md, "evidence is counted in architectures")."""
+architecture correlate most (docs/decisions/2026-11-evidence-by-architecture.md)."""
 NOISE = 0.01
 """Variance of a repeat beside that of 1 between jobs."""
 

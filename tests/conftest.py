@@ -21,6 +21,12 @@ from peakcast.timelines import STEPS, timeline_from_mapping, unpack
 
 MOST_AT_ONCE = 4
 """Each process has torch in its memory, and another one that its traces are forked from: some 1.5 GB."""
+TESTS = Path(__file__).parent
+COMPUTE_ALONE = ("catalog", "dialects", "explaining", "histories", "models", "reports", "searching", "store")
+"""Folders of tests that start no process, trace nothing and fit little: those of the fast lane, and files beside them."""
+NOT_FAST = frozenset((TESTS / "not_fast.txt").read_text(encoding="utf-8").splitlines())
+"""... but these files."""
+NEVER_FAST = frozenset(("attacks", "benchmarks", "gpu", "slow", "whole"))
 
 # the networks here are tiny and several tests run at once: threads would only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,12 +45,35 @@ hypothesis.settings.load_profile("busy")
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Processes of `-n auto`: none beside this one where there is one file to run, or where tests that need the machine or
     its GPU to themselves may be among them."""
-    if any(f"not {alone}" not in config.option.markexpr for alone in ("gpu", "benchmarks")):
+    chosen = config.option.markexpr
+    if chosen != "fast" and any(f"not {alone}" not in chosen for alone in ("gpu", "benchmarks")):
         return 0
     paths = {argument.partition("::")[0] for argument in config.args}
     most = len(paths) if all(path.endswith(".py") for path in paths) else MOST_AT_ONCE
     num_processes = min(most, MOST_AT_ONCE, available_cores())
     return num_processes if num_processes > 1 else 0
+
+
+def _computes_alone(path: Path) -> bool:
+    """Whether all tests of a file are of the fast lane, but those that a marker takes out of it."""
+    if not path.is_relative_to(TESTS):
+        return False
+    inside = path.relative_to(TESTS)
+    return (len(inside.parts) == 1 or inside.parts[0] in COMPUTE_ALONE) and inside.as_posix() not in NOT_FAST
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In the fast lane other files are not even imported, which takes longer than its tests."""
+    left_out = config.option.markexpr == "fast" and collection_path.suffix == ".py" and not _computes_alone(collection_path)
+    return left_out or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the fast lane, before `-m` chooses."""
+    for item in items:
+        if _computes_alone(item.path) and NEVER_FAST.isdisjoint(mark.name for mark in item.iter_markers()):
+            item.add_marker("fast")
 
 
 @pytest.fixture(scope="session")

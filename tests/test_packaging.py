@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from setuptools import Distribution
 
+import peakcast
 from peakcast.installing import BuildPy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +55,21 @@ def test_what_is_compiled_is_optional_and_its_source_is_there() -> None:
 
 def test_datasets_is_data_only_lest_it_shadow_hugging_faces_library() -> None:
     assert not list((ROOT / "datasets").rglob("__init__.py"))
+
+
+def test_the_licence_goes_with_an_installation() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (name,) = project["license-files"]
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert project["license"] == "Apache-2.0"
+    assert "Apache License\n" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_changelog_begins_with_what_is_unreleased_and_this_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    headings = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", version] == ["Unreleased", peakcast.__version__]
 
 
 def _heavy_modules_after(code: str) -> list[str]:

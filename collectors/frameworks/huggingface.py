@@ -53,6 +53,23 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
         model = quantize(model, job, device)
     if job.precision.compute == "float8":
         model = in_float8(model)
+    model = _prepared(model, job)
+    layout = layouts.wrap(model, job)
+    if spread:
+        spreading.settle(layout.model, job, device)
+    if job.loss.kind != "cross_entropy":
+        from peakcast.collectors.frameworks import preference
+
+        return preference.training_of(job, model, layout, device, making)
+    training = HuggingFaceTraining(job, model, layout, batch)
+    if is_compiled_whole(job):
+        training.model.compile()  # last, as accelerate's prepare_model does: what the layout has wrapped
+    return training
+
+
+def _prepared(model: Any, job: TrainingJob) -> Any:
+    """The network as it is before the layout wraps it: split, with its kernels, checkpoints, adapters, noise and layers
+    that are compiled by themselves."""
     _with_liger_kernels(model, job)
     model.train()
     layouts.split(model, job)  # first, as from_pretrained and torchtitan do: hooks on the embedding see what all ranks have
@@ -68,17 +85,7 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
         embeddings.register_forward_hook(neftune.neftune_post_forward_hook)
     if job.compile and not is_compiled_whole(job):
         model = compile_layers(model, job)
-    layout = layouts.wrap(model, job)
-    if spread:
-        spreading.settle(layout.model, job, device)
-    if job.loss.kind != "cross_entropy":
-        from peakcast.collectors.frameworks import preference
-
-        return preference.training_of(job, model, layout, device, making)
-    training = HuggingFaceTraining(job, model, layout, batch)
-    if is_compiled_whole(job):
-        training.model.compile()  # last, as accelerate's prepare_model does: what the layout has wrapped
-    return training
+    return model
 
 
 def _with_trainer(job: TrainingJob, device: str, loop: str) -> Any:

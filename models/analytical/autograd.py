@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from peakcast.models.analytical.operations import Operation, Tensor, WeightGradient
 from peakcast.models.analytical.template import HANDED_IN, Waiting
@@ -78,8 +78,8 @@ class Backward:
             self.rows.append((name, TEMPORARY, num_bytes, born, True, dies, True, False, dies, False, stream))
 
     def _run(self, operation: Operation, index: int, instant: int) -> None:
-        held, later, after = self._held, index in self._turns, instant + 1
-        incoming = [held.pop(id(output)) for output in operation.outputs if id(output) in held]
+        later, after = index in self._turns, instant + 1
+        incoming = [self._held.pop(id(output)) for output in operation.outputs if id(output) in self._held]
         touched = incoming.copy()
         if later:
             for gradient in incoming:
@@ -96,28 +96,9 @@ class Backward:
                     num_bytes, made_at, f"{operation.name}.gradient", stream=operation.gradients_stream
                 )
                 touched.append(gradient)
-            key = id(tensor)
-            if key in self._shared:
-                self.gradient_from.setdefault(key, after)
-                continue
-            existing = held.get(key)
-            if existing is None:
-                gradient.holders += 1
-                held[key] = gradient
-            elif existing.holders > 1:  # somebody else still needs the first one: the sum is a new tensor
-                existing.holders -= 1
-                held[key] = _Gradient(tensor.num_bytes, after, f"{operation.name}.gradient", 1)
-                largest_sum = max(largest_sum, tensor.num_bytes)
-            elif existing.name == HANDED_IN and self.added_to_handed_in is None:
-                self.added_to_handed_in = instant
+            largest_sum = max(largest_sum, self._hold(tensor, gradient, f"{operation.name}.gradient", instant))
         if not later:
-            for weight in operation.weight_gradients:
-                if weight.num_bytes > 0:
-                    row = (weight.name, GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False, 0)
-                    self.rows.append(row)
-                    self.rows += workspace_rows(weight, instant)
-            for size, stream in operation.backward_temporaries:
-                self._live(f"{operation.name}.temporary", size, instant, after, stream)
+            self._weights_backward(operation, instant, made_at)
         if self._saves_on_cpu:
             for size in operation.saved_bytes:
                 self._live(f"{operation.name}.from_cpu", size, instant, after)
@@ -126,8 +107,42 @@ class Backward:
         if largest_sum:  # made when what came in and what was kept has gone (engine.cpp evaluate_function)
             gone = self._released.get(index, 0) + sum(one.num_bytes for one in set(incoming) if one.holders <= 0)
             self._live(f"{operation.name}.gradient", largest_sum - gone, instant, after)
-        for gradient in touched if len(incoming) < 2 else dict.fromkeys(touched):
+        self._release(touched if len(incoming) < 2 else dict.fromkeys(touched), after)
+
+    def _release(self, gradients: Iterable[_Gradient], after: int) -> None:
+        """Those that nobody holds any more are gone at the instant `after`."""
+        for gradient in gradients:
             if gradient.holders <= 0:
                 if gradient.name == HANDED_IN and self.added_to_handed_in is None:
                     self.added_to_handed_in = after
                 self._live(gradient.name, gradient.num_bytes, gradient.born, after, gradient.stream)
+
+    def _hold(self, tensor: Tensor, gradient: _Gradient, name: str, instant: int) -> int:
+        """`gradient` of `tensor` waits for the operation that made `tensor`, or is added to the one that waits; bytes of
+        the sum where that is a new tensor, else 0."""
+        key, after = id(tensor), instant + 1
+        if key in self._shared:
+            self.gradient_from.setdefault(key, after)
+            return 0
+        existing = self._held.get(key)
+        if existing is None:
+            gradient.holders += 1
+            self._held[key] = gradient
+        elif existing.holders > 1:  # somebody else still needs the first one: the sum is a new tensor
+            existing.holders -= 1
+            self._held[key] = _Gradient(tensor.num_bytes, after, name, 1)
+            return tensor.num_bytes
+        elif existing.name == HANDED_IN and self.added_to_handed_in is None:
+            self.added_to_handed_in = instant
+        return 0
+
+    def _weights_backward(self, operation: Operation, instant: int, made_at: int) -> None:
+        """The gradients of an operation's weights, and what its backward needs meanwhile."""
+        after = instant + 1
+        for weight in operation.weight_gradients:
+            if weight.num_bytes > 0:
+                row = (weight.name, GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False, 0)
+                self.rows.append(row)
+                self.rows += workspace_rows(weight, instant)
+        for size, stream in operation.backward_temporaries:
+            self._live(f"{operation.name}.temporary", size, instant, after, stream)

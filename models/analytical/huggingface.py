@@ -6,6 +6,7 @@ command line lasts half a second, most of it imports.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -241,8 +242,7 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_
     if (network := blocks.network()) is not None:
         loss = timeline.run_forward(network, "network", keeps_gradients=keeps_gradients)
         timeline.run_backward(loss)
-        if not keeps_gradients:  # results of one graph, which are added to others when it has ended
-            loss.gradients_die = timeline.now
+        _end_with_graph(timeline, [] if keeps_gradients else [loss])
         timeline.end_backward()
         _hold_logits(timeline, job, context, loss, last)
         return loss
@@ -280,8 +280,7 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_
     if tied_in_graph(context):
         hold_for_tied_product(timeline, loss, context)
     if context.compiled.issuperset(("layers", "ends", "loss")) and not keeps_gradients:
-        for run in (loss, *runs.values(), embedded):  # results of one graph, which are added to others when it has ended
-            run.gradients_die = timeline.now
+        _end_with_graph(timeline, [loss, *runs.values(), embedded])
     timeline.end_backward()
     named = not traits(job.architecture).mask_by_position
     if not named and job.offload.activations:  # saved as tensors are, it goes to the host
@@ -293,6 +292,12 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_
     hold_masks(timeline, blocks.contexts, start, model_ends(loss), dies)
     _hold_logits(timeline, job, context, loss, last)
     return loss
+
+
+def _end_with_graph(timeline: Step, runs: Sequence[Run]) -> None:
+    """The gradients of `runs` are results of one graph, which are added to others when it has ended."""
+    for run in runs:
+        run.gradients_die = timeline.now
 
 
 def _kept_logits(job: TrainingJob, context: HFContext) -> int:

@@ -173,18 +173,9 @@ def chunk_parameters(
     """Parameters of a model chunk whose layer i has `contexts(i)`. A tied output layer on another stage than the embedding
     holds its own copy; so does the last stage under multi-token prediction, whose layers are those numbered `ahead`, and
     there, where both ends are, the copies are two (megatron-core 0.16.1 `gpt_model.py`, `skip_weight_param_allocation`)."""
-    parameters = []
     shares, context = (tied or bool(ahead)) and pipelined, contexts(0)
     embeds = chunk.is_first or (chunk.is_last and bool(ahead))
-    if embeds:
-        table = (context.vocabulary, context.hidden)
-        parameters.append(Parameter("word_embeddings.weight", "embedding", table, own_bucket=shares))
-        if context.positions:
-            positions = (context.positions, context.hidden)
-            parameters.append(Parameter("position_embeddings.weight", "embedding", positions))
-        if context.token_types:
-            types = (context.token_types, context.hidden)
-            parameters.append(Parameter("tokentype_embeddings.weight", "embedding", types))
+    parameters = list(_embeddings(context, own_bucket=shares)) if embeds else []
     for layer in chunk.layers:
         module = f"layers.{layer}"
         parameters += [replace(p, module=module) for p in layer_parameters(contexts(layer))]
@@ -205,6 +196,15 @@ def chunk_parameters(
         if context.masked_tokens and context.token_types:
             parameters += [replace(p, module="head") for p in _sentence_head(context)]
     return parameters
+
+
+def _embeddings(context: MegatronContext, *, own_bucket: bool) -> Iterator[Parameter]:
+    """The token table and, where there are such, those of positions and of token types."""
+    yield Parameter("word_embeddings.weight", "embedding", (context.vocabulary, context.hidden), own_bucket=own_bucket)
+    if context.positions:
+        yield Parameter("position_embeddings.weight", "embedding", (context.positions, context.hidden))
+    if context.token_types:
+        yield Parameter("tokentype_embeddings.weight", "embedding", (context.token_types, context.hidden))
 
 
 def _masked_token_head(context: MegatronContext) -> Iterator[Parameter]:

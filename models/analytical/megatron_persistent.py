@@ -29,7 +29,7 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
     """The global memory buffer, placeholder gradients, and the workspaces of both threads. `first_product`: the instant of
     the backward thread's first matrix product; `first_backward`: of each operation's first backward, by label. 0 and empty
     in a steady step."""
-    context, device = share.context, share.device
+    context = share.context
     for number, chunk in enumerate(share.chunks):  # every RotaryEmbedding caches its answer: a model's, a latent layer's
         predicted = share.job.architecture.num_nextn_predict_layers if chunk.is_last else 0
         for _ in range(len(chunk.layers) + predicted if context.latent is not None else 1):
@@ -49,8 +49,13 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
         step.hold("placeholder_weight_gradient", Category.OTHER, size, born, module="transformer_engine")
     if context.transformer_engine and context.attention == "unfused" and not (context.fused_softmax or context.padding):
         step.hold("causal_mask", Category.OTHER, context.sequence**2, 0, module="softmax")  # `_get_default_causal_mask`
-    if device is None:
-        return
+    if share.device is not None:
+        _hold_library_workspaces(step, share, share.device, first_product)
+
+
+def _hold_library_workspaces(step: Step, share: RankShare, device: Device, first_product: int) -> None:
+    """What Transformer Engine and cuBLAS keep for their products on this GPU."""
+    context = share.context
     size, experts = transformer_engine_workspace_bytes(device), context.experts if share.has_experts else None
     routes = experts is not None and bool(share.convention.get("moe_router_uses_transformer_engine", True))
     if context.transformer_engine or routes:

@@ -195,7 +195,7 @@ def _fully_sharded_checks(job: TrainingJob) -> list[Check]:
 
 
 def _float8_checks(job: TrainingJob) -> list[Check]:
-    """What of float8 compute is not covered: traces show the rest (models/README.md)."""
+    """What of float8 compute is not covered: traces show the rest (docs/decisions/2026-11-fp8-of-transformer-engine.md)."""
     architecture, eight, recompute = job.architecture, job.precision.compute == "float8", job.activation_checkpointing
     own = conventions(job).get("transformer_impl", "transformer_engine") == "local"
     recipe = conventions(job).get("fp8_recipe", "delayed")

@@ -226,51 +226,36 @@ def _zero_bubble_v(stages: int, stage: int, num_micro_batches: int) -> tuple[Tur
 def _dualpipe_v(stages: int, stage: int, num_micro_batches: int) -> tuple[Turn, ...]:
     """`ScheduleDualPipeV`, whose overlapped forwards and backwards torch runs one after the other: backwards are whole but
     where the pipeline fills and drains."""
+    # F0: a forward of chunk 0; B1: a whole backward of chunk 1; I1: that of its inputs alone; W: the oldest of weights
+    ahead, half, odd = stages - stage - 1, (stage + 1) // 2, stage % 2 == 1
+    emptying = [
+        step
+        for done in range(stage + 1)
+        for step in ("I1" if done > half or (done == half and odd) else "B1", "I0" if done >= half else "B0")
+    ]
+    order = [
+        *["F0"] * (2 * ahead),
+        *["F0", "F1"] * (stage + 1),
+        *["I1", "W", "F1"] * ahead,
+        *["F0", "B1", "F1", "B0"] * (num_micro_batches - 2 * stages + stage + 1),
+        *["B1", "F1", "B0"] * ahead,
+        *emptying,
+        *["W", "I0"] * ahead,
+        *["W"] * (stage + 1),
+    ]
     turns: list[Turn] = []
-    forwards, backwards = [0, 0], [0, 0]
     later: deque[Turn] = deque()
-
-    def forward(chunk: int) -> None:
-        turns.append(Turn(True, forwards[chunk], chunk))
-        forwards[chunk] += 1
-
-    def backward(chunk: int, *, split: bool = False) -> None:
-        turns.append(Turn(False, backwards[chunk], chunk, "inputs" if split else ""))
-        if split:
-            later.append(Turn(False, backwards[chunk], chunk, "weights"))
-        backwards[chunk] += 1
-
-    def weights() -> None:
-        if later:
-            turns.append(later.popleft())
-
-    for _ in range(2 * (stages - stage - 1)):
-        forward(0)
-    for _ in range(stage + 1):
-        forward(0)
-        forward(1)
-    for _ in range(stages - stage - 1):
-        backward(1, split=True)
-        weights()
-        forward(1)
-    for _ in range(num_micro_batches - 2 * stages + stage + 1):
-        forward(0)
-        backward(1)
-        forward(1)
-        backward(0)
-    for _ in range(stages - stage - 1):
-        backward(1)
-        forward(1)
-        backward(0)
-    half, odd = (stage + 1) // 2, stage % 2 == 1
-    for done in range(stage + 1):
-        backward(1, split=done > half or (done == half and odd))
-        backward(0, split=done >= half)
-    for _ in range(stages - stage - 1):
-        weights()
-        backward(0, split=True)
-    for _ in range(stage + 1):
-        weights()
+    done = Counter[str]()
+    for step in order:
+        if step == "W":
+            turns += [later.popleft()] if later else []
+            continue
+        forward, chunk = step[0] == "F", int(step[1])
+        counted = f"{forward}{chunk}"
+        turns.append(Turn(forward, done[counted], chunk, "inputs" if step[0] == "I" else ""))
+        if step[0] == "I":
+            later.append(Turn(False, done[counted], chunk, "weights"))
+        done[counted] += 1
     return tuple(turns)
 
 

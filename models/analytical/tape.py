@@ -255,7 +255,11 @@ class Tape:
         num_forward = len(self._operations)
         backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
         ends = {index: instant + 1 for instant, index in enumerate(backward)}
-        rows: list[Row] = []
+        rows: list[Row] = [
+            (f"{one.name}.temporary", TEMPORARY, size, index, False, index + 1, False, False, index + 1, False, stream)
+            for index, one in enumerate(self._operations)
+            for size, stream in one.forward_temporaries
+        ]
         waiting: list[Waiting] = []
         trained = {index: one.name for index, one in enumerate(self._operations) if one.weight_gradients}
         turns = weight_turns(trained) if self._splits_backward else {}
@@ -264,11 +268,6 @@ class Tape:
         cached = self._cached(cached_matmuls, cached_kinds) if cached_matmuls else set()
         savers = [index for index, operation in enumerate(self._operations) if any(operation.saved_bytes)]
         last_saver = max(savers, default=0)
-        for index, operation in enumerate(self._operations):
-            for size, stream in operation.forward_temporaries:
-                last = index + 1
-                name = f"{operation.name}.temporary"
-                rows.append((name, TEMPORARY, size, index, False, last, False, False, last, False, stream))
         released: dict[int, int] = {}
         for storage in self._storages:
             if storage.num_bytes <= 0:

@@ -369,12 +369,7 @@ def _account_for_the_rest(
         raise training.refuse("parallelism_config", "must be a mapping of sizes, such as dp_shard_size: 8")
     note_inner(training, "gradient_checkpointing_kwargs", ("use_reentrant",), keys.CHECKPOINT_DETAILS)
     if engine is not None:
-        for key in ("bf16", "fp16"):
-            note_inner(engine, key, ("enabled",), keys.HALF_DETAILS)
-        note_engine_optimizer(engine)
-        for key, what in keys.UNSUPPORTED_DEEPSPEED.items():
-            if engine.raw(key) not in (None, False, {}, 1):
-                notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key)
+        _account_for_the_engine(notes, engine)
     for settings, ignored in (
         (training, keys.IGNORED_TRAINING),
         (adapter, keys.IGNORED_PEFT),
@@ -385,6 +380,15 @@ def _account_for_the_rest(
             continue
         for key in settings.left():
             (notes.ignored if key in ignored else notes.unknown).append(settings.spell(key))
+
+
+def _account_for_the_engine(notes: Notes, engine: Settings) -> None:
+    for key in ("bf16", "fp16"):
+        note_inner(engine, key, ("enabled",), keys.HALF_DETAILS)
+    note_engine_optimizer(engine)
+    for key, what in keys.UNSUPPORTED_DEEPSPEED.items():
+        if engine.raw(key) not in (None, False, {}, 1):
+            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key)
 
 
 def _enabled(engine: Settings | None, key: str) -> bool:

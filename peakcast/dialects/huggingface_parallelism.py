@@ -130,7 +130,24 @@ def _zero(
     stage = zero.integer("stage", 0, least=0) or 0
     if stage > 3:
         raise zero.refuse("stage", "must be 0, 1, 2 or 3")
-    hidden = architecture.hidden_size
+    _zero_sizes(zero, stage, architecture.hidden_size, notes, options)
+    for key in ("overlap_comm", "round_robin_gradients") if stage in (1, 2) else ():
+        if zero.given(key) and zero.raw(key) not in (None, "auto"):
+            options[key] = zero.switch(key)
+    if stage == 3 and zero.raw("overlap_comm") not in (None, "auto") and not zero.switch("overlap_comm"):
+        options["overlap_comm"] = False  # else its default
+    moved = _zero_offload(zero, notes, options)
+    _note_left_of_zero(zero, notes, options)
+    offload = Offload(
+        optimizer=moved["offload_optimizer"] in ("cpu", "nvme"),
+        parameters=moved["offload_param"] in ("cpu", "nvme"),
+        activations=activations,
+    )
+    return Parallelism(data_parallel_size=num_gpus, zero_stage=stage), offload
+
+
+def _zero_sizes(zero: Settings, stage: int, hidden: int, notes: Notes, options: dict[str, Any]) -> None:
+    """How large buckets are, and from what size on stage 3 partitions and fetches."""
     # transformers 5.17 integrations/deepspeed.py, HfTrainerDeepSpeedConfig.trainer_config_finalize
     automatic = {"reduce_bucket_size": hidden**2}
     if stage == 3:
@@ -146,11 +163,10 @@ def _zero(
             options[key] = size
         elif zero.given(key):
             options[key] = zero.integer(key, least=1 if key in ("reduce_bucket_size", "allgather_bucket_size") else 0)
-    for key in ("overlap_comm", "round_robin_gradients") if stage in (1, 2) else ():
-        if zero.given(key) and zero.raw(key) not in (None, "auto"):
-            options[key] = zero.switch(key)
-    if stage == 3 and zero.raw("overlap_comm") not in (None, "auto") and not zero.switch("overlap_comm"):
-        options["overlap_comm"] = False  # else its default
+
+
+def _zero_offload(zero: Settings, notes: Notes, options: dict[str, Any]) -> dict[str, str]:
+    """Where the optimizer and the weights are moved to."""
     inside = {key: _inside(zero, key, notes) for key in ("offload_optimizer", "offload_param")}
     moved = {key: settings.one_of("device", "none", ("none", "cpu", "nvme")) for key, settings in inside.items()}
     pinned = {key: settings.switch("pin_memory") for key, settings in inside.items()}
@@ -176,6 +192,11 @@ def _zero(
         for key in inner:
             if key not in keys.OFFLOAD_DETAILS:
                 notes.unknown.append(f"zero_optimization.{where}.{key}")
+    return moved
+
+
+def _note_left_of_zero(zero: Settings, notes: Notes, options: dict[str, Any]) -> None:
+    """What nobody has read: of no weight, left to DeepSpeed, not modelled, or unknown."""
     for key in zero.left():
         if key in keys.ZERO_DETAILS:
             value = zero.raw(key)
@@ -189,12 +210,6 @@ def _zero(
             notes.unsupported.append(f"{zero.spell(key)}={zero.raw(key)!r} is not modelled.", zero.spell(key))
         else:
             notes.unknown.append(zero.spell(key))
-    offload = Offload(
-        optimizer=moved["offload_optimizer"] in ("cpu", "nvme"),
-        parameters=moved["offload_param"] in ("cpu", "nvme"),
-        activations=activations,
-    )
-    return Parallelism(data_parallel_size=num_gpus, zero_stage=stage), offload
 
 
 def _inside(zero: Settings, key: str, notes: Notes) -> Settings:

@@ -113,16 +113,9 @@ def _launch(command: Command) -> Launch | None:
             return None
         name = words[0].rsplit("/", 1)[-1]
         if re.fullmatch(r"python[\d.]*", name):
-            words = words[1:]
-            while words and words[0].startswith("-") and words[0] != "-m":
-                words = words[1:]
+            words = _after_python(words[1:])
             if words[:1] == ["-m"]:
-                if words[1:2] in (["torch.distributed.run"], ["torch.distributed.launch"]):
-                    words = ["torchrun", *words[2:]]
-                elif words[1:3] == ["accelerate.commands.launch"]:
-                    words = ["accelerate", "launch", *words[2:]]
-                else:
-                    return replace(_program(words[1:2], words[2:], num_gpus, launcher, env), launched_by=by)
+                return replace(_program(words[1:2], words[2:], num_gpus, launcher, env), launched_by=by)
         elif name in SIZES:
             words = words[1 + (name == "accelerate" and words[1:2] == ["launch"]) :]
             own, words = _launcher_flags(words)
@@ -144,6 +137,17 @@ def _launch(command: Command) -> Launch | None:
         else:
             return None
     return None
+
+
+def _after_python(words: list[str]) -> list[str]:
+    """What Python runs: a launcher that is run as a module is named as its command is."""
+    while words and words[0].startswith("-") and words[0] != "-m":
+        words = words[1:]
+    if words[:2] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
+        return ["torchrun", *words[2:]]
+    if words[:2] == ["-m", "accelerate.commands.launch"]:
+        return ["accelerate", "launch", *words[2:]]
+    return words
 
 
 def _program(

@@ -103,20 +103,7 @@ class _Reader:
                 elif first in _RESERVED:
                     skipping.append(_ENDS[first])
                 continue
-            while words and words[0] in ("if", "elif", "then", "else", "fi", "time", "exec", "!", "do"):
-                word, words = words[0], words[1:]
-                if word == "if":
-                    branches.append([False, not self._taken(branches)])
-                    branches[-1][0] = self._condition(words) if self._taken(branches[:-1]) else False
-                    words = []
-                elif word == "elif" and branches:
-                    branches[-1][1] |= branches[-1][0]
-                    branches[-1][0] = not branches[-1][1] and self._condition(words)
-                    words = []
-                elif word == "else" and branches:
-                    branches[-1][0] = not (branches[-1][0] or branches[-1][1])
-                elif word == "fi" and branches:
-                    branches.pop()
+            words = self._branched(words, branches)
             if not words or not self._taken(branches):
                 continue
             if words[0] in _RESERVED or re.fullmatch(rf"{_NAME}\(\)", words[0]):
@@ -132,6 +119,24 @@ class _Reader:
             if words:
                 self._statement(words)
         self.depth -= 1
+
+    def _branched(self, words: list[str], branches: list[list[bool]]) -> list[str]:
+        """What is left of a statement after the words of `if` before it, which open, change and close `branches`."""
+        while words and words[0] in ("if", "elif", "then", "else", "fi", "time", "exec", "!", "do"):
+            word, words = words[0], words[1:]
+            if word == "if":
+                branches.append([False, not self._taken(branches)])
+                branches[-1][0] = self._condition(words) if self._taken(branches[:-1]) else False
+                words = []
+            elif word == "elif" and branches:
+                branches[-1][1] |= branches[-1][0]
+                branches[-1][0] = not branches[-1][1] and self._condition(words)
+                words = []
+            elif word == "else" and branches:
+                branches[-1][0] = not (branches[-1][0] or branches[-1][1])
+            elif word == "fi" and branches:
+                branches.pop()
+        return words
 
     def _taken(self, branches: list[list[bool]]) -> bool:
         return all(taken for taken, _ in branches)
@@ -233,13 +238,7 @@ class _Reader:
                 quoted, current, position = not quoted, current or "", position + 1
             elif character in "$`":
                 values, several, position = self._expansion(word, position)
-                if several and quoted and split:  # "${array[@]}": each item a word of its own
-                    pieces = values
-                elif quoted or not split:
-                    pieces = [" ".join(values)]
-                else:
-                    pieces = " ".join(values).split()
-                for index, piece in enumerate(pieces):
+                for index, piece in enumerate(_pieces(values, several=several, quoted=quoted, split=split)):
                     if index:
                         out.append(current or "")
                         current = None
@@ -316,6 +315,13 @@ class _Reader:
         if value is None:
             self.script.notes.append(f"The script's $(({expression[:40]})) is not followed.")
         return "" if value is None else str(value)
+
+
+def _pieces(values: list[str], *, several: bool, quoted: bool, split: bool) -> list[str]:
+    """The parts of words that an expansion gives."""
+    if several and quoted and split:  # "${array[@]}": each item a word of its own
+        return values
+    return [" ".join(values)] if quoted or not split else " ".join(values).split()
 
 
 def _tested(words: list[str]) -> bool | None:

@@ -37,7 +37,10 @@ def statements(text: str) -> list[list[str]]:
     `&&` and `||` stay inside a statement that begins with `if`, `elif` or a test, and end any other.
     """
     found: list[list[str]] = [[]]
-    for word in _words(text):
+    words = _words(text)
+    if len(words) > MOST_WORDS:
+        raise SpecError(f"the script has more than {MOST_WORDS:,} words; a launch script does not.")
+    for word in words:
         statement = found[-1]
         if word in ("&&", "||") and statement and statement[0] in ("if", "elif", "[", "[["):
             statement.append(word)
@@ -48,6 +51,26 @@ def statements(text: str) -> list[list[str]]:
         else:
             statement.append(word)
     return [statement for statement in found if statement]
+
+
+def _separated(text: str, position: int, words: list[str], documents: list[str]) -> int:
+    """Where the comment, space or operator at `position` ends. An operator is one of `words`; after the end of a line come
+    the here-documents that the line has begun, of which `documents` has the last lines."""
+    character = text[position]
+    if character == "#":
+        end = text.find("\n", position)
+        return len(text) if end < 0 else end
+    if character in " \t\r":
+        return position + 1
+    operator = next((op for op in _OPERATORS if text.startswith(op, position)), "\n")
+    words.append(operator)
+    end = position + len(operator)
+    if character == "\n":
+        for delimiter in documents:
+            found = re.compile(rf"^\t*{re.escape(delimiter)}\s*$", re.MULTILINE).search(text, end)
+            end = found.end() if found else len(text)
+        documents.clear()
+    return end
 
 
 def _words(text: str) -> list[str]:
@@ -75,21 +98,7 @@ def _words(text: str) -> list[str]:
             if current is not None:
                 words.append(current)
                 current = None
-            if character == "#":
-                end = text.find("\n", position)
-                end = len(text) if end < 0 else end
-            elif character in " \t\r":
-                end = position + 1
-            else:
-                operator = next((op for op in _OPERATORS if text.startswith(op, position)), "\n")
-                words.append(operator)
-                end = position + len(operator)
-                if character == "\n":
-                    for delimiter in documents:
-                        found = re.compile(rf"^\t*{re.escape(delimiter)}\s*$", re.MULTILINE).search(text, end)
-                        end = found.end() if found else len(text)
-                    documents = []
-            position = end
+            position = _separated(text, position, words, documents)
             continue
         elif match := _REDIRECTION.match(text, position) if current is None or current in "12&" else None:
             current = None
@@ -103,8 +112,6 @@ def _words(text: str) -> list[str]:
         position = end
     if current is not None:
         words.append(current)
-    if len(words) > MOST_WORDS:
-        raise SpecError(f"the script has more than {MOST_WORDS:,} words; a launch script does not.")
     return words
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -142,9 +142,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     else:
         _take_examples_defaults(pasted, training, notes)
     if "hf_config" in parts:
-        for key in ("dtype", "torch_dtype"):
-            if str(training.get(key, "auto")) == "auto":
-                training.pop(key, None)
+        _leave_dtype_to_network(training)
     model = _model(pasted, parts, training)
     if isinstance(training.get("fsdp_config"), str):
         training["fsdp_config"] = pasted.file(training["fsdp_config"], "fsdp", "fsdp_config")
@@ -155,6 +153,40 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
         training["quantization_config"] = quantization
     method = _method(pasted.program, training)
     generation = _generation(training, notes) if method == "grpo" else None
+    _note_loss(training, method, notes)
+    if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
+    if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
+        training[launcher.mixed_precision] = True
+    processes = Settings({"num_processes": training.pop("num_processes", None)}, notes, "trl").integer("num_processes")
+    if launcher.num_gpus is None and processes:  # recipes name it beside what they train
+        launcher = replace(launcher, num_gpus=processes)
+    num_gpus = launcher.gpus(pasted, notes)
+    _drop(training, notes, lambda key: bool(_SCRIPT.fullmatch(key)))
+    _drop(training, notes, lambda key: bool(OF_EXAMPLES.fullmatch(key)) and key not in ("block_size", "config_overrides"))
+    precomputed = Settings(training, notes, "trl").switch("precompute_ref_log_probs")
+    of_methods = {key for keys in _OF_METHOD.values() for key in keys}
+    _drop(training, notes, of_methods.__contains__)
+    if training.get("packing") is True and whose.trl:
+        training.setdefault("packing_strategy", "bfd")  # since trl 0.18
+    if launcher.mesh:
+        training.setdefault("parallelism_config", launcher.mesh)
+    versions = pasted.versions.of("huggingface")
+    translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus, versions=versions)
+    job = notes.include(translation)
+    job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
+    return notes.finish(job)
+
+
+def _leave_dtype_to_network(training: dict[str, Any]) -> None:
+    """Take out a dtype of "auto", which is that of the network's configuration."""
+    for key in ("dtype", "torch_dtype"):
+        if str(training.get(key, "auto")) == "auto":
+            training.pop(key, None)
+
+
+def _note_loss(training: dict[str, Any], method: str | None, notes: Notes) -> None:
+    """Take out what TRL's losses are told beside their kind, and say what of it is not modelled."""
     if Settings({"use_liger_loss": training.pop("use_liger_loss", False)}, notes, "trl").switch("use_liger_loss"):
         notes.unsupported.append("Liger's preference loss (use_liger_loss) is not modelled.", "use_liger_loss", "less")
     loss = training.pop("loss_type", None)
@@ -166,31 +198,13 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
         )
     elif loss is not None:
         notes.ignored.append("loss_type")
-    if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
-        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
-    if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
-        training[launcher.mixed_precision] = True
-    processes = Settings({"num_processes": training.pop("num_processes", None)}, notes, "trl").integer("num_processes")
-    if launcher.num_gpus is None and processes:  # recipes name it beside what they train
-        launcher = replace(launcher, num_gpus=processes)
-    num_gpus = launcher.gpus(pasted, notes)
-    ours = ("block_size", "config_overrides")
-    for key in [key for key in training if _SCRIPT.fullmatch(key) or (OF_EXAMPLES.fullmatch(key) and key not in ours)]:
+
+
+def _drop(training: dict[str, Any], notes: Notes, chosen: Callable[[str], bool]) -> None:
+    """Take the keys that are `chosen` out of `training`, as ones that cannot matter."""
+    for key in [key for key in training if chosen(key)]:
         notes.ignored.append(key)
         del training[key]
-    precomputed = Settings(training, notes, "trl").switch("precompute_ref_log_probs")
-    for key in (key for keys in _OF_METHOD.values() for key in keys):
-        if training.pop(key, None) is not None:
-            notes.ignored.append(key)
-    if training.get("packing") is True and whose.trl:
-        training.setdefault("packing_strategy", "bfd")  # since trl 0.18
-    if launcher.mesh:
-        training.setdefault("parallelism_config", launcher.mesh)
-    versions = pasted.versions.of("huggingface")
-    translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus, versions=versions)
-    job = notes.include(translation)
-    job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
-    return notes.finish(job)
 
 
 def _generation(training: dict[str, Any], notes: Notes) -> Generation:

@@ -81,12 +81,16 @@ ENGINE_CELLS = {
     ),
     "own modules beside the engine": ({"framework_options": {"transformer_impl": "local"}}, 0),
 }  # fmt: skip
-if importlib.util.find_spec("transformer_engine") is not None:
-    CELLS |= ENGINE_CELLS
+with_engine = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="Transformer Engine is not installed (pip install --no-deps transformer_engine)",
+)
+CELLS |= ENGINE_CELLS
+NAMES = [pytest.param(name, marks=[with_engine] if name in ENGINE_CELLS else []) for name in CELLS]
 
 
 @installed
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_ledger_equals_the_trace_phase_by_phase(ledger_equals_trace, name):
     """Within 0.5 % of each phase's peak, in the first and in a steady step, and between steps."""
     cell, rank = CELLS[name]

@@ -224,6 +224,7 @@ def test_modules_left_without_adapters_are_said():
     assert any("exclude_modules" in sentence for sentence in found.unsupported)
 
 
+@pytest.mark.slow
 def test_every_key_of_the_installed_training_arguments_is_known():
     transformers = pytest.importorskip("transformers")
     fields = transformers.TrainingArguments.__dataclass_fields__
@@ -269,6 +270,7 @@ NAMES = sorted(_WITH_MEANING | {"max_length", "torch_dtype", "attn_implementatio
 
 
 @settings(max_examples=200)
+@pytest.mark.slow
 @given(
     training=st.dictionaries(st.sampled_from(NAMES), JUNK | st.just({"stage": "x"}), max_size=3),
     peft=st.none() | st.dictionaries(st.sampled_from(["r", "target_modules", "bias", "lora_alpha"]), JUNK, max_size=3),

@@ -40,14 +40,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
         sizes = zip(each, (query, key_value, key_value), strict=True)
         q, k, v = fused_projections(build, x, width, list(sizes))
     else:
-        q = build.columns(x, width, query, f"self_attn.{names.q}", bias)
-        q = q if family.norms_after_projections else _qk_norm(build, q, query, "self_attn.q_norm")
-        k = build.columns(x, width, key_value, f"self_attn.{names.k}", bias)
-        k = k if family.norms_after_projections else _qk_norm(build, k, key_value, "self_attn.k_norm")
-        v = build.columns(x, width, key_value, f"self_attn.{names.v}", bias)
-        if family.norms_after_projections:
-            q = _qk_norm(build, q, query, "self_attn.q_norm")
-            k = _qk_norm(build, k, key_value, "self_attn.k_norm")
+        q, k, v = _projected_one_by_one(build, x, bias)
     variables = [x, q, k] if family.rotary_inline else [x]
     variables += [fused] if family.names_fused_projection else []
     if architecture.position_embedding == "rope" and context.rotates:
@@ -72,6 +65,22 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     for variable in (*variables, q, k, v, *build.attention_variables):  # of the attention's forward
         tape.hold(variable)
     return build.dropout(output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
+
+
+def _projected_one_by_one(build: BlockBuilder, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of `x` by a matrix each, with the norms of queries and keys where the family has them."""
+    architecture = build.context.architecture
+    width, query, key_value = architecture.hidden_size, architecture.query_size, architecture.key_value_size
+    names, after = leaf_names(architecture), traits(architecture).norms_after_projections
+    q = build.columns(x, width, query, f"self_attn.{names.q}", bias)
+    q = q if after else _qk_norm(build, q, query, "self_attn.q_norm")
+    k = build.columns(x, width, key_value, f"self_attn.{names.k}", bias)
+    k = k if after else _qk_norm(build, k, key_value, "self_attn.k_norm")
+    v = build.columns(x, width, key_value, f"self_attn.{names.v}", bias)
+    if after:
+        q = _qk_norm(build, q, query, "self_attn.q_norm")
+        k = _qk_norm(build, k, key_value, "self_attn.k_norm")
+    return q, k, v
 
 
 def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:

@@ -72,8 +72,6 @@ def embedding(context: HFContext) -> Template:
     hidden.requires_grad = trains
     if group.table:
         hidden = leave_rows(tape, hidden, group, "embed_tokens")
-    learned = architecture.position_embedding == "learned"
-    scaled = traits(architecture).scaled_embedding
     if made := [one for one in network_tensors(architecture, context.finetuning) if one.trains]:
         taught = [WeightGradient(f"{one.name}.grad", one.numel * context.adapter_bytes) for one in made]
         hidden = tape.operation("adapters", [hidden], hidden.num_bytes, weight_gradients=taught)
@@ -83,34 +81,34 @@ def embedding(context: HFContext) -> Template:
     if context.neftune:  # transformers integrations/neftune.py: output + torch.zeros_like(output).uniform_(...)
         noise = tape.operation("neftune.noise", [], hidden.num_bytes)
         hidden = ops.add(tape, hidden, noise, "neftune.add")
-    if learned:
+    hidden = _with_positions(build, hidden)
+    if architecture.embedding_norm:
+        hidden = build.norm(hidden, width, "embedding_layernorm")
+    if traits(architecture).scaled_embedding:
+        hidden = ops.scale(tape, hidden, "embedding_multiplier")
+    hidden = build.dropout(hidden, architecture.embedding_dropout, rows * width, "embedding_dropout")
+    hidden.requires_grad = context.input_requires_grad
+    return tape.finish(hidden)
+
+
+def _with_positions(build: BlockBuilder, hidden: Tensor) -> Tensor:
+    """With learned positions and token types added, where the network has them."""
+    context, tape, trains = build.context, build.tape, build.context.trainable
+    architecture, rows, size = context.architecture, context.rows, context.end_weight_bytes
+    width = architecture.hidden_size
+    if architecture.position_embedding == "learned":
+        num_positions = architecture.max_position_embeddings + architecture.position_embedding_offset
+        table = WeightGradient("embed_positions.weight.grad", num_positions * width * size)
+        looked_up = rows if traits(architecture).positions_per_sequence else context.sequence
         positions = tape.operation(
-            "embed_positions",
-            [],
-            (rows if traits(architecture).positions_per_sequence else context.sequence) * width * size,
-            weight_gradients=[
-                WeightGradient(
-                    "embed_positions.weight.grad",
-                    (architecture.max_position_embeddings + architecture.position_embedding_offset)
-                    * width
-                    * context.end_weight_bytes,
-                )
-            ]
-            if trains
-            else [],
+            "embed_positions", [], looked_up * width * size, weight_gradients=[table] if trains else []
         )
         hidden = ops.add(tape, hidden, positions, "add_positions")
     if architecture.type_vocab_size:
         table = WeightGradient("token_type_embeddings.weight.grad", architecture.type_vocab_size * width * size)
         types = tape.operation("token_type_embeddings", [], rows * width * size, weight_gradients=[table] if trains else [])
         hidden = ops.add(tape, hidden, types, "add_token_types")
-    if architecture.embedding_norm:
-        hidden = build.norm(hidden, width, "embedding_layernorm")
-    if scaled:
-        hidden = ops.scale(tape, hidden, "embedding_multiplier")
-    hidden = build.dropout(hidden, architecture.embedding_dropout, rows * width, "embedding_dropout")
-    hidden.requires_grad = context.input_requires_grad
-    return tape.finish(hidden)
+    return hidden
 
 
 def tied_in_graph(context: HFContext) -> bool:
@@ -155,11 +153,34 @@ def embedding_backward_bytes(rows: int, width: int, vocabulary: int) -> int:
 def head(context: HFContext) -> Template:
     """Final norm, lm_head and the loss over all positions; where the logits are converted decides their copies
     (where-memory-goes F2; transformers `loss/loss_utils.py`)."""
-    architecture = context.architecture
     tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
     build = BlockBuilder(tape, context)
-    group, rows, width = context.group, context.rows, architecture.hidden_size
-    vocabulary = group.part(architecture.vocab_size)
+    final, sequence_output = _final_states(build)
+    if context.loss == "reward":
+        tape.begin_loss()
+        score(build, final)
+    elif context.loss != "cross_entropy":
+        tape.begin_loss()
+        token_log_probabilities(tape, final, context)
+    elif context.fused_loss:
+        fused_loss(build, final)
+    else:
+        logits = _logits(build, final)
+        if _is_chunked(context):
+            chunked_cross_entropy(tape, logits, context)
+        elif "loss" in context.compiled:
+            return _compiled_loss(tape, logits, context)
+        else:
+            _loss_of_whole_logits(build, logits, final, sequence_output)
+            return tape.finish()
+    tape.hold(final)
+    return tape.finish()
+
+
+def _final_states(build: BlockBuilder) -> tuple[Tensor, Tensor]:
+    """What the head reads, after the last norm, and what a network returns as its sequence output."""
+    context, tape = build.context, build.tape
+    architecture, rows, width = context.architecture, context.rows, context.architecture.hidden_size
     hidden = tape.input(context.stream_rows * width * context.stream_bytes)
     sequence_output = hidden
     if architecture.kind == "encoder":  # the masked-token head's own projection
@@ -175,27 +196,26 @@ def head(context: HFContext) -> Template:
         tape.hold(normed)
         if architecture.scale_decoder_outputs:
             final = ops.scale(tape, final, "decoder_output_scaling")
-    if context.loss != "cross_entropy":
-        tape.begin_loss()
-        if context.loss == "reward":
-            score(build, final)
-        else:
-            token_log_probabilities(tape, final, context)
-        tape.hold(final)
-        return tape.finish()
-    if context.fused_loss:
-        fused_loss(build, final)
-        tape.hold(final)
-        return tape.finish()
+    return final, sequence_output
+
+
+def _is_chunked(context: HFContext) -> bool:
+    """Whether the loss runs over chunks of whole logits."""
+    return context.kernels.loss == "chunked_logits" and not context.group.loss
+
+
+def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
+    """The lm_head's product, whole or this rank's part of the vocabulary, scaled as the network does it."""
+    context, tape, group = build.context, build.tape, build.context.group
+    architecture, rows, width = context.architecture, context.rows, context.architecture.hidden_size
     inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
     trains = context.trainable and not tied_in_graph(context)
-    size, chunked = context.end_weight_bytes, context.kernels.loss == "chunked_logits" and not group.loss
-    apart, bias = chunked and context.logits_chunks_apart, architecture.lm_head_bias
-    logits = build.linear(inputs, width, vocabulary, "lm_head", bias, trains, size, sums_weight_gradients=apart)
+    apart, bias = _is_chunked(context) and context.logits_chunks_apart, architecture.lm_head_bias
+    part, size = group.part(architecture.vocab_size), context.end_weight_bytes
+    logits = build.linear(inputs, width, part, "lm_head", bias, trains, size, sums_weight_gradients=apart)
     logits.storage.category = Category.LOGITS
     if group.ranks > 1 and not group.loss:
-        vocabulary = architecture.vocab_size
-        logits = gather_columns(tape, logits, rows * vocabulary * context.compute_bytes, "lm_head")
+        logits = gather_columns(tape, logits, rows * architecture.vocab_size * context.compute_bytes, "lm_head")
         logits.storage.category = Category.LOGITS
         tape.hold(inputs)  # an argument of the module, whose hook that is
     if traits(architecture).scaled_logits:
@@ -203,64 +223,66 @@ def head(context: HFContext) -> Template:
     if architecture.final_logit_softcapping is not None:
         logits = ops.scale(tape, logits, "softcap.divide")
         logits = ops.scale(tape, ops.unary_of_result(tape, logits, "softcap.tanh"), "softcap.multiply")
-    if chunked:
-        chunked_cross_entropy(tape, logits, context)
-        tape.hold(final)
-        return tape.finish()
-    if "loss" in context.compiled:
-        return _compiled_loss(tape, logits, context)
-    narrow, labels = logits, list[Tensor]()
-    wide, shifted_rows = rows * vocabulary * FP32, context.batch * (context.sequence - 1)
-    upcast = context.logits_upcast
-    if upcast == "model":
-        logits = _logits_op(tape, logits, wide, "logits.to_float32")
-        tape.begin_loss()
-        kept = [logits]
-        logits = _shift(tape, logits, shifted_rows, context)
-    elif upcast == "none":
-        tape.begin_loss()
-        kept = [narrow, sequence_output]
-    elif upcast == "none_shifted":
-        tape.begin_loss()
-        logits = _shift(tape, logits, shifted_rows, context)
-        kept = [narrow, logits]
-        eager = context.kernels.loss == "eager"
-        if eager and context.autocast and context.compute_bytes != FP32:  # cross_entropy is on autocast's fp32 list
-            logits = _logits_op(tape, logits, logits.num_bytes // context.compute_bytes * FP32, "logits.to_float32")
-    else:
-        tape.begin_loss()
-        kept = [narrow]
-        if context.compute_bytes != FP32 or upcast == "loss_shifted":
-            logits = _logits_op(tape, logits, wide, "logits.to_float32") if logits.num_bytes != wide else logits
-            kept.append(logits)
-        if upcast == "loss_shifted":
-            logits = _shift(tape, logits, shifted_rows, context)
-        elif context.ring.ranks == 1:  # else the labels were shifted before the sequence was cut
-            labels = _shifted_labels(tape, context)
-            kept += [] if context.in_stages else labels
+    return logits
+
+
+def _loss_of_whole_logits(build: BlockBuilder, logits: Tensor, final: Tensor, sequence_output: Tensor) -> None:
+    """The loss, as the release widens and shifts the logits, and what the model's variables hold meanwhile."""
+    context, tape, group = build.context, build.tape, build.context.group
+    whole = group.ranks > 1 and not group.loss
+    vocabulary = context.architecture.vocab_size if whole else group.part(context.architecture.vocab_size)
+    wide = context.rows * vocabulary * FP32
+    narrow, upcast = logits, context.logits_upcast
+    logits, kept, labels = _widened_and_shifted(tape, logits, context, wide, sequence_output)
     if group.loss:
         _loss_over_parts(tape, logits)
     elif context.kernels.loss == "in_place":
         _loss_in_place(tape, logits, context)
     else:
-        log_probabilities = tape.operation(
-            "log_softmax",
-            [logits],
-            logits.num_bytes,
-            saves_output=True,
-            category=Category.LOGITS,
-            output_name="log_softmax",
-        )
-        if upcast == "none" and context.autocast and log_probabilities.num_bytes != wide:
-            log_probabilities = _logits_op(tape, log_probabilities, wide, "nll_loss.to_float32")  # autocast's fp32 list
-        tape.operation("nll_loss", [log_probabilities, *labels[-1:]], FP32, saves=[log_probabilities, *labels[-1:]])
+        name, size = "log_softmax", logits.num_bytes
+        result = tape.operation(name, [logits], size, saves_output=True, category=Category.LOGITS, output_name=name)
+        if upcast == "none" and context.autocast and size != wide:
+            result = _logits_op(tape, result, wide, "nll_loss.to_float32")  # autocast's fp32 list
+        tape.operation("nll_loss", [result, *labels[-1:]], FP32, saves=[result, *labels[-1:]])
     # variables of the model's and the loss's forward; an encoder's head has one name for its states and the logits
-    for tensor in (*kept, *build.variables, *([] if context.in_stages or architecture.kind == "encoder" else [final])):
+    unnamed = context.in_stages or context.architecture.kind == "encoder"
+    for tensor in (*kept, *build.variables, *([] if unnamed else [final])):
         tape.hold(tensor)
     if context.kernels.loss == "in_place" and upcast != "model" and context.autocast and narrow.num_bytes < wide:
         # accelerate's convert_outputs_to_fp32: less than what another loss has had in passing
         tape.operation("outputs.to_float32", [narrow], wide, gradients=[], category=Category.LOGITS)
-    return tape.finish()
+
+
+def _widened_and_shifted(
+    tape: Tape, logits: Tensor, context: HFContext, wide: int, sequence_output: Tensor
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The logits as the loss takes them, what variables keep meanwhile, and the labels where they are shifted. `wide`:
+    bytes of the logits in fp32."""
+    narrow, upcast, shifted_rows = logits, context.logits_upcast, context.batch * (context.sequence - 1)
+    if upcast == "model":
+        wide_logits = _logits_op(tape, logits, wide, "logits.to_float32")
+        tape.begin_loss()
+        return _shift(tape, wide_logits, shifted_rows, context), [wide_logits], []
+    tape.begin_loss()
+    if upcast == "none":
+        return logits, [narrow, sequence_output], []
+    if upcast == "none_shifted":
+        logits = _shift(tape, logits, shifted_rows, context)
+        kept = [narrow, logits]
+        eager = context.kernels.loss == "eager"
+        if eager and context.autocast and context.compute_bytes != FP32:  # cross_entropy is on autocast's fp32 list
+            logits = _logits_op(tape, logits, logits.num_bytes // context.compute_bytes * FP32, "logits.to_float32")
+        return logits, kept, []
+    kept, labels = [narrow], list[Tensor]()
+    if context.compute_bytes != FP32 or upcast == "loss_shifted":
+        logits = _logits_op(tape, logits, wide, "logits.to_float32") if logits.num_bytes != wide else logits
+        kept.append(logits)
+    if upcast == "loss_shifted":
+        logits = _shift(tape, logits, shifted_rows, context)
+    elif context.ring.ranks == 1:  # else the labels were shifted before the sequence was cut
+        labels = _shifted_labels(tape, context)
+        kept += [] if context.in_stages else labels
+    return logits, kept, labels
 
 
 def _shifted_labels(tape: Tape, context: HFContext) -> list[Tensor]:

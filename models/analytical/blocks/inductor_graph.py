@@ -7,7 +7,7 @@ Source: torch 2.13 `_inductor/scheduler.py` (topological_sort_schedule, decide_i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -134,16 +134,20 @@ class InductorGraph:
             for name in released.get(instant, ()):
                 if name not in replaced and name not in inside:
                     pool.give(name, self._size[name], name in wide, instant)
+        return self._lives_until(ends, inside), {name: ends[name] for name in self.inputs}
+
+    def _lives_until(self, ends: Mapping[str, int], inside: Collection[str]) -> list[Life]:
+        """What the kernels make, until its end, but what stays `inside` one; and what calls give and nobody takes."""
         lives = [
             Life(name, size, self._born(kernel.part_of, instant), ends[name])
             for instant, kernel in enumerate(self.order)
             for name, size in kernel.makes.items()
             if size and name not in inside
         ]
-        for instant, kernel in enumerate(self.order):  # what a call gives and nobody takes
+        for instant, kernel in enumerate(self.order):
             unused = self._unused.get(kernel.ops[0].name, {})
             lives += [Life(name, size, instant, instant + 1) for name, size in unused.items()]
-        return lives, {name: ends[name] for name in self.inputs}
+        return lives
 
     def _readers(self) -> dict[str, list[int]]:
         """Of everything that is read, also what somebody else owns, the kernels."""
