@@ -25,7 +25,7 @@ from peakcast.units import GIB
 if TYPE_CHECKING:
     from peakcast.advised import Advice
     from peakcast.collectors.dryrun.process import Seen
-    from peakcast.keeping import Kept
+    from peakcast.kept import Kept
     from peakcast.models.calibration import Calibration
     from peakcast.prediction import Answer
 
