@@ -6,16 +6,19 @@ What is kept is of the job that was seen, for micro-batches of one sequence and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peakcast.catalog import Device
 from peakcast.errors import CollectorError, SpecError
+from peakcast.fields import FrozenMapping
 from peakcast.kept import CLOSE, Kept, write
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.recipes.covering import cannot_be_recorded
 from peakcast.models.recipes.lent import Lent, lending
+from peakcast.models.recipes.shelf import LIBRARIES
 from peakcast.recording import record_recipe
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
@@ -23,6 +26,8 @@ from peakcast.timeline import Category, Phase, Timeline
 if TYPE_CHECKING:
     from peakcast.models.recipes.recipe import Recipe
 
+Walks = Callable[[int, int], dict[str, Any]]
+"""As `peakcast.collectors.dryrun.walks` has them."""
 UNDESCRIBED = "script"
 """The `model_type` of a network that is none of transformers'."""
 BATCHES = (1, 2)
@@ -36,34 +41,67 @@ def keep(
     device: Device,
     rank: int,
     command: str,
+    walks: Callable[[], AbstractContextManager[Walks]],
     progress: Callable[[str], None] | None = None,
 ) -> Kept:
     """Record the network of `job` and write its recipes to `path`, if they give the peak of the steady step that was seen.
 
+    A network of transformers is recorded as that trains it. Where the script does not do the same, or its network is
+    another one, its own steps are recorded: `walks` runs them with batches of other sizes.
     Raises: SpecError or CollectorError with the reason when nothing is kept.
     """
-    if job.architecture.model_type == UNDESCRIBED:
-        raise _not_kept(f"the script's network, {job.architecture.name}, is none of transformers', which recipes are of")
     if reason := cannot_be_recorded(job):
         raise _not_kept(reason)
     if progress is not None:
         progress(f"recording {job.architecture.name}, to be varied in batch, length and world size")
-    reasons = []
-    for form in dict.fromkeys((job.batch.form, "masked")):
+    for form in dict.fromkeys((job.batch.form, "masked")) if job.architecture.model_type != UNDESCRIBED else ():
         asked = job.replace(batch=replace(job.batch, form=form))
-        try:
-            recipes = [record_recipe(asked)]
-            phases, reason = _proof(asked, recipes[0], timelines["steady"], device, rank)
-        except CollectorError as error:
-            phases, reason = {}, str(error)
-        if not reason:
-            other = BATCHES[asked.micro_batch_size == BATCHES[0]]
-            recipes.append(record_recipe(asked.replace(micro_batch_size=other)))
-            kept = Kept(command=command, job=asked, recipes=tuple(recipes), phases=phases)
-            write(path, kept)
-            return kept
-        reasons.append(reason)
-    raise _not_kept(reasons[0].rstrip("."))
+        with suppress(CollectorError):
+            recipe = record_recipe(asked)
+            phases, reason = _proof(asked, recipe, timelines["steady"], device, rank)
+            if not reason:
+                other = record_recipe(asked.replace(micro_batch_size=_other_batch(asked)))
+                return _kept(path, Kept(command=command, job=asked, recipes=(recipe, other), phases=phases))
+    if progress is not None:
+        progress("recording the script's own steps, with batches of other sizes")
+    try:
+        with walks() as walk:
+            recipe = _own_steps(walk, job)
+            phases, reason = _proof(job, recipe, timelines["steady"], device, rank)
+            if reason:
+                raise _not_kept(reason)
+            other = _own_steps(walk, job.replace(micro_batch_size=_other_batch(job)))
+    except CollectorError as error:
+        raise _not_kept(str(error).rstrip(".")) from error
+    return _kept(path, Kept(command=command, job=job, recipes=(recipe, other), phases=phases))
+
+
+def _kept(path: Path, kept: Kept) -> Kept:
+    write(path, kept)
+    return kept
+
+
+def _other_batch(job: TrainingJob) -> int:
+    """A micro-batch of several sequences where the job's is of one, and of one where it is not."""
+    return BATCHES[job.micro_batch_size == BATCHES[0]]
+
+
+def _own_steps(walk: Walks, job: TrainingJob) -> Recipe:
+    """The recipe of a script's own steps, for what its network takes."""
+    from peakcast.models.recipes.recipe import FAR, recorded
+    from peakcast.models.recipes.walk import Walk
+
+    def record(_layers: int | None, batch: int, length: int, _steps: int = 0) -> Walk:
+        return Walk.read(walk(batch, length))
+
+    most = None
+    try:
+        record(None, job.micro_batch_size, FAR[1])
+    except CollectorError:  # a table of positions ends, or the script does
+        most = job.sequence_length
+    recipe = recorded(record, (job.micro_batch_size, job.sequence_length), most, shortens=False)
+    releases = {name: job.versions[name] for name in LIBRARIES if name in job.versions}
+    return replace(recipe, versions=FrozenMapping(releases))
 
 
 def _not_kept(reason: str) -> SpecError:
@@ -88,8 +126,8 @@ def _proof(
         return phases, ""
     where = [f"{one.peak().phase.name.lower().replace('_', ' ')}" for one in (ours, theirs)]
     return phases, (
-        f"a step of {job.architecture.name} as transformers has it peaks {error:+.1%} from the script's ({where[0]}; the "
-        f"script: {where[1]}), so the script does more than train that network"
+        f"its step of {job.architecture.name}, placed as recipes are, peaks {error:+.1%} from the script's ({where[0]}; the "
+        f"script: {where[1]}), so the script does more than forward, backward and the step of an optimizer that is known"
     )
 
 

@@ -11,13 +11,18 @@ import traceback
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from peakcast import catalog
+from peakcast.catalog import Device
 from peakcast.collectors.dryrun.files import Overlay
 from peakcast.collectors.dryrun.functions import unpack
 from peakcast.collectors.packages import import_for_good
 from peakcast.timelines import timeline_to_mapping
+
+if TYPE_CHECKING:
+    from peakcast.collectors.dryrun.steps import ScriptSteps
+    from peakcast.collectors.tracing.tracer import Tracer
 
 LIBRARIES = ("torch", "torch.distributed.fsdp", "torch._dynamo")
 ANSWERED, CRASHED, NEVER_STEPPED = 0, 10, 11
@@ -41,14 +46,11 @@ class Session:
         from peakcast.collectors.dryrun.evaluation import Evaluations
         from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
-        from peakcast.collectors.dryrun.steps import ScriptSteps
         from peakcast.collectors.tracing import inductor, patches
-        from peakcast.collectors.tracing.tracer import Tracer
 
         asked = self.question
         device = catalog.gpu(asked["gpu"])
-        self.notes, tracer = Notes(), Tracer()
-        tracer.gpu = device
+        self.notes, tracer = Notes(), self.tracer(device)
         own = torch.device("cuda", asked["rank"] % asked["ranks_per_node"])
         gpu.install(device, asked["ranks_per_node"], own, tracer)
         programs.install(Path(asked["folder"]), device, gpu.name_of(device), asked["ranks_per_node"])
@@ -62,16 +64,16 @@ class Session:
         lengths = StepLengths(asked["lengths"] if asked["lengths_change"] else None)
         evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])
         evaluations.install()
-        self.steps = ScriptSteps(tracer, self.finish, lengths, evaluations)
+        mode = self.mode = values.ScriptMode(self.notes, own)
+        self.steps = self.follow(tracer, self.finish, lengths, evaluations)
         self.steps.follow()
-        mode = values.ScriptMode(self.notes, own)
         values.install(mode)
         with inductor.when_asked(tracer), mode, tracer, torch.autograd.set_multithreading_enabled(False):
             code = self._run(program)
         self.steps.close()
         if self.steps.spans and code == ANSWERED:
             self.finish()
-        _end(code or (ANSWERED if asked.get("is_child") else NEVER_STEPPED))
+        end(code or (ANSWERED if asked.get("is_child") else NEVER_STEPPED))
 
     def _run(self, program: Callable[[], object]) -> int:
         try:
@@ -81,11 +83,29 @@ class Session:
                 print(error.code, file=sys.stderr)
             return CRASHED if error.code not in (None, 0) else ANSWERED
         except KeyboardInterrupt:
-            _end(130)
+            end(130)
         except BaseException as error:
-            traceback.print_exception(type(error), error, _from_the_script(error.__traceback__))
+            self.failed(error)
             return CRASHED
         return ANSWERED
+
+    def tracer(self, device: Device) -> Tracer:
+        """Who sees what is allocated on `device`."""
+        from peakcast.collectors.tracing.tracer import Tracer
+
+        tracer = Tracer()
+        tracer.gpu = device
+        return tracer
+
+    def follow(self, *parts: Any) -> ScriptSteps:
+        """Who sees steps, made of `parts`."""
+        from peakcast.collectors.dryrun.steps import ScriptSteps
+
+        return ScriptSteps(*parts)
+
+    def failed(self, error: BaseException) -> None:
+        """The script has raised."""
+        traceback.print_exception(type(error), error, _from_the_script(error.__traceback__))
 
     def finish(self) -> NoReturn:
         """Write the answer and end, wherever the script is: nothing of it is run any more."""
@@ -110,7 +130,7 @@ class Session:
         written = self.answer_file.with_suffix(f".{os.getpid()}")
         written.write_text(json.dumps(answer), encoding="utf-8")
         written.replace(self.answer_file)
-        _end(ANSWERED)
+        end(ANSWERED)
 
 
 def _from_the_script(raised: types.TracebackType | None) -> types.TracebackType | None:
@@ -121,7 +141,8 @@ def _from_the_script(raised: types.TracebackType | None) -> types.TracebackType 
     return at
 
 
-def _end(code: int) -> NoReturn:
+def end(code: int) -> NoReturn:
+    """End this process, whatever still runs in it."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -140,7 +161,12 @@ def main(question: Mapping[str, Any]) -> NoReturn:
     os.environ["PEAKCAST_DRYRUN_RANK"] = str(question["rank"])
     import_for_good(LIBRARIES)
     overlay = files.install(Path(question["folder"]))
-    Session(question, overlay).run(lambda: _run_function(question) if "function" in question else _run_script(question))
+    session: type[Session] = Session
+    if question.get("walks"):
+        from peakcast.collectors.dryrun.walked import WalkedSession
+
+        session = WalkedSession
+    session(question, overlay).run(lambda: _run_function(question) if "function" in question else _run_script(question))
 
 
 def _run_function(question: Mapping[str, Any]) -> None:

@@ -68,12 +68,15 @@ class Recipe:
         )
 
 
-def recorded(record: Record, asked: Point, most: int | None = None, images: int = 0) -> Recipe:
+def recorded(
+    record: Record, asked: Point, most: int | None = None, images: int = 0, *, shortens: bool = True
+) -> Recipe:
     """The recipe of a network that covers `asked`; no sequence is longer than `most`, and each has so many `images`.
 
     A walk of the whole network tells which layers repeat; the others are of a network with two of each, in a few small
     batches and lengths that run the same operations as the asked one. An uneven length and a far one confirm what follows
     from them, and what they do not confirm narrows the range, to the asked point alone where no polynomials go through.
+    Where nothing `shortens` the network, all walks are of the whole.
 
     Raises: CollectorError when the network cannot be recorded at all.
     """
@@ -83,7 +86,7 @@ def recorded(record: Record, asked: Point, most: int | None = None, images: int 
     whole = record(None, *first, 1)  # one step tells which layers are alike, and takes half the time
     room = -(-images * (whole.image_tokens + 1) // LENGTHS[0]) * LENGTHS[0]  # what images take of a sequence
     small = LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room
-    short = short_depth(whole)
+    short = short_depth(whole) if shortens else None
     depth = short[0] if short is not None and _repeats(whole, record(short[0], *first, 1), short) is not None else None
     walks = {first: record(depth, *first)}
     how = repeats(walks[first], *short[1:]) if short is not None and depth is not None else None

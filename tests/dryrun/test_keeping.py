@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 import peakcast
+from peakcast import api
 from peakcast.errors import RecordError, SpecError
 from peakcast.kept import read_kept
 from peakcast.models.recipes import shelf
@@ -109,7 +110,7 @@ def test_an_explanation_is_of_it_and_of_what_is_changed(kept):
 
 def test_what_record_writes_is_asked_in_the_same_way(kept, tmp_path):
     path, job = tmp_path / "recorded.json.gz", read_kept(kept).job
-    peakcast.record(job, output=path)
+    api.record(job, output=path)
     ours, theirs = (peakcast.predict(None, "H100-80GB", recipe=one) for one in (path, kept))
     assert ours.peak_allocated_bytes == theirs.peak_allocated_bytes
     assert any("recorded.json.gz, which peakcast record has written" in said for said in ours.assumptions)
