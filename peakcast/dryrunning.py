@@ -110,8 +110,9 @@ def dryrun(
     if progress is not None:
         ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
         progress(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
-    more = {"lengths": _lengths(length, lengths), "skip_evaluation": skip_evaluation}
-    seen = run(asked, device.name, number, limits, function=function, output=output, **more)  # type: ignore[arg-type]
+    rows = _lengths(length, lengths)
+    more: dict[str, Any] = {"function": function, "lengths": rows}
+    seen = run(asked, device.name, number, limits, skip_evaluation=skip_evaluation, output=output, **more)
     if progress is not None:
         progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
     job = job_from_mapping(seen.job)
@@ -126,7 +127,7 @@ def dryrun(
     if save_recipe is None:
         return found
     batch = job.micro_batch_size, job.sequence_length
-    walks = partial(script_walks, asked, device.name, limits, batch, function=function, lengths=more["lengths"])
+    walks = partial(script_walks, asked, device.name, limits, batch, **more)
     return _with_recipe(found, Path(save_recipe), device, number, walks, progress)
 
 

@@ -26,10 +26,14 @@ from peakcast.timeline import Category, Phase, Timeline
 if TYPE_CHECKING:
     from peakcast.models.recipes.recipe import Recipe
 
-Walks = Callable[[int, int], dict[str, Any]]
+Walks = Callable[[int | None, int, int], dict[str, Any]]
 """As `peakcast.collectors.dryrun.walks` has them."""
 UNDESCRIBED = "script"
 """The `model_type` of a network that is none of transformers'."""
+FEW_LAYERS = 2
+"""Of a network of which only is asked whether it takes a length at all."""
+NEARER = ((32, 4096), (8, 2048), (4, 1024))
+"""Micro-batches and lengths up to which a script's own steps may hold: some losses take so many tokens at a time."""
 BATCHES = (1, 2)
 """Micro-batches whose recipes differ: of one sequence and of several."""
 
@@ -91,15 +95,15 @@ def _own_steps(walk: Walks, job: TrainingJob) -> Recipe:
     from peakcast.models.recipes.recipe import FAR, recorded
     from peakcast.models.recipes.walk import Walk
 
-    def record(_layers: int | None, batch: int, length: int, _steps: int = 0) -> Walk:
-        return Walk.read(walk(batch, length))
+    def record(layers: int | None, batch: int, length: int, _steps: int = 0) -> Walk:
+        return Walk.read(walk(layers, batch, length))
 
     most = None
     try:
-        record(None, job.micro_batch_size, FAR[1])
+        record(FEW_LAYERS, job.micro_batch_size, FAR[1])
     except CollectorError:  # a table of positions ends, or the script does
         most = job.sequence_length
-    recipe = recorded(record, (job.micro_batch_size, job.sequence_length), most, shortens=False)
+    recipe = recorded(record, (job.micro_batch_size, job.sequence_length), most, nearer=NEARER)
     releases = {name: job.versions[name] for name in LIBRARIES if name in job.versions}
     return replace(recipe, versions=FrozenMapping(releases))
 
@@ -108,9 +112,7 @@ def _not_kept(reason: str) -> SpecError:
     return SpecError(f"no recipe is kept: {reason}.", parameter="save_recipe")
 
 
-def _proof(
-    job: TrainingJob, recipe: Recipe, seen: Timeline, device: Device, rank: int
-) -> tuple[dict[str, float], str]:
+def _proof(job: TrainingJob, recipe: Recipe, seen: Timeline, device: Device, rank: int) -> tuple[dict[str, float], str]:
     """By phase, the recipe's peak over that of the step that was seen, minus one; and what is wrong with the whole ("":
     nothing)."""
     with lending(Lent(job, (recipe,))):
@@ -126,7 +128,7 @@ def _proof(
         return phases, ""
     where = [f"{one.peak().phase.name.lower().replace('_', ' ')}" for one in (ours, theirs)]
     return phases, (
-        f"its step of {job.architecture.name}, placed as recipes are, peaks {error:+.1%} from the script's ({where[0]}; the "
+        f"a step of {job.architecture.name}, placed as recipes are, peaks {error:+.1%} from the script's ({where[0]}; the "
         f"script: {where[1]}), so the script does more than forward, backward and the step of an optimizer that is known"
     )
 

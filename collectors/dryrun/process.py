@@ -26,7 +26,7 @@ from peakcast.timelines import timeline_from_mapping
 from peakcast.units import format_gib
 
 CRASHED, NEVER_STEPPED, INTERRUPTED = 10, 11, 130
-"""Exit codes of the process (`collectors/dryrun/script.py`): the script raised, no optimizer stepped, Ctrl-C."""
+"""Exit codes of the process (`collectors/dryrun/session.py`): the script raised, no optimizer stepped, Ctrl-C."""
 MOST_LINES = 12
 """Of what the script printed last, when it failed."""
 POLL_SECONDS = 0.05
@@ -164,9 +164,7 @@ def _ended(process: Process) -> Iterator[None]:
         process.wait()
 
 
-def _wait(
-    process: Process, deadline: float, log: Path, answer: Path, output: Callable[[str], None] | None
-) -> int | None:
+def _wait(process: Process, deadline: float, log: Path, answer: Path, output: Callable[[str], None] | None) -> int | None:
     """The process's exit code, 0 once there is an answer, of whatever it has started too; None when its time was up."""
     with log.open("rb") as printed:
         while True:

@@ -43,7 +43,8 @@ class Batch:
 
 
 class Resizing:
-    """Makes batches of `own` size `other` ones, as long as `outside()` of networks. `other` is asked when the first comes."""
+    """Makes batches of `own` size other ones, as long as it is `outside()` of networks; which ones, `ask` says when the
+    first comes."""
 
     def __init__(self, own: Batch, ask: Callable[[], Batch], outside: Callable[[], bool]) -> None:
         self._own, self._ask, self._outside = own, ask, outside

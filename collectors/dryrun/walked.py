@@ -1,7 +1,8 @@
 """Walks of a script's own steps, in a process that has run it up to its first batch: for each one that is asked for, a copy
-of that process goes on with batches of another size (`resizing.py`), and writes the walk of its third step.
+of that process goes on with batches of another size (`resizing.py`), and writes the walk of its second step.
 
-A question is a file `walk-N.json` in the folder of the dry run, [batch, length]; its answer is `walked-N.json`.
+A question is a file `walk-N.json` in the folder of the dry run, [layers, batch, length], where layers may be null: all of
+them; its answer is `walked-N.json`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import torch
 from peakcast.catalog import Device
 from peakcast.collectors.dryrun.files import Overlay
 from peakcast.collectors.dryrun.resizing import Batch, Resizing, outside_of
-from peakcast.collectors.dryrun.script import ANSWERED, Session, end
+from peakcast.collectors.dryrun.session import ANSWERED, Session, end
 from peakcast.collectors.dryrun.steps import ScriptSteps
-from peakcast.collectors.tracing.stretches import Cut, StretchTracer
+from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.walks import mapping_of
 from peakcast.errors import CollectorError
 from peakcast.timeline import Category, Phase
 
 POLL_SECONDS = 0.01
+NUM_STEPS = 2
+"""The second meets what the first has left, as every later one does."""
 AFTER = (int(Phase.GRADIENT_CLIPPING), int(Phase.OPTIMIZER_STEP))
 """What is no part of a walk: layouts and optimizers are placed without one."""
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -37,7 +40,6 @@ class WalkedSession(Session):
 
     def __init__(self, question: Mapping[str, Any], overlay: Overlay) -> None:
         super().__init__(question, overlay)
-        torch.set_num_threads(1)  # a copy of a process has none of its threads
         self._own = Batch(*question["walks"])
         self._asked = self._own
 
@@ -48,6 +50,7 @@ class WalkedSession(Session):
     def follow(self, *parts: Any) -> ScriptSteps:
         """As ever, and the places."""
         steps = WalkedSteps(*parts)
+        steps.lengths.num_steps = NUM_STEPS
         self.mode.resizing = Resizing(self._own, self._serve, outside_of(steps.depth))
         return steps
 
@@ -63,11 +66,14 @@ class WalkedSession(Session):
             self.answer_file = folder / f"walked-{number}.json"
             child = os.fork()
             if child == 0:
-                self._asked = Batch(*json.loads(question.read_text(encoding="utf-8")))
+                layers, size, length = json.loads(question.read_text(encoding="utf-8"))
+                self._asked = Batch(size, length)
+                assert isinstance(self.steps, WalkedSteps)
+                self.steps.layers = layers
                 return self._asked
             os.waitpid(child, 0)
             if not self.answer_file.is_file():
-                self._write({"refused": "the script ended before its third step with it"})
+                self.write({"refused": "the script ended before its second step with it"})
             number += 1
 
     def finish(self) -> NoReturn:
@@ -80,18 +86,13 @@ class WalkedSession(Session):
                 found = self.steps.walk(self._asked)
         except CollectorError as error:
             found = {"refused": str(error)}
-        self._write(found)
+        self.write(found)
         end(ANSWERED)
 
     def failed(self, error: BaseException) -> None:
         """Say so."""
         super().failed(error)
-        self._write({"refused": f"it raised {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"})
-
-    def _write(self, answer: Mapping[str, Any]) -> None:
-        written = self.answer_file.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(answer), encoding="utf-8")
-        written.replace(self.answer_file)
+        self.write({"refused": f"it raised {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"})
 
 
 class WalkedSteps(ScriptSteps):
@@ -101,6 +102,8 @@ class WalkedSteps(ScriptSteps):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
+        self.layers: int | None = None
+        """Of the network, those that are to run; None: all."""
         self._network: torch.nn.Module | None = None
         self._updated: set[str] = set()
         self._goes_forward = False
@@ -118,6 +121,8 @@ class WalkedSteps(ScriptSteps):
                 self._refused = "it runs a network without gradients in between"
         elif not self._goes_forward:
             self._goes_forward = True
+            if self.layers is not None and not self.tracer.cuts:
+                _shorten(network, self.layers)
             if any(one.grad is not None for one in network.parameters()) and self._backwards == 0 and self.spans:
                 self._refused = "gradients of the step before are still there in forward"
             self.tracer.micro_batch_begins()
@@ -139,7 +144,7 @@ class WalkedSteps(ScriptSteps):
         self._updated |= {name for name, weight in self._network.named_parameters() if weight.grad is not None}
 
     def walk(self, asked: Batch) -> dict[str, Any]:
-        """That of the last step, with batches of `asked`. Raises: CollectorError for a step that is none of one network's."""
+        """That of the last step, with batches of `asked`. Raises: CollectorError for another kind of step."""
         if self._refused or self._network is None:
             raise CollectorError(self._refused or "no optimizer of torch steps")
         kinds = {type(part).__name__ for part in self._network.modules()}
@@ -161,6 +166,16 @@ class WalkedSteps(ScriptSteps):
         return next((instant for instant in range(cuts[-1].instant, stop) if phases[instant] in AFTER), stop)
 
 
+def _shorten(network: torch.nn.Module, layers: int) -> None:
+    """Leave `network` its first layers. Raises: CollectorError where it has no list of them, or several."""
+    blocks = blocks_of(network)
+    lists = [part for part in network.modules() if isinstance(part, torch.nn.ModuleList)]
+    whole = [one for one in lists if [id(part) for part in one] == [id(part) for _, part in blocks]]
+    if not whole or layers > len(blocks):
+        raise CollectorError("its layers are in no list of their own")
+    del whole[0][layers:]
+
+
 def _together(networks: list[torch.nn.Module]) -> torch.nn.Module:
     """Those that have weights, as one."""
     held = [network for network in networks if any(True for _ in network.parameters())]
@@ -170,5 +185,3 @@ def _together(networks: list[torch.nn.Module]) -> torch.nn.Module:
     for number, network in enumerate(held):
         whole.add_module(str(number), network)
     return whole
-
-

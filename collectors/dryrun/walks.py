@@ -16,8 +16,9 @@ from peakcast.collectors.dryrun.command import Command
 from peakcast.collectors.dryrun.process import LOG, Limits, Process, started
 from peakcast.errors import CollectorError
 
-Walk = Callable[[int, int], dict[str, Any]]
-"""A number of sequences and their length -> the walk of a step with them, as `collectors/tracing/walks.py` writes it."""
+Walk = Callable[[int | None, int, int], dict[str, Any]]
+"""How many of the network's layers (None: all), a number of sequences and their length -> the walk of a step with them, as
+`collectors/tracing/walks.py` writes it."""
 POLL_SECONDS = 0.01
 
 
@@ -52,12 +53,12 @@ def script_walks(
         folder, number = Path(name), 0
         with started(command, asked, folder, function) as process:
 
-            def walk(size: int, length: int) -> dict[str, Any]:
+            def walk(layers: int | None, size: int, length: int) -> dict[str, Any]:
                 nonlocal number
                 question, answer = folder / f"walk-{number}.json", folder / f"walked-{number}.json"
                 number += 1
                 written = question.with_suffix(".new")
-                written.write_text(json.dumps([size, length]), encoding="utf-8")
+                written.write_text(json.dumps([layers, size, length]), encoding="utf-8")
                 written.replace(question)
                 return _answer(process, answer, deadline, folder / LOG)
 

@@ -207,10 +207,10 @@ def _visits(tracer: StretchTracer, own: _Names, starts: list[int], first: int, n
     """Of each stretch [what runs, whether it is entered, module, offset, weights as their modules and names] in order."""
     found: list[list[list[Any]]] = [[] for _ in starts]
     for visit in tracer.visits.seen:
-        if visit.micro_batch < first:
-            continue
         within = visit.place if visit.runs == FORWARD else 2 * num_places - 1 - visit.place
         stretch = (visit.micro_batch - first) * 2 * num_places + within
+        if visit.micro_batch < first or stretch >= len(starts):
+            continue
         weights = [own.owner(weight, visit.place) for weight in tracer.visits.weights.get(visit.module, ())]
         offset = max(0, visit.instant - starts[stretch])
         found[stretch].append([visit.runs, visit.enters, own.as_it_is(visit.module), offset, weights])

@@ -136,33 +136,3 @@ def test_a_file_that_is_none_is_refused(tmp_path):
     for wrong in (path, tmp_path / "nothing.json.gz"):
         with pytest.raises(RecordError, match=r"is no recipe of a dry run .* make one with: peakcast dryrun --save-recipe"):
             peakcast.predict(None, "H100-80GB", recipe=wrong)
-
-
-def test_a_network_of_ones_own_and_a_script_that_does_more_keep_nothing(tmp_path):
-    import torch
-
-    def own():
-        model = torch.nn.Linear(64, 64).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            model(torch.ones(4, 64, device="cuda")).sum().backward()
-            optimizer.step()
-
-    def more():
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            tokens = torch.randint(256, (2, 256)).cuda()
-            held = torch.empty(2**20, device="cuda")
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-            optimizer.step()
-            del held
-
-    for train, reason in ((own, "Linear, is none of transformers'"), (more, "the script does more than train")):
-        found = peakcast.dryrun(train, "H100-80GB", save_recipe=tmp_path / "kept.json.gz")
-        assert reason in found.not_kept
-        assert found.answer.fits == "yes"
-        assert list(tmp_path.iterdir()) == []
