@@ -77,7 +77,7 @@ def keep(
             other = _own_steps(walk, job.replace(micro_batch_size=_other_batch(job)))
     except CollectorError as error:
         raise _not_kept(str(error).rstrip(".")) from error
-    return _kept(path, Kept(command=command, job=job, recipes=(recipe, other), phases=phases))
+    return _kept(path, Kept(command=command, own_steps=True, job=job, recipes=(recipe, other), phases=phases))
 
 
 def _kept(path: Path, kept: Kept) -> Kept:
@@ -126,10 +126,12 @@ def _proof(job: TrainingJob, recipe: Recipe, seen: Timeline, device: Device, ran
     error = ours.peak().num_bytes / theirs.peak().num_bytes - 1
     if abs(error) <= CLOSE and ours.peak().phase == theirs.peak().phase:
         return phases, ""
+    otherwise = " or lays it out in another way" if job.parallelism.world_size > 1 else ""
     where = [f"{one.peak().phase.name.lower().replace('_', ' ')}" for one in (ours, theirs)]
     return phases, (
         f"a step of {job.architecture.name}, placed as recipes are, peaks {error:+.1%} from the script's ({where[0]}; the "
-        f"script: {where[1]}), so the script does more than forward, backward and the step of an optimizer that is known"
+        f"script: {where[1]}), so the script does more than forward, backward and the step of an optimizer that is "
+        f"known{otherwise}"
     )
 
 

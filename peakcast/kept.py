@@ -33,6 +33,8 @@ class Kept:
     recipes: tuple[Recipe, ...]
     command: str = ""
     """Whose dry run has kept it; "": none, it was recorded of the job."""
+    own_steps: bool = False
+    """Whether the script's own steps were walked, and not those of its library."""
     phases: Mapping[str, float] | None = None
     """Of the proof: by phase, the recipe's peak over the script's, minus one."""
 
@@ -56,6 +58,7 @@ def write(path: Path, kept: Kept) -> None:
     content = {
         "schema_version": files.SCHEMA,
         "command": kept.command,
+        "own_steps": kept.own_steps,
         "job": job_to_mapping(kept.job),
         "recipes": [files.to_mapping(recipe) for recipe in kept.recipes],
     }
@@ -67,7 +70,8 @@ def read_kept(path: Path) -> Kept:
 
     def parse(content: dict[str, Any]) -> Kept:
         recipes = tuple(files.from_mapping(one) for one in content["recipes"])
-        return Kept(command=str(content["command"]), job=job_from_mapping(content["job"]), recipes=recipes)
+        job, own = job_from_mapping(content["job"]), bool(content.get("own_steps"))
+        return Kept(command=str(content["command"]), own_steps=own, job=job, recipes=recipes)
 
     try:
         return files.reading(path, parse)
@@ -103,7 +107,10 @@ def recipe_from(kept: Kept, path: Path, job: TrainingJob) -> Iterator[str]:
 def _said(kept: Kept, path: Path) -> str:
     if not kept.command:
         return f"tensors are those of {path.name}, which peakcast record has written."
-    return f"tensors are those of {path.name}, kept by a dry run of {kept.command}, whose peak it met to {CLOSE:.1%}."
+    stays = "; what it makes of its own numbers, such as tables of positions, is as it was then" if kept.own_steps else ""
+    return (
+        f"tensors are those of {path.name}, kept by a dry run of {kept.command}, whose peak it met to {CLOSE:.1%}{stays}."
+    )
 
 
 def _refused(path: Path, rule: str, parameter: str) -> SpecError:
