@@ -42,6 +42,7 @@ class Session:
         from peakcast.collectors.dryrun.evaluation import Evaluations
         from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
+        from peakcast.collectors.dryrun.pipelines import Stages
         from peakcast.collectors.tracing import inductor, patches
 
         asked = self.question
@@ -53,6 +54,7 @@ class Session:
         token_files.TokenFiles(self.overlay, self.notes).install()
         patches.install()
         ranks.install(asked["rank"], asked["world_size"])
+        Stages(asked).install()
         outside.install(self.notes)
         graphs.install(self.notes)
         Children(asked).install()
