@@ -21,7 +21,7 @@ from peakcast.errors import CollectorError
 
 
 class Stages:
-    """What stages tell each other. `question` is the dry run's; where it has "sends", that stage is to tell, and no more."""
+    """What stages tell each other. `question` is the dry run's; where it has "sends", that stage is to tell, no more."""
 
     def __init__(self, question: Mapping[str, Any]) -> None:
         self._question = question
