@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from peakcast.collectors.dryrun import functions, warm
 from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import Command
+from peakcast.collectors.dryrun.missing import hint
 from peakcast.collectors.environments import environment_for
 from peakcast.errors import CollectorError, ScriptError
 from peakcast.findings import Finding
@@ -213,6 +214,7 @@ def _why(code: int | None, command: Command, limits: Limits, lines: list[str]) -
             "(--memory-gib)."
         )
     if code == CRASHED:
-        return f"{script} failed before its third optimizer step had ended; its last lines say why."
+        why = f"{script} failed before its third optimizer step had ended; its last lines say why."
+        return f"{why} {hint(lines)}".rstrip()
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"{script} {how} before its third optimizer step had ended."
