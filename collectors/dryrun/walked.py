@@ -106,6 +106,8 @@ class WalkedSteps(ScriptSteps):
         """Of the network, those that are to run; None: all."""
         self._network: torch.nn.Module | None = None
         self._updated: set[str] = set()
+        self._began: list[int] = []
+        """The first operation of each micro-batch."""
         self._goes_forward = False
         self._refused = ""
         self._following = contextlib.ExitStack()
@@ -117,14 +119,15 @@ class WalkedSteps(ScriptSteps):
     def runs(self, network: torch.nn.Module) -> None:
         """An outermost module begins."""
         if not torch.is_grad_enabled():
-            if self._network is not None and any(True for _ in network.parameters()):
-                self._refused = "it runs a network without gradients in between"
+            if self._network is not None and (self._goes_forward or network.training) and _has_weights(network):
+                self._refused = "it runs a network without gradients in between, and not to evaluate"
         elif not self._goes_forward:
             self._goes_forward = True
             if self.layers is not None and not self.tracer.cuts:
                 _shorten(network, self.layers)
             if any(one.grad is not None for one in network.parameters()) and self._backwards == 0 and self.spans:
                 self._refused = "gradients of the step before are still there in forward"
+            self._began.append(self.tracer.now)
             self.tracer.micro_batch_begins()
 
     def goes_back(self) -> None:
@@ -153,9 +156,9 @@ class WalkedSteps(ScriptSteps):
         if (seen := self.tokens or self.inputs) not in ((asked.size, asked.length), (asked.size * asked.length,)):
             raise CollectorError(f"its network was given {seen} in the place of {(asked.size, asked.length)}")
         start, stop = self.spans[-1]
-        cuts = [cut for cut in self.tracer.cuts if start <= cut.instant < stop]
-        own = [cut for cut in cuts if cut.micro_batch == cuts[0].micro_batch]
-        later = [cut.instant for cut in cuts[len(own) :]]
+        number = next(number for number, instant in enumerate(self._began) if instant >= start)
+        own = [cut for cut in self.tracer.cuts if cut.micro_batch == number and cut.instant < stop]
+        later = [instant for instant in self._began[number + 1 :] if instant < stop]
         end = later[0] if later else self._ends(own, stop)
         weights = list(self._network.named_parameters())
         return mapping_of(self.tracer, weights, self._updated, True, 0, own, end)
@@ -169,16 +172,20 @@ class WalkedSteps(ScriptSteps):
 def _shorten(network: torch.nn.Module, layers: int) -> None:
     """Leave `network` its first layers. Raises: CollectorError where it has no list of them, or several."""
     blocks = blocks_of(network)
-    lists = [part for part in network.modules() if isinstance(part, torch.nn.ModuleList)]
+    lists = [part for part in network.modules() if isinstance(part, (torch.nn.ModuleList, torch.nn.Sequential))]
     whole = [one for one in lists if [id(part) for part in one] == [id(part) for _, part in blocks]]
     if not whole or layers > len(blocks):
         raise CollectorError("its layers are in no list of their own")
     del whole[0][layers:]
 
 
+def _has_weights(network: torch.nn.Module) -> bool:
+    return any(True for _ in network.parameters())
+
+
 def _together(networks: list[torch.nn.Module]) -> torch.nn.Module:
     """Those that have weights, as one."""
-    held = [network for network in networks if any(True for _ in network.parameters())]
+    held = [network for network in networks if _has_weights(network)]
     if len(held) == 1:
         return held[0]
     whole = torch.nn.Module()

@@ -77,6 +77,15 @@ def test_it_is_searched(kept):
     assert any("precision.parameters" in reason for reason in sharded.left_out)
 
 
+def test_evaluations_between_steps_are_left_out_and_a_sequence_has_layers_too(kept, run_script, tmp_path):
+    path = tmp_path / "kept.json.gz"
+    options = {"skip_evaluation": True, "save_recipe": path}
+    assert not run_script("own_gpt.py", "4", "256", "--evaluate", "--sequence", **options).not_kept
+    ours, theirs = read_kept(path).recipes[0], read_kept(kept).recipes[0]
+    assert ours.walk.num_layers == theirs.walk.num_layers
+    assert sorted(ours.sizes.at(9, 200)) == sorted(theirs.sizes.at(9, 200))
+
+
 def test_gradients_that_outlive_forward_are_refused(run_script, tmp_path):
     found = run_script("own_gpt.py", "4", "256", "--late-zero", save_recipe=tmp_path / "kept.json.gz")
     assert "gradients of the step before are still there in forward" in found.not_kept

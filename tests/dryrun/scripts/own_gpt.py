@@ -29,7 +29,8 @@ class GPT(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.positions = nn.Embedding(words, width), nn.Embedding(positions, width)
-        self.blocks = nn.ModuleList([Block() for _ in range(6)])
+        blocks = [Block() for _ in range(6)]
+        self.blocks = nn.Sequential(*blocks) if "--sequence" in sys.argv else nn.ModuleList(blocks)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
 
     def forward(self, tokens):
@@ -58,3 +59,8 @@ for step in range(20):
     if "--late-zero" not in sys.argv:
         optimizer.zero_grad()
     print(step, loss.item())
+    if "--evaluate" in sys.argv:
+        model.eval()
+        with torch.no_grad():
+            print(model(text[None, :length].to("cuda")).mean().item())
+        model.train()
