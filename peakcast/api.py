@@ -87,7 +87,7 @@ def predict(
     of a node, in GiB, which its `gpus_per_node` (8) ranks share and the verdict then weighs. `baseline`: "ledger" (the
     hand-written blocks), "recipe" (recorded from the library installed here), "trace" (of the whole step, seconds for each
     rank), or "auto": the ledger, and a recipe for a network of a family that it does not know. `recipe`: the path of one
-    that a dry run kept, of whose script `job` then is (None: as it ran).
+    that `dryrun` kept or `record` wrote, of whose network `job` then is (None: as it ran).
     Raises: SpecError, CatalogError or CalibrationError naming the parameter, the value, the rule and the way out.
     """
     nodes = {"host_memory_gib": host_memory_gib, "gpus_per_node": gpus_per_node}
@@ -96,7 +96,7 @@ def predict(
         return full_answer(asked, calibration, all_ranks=all_ranks, baseline=baseline)
     from dataclasses import replace
 
-    from peakcast.keeping import read_kept, recipe_from
+    from peakcast.kept import read_kept, recipe_from
 
     kept = read_kept(path := Path(recipe))
     asked = question(kept.job if job is None else job, gpu, rank, **nodes)  # type: ignore[arg-type]
@@ -161,6 +161,7 @@ def explain(
     against: object = None,
     trace: bool = False,
     module: str | None = None,
+    recipe: str | Path | None = None,
     picture: Path | None = None,
     snapshot: Path | None = None,
 ) -> Explanation:
@@ -168,13 +169,13 @@ def explain(
 
     `job`, `rank` and `gpu` as in `predict`; without `gpu`, what kernels and libraries allocate is left out. `against`:
     another job to compare with. `trace`: run the real library on fake tensors instead of asking the ledger; `module`: trace
-    "FILE.py:FUNCTION" instead of a job, whose function returns (model, step). `picture` (.png, .svg) and `snapshot` (a
-    pickle for PyTorch's memory viewer) are files to write.
+    "FILE.py:FUNCTION" instead of a job, whose function returns (model, step). `recipe` as in `predict`. `picture` (.png,
+    .svg) and `snapshot` (a pickle for PyTorch's memory viewer) are files to write.
     Raises: SpecError, CatalogError, CollectorError or RecordError.
     """
     from peakcast.explaining.door import explanation, write
 
-    found = explanation(job, gpu, rank, against=against, trace=trace, module=module)
+    found = explanation(job, gpu, rank, against=against, trace=trace, module=module, recipe=recipe)
     return write(found, picture, snapshot)
 
 
@@ -247,6 +248,7 @@ def search(
     top: int = 20,
     gpus_per_node: int = 8,
     host_memory_gib: float | None = None,
+    recipe: str | Path | None = None,
     processes: int = 1,
     progress: Progress | None = None,
 ) -> Found | Largest:
@@ -254,18 +256,22 @@ def search(
 
     `find`: "plans", or an inverse question: the largest "micro_batch_size" or "sequence_length", the fewest "num_gpus", the
     biggest "model" of the catalog. `job` as in `predict`; what it says of GPUs and batch stands where no argument does.
-    `host_memory_gib`: that of a node, weighed as in `predict`.
-    Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
+    `host_memory_gib`: that of a node, weighed as in `predict`. `recipe` as in `predict`: it answers for all candidates that
+    it covers, and others are left out.
+    Raises: SpecError, RecordError or CatalogError naming the parameter, the value, the rule and the way out.
     """
     from dataclasses import replace
 
     from peakcast import catalog
+    from peakcast.kept import read_kept
     from peakcast.searching.door import ask
 
     device = on_node(catalog.gpu(gpu) if isinstance(gpu, str) else gpu, host_memory_gib, gpus_per_node)
-    read = translation_of(job)
+    kept = read_kept(Path(recipe)) if recipe is not None else None
+    read = translation_of(kept.job if kept is not None and job is None else job)
     options: dict[str, Any] = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
     options |= {"findings": read.findings, "record": partial(_record, progress)}
+    options |= {"lent": kept.lent() if kept is not None else None}
     found = ask(read.job, device, find, num_gpus, global_batch_size, options)
     return replace(found, findings=read.findings)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ from peakcast.units import GIB
 if TYPE_CHECKING:
     from peakcast.advised import Advice
     from peakcast.collectors.dryrun.process import Seen
-    from peakcast.keeping import Kept
+    from peakcast.keeping import Walks
+    from peakcast.kept import Kept
     from peakcast.models.calibration import Calibration
     from peakcast.prediction import Answer
 
@@ -95,6 +97,7 @@ def dryrun(
     from peakcast.collectors.dryrun.command import Command, read_command
     from peakcast.collectors.dryrun.functions import name_of
     from peakcast.collectors.dryrun.process import Limits, run
+    from peakcast.collectors.dryrun.walks import script_walks
 
     device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), None, None)
     asked = Command(script=name_of(command)) if callable(command) else read_command([str(word) for word in command])
@@ -107,8 +110,9 @@ def dryrun(
     if progress is not None:
         ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
         progress(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
-    more = {"lengths": _lengths(length, lengths), "skip_evaluation": skip_evaluation}
-    seen = run(asked, device.name, number, limits, function=function, output=output, **more)  # type: ignore[arg-type]
+    rows = _lengths(length, lengths)
+    more: dict[str, Any] = {"function": function, "lengths": rows}
+    seen = run(asked, device.name, number, limits, skip_evaluation=skip_evaluation, output=output, **more)
     if progress is not None:
         progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
     job = job_from_mapping(seen.job)
@@ -120,16 +124,25 @@ def dryrun(
         steps=seen.steps,
         seconds=seen.seconds,
     )
-    return found if save_recipe is None else _with_recipe(found, Path(save_recipe), device, number, progress)
+    if save_recipe is None:
+        return found
+    batch = job.micro_batch_size, job.sequence_length
+    walks = partial(script_walks, asked, device.name, limits, batch, **more)
+    return _with_recipe(found, Path(save_recipe), device, number, walks, progress)
 
 
 def _with_recipe(
-    found: Dryrun, path: Path, device: Device, rank: int, progress: Callable[[str], None] | None
+    found: Dryrun,
+    path: Path,
+    device: Device,
+    rank: int,
+    walks: Callable[[], AbstractContextManager[Walks]],
+    progress: Callable[[str], None] | None,
 ) -> Dryrun:
     from peakcast.keeping import keep
 
     try:
-        kept = keep(path, found.job, found.timelines, device, rank, shlex.join(found.command), progress)
+        kept = keep(path, found.job, found.timelines, device, rank, shlex.join(found.command), walks, progress)
     except PeakcastError as error:
         return replace(found, not_kept=error.message)
     return replace(found, kept=kept)

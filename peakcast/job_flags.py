@@ -98,7 +98,7 @@ VERSIONS = {
 """How a command is told the versions of packages: name -> its type and option."""
 BESIDE = {
     "with_": (list[Path], typer.Option("--with", help="Another file that JOB needs, such as ds_config.json; repeatable.")),
-    "recipe": (Path, typer.Option(help="One that peakcast dryrun --save-recipe kept, in the place of JOB.")),
+    "recipe": (Path, typer.Option(help="One that dryrun --save-recipe or record --output wrote, in the place of JOB.")),
     "num_gpus": (int, typer.Option(min=1, help="GPUs of the whole run, where JOB does not say.")),
     "dialect": (str, typer.Option(help="What JOB is written in, where its keys do not tell.")),
     **VERSIONS,
@@ -115,7 +115,7 @@ class AskedJob:
     settings: Sequence[str]
     beside: Beside = NOTHING
     recipe: Path | None = None
-    """One that a dry run kept, whose job stands for JOB."""
+    """A file of one, whose job stands for JOB."""
 
     @property
     def given(self) -> bool:
@@ -129,24 +129,25 @@ class AskedJob:
         Raises: SpecError."""
         if against is None or "=" not in against or exists(against):
             return against
+        if self.recipe is not None:
+            return self._changed_recipe(self.recipe, [*self.settings, against])
         return job_from_flags(self.job, self.flags, [*self.settings, against], self.beside)
 
     def read(self) -> Mapping[str, Any] | Translation:
         """The job, as every door takes it. Raises: SpecError, RecordError."""
         if self.recipe is not None:
-            return self._changed_recipe(self.recipe)
+            return self._changed_recipe(self.recipe, self.settings)
         return job_from_flags(self.job, self.flags, self.settings, self.beside)
 
-
-    def _changed_recipe(self, recipe: Path) -> Mapping[str, Any]:
-        from peakcast.keeping import read_kept
+    def _changed_recipe(self, recipe: Path, settings: Sequence[str]) -> Mapping[str, Any]:
+        from peakcast.kept import read_kept
         from peakcast.spec import job_to_mapping
 
         if self.job is not None or self.beside:
             raise SpecError(
                 f"--recipe {recipe} has its job with it; leave JOB out, and change its fields by flags.", parameter="recipe"
             )
-        changes = {**self.flags, **dict(_setting(text) for text in self.settings)}
+        changes = {**self.flags, **dict(_setting(text) for text in settings)}
         return _changed(job_to_mapping(read_kept(recipe).job), changes, str(recipe))
 
 

@@ -1,61 +1,41 @@
 """Recipes that dry runs keep: the network that a script turned out to train, recorded, and proven by its own steps.
 
-A file holds the job that was seen and its recipes, for micro-batches of one sequence and of several.
+What is kept is of the job that was seen, for micro-batches of one sequence and of several.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peakcast.catalog import Device
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.durable import replace_file
-from peakcast.errors import CollectorError, RecordError, SpecError
+from peakcast.errors import CollectorError, SpecError
+from peakcast.fields import FrozenMapping
+from peakcast.kept import CLOSE, Kept, write
 from peakcast.models.analytical.ledger import ledger
-from peakcast.models.baseline_choice import baseline_from
-from peakcast.models.recipes import files, shelf
 from peakcast.models.recipes.covering import cannot_be_recorded
-from peakcast.models.recipes.regime import regime
+from peakcast.models.recipes.lent import Lent, lending
+from peakcast.models.recipes.shelf import LIBRARIES
 from peakcast.recording import record_recipe
-from peakcast.spec import TrainingJob, job_to_mapping
+from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 
 if TYPE_CHECKING:
     from peakcast.models.recipes.recipe import Recipe
 
+Walks = Callable[[int | None, int, int], dict[str, Any]]
+"""As `peakcast.collectors.dryrun.walks` has them."""
 UNDESCRIBED = "script"
 """The `model_type` of a network that is none of transformers'."""
-CLOSE = 0.001
-"""How far the recipe's peak may be from the script's."""
+FEW_LAYERS = 2
+"""Of a network of which only is asked whether it takes a length at all."""
+NEARER = ((32, 4096), (8, 2048), (4, 1024))
+"""Micro-batches and lengths up to which a script's own steps may hold: some losses take so many tokens at a time."""
 BATCHES = (1, 2)
 """Micro-batches whose recipes differ: of one sequence and of several."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What a file holds."""
-
-    command: str
-    job: TrainingJob
-    recipes: tuple[Recipe, ...]
-    phases: Mapping[str, float] | None = None
-    """Of the proof: by phase, the recipe's peak over the script's, minus one."""
-
-    def text(self) -> str:
-        """Where it holds, and how well."""
-        ranges = (
-            f"micro-batches of {batches[0]:,} to {batches[1]:,} sequences of {lengths[0]:,} to {lengths[1]:,} tokens"
-            for batches, lengths in ((one.batches, one.lengths) for one in self.recipes)
-        )
-        phases = (f"{name} {error:+.2%}" for name, error in (self.phases or {}).items())
-        said = f" Beside the script's own step: {', '.join(phases)}." if self.phases else ""
-        return f"It holds for {'; '.join(ranges)}.{said}"
 
 
 def keep(
@@ -65,46 +45,77 @@ def keep(
     device: Device,
     rank: int,
     command: str,
+    walks: Callable[[], AbstractContextManager[Walks]],
     progress: Callable[[str], None] | None = None,
 ) -> Kept:
     """Record the network of `job` and write its recipes to `path`, if they give the peak of the steady step that was seen.
 
+    A network of transformers is recorded as that trains it. Where the script does not do the same, or its network is
+    another one, its own steps are recorded: `walks` runs them with batches of other sizes.
     Raises: SpecError or CollectorError with the reason when nothing is kept.
     """
-    if job.architecture.model_type == UNDESCRIBED:
-        raise _not_kept(f"the script's network, {job.architecture.name}, is none of transformers', which recipes are of")
     if reason := cannot_be_recorded(job):
         raise _not_kept(reason)
     if progress is not None:
         progress(f"recording {job.architecture.name}, to be varied in batch, length and world size")
-    reasons = []
-    for form in dict.fromkeys((job.batch.form, "masked")):
+    for form in dict.fromkeys((job.batch.form, "masked")) if job.architecture.model_type != UNDESCRIBED else ():
         asked = job.replace(batch=replace(job.batch, form=form))
-        try:
-            recipes = [record_recipe(asked)]
-            phases, reason = _proof(asked, recipes[0], timelines["steady"], device, rank)
-        except CollectorError as error:
-            phases, reason = {}, str(error)
-        if not reason:
-            other = BATCHES[asked.micro_batch_size == BATCHES[0]]
-            recipes.append(record_recipe(asked.replace(micro_batch_size=other)))
-            kept = Kept(command=command, job=asked, recipes=tuple(recipes), phases=phases)
-            _write(path, kept)
-            return kept
-        reasons.append(reason)
-    raise _not_kept(reasons[0].rstrip("."))
+        with suppress(CollectorError):
+            recipe = record_recipe(asked)
+            phases, reason = _proof(asked, recipe, timelines["steady"], device, rank)
+            if not reason:
+                other = record_recipe(asked.replace(micro_batch_size=_other_batch(asked)))
+                return _kept(path, Kept(command=command, job=asked, recipes=(recipe, other), phases=phases))
+    if progress is not None:
+        progress("recording the script's own steps, with batches of other sizes")
+    try:
+        with walks() as walk:
+            recipe = _own_steps(walk, job)
+            phases, reason = _proof(job, recipe, timelines["steady"], device, rank)
+            if reason:
+                raise _not_kept(reason)
+            other = _own_steps(walk, job.replace(micro_batch_size=_other_batch(job)))
+    except CollectorError as error:
+        raise _not_kept(str(error).rstrip(".")) from error
+    return _kept(path, Kept(command=command, own_steps=True, job=job, recipes=(recipe, other), phases=phases))
+
+
+def _kept(path: Path, kept: Kept) -> Kept:
+    write(path, kept)
+    return kept
+
+
+def _other_batch(job: TrainingJob) -> int:
+    """A micro-batch of several sequences where the job's is of one, and of one where it is not."""
+    return BATCHES[job.micro_batch_size == BATCHES[0]]
+
+
+def _own_steps(walk: Walks, job: TrainingJob) -> Recipe:
+    """The recipe of a script's own steps, for what its network takes."""
+    from peakcast.models.recipes.recipe import FAR, recorded
+    from peakcast.models.recipes.walk import Walk
+
+    def record(layers: int | None, batch: int, length: int, _steps: int = 0) -> Walk:
+        return Walk.read(walk(layers, batch, length))
+
+    most = None
+    try:
+        record(FEW_LAYERS, job.micro_batch_size, FAR[1])
+    except CollectorError:  # a table of positions ends, or the script does
+        most = job.sequence_length
+    recipe = recorded(record, (job.micro_batch_size, job.sequence_length), most, nearer=NEARER)
+    releases = {name: job.versions[name] for name in LIBRARIES if name in job.versions}
+    return replace(recipe, versions=FrozenMapping(releases))
 
 
 def _not_kept(reason: str) -> SpecError:
     return SpecError(f"no recipe is kept: {reason}.", parameter="save_recipe")
 
 
-def _proof(
-    job: TrainingJob, recipe: Recipe, seen: Timeline, device: Device, rank: int
-) -> tuple[dict[str, float], str]:
+def _proof(job: TrainingJob, recipe: Recipe, seen: Timeline, device: Device, rank: int) -> tuple[dict[str, float], str]:
     """By phase, the recipe's peak over that of the step that was seen, minus one; and what is wrong with the whole ("":
     nothing)."""
-    with baseline_from("recipe"), shelf.lent(job, [recipe]):
+    with lending(Lent(job, (recipe,))):
         made = ledger(job, device=device, rank=rank, step="steady")
     ours, theirs = _tensors(made), _tensors(seen)
     phases = {
@@ -115,10 +126,12 @@ def _proof(
     error = ours.peak().num_bytes / theirs.peak().num_bytes - 1
     if abs(error) <= CLOSE and ours.peak().phase == theirs.peak().phase:
         return phases, ""
+    otherwise = " or lays it out in another way" if job.parallelism.world_size > 1 else ""
     where = [f"{one.peak().phase.name.lower().replace('_', ' ')}" for one in (ours, theirs)]
     return phases, (
-        f"a step of {job.architecture.name} as transformers has it peaks {error:+.1%} from the script's ({where[0]}; the "
-        f"script: {where[1]}), so the script does more than train that network"
+        f"a step of {job.architecture.name}, placed as recipes are, peaks {error:+.1%} from the script's ({where[0]}; the "
+        f"script: {where[1]}), so the script does more than forward, backward and the step of an optimizer that is "
+        f"known{otherwise}"
     )
 
 
@@ -131,68 +144,3 @@ def _tensors(timeline: Timeline) -> Timeline:
         for name in ("names", "modules")
     }
     return replace(timeline, **columns, **texts, streams=None, reusable=None)
-
-
-def _write(path: Path, kept: Kept) -> None:
-    content = {
-        "schema_version": files.SCHEMA,
-        "command": kept.command,
-        "job": job_to_mapping(kept.job),
-        "recipes": [files.to_mapping(recipe) for recipe in kept.recipes],
-    }
-    replace_file(path, gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
-
-
-def read_kept(path: Path) -> Kept:
-    """What is in the file at `path`. Raises: RecordError when a dry run has not kept it."""
-
-    def parse(content: dict[str, Any]) -> Kept:
-        recipes = tuple(files.from_mapping(one) for one in content["recipes"])
-        return Kept(command=str(content["command"]), job=job_from_mapping(content["job"]), recipes=recipes)
-
-    try:
-        return files.reading(path, parse)
-    except (RecordError, SpecError) as error:
-        reason = error.message.removesuffix("; delete it, and it is recorded anew.")
-        raise RecordError(
-            f"recipe={str(path)!r} is no recipe of a dry run ({reason}); make one with: peakcast dryrun --save-recipe.",
-            parameter="recipe",
-            value=str(path),
-        ) from error
-
-
-@contextmanager
-def recipe_from(kept: Kept, path: Path, job: TrainingJob) -> Iterator[str]:
-    """In here answers about `job` come from the recipes of the file at `path`; gives what to say of it.
-
-    Raises: SpecError where they do not hold for `job`.
-    """
-    batch, length = job.micro_batch_size, job.sequence_length
-    if others := _other_fields(regime(kept.job), regime(job)):
-        raise _refused(path, f"is of another {', '.join(others)}; dry-run the script with that", others[0])
-    if reason := cannot_be_recorded(job):
-        raise _refused(path, f"does not hold: {reason}", "job")
-    if not any(recipe.covers(batch, length) for recipe in kept.recipes):
-        rule = f"does not hold for micro_batch_size={batch} and sequence_length={length}. {kept.text()}"
-        raise _refused(path, rule.rstrip("."), "sequence_length")
-    with baseline_from("recipe"), shelf.lent(job, list(kept.recipes)):
-        yield f"tensors are those of {path.name}, kept by a dry run of {kept.command}, whose peak it met to {CLOSE:.1%}."
-
-
-def _refused(path: Path, rule: str, parameter: str) -> SpecError:
-    return SpecError(f"recipe={str(path)!r} {rule}.", parameter=parameter, value=str(path))
-
-
-def _other_fields(one: TrainingJob, other: TrainingJob) -> list[str]:
-    """Where the two differ, by the names of their fields; what an architecture is called does not count."""
-    found: list[str] = []
-
-    def compare(ours: Any, theirs: Any, name: str) -> None:
-        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-            for key in dict.fromkeys((*ours, *theirs)):
-                compare(ours.get(key), theirs.get(key), f"{name}.{key}" if name else str(key))
-        elif ours != theirs and name != "architecture.name":
-            found.append(name)
-
-    compare(job_to_mapping(one), job_to_mapping(other), "")
-    return found

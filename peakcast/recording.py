@@ -14,12 +14,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peakcast.durable import replace_file
 from peakcast.errors import CollectorError, SpecError
 from peakcast.fields import FrozenMapping
+from peakcast.kept import Kept, write
 from peakcast.models.baseline_choice import Trace, baseline_from
-from peakcast.models.recipes import files, shelf
+from peakcast.models.recipes import shelf
 from peakcast.models.recipes.covering import cannot_be_recorded
+from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.shelf import LIBRARIES, installed, recipe_of, wants_recipe
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
@@ -37,7 +38,7 @@ def ensure_recipe(job: TrainingJob) -> None:
     there is none is remembered: the answer says it."""
     if os.environ.get(VARIABLE) == NEVER:
         return
-    if not wants_recipe(job) or _is_answered(job) or cannot_be_recorded(job) or shelf.why_not(job):
+    if lent() is not None or not wants_recipe(job) or _is_answered(job) or cannot_be_recorded(job) or shelf.why_not(job):
         return
     if "transformers" not in installed():
         shelf.could_not_record(job, "recording it needs transformers; install it with: pip install 'peakcast[collect]'")
@@ -119,7 +120,7 @@ def recorded(job: TrainingJob, python: str, output: Path | None) -> Recorded:
     started = time.monotonic()
     recipe = record_recipe(job, python)
     if output is not None:
-        replace_file(output, files.written([recipe]))
+        write(output, Kept(job=job, recipes=(recipe,)))
     return Recorded(
         architecture=job.architecture.name,
         layers=recipe.layers,

@@ -28,8 +28,8 @@ DOORS = tuple(
     f"peakcast.{name}"
     for name in (
         *("__main__", "answers", "api", "batch", "cli", "doctor", "job_flags", "places", "questions", "render"),
-        *("calibrating", "collected", "commands", "dryrunning", "keeping", "measuring", "pytest_plugin", "recording"),
-        *("replaying", "shipping", "watching"),
+        *("calibrating", "collected", "commands", "dryrunning", "keeping", "kept", "measuring", "pytest_plugin"),
+        *("recording", "replaying", "shipping", "watching"),
     )
 )
 EXPLAINING = "peakcast.explaining"

@@ -99,14 +99,14 @@ def _shell(words: Sequence[str]) -> Command:
     while words and words[0].startswith("-") and words[0] not in ("-c", "-lc", "-xc", "-ec"):
         words = words[1:]
     if words[:1] and words[0].startswith("-"):
-        text, name = " ".join(words[1:2]), "the shell's command"
+        text, name, arguments = " ".join(words[1:2]), "the shell's command", words[3:]  # after them comes its $0
     elif words and is_file(words[0]):
-        name = words[0]
+        name, arguments = words[0], words[1:]
         text = file_bytes(Path(name), 4 * MAX_CHARACTERS).decode(errors="replace")
     else:
         raise SpecError(f"command: the shell script {words[:1]} is not there.", parameter="command", value=words[:1])
     found = []
-    for command in read_script(text).commands:
+    for command in read_script(text, arguments).commands:
         variables = [f"{key}={value}" for key, value in command.env.items()]
         with suppress(SpecError):
             if command.words[:1] and os.path.basename(command.words[0]) not in SHELLS:

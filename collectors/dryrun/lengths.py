@@ -16,9 +16,7 @@ MOST_STEPS = 5 * CHANGING_STEPS
 def drawn(shortest: int, longest: int, count: int) -> list[int]:
     """Lengths of `count` rows, always the same: one in `CHANGING_STEPS` is the longest, others are drawn evenly."""
     source = random.Random(f"{shortest}.{longest}.lengths")
-    return [
-        longest if source.randrange(CHANGING_STEPS) == 0 else source.randint(shortest, longest) for _ in range(count)
-    ]
+    return [longest if source.randrange(CHANGING_STEPS) == 0 else source.randint(shortest, longest) for _ in range(count)]
 
 
 class StepLengths:
@@ -26,6 +24,8 @@ class StepLengths:
 
     def __init__(self, asked: Sequence[int] | None = None) -> None:
         self.of_steps: list[int] = []
+        self.num_steps = NUM_STEPS
+        """As many are enough where all are alike."""
         self._asked = asked
         self._now = 0
 
@@ -49,7 +49,7 @@ class StepLengths:
         grows in, and one of them, not the first, is of the longest that there is: what is cut to its length comes twice."""
         ended = len(self.of_steps)
         if self._asked is None or ended < CHANGING_STEPS:
-            return ended >= (NUM_STEPS if self._asked is None else CHANGING_STEPS)
+            return ended >= (self.num_steps if self._asked is None else CHANGING_STEPS)
         longest = max(self.of_steps)
         is_longest = longest >= self._asked[1] or self.of_steps.count(longest) > 1
         return ended >= MOST_STEPS or (is_longest and longest in self.of_steps[1:])

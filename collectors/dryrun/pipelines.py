@@ -1,33 +1,78 @@
-"""A stage of a pipeline (`torch.distributed.pipelining`), alone: what others would tell it of what they send."""
+"""A stage of a pipeline (`torch.distributed.pipelining`), alone: what others would tell it of what they send.
+
+What the stage before sends is asked of a rank that has it: the script runs again as that rank until it has told the
+shapes, and that one asks the stage before it. What has been told lies in the dry run's folder, for the next one to find.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.dryrun.imports import when_imported
+from peakcast.errors import CollectorError
 
 
-def install() -> None:
-    """For what the script will import."""
-    when_imported("torch.distributed.pipelining.stage", _in_stages)
+class Stages:
+    """What stages tell each other. `question` is the dry run's; where it has "sends", that stage is to tell, no more."""
 
+    def __init__(self, question: Mapping[str, Any]) -> None:
+        self._question = question
+        self._folder = Path(question.get("told", question["folder"]))
 
-def _in_stages(module: Any) -> None:
-    stage = module.PipelineStage
-    if hasattr(stage, "_recv_meta"):  # from torch 2.12 on
-        stage._recv_meta, stage._send_meta = _received, lambda *_, **__: None
+    def install(self) -> None:
+        """For what the script will import."""
+        when_imported("torch.distributed.pipelining.stage", self._in_stages)
 
+    def _in_stages(self, module: Any) -> None:
+        stage = module.PipelineStage
+        if hasattr(stage, "_recv_meta"):  # from torch 2.12 on
+            stage._recv_meta = lambda stage, source: self._received(stage, source)
+            stage._send_meta = lambda stage, meta, target: self._sent(stage, meta, target)
 
-def _received(stage: Any, source: int) -> Any:
-    """Gradients are shaped as the results that they are of; what comes from the stage before, only that one knows."""
-    from torch.distributed.pipelining import _utils
+    def _received(self, stage: Any, source: int) -> Any:
+        """Gradients are shaped as the results that they are of; what comes from the stage before, its own rank says."""
+        from torch.distributed.pipelining import _utils
 
-    if source < stage.stage_index:
-        raise ValueError(
-            f"stage {stage.stage_index} of the pipeline runs alone, and cannot know the shapes of what the stage before it "
-            "sends: give PipelineStage its input_args (and output_args), or ask for a rank of the first stage (--rank 0)."
-        )
-    outputs = stage._stage_meta.outputs or ()
-    metas = (dataclasses.replace(one, requires_grad=False) if one.requires_grad else None for one in outputs)
-    return _utils._StageBackwardMeta(backward_metas=tuple(metas))
+        if source < stage.stage_index:
+            return self._told(stage, source)
+        outputs = stage._stage_meta.outputs or ()
+        metas = (dataclasses.replace(one, requires_grad=False) if one.requires_grad else None for one in outputs)
+        return _utils._StageBackwardMeta(backward_metas=tuple(metas))
+
+    def _told(self, stage: Any, source: int) -> Any:
+        """What stage `source` tells the next one. Raises: CollectorError where its rank fails."""
+        path = self._path(source)
+        if not path.is_file():
+            rank = stage._resolve_peer_global_rank(source)
+            question = {**self._question, "rank": rank, "sends": source, "told": str(self._folder)}
+            asked = path.with_suffix(".json")
+            asked.write_text(json.dumps(question), encoding="utf-8")
+            print(f"peakcast: stage {source} of the pipeline says what it sends, as rank {rank}", flush=True)
+            subprocess.call([sys.executable, "-P", "-m", "peakcast.collectors.dryrun", str(asked)])
+        if not path.is_file():
+            raise CollectorError(
+                f"stage {stage.stage_index} of the pipeline cannot know what stage {source} sends, whose rank fails (its "
+                "lines above say why); give PipelineStage its input_args and output_args."
+            )
+        return pickle.loads(path.read_bytes())  # of a process of the same script
+
+    def _sent(self, stage: Any, meta: Any, target: int) -> None:
+        if target < stage.stage_index:
+            return
+        path = self._path(stage.stage_index)
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_bytes(pickle.dumps(meta))
+        written.replace(path)
+        if self._question.get("sends") == stage.stage_index:
+            os._exit(0)
+
+    def _path(self, stage: int) -> Path:
+        return self._folder / f"stage-{stage}.pickle"

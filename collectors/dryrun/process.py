@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from peakcast.collectors.dryrun import functions, warm
 from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import Command
+from peakcast.collectors.dryrun.missing import hint
 from peakcast.collectors.environments import environment_for
 from peakcast.errors import CollectorError, ScriptError
 from peakcast.findings import Finding
@@ -26,11 +27,12 @@ from peakcast.timelines import timeline_from_mapping
 from peakcast.units import format_gib
 
 CRASHED, NEVER_STEPPED, INTERRUPTED = 10, 11, 130
-"""Exit codes of the process (`collectors/dryrun/script.py`): the script raised, no optimizer stepped, Ctrl-C."""
+"""Exit codes of the process (`collectors/dryrun/session.py`): the script raised, no optimizer stepped, Ctrl-C."""
 MOST_LINES = 12
 """Of what the script printed last, when it failed."""
 POLL_SECONDS = 0.05
-
+LOG, ANSWER = "output.txt", "answer.json"
+"""Files of a dry run's folder: what the script prints, and what was seen."""
 
 
 class Process(Protocol):
@@ -88,35 +90,45 @@ def run(
 
     Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
     """
-    with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name, ExitStack() as around:
+    asked = {
+        "rank": rank,
+        "gpu": gpu,
+        "lengths": lengths,
+        "skip_evaluation": skip_evaluation,
+        "lengths_change": lengths is not None and lengths[0] < lengths[1],
+        "memory_bytes": limits.memory_bytes,
+    }
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name:
         folder = Path(name)
-        log, path = folder / "output.txt", folder / "question.json"
-        question: dict[str, Any] = {
-            **{field: getattr(command, field) for field in ASKED},
-            "rank": rank,
-            "gpu": gpu,
-            "lengths": lengths,
-            "skip_evaluation": skip_evaluation,
-            "lengths_change": lengths is not None and lengths[0] < lengths[1],
-            "folder": name,
-            "answer": str(folder / "answer.json"),
-            "memory_bytes": limits.memory_bytes,
-        }
-        if function is not None:
-            question |= _for_a_copy(function, folder) | {"output": str(log)}
-        log.touch()
-        path.write_text(json.dumps(question), encoding="utf-8")
-        started = time.monotonic()
+        with started(command, asked, folder, function) as process:
+            code = _wait(process, start + limits.seconds, folder / LOG, folder / ANSWER, output)
+        return _answer(code, folder, command, limits, time.monotonic() - start)
+
+
+@contextmanager
+def started(
+    command: Command, asked: Mapping[str, Any], folder: Path, function: Callable[[], object] | None = None
+) -> Iterator[Process]:
+    """A process that runs `command`, or `function` in its place, and answers what is `asked` in the file `ANSWER` of
+    `folder`; it ends with this context, and so does whatever it has started."""
+    log, path = folder / LOG, folder / "question.json"
+    own = {field: getattr(command, field) for field in ASKED}
+    question: dict[str, Any] = {**own, **asked, "folder": str(folder), "answer": str(folder / ANSWER)}
+    if function is not None:
+        question |= _for_a_copy(function, folder) | {"output": str(log)}
+    log.touch()
+    path.write_text(json.dumps(question), encoding="utf-8")
+    with ExitStack() as around:
         process: Process
         if function is not None:
             process = warm.Copy(path)
         else:
-            environment = {**around.enter_context(environment_for(command.python)), "PYTHONUNBUFFERED": "1", "TMPDIR": name}
-            environment |= dict(variable.split("=", 1) for variable in command.environment)
+            environment = {**around.enter_context(environment_for(command.python)), "PYTHONUNBUFFERED": "1"}
+            environment |= {"TMPDIR": str(folder)} | dict(variable.split("=", 1) for variable in command.environment)
             process = _start([command.python, "-P", "-m", "peakcast.collectors.dryrun", str(path)], environment, log)
-        with _ended(process):
-            code = _wait(process, started + limits.seconds, log, folder / "answer.json", output)
-        return _answer(code, folder, command, limits, time.monotonic() - started)
+        around.enter_context(_ended(process))
+        yield process
 
 
 def _for_a_copy(function: Callable[[], object], folder: Path) -> dict[str, Any]:
@@ -155,9 +167,7 @@ def _ended(process: Process) -> Iterator[None]:
         process.wait()
 
 
-def _wait(
-    process: Process, deadline: float, log: Path, answer: Path, output: Callable[[str], None] | None
-) -> int | None:
+def _wait(process: Process, deadline: float, log: Path, answer: Path, output: Callable[[str], None] | None) -> int | None:
     """The process's exit code, 0 once there is an answer, of whatever it has started too; None when its time was up."""
     with log.open("rb") as printed:
         while True:
@@ -174,9 +184,9 @@ def _wait(
 
 def _answer(code: int | None, folder: Path, command: Command, limits: Limits, seconds: float) -> Seen:
     if code != 0:
-        lines = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
         raise ScriptError(_why(code, command, limits, lines), command.script, lines[-MOST_LINES:])
-    answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
+    answer = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
     return Seen(
         timelines={step: timeline_from_mapping(mapping) for step, mapping in answer["timelines"].items()},
         job=answer["job"],
@@ -207,6 +217,7 @@ def _why(code: int | None, command: Command, limits: Limits, lines: list[str]) -
             "(--memory-gib)."
         )
     if code == CRASHED:
-        return f"{script} failed before its third optimizer step had ended; its last lines say why."
+        why = f"{script} failed before its third optimizer step had ended; its last lines say why."
+        return f"{why} {hint(lines)}".rstrip()
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"{script} {how} before its third optimizer step had ended."

@@ -51,7 +51,6 @@ def set_settings_of_accelerate(words: Sequence[str]) -> None:
 
 def install(rank: int, world_size: int) -> None:
     """Make every process group of this process a fake one of `world_size` ranks."""
-    from peakcast.collectors.dryrun import pipelines
     from peakcast.collectors.tracing import deepspeed_fakes, dtensors
 
     if world_size > 1:
@@ -66,7 +65,6 @@ def install(rank: int, world_size: int) -> None:
     _install_ddp()
     _install_meshes()
     os.environ["DS_ACCELERATOR"] = "cuda"
-    pipelines.install()
     when_imported("deepspeed", lambda module: deepspeed_fakes.install())
 
 

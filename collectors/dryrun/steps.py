@@ -62,7 +62,9 @@ class ScriptSteps:
         backward = torch.autograd.backward
 
         def counted(*arguments: Any, **keywords: Any) -> Any:
-            self._backwards += not inside_backward()
+            if not inside_backward():
+                self.goes_back()
+                self._backwards += 1
             answer = backward(*arguments, **keywords)
             self._has_gradients = self._has_gradients or not self._gradients_are_gone()
             return answer
@@ -91,6 +93,12 @@ class ScriptSteps:
         if self._stepped:
             self._end_step()
 
+    def runs(self, network: torch.nn.Module) -> None:
+        """An outermost module begins; for who wants to know."""
+
+    def goes_back(self) -> None:
+        """Backward begins; for who wants to know."""
+
     def _forward_begins(self, part: torch.nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
             return
@@ -106,6 +114,7 @@ class ScriptSteps:
                 self._meet(part)
             if not self.inputs and torch.is_grad_enabled():
                 self.inputs = _batch(inputs)
+            self.runs(part)
             if begins or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
                 self.tracer.phase = Phase.FORWARD
         if self.autocast is None and torch.is_autocast_enabled("cuda"):

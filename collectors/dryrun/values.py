@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils._pytree import tree_leaves
 
 from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.dryrun.resizing import Resizing
 from peakcast.collectors.tracing.known_values import KnownValuesMode, label, value_of
 
 REAL_FLOAT_BYTES = 2**16
@@ -40,11 +41,15 @@ class ScriptMode(KnownValuesMode):
         self.notes = notes
         self.device = device
         """This rank's GPU. Whichever a script names, it is this one: no other is seen by a rank that is alone."""
+        self.resizing: Resizing | None = None
+        """What makes the script's batches other ones, where they are to be."""
         self._sizes = FakeTensorMode()
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of `func`."""
         kwargs = self._on_own_device(kwargs or {})
+        if self.resizing is not None:
+            args = self.resizing.arguments(func, args, kwargs)
         if torch._guards.TracingContext.try_get() is None and self._is_real(func, args, kwargs):
             return func(*args, **kwargs)
         if func is aten._to_copy.default and kwargs.get("device") == self.device and isinstance(args[0], FakeTensor):
@@ -57,6 +62,9 @@ class ScriptMode(KnownValuesMode):
             return self._sample(func, args)
         if func in (aten.sum.default, aten.count_nonzero.default) and _is_mask(args[0]):
             result.counted = args[0].numel()
+        if self.resizing is not None:
+            _check_rows(func, args)
+            return self.resizing.result(args, result)
         return result
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -134,6 +142,15 @@ class ScriptMode(KnownValuesMode):
                 shape = tensor.shape
                 return tensor.new_empty((*shape[:position], mask.numel(), *shape[position + mask.ndim :]))
         raise DynamicOutputShapeException(func)
+
+
+def _check_rows(func: Any, args: Any) -> None:
+    """As a GPU would: a table of positions ends somewhere. Raises: IndexError."""
+    if func is aten.embedding.default and (rows := value_of(args[1])) is not None and rows.numel():
+        with _disable_current_modes():
+            last = int(rows.max())
+        if last >= args[0].shape[0]:
+            raise IndexError(f"row {last:,} is asked for of a table of {args[0].shape[0]:,}")
 
 
 def _is_mask(tensor: Any) -> bool:

@@ -59,6 +59,7 @@ class _Warm:
 
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment["OMP_NUM_THREADS"] = "1"  # a copy of a copy (`walked.py`) has none of its threads
         command = [sys.executable, "-P", "-m", __name__]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True, bufsize=0

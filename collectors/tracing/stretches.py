@@ -12,6 +12,7 @@ import bisect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -167,11 +168,22 @@ class StretchTracer(Tracer):
 
 
 def blocks_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The blocks of a network by name: the parts of its outermost lists of modules that have weights."""
+    """The blocks of a network by name: the parts of its outermost lists of modules that have weights; of one without such
+    lists, the parts of its outermost sequence of blocks of one class."""
     found: list[tuple[str, torch.nn.Module]] = []
     lists: list[str] = []
     for name, part in model.named_modules():
         if isinstance(part, torch.nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
             lists.append(name)
             found += [(f"{name}.{index}", one) for index, one in enumerate(part) if any(True for _ in one.parameters())]
+    if not found:
+        sequences = ((name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.Sequential))
+        of_blocks = ((name, part) for name, part in sequences if _are_blocks(list(part)))
+        for name, part in islice(of_blocks, 1):
+            found = [(f"{name}.{index}".lstrip("."), one) for index, one in enumerate(part)]
     return found
+
+
+def _are_blocks(parts: list[torch.nn.Module]) -> bool:
+    """Whether modules that run one after the other are several of one class with parts of their own."""
+    return len(parts) > 1 and len({type(one) for one in parts}) == 1 and any(True for _ in parts[0].children())

@@ -29,6 +29,8 @@ from peakcast.timeline import Category, Phase
 
 PEFT = "base_model.model."
 """What peft puts before every name of a network."""
+PLACED = (Category.PARAMETERS, Category.OPTIMIZER_STATES)
+"""What layouts and optimizers place by themselves."""
 STEPS = 2
 """The second step meets what the first has left, as every later one does."""
 
@@ -103,7 +105,7 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
                 updated = {name for name, weight in weights if weight.grad is not None}
                 training.zero_grad()
         wrapped = _wrapped(training.model)
-    return _mapping(tracer, weights, updated, wrapped, _image_tokens(training), tracer.cuts[before:], end)
+    return mapping_of(tracer, weights, updated, wrapped, _image_tokens(training), tracer.cuts[before:], end)
 
 
 def _constants(model: Any) -> Iterator[tuple[str, Any]]:
@@ -127,7 +129,7 @@ def _step(training: Any, tracer: StretchTracer) -> None:
         del loss
 
 
-def _mapping(
+def mapping_of(
     tracer: StretchTracer,
     weights: Sequence[tuple[str, Any]],
     updated: Set[str],
@@ -136,6 +138,8 @@ def _mapping(
     cuts: Sequence[Cut],
     end: int,
 ) -> dict[str, Any]:
+    """The walk that `cuts` are of, as JSON has it; it ends before the operation `end`. `updated`: the names of `weights`
+    that have got gradients."""
     start, first = cuts[0].instant, cuts[0].micro_batch
     last_place = max(cut.place for cut in cuts)
     num_places, num_micro_batches = last_place + 1, cuts[-1].micro_batch - first + 1
@@ -172,7 +176,7 @@ def _entries(
     for number, (label, _, born, dies, module) in sorted(tracer._entries.items(), key=lambda item: (item[1][2], item[0])):
         ends = sys.maxsize if dies is None else dies
         category, called = tracer._named.get(number, (None, ""))
-        if born >= end or ends <= start or category is Category.PARAMETERS or number not in tracer.raw_bytes:
+        if born >= end or ends <= start or category in PLACED or number not in tracer.raw_bytes:
             continue
         if born < start:
             origin = [-1, int(born >= tracer.cuts[0].instant)]
@@ -203,10 +207,10 @@ def _visits(tracer: StretchTracer, own: _Names, starts: list[int], first: int, n
     """Of each stretch [what runs, whether it is entered, module, offset, weights as their modules and names] in order."""
     found: list[list[list[Any]]] = [[] for _ in starts]
     for visit in tracer.visits.seen:
-        if visit.micro_batch < first:
-            continue
         within = visit.place if visit.runs == FORWARD else 2 * num_places - 1 - visit.place
         stretch = (visit.micro_batch - first) * 2 * num_places + within
+        if visit.micro_batch < first or stretch >= len(starts):
+            continue
         weights = [own.owner(weight, visit.place) for weight in tracer.visits.weights.get(visit.module, ())]
         offset = max(0, visit.instant - starts[stretch])
         found[stretch].append([visit.runs, visit.enters, own.as_it_is(visit.module), offset, weights])

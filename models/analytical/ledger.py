@@ -9,6 +9,7 @@ from peakcast.errors import SpecError
 from peakcast.models.analytical.huggingface import huggingface_ledger
 from peakcast.models.baseline_choice import tracer
 from peakcast.models.recipes.covering import no_recipe
+from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.shelf import recipe_of, wants_recipe
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
@@ -43,6 +44,8 @@ def _ledger(job: TrainingJob, device: Device | None, rank: int | None, step: Ste
         recipe, reason = recipe_of(job), no_recipe(job)
         if recipe is not None and not reason:
             return recipe_ledger(job, recipe, device=device, rank=rank, step=step)
+        if lent() is not None:
+            raise SpecError(f"this recipe does not answer that: {reason}.", parameter="recipe")
         if job.architecture.kind == "undescribed":
             raise SpecError(
                 f"model_type={job.architecture.model_type!r} of {job.architecture.name!r} is no family of the ledger, and "

@@ -13,6 +13,7 @@ from peakcast.findings import MORE, Finding, found
 from peakcast.images import sees_images
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.layouts import LEAVES, gathered_dtype
+from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.shelf import recipe_of, why_not
 from peakcast.spec import Offload, TrainingJob
 from peakcast.versions import release
@@ -67,7 +68,8 @@ def no_recipe(job: TrainingJob) -> str:
     """Why a job that wants a recipe has none; "" where it has one."""
     if recipe_of(job) is not None and not cannot_be_recorded(job):
         return ""
-    return cannot_be_recorded(job) or why_not(job) or "no recipe of it has been recorded"
+    reason = brought.why_not(job) if (brought := lent()) is not None else why_not(job)
+    return cannot_be_recorded(job) or reason or "no recipe of it has been recorded"
 
 
 def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +24,8 @@ UNEVEN = 331
 """A length that no kernel's tile divides."""
 FAR = (5, 65536)
 """A micro-batch and a length that few exceed: where the operations are the same there, they are in between."""
+FEWEST = 128
+"""Where a network takes no lengths like these: parts of what it takes, if that is at least so much."""
 LARGEST_BATCH = 2**16
 EVEN = 8
 """Lengths that are a multiple of this run the same kernels."""
@@ -68,8 +70,11 @@ class Recipe:
         )
 
 
-def recorded(record: Record, asked: Point, most: int | None = None, images: int = 0) -> Recipe:
-    """The recipe of a network that covers `asked`; no sequence is longer than `most`, and each has so many `images`.
+def recorded(
+    record: Record, asked: Point, most: int | None = None, images: int = 0, nearer: Sequence[Point] = ()
+) -> Recipe:
+    """The recipe of a network that covers `asked`; no sequence is longer than `most`, and each has so many `images`. Where
+    the farthest point confirms nothing, the first of `nearer` that does says how far it holds.
 
     A walk of the whole network tells which layers repeat; the others are of a network with two of each, in a few small
     batches and lengths that run the same operations as the asked one. An uneven length and a far one confirm what follows
@@ -83,8 +88,12 @@ def recorded(record: Record, asked: Point, most: int | None = None, images: int 
     whole = record(None, *first, 1)  # one step tells which layers are alike, and takes half the time
     room = -(-images * (whole.image_tokens + 1) // LENGTHS[0]) * LENGTHS[0]  # what images take of a sequence
     small = LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room
-    short = short_depth(whole)
-    depth = short[0] if short is not None and _repeats(whole, record(short[0], *first, 1), short) is not None else None
+    if most is not None and small[2] > most >= FEWEST and not images:
+        small = most // 4 // EVEN * EVEN, most // 2 // EVEN * EVEN, most * 3 // 4 // EVEN * EVEN
+    short, depth = short_depth(whole), None
+    if short is not None:
+        with suppress(CollectorError):  # the network has no fewer layers
+            depth = short[0] if _repeats(whole, record(short[0], *first, 1), short) is not None else None
     walks = {first: record(depth, *first)}
     how = repeats(walks[first], *short[1:]) if short is not None and depth is not None else None
     walk = walks[first]
@@ -108,7 +117,7 @@ def recorded(record: Record, asked: Point, most: int | None = None, images: int 
             if sizes is not None:
                 span = min(*lengths, length), max(*lengths, length)
                 recipe = Recipe(walk, how, whole.num_layers, sizes, (batches[0], max(batch, batches[-1])), span)
-                return _widened(recipe, walks, alike, most)
+                return _widened(recipe, walks, alike, most, nearer)
     own = walks[asked] if asked in walks else record(None, *asked)
     how = how if asked in walks else None
     return Recipe(own, how, whole.num_layers, _alone(own, asked), (batch, batch), (length, length))
@@ -132,17 +141,22 @@ def _alone(walk: Walk, point: Point) -> Sizes:
     return sizes
 
 
-def _widened(recipe: Recipe, walks: dict[Point, Walk], alike: Callable[[Point], bool], most: int | None) -> Recipe:
+def _widened(
+    recipe: Recipe, walks: dict[Point, Walk], alike: Callable[[Point], bool], most: int | None, nearer: Sequence[Point]
+) -> Recipe:
     """The recipe with as wide a range as an uneven length and a far point confirm, each for itself."""
     batch, alone = recipe.batches[0], recipe.batches[0] == recipe.batches[1]
     uneven = batch, recipe.lengths[0] + UNEVEN - LENGTHS[0]
-    far = batch if alone else FAR[0], max(recipe.lengths[1], min(FAR[1], FAR[1] if most is None else most))
+    longest = max(recipe.lengths[1], min(FAR[1], FAR[1] if most is None else most))
+    far = batch if alone else FAR[0] * max(1, FAR[1] // longest), longest  # as many tokens: some code goes by their number
     told = recipe.sizes.confirmed({uneven: walks[uneven].raw_bytes}) if alike(uneven) else None
     recipe = replace(recipe, sizes=told or recipe.sizes, even=told is None and bool(uneven[1] % EVEN))
-    if not alike(far) or recipe.sizes.wrong({far: walks[far].raw_bytes}).any():
-        return recipe
-    batches = batch, batch if alone else LARGEST_BATCH
-    return replace(recipe, lengths=(recipe.lengths[0], far[1]), batches=batches)
+    others = ((batch if alone else many, length) for many, length in nearer if recipe.lengths[1] <= length < longest)
+    for corner in (far, *others):
+        if alike(corner) and not recipe.sizes.wrong({corner: walks[corner].raw_bytes}).any():
+            most_sequences = batch if alone else LARGEST_BATCH if corner == far else max(recipe.batches[1], corner[0])
+            return replace(recipe, lengths=(recipe.lengths[0], corner[1]), batches=(batch, most_sequences))
+    return recipe
 
 
 def _sorted(columns: Ints) -> Ints:

@@ -10,8 +10,6 @@ import hashlib
 import importlib.metadata
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -21,6 +19,7 @@ from peakcast.errors import RecordError
 from peakcast.fields import FrozenMapping
 from peakcast.models.baseline_choice import chosen
 from peakcast.models.recipes import files
+from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.regime import regime
 from peakcast.models.recipes.shipped import shipped_recipe
@@ -39,11 +38,13 @@ _reasons: dict[str, str] = {}
 
 def wants_recipe(job: TrainingJob) -> bool:
     """Whether `job` is to be answered by a recipe: its family is not the ledger's, or it is asked for so."""
-    return chosen() == "recipe" or (chosen() == "auto" and bool(job.architecture.configuration))
+    return lent() is not None or chosen() == "recipe" or (chosen() == "auto" and bool(job.architecture.configuration))
 
 
 def recipe_of(job: TrainingJob) -> Recipe | None:
     """The recipe by which `job` is answered; None: none is wanted, or none is there."""
+    if (brought := lent()) is not None:
+        return brought.recipe_of(job)
     if not wants_recipe(job):
         return None
     own = (one for one in recipes_of(job) if one.covers(job.micro_batch_size, job.sequence_length))
@@ -63,18 +64,6 @@ def shelve(job: TrainingJob, recipe: Recipe) -> None:
         replace_file(_own_folder() / f"{name}.json.gz", files.written(_found[name]))
     except RecordError:
         return  # the answer at hand has it all the same
-
-
-@contextmanager
-def lent(job: TrainingJob, recipes: list[Recipe]) -> Iterator[None]:
-    """In here the job's network and regime have `recipes` before those on the shelf."""
-    name = shelf_name(job)
-    held = _recipes(name)
-    _found[name] = [*recipes, *held]
-    try:
-        yield
-    finally:
-        _found[name] = held
 
 
 def could_not_record(job: TrainingJob, reason: str) -> None:

@@ -123,6 +123,7 @@ def explain(
         against=asked.other(against),
         trace=trace,
         module=module,
+        recipe=asked.recipe,
         picture=picture,
         snapshot=snapshot,
     )
@@ -167,6 +168,7 @@ def search(
             top=top,
             gpus_per_node=gpus_per_node,
             host_memory_gib=host_memory_gib,
+            recipe=asked.recipe,
             processes=processes,
             progress=progress,
         )

@@ -7,10 +7,10 @@ manual, "Shell Expansions" and "Bash Conditional Expressions".
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peakcast.dialects.shell_words import MOST_WORDS, closing, statements, tokens
+from peakcast.dialects.shell_words import MOST_WORDS, closing, pieces_of, statements, tokens
 from peakcast.errors import SpecError
 
 MAX_CHARACTERS = 2**18
@@ -48,11 +48,13 @@ class Script:
     """Files that it writes from here-documents: by the name that it gives them."""
 
 
-def read_script(text: str) -> Script:
-    """The commands that `text` would run, as far as they can be known without running any. Raises: SpecError."""
+def read_script(text: str, arguments: Sequence[str] = ()) -> Script:
+    """The commands that `text` would run with `arguments`, as far as they can be known without running any. Raises:
+    SpecError."""
     if len(text) > MAX_CHARACTERS:
         raise SpecError(f"the script has {len(text):,} characters; a launch script is not that long.")
     reader = _Reader()
+    reader.give(arguments)
     reader.read(text)
     return reader.script
 
@@ -87,6 +89,13 @@ class _Reader:
         self.words_made = 0
         self.depth = 0
         self.defaults_open = 0
+
+    def give(self, arguments: Sequence[str]) -> None:
+        """These are `$1`, `$2` and so on from now on."""
+        for name in [name for name in self.variables if name.isdecimal()]:
+            del self.variables[name]
+        self.variables.update({str(number): word for number, word in enumerate(arguments, 1)})
+        self.variables |= {"@": list(arguments), "*": list(arguments), "#": str(len(arguments))}
 
     def read(self, text: str) -> None:
         """Follow the statements of `text`."""
@@ -142,6 +151,24 @@ class _Reader:
         return all(taken for taken, _ in branches)
 
     def _statement(self, raw: list[str]) -> None:
+        prefix, raw = self._assigned(raw)
+        if not raw:
+            self.variables.update(prefix)
+        elif raw[0] in ("export", "declare", "local", "readonly", "typeset"):
+            exports = raw[0] == "export" or "-x" in raw
+            for word in raw[1:]:
+                if _ASSIGNMENT.fullmatch(word) is not None:
+                    self._statement([word])
+                if exports and not word.startswith("-"):
+                    self.exported.add(word.partition("=")[0].rstrip("+"))
+        elif raw[0] == WRITES and len(raw) == 3:
+            name, body = (" ".join(self._expand(word, split=False)) for word in raw[1:])
+            self.script.files[name] = body
+        else:
+            self._run([item for word in raw for item in self._expand(word)], prefix)
+
+    def _assigned(self, raw: list[str]) -> tuple[dict[str, str], list[str]]:
+        """The texts that the assignments before a command give, and the command; arrays are there at once."""
         prefix: dict[str, str] = {}
         while raw and (match := _ASSIGNMENT.fullmatch(raw[0])):
             name, plus, value = match.groups()
@@ -153,22 +180,15 @@ class _Reader:
             else:
                 old_text = self._value(name) if plus else ""
                 prefix[name] = old_text + " ".join(self._expand(value, split=False))
-        if not raw:
-            self.variables.update(prefix)
+        return prefix, raw
+
+    def _run(self, words: list[str], prefix: dict[str, str]) -> None:
+        """A command that the script starts, with the variables set before it."""
+        if words[:1] == ["shift"]:
+            left, count = list(self.variables["@"]), words[1] if words[1:] else "1"
+            if _whole(count) and 0 <= int(count) <= len(left):
+                self.give(left[int(count) :])
             return
-        if raw[0] in ("export", "declare", "local", "readonly", "typeset"):
-            exports = raw[0] == "export" or "-x" in raw
-            for word in raw[1:]:
-                if (match := _ASSIGNMENT.fullmatch(word)) is not None:
-                    self._statement([word])
-                if exports and not word.startswith("-"):
-                    self.exported.add(word.partition("=")[0].rstrip("+"))
-            return
-        if raw[0] == WRITES and len(raw) == 3:
-            name, body = (" ".join(self._expand(word, split=False)) for word in raw[1:])
-            self.script.files[name] = body
-            return
-        words = [item for word in raw for item in self._expand(word)]
         if words[:1] in (["source"], ["."]):
             self.script.notes.append(f"The script's {' '.join(words)[:60]!r} is not followed.")
         if not words or words[0] in (":", "set", "cd", "echo", "mkdir", "source", ".", "unset", "exit", "module"):
@@ -221,7 +241,7 @@ class _Reader:
         """The words that `word` stands for: quotes removed, variables put in, unquoted ones split at spaces."""
         out: list[str] = []
         current: str | None = None
-        position, quoted = 0, False
+        position, quoted, nothing = 0, False, False
         while position < len(word):
             character = word[position]
             if character == "\\" and position + 1 < len(word):
@@ -238,7 +258,9 @@ class _Reader:
                 quoted, current, position = not quoted, current or "", position + 1
             elif character in "$`":
                 values, several, position = self._expansion(word, position)
-                for index, piece in enumerate(_pieces(values, several=several, quoted=quoted, split=split)):
+                pieces = pieces_of(values, several=several, quoted=quoted, split=split)
+                nothing |= several and quoted and not pieces
+                for index, piece in enumerate(pieces):
                     if index:
                         out.append(current or "")
                         current = None
@@ -247,7 +269,7 @@ class _Reader:
                 current, position = (current or "") + character, position + 1
             if len(current or "") > MAX_CHARACTERS:
                 raise SpecError("a variable of the script grows too long for a launch script.")
-        out += [current] if current is not None else []
+        out += [current] if current or (current is not None and not nothing) else []
         self.words_made += len(out)
         if self.words_made > MOST_WORDS:
             raise SpecError(f"the script stands for more than {MOST_WORDS:,} words; a launch script does not.")
@@ -270,6 +292,8 @@ class _Reader:
         match = re.compile(rf"\$({_NAME}|[0-9@*#?$!-])").match(word, start)
         if match is None:
             return ["$"], False, start + 1
+        if match[1] in "@*":
+            return list(self.variables[match[1]]), match[1] == "@", match.end()
         return [self._value(match[1])], False, match.end()
 
     def _parameter(self, inside: str) -> tuple[list[str], bool]:
@@ -285,6 +309,9 @@ class _Reader:
             return [str(len(items) if index else len(self._value(name)))], False
         if index in ("@", "*"):
             return list(items), True
+        if name in ("@", "*") and not rule:
+            since = re.fullmatch(r":\s*(\d{1,6})", change or "")
+            return items[max(0, int(since[1]) - 1) :] if since else items, name == "@"
         if index and index.isdecimal() and len(index) < 6:
             items = items[int(index) : int(index) + 1]
         text = items[0] if items else ""
@@ -315,13 +342,6 @@ class _Reader:
         if value is None:
             self.script.notes.append(f"The script's $(({expression[:40]})) is not followed.")
         return "" if value is None else str(value)
-
-
-def _pieces(values: list[str], *, several: bool, quoted: bool, split: bool) -> list[str]:
-    """The parts of words that an expansion gives."""
-    if several and quoted and split:  # "${array[@]}": each item a word of its own
-        return values
-    return [" ".join(values)] if quoted or not split else " ".join(values).split()
 
 
 def _tested(words: list[str]) -> bool | None:

@@ -136,3 +136,10 @@ def _array_end(text: str, start: int) -> int:
         else:
             position += 1
     return position
+
+
+def pieces_of(values: list[str], *, several: bool, quoted: bool, split: bool) -> list[str]:
+    """The parts of words that an expansion gives."""
+    if several and quoted and split:  # "${array[@]}": each item a word of its own
+        return values
+    return [" ".join(values)] if quoted or not split else " ".join(values).split()

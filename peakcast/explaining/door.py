@@ -17,6 +17,7 @@ from peakcast.explaining.snapshot import write_snapshot
 from peakcast.explaining.traced import by_layer
 from peakcast.explanation import Explanation
 from peakcast.findings import Finding, ordered
+from peakcast.kept import read_kept, recipe_from
 from peakcast.models.recipes.covering import no_recipe
 from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.places import explained
@@ -34,8 +35,11 @@ def explanation(
     against: object = None,
     trace: bool = False,
     module: str | None = None,
+    recipe: str | Path | None = None,
 ) -> Explanation:
-    """The explanation asked for. Raises: SpecError, CatalogError or CollectorError."""
+    """The explanation asked for. Raises: SpecError, CatalogError, CollectorError or RecordError."""
+    if recipe is not None:
+        return _by_recipe(Path(recipe), job, gpu, rank, against, trace=trace)
     device = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
     device = on_node(device, None, None) if device is not None else None
     if module is not None:
@@ -69,6 +73,19 @@ def explanation(
         assumptions=tuple(dict.fromkeys((*translation.assumptions, *found.assumptions))),
         findings=ordered((*translation.findings, *found.findings)),
     )
+
+
+def _by_recipe(
+    path: Path, job: object, gpu: str | Device | None, rank: Rank, against: object, *, trace: bool
+) -> Explanation:
+    """What the recipe in a file says of `job` (None: the one that it was kept with)."""
+    if trace:
+        raise SpecError("trace and recipe contradict each other; give one of them.", parameter="trace", value=trace)
+    kept = read_kept(path)
+    translation = translation_of(kept.job if job is None else job)
+    with recipe_from(kept, path, translation.job) as said:
+        found = explanation(translation, gpu, rank, against=against)
+    return replace(found, assumptions=(said, *found.assumptions))
 
 
 def _undescribed(job: TrainingJob, device: Device | None, against: object) -> Explanation:

@@ -33,9 +33,11 @@ def ask(
         return search(job, device, num_gpus or job.parallelism.world_size, global_batch_size, **options)
     if find == "num_gpus":
         return fewest_gpus(job, device, global_batch_size, **options)
+    if find == "model" and options["lent"] is not None:
+        raise SpecError("find='model' asks about other networks than the recipe's; leave one out.", parameter="find")
     if find == "model":
         return biggest_model(job, device, options["progress"], options["findings"])
-    return largest(job, device, find, options["findings"], options["record"])
+    return largest(job, device, find, options["findings"], options["record"], options["lent"])
 
 
 def _refuse_unheard(find: str, num_gpus: int | None, global_batch_size: int | None) -> None:

@@ -50,6 +50,8 @@ class Found:
     num_candidates: int
     num_ruled_out: int
     """Candidates whose weights, gradients and optimizer states alone are more than the GPU has."""
+    left_out: Mapping[str, int]
+    """Why the network's recipes do not cover some, and how many; those are no candidates."""
     plans: tuple[Plan, ...]
     findings: tuple[Finding, ...] = ()
     """What reading the configuration left out or could not say; every bar is widened for it."""
@@ -69,6 +71,7 @@ class Found:
         return {
             **{name: getattr(self, name) for name in ("gpu", "num_gpus", "global_batch_size")},
             **{name: getattr(self, name) for name in ("num_candidates", "num_ruled_out")},
+            "left_out": dict(self.left_out),
             "plans": [plan.to_mapping() for plan in self.plans],
             "warnings": list(self.warnings),
             "findings": [f.to_mapping() for f in self.findings],
@@ -85,6 +88,8 @@ class Largest:
     plan: Plan | None
     beyond: int | str | None
     beyond_fits: Fits | None
+    limit: int | None = None
+    """Where the recipe that answers ends, if that is what ended the search."""
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -100,7 +105,7 @@ class Largest:
     def to_mapping(self) -> dict[str, Any]:
         """As JSON has it."""
         plan = self.plan.to_mapping() if self.plan is not None else None
-        asked = {n: getattr(self, n) for n in ("asked", "value", "beyond", "beyond_fits")}
+        asked = {n: getattr(self, n) for n in ("asked", "value", "beyond", "beyond_fits", "limit")}
         return {
             **asked,
             "plan": plan,

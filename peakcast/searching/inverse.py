@@ -10,6 +10,8 @@ from peakcast.catalog import Device
 from peakcast.errors import SpecError
 from peakcast.findings import Finding
 from peakcast.models.analytical.parameters import num_parameters
+from peakcast.models.recipes.covering import cannot_be_recorded
+from peakcast.models.recipes.lent import Lent, lending
 from peakcast.searching.found import Found, Largest, Plan
 from peakcast.searching.search import Record, planned, search
 from peakcast.spec import TrainingJob
@@ -27,15 +29,23 @@ def largest(
     name: str,
     findings: tuple[Finding, ...] = (),
     record: Record = lambda jobs: None,
+    lent: Lent | None = None,
 ) -> Largest:
     """The largest `name` ("micro_batch_size" or "sequence_length") with which `job` surely fits. Memory grows with both, so
-    halving finds it. `findings`: those of reading the question; `record`: as in `search`."""
+    halving finds it. `findings`: those of reading the question; `record` and `lent`: as in
+    `search`. What recipes do not cover is not asked."""
     step, least, most = _range(job, name)
+    if lent is not None:
+        low, high = lent.covered(name, job)
+        least, most = max(least, low), min(most, high)
+        if reason := lent.why_not(job.replace(**{name: -(-least // step) * step})):
+            raise SpecError(f"the recipe does not answer this: {cannot_be_recorded(job) or reason}.", parameter="recipe")
 
     def plan_of(times: int) -> Plan | None:
         asked = job.replace(**{name: times * step})
         record([asked])
-        return planned(asked, device, 0, findings)
+        with lending(lent):
+            return planned(asked, device, 0, findings)
 
     high, last = -(-least // step), most // step
     low, best, beyond = high - 1, None, None
@@ -58,6 +68,7 @@ def largest(
         plan=best,
         beyond=high * step if high <= last else None,
         beyond_fits=beyond.fits if beyond is not None else None,
+        limit=most if lent is not None and best is not None and high > last else None,
     )
 
 

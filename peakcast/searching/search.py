@@ -7,7 +7,8 @@ surely fit as are asked for. The answer is that of predicting all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 from peakcast.catalog import Device
@@ -17,6 +18,8 @@ from peakcast.models.baseline import usable_bytes
 from peakcast.models.measured_constants import known_context_bytes
 from peakcast.models.predict import could_surely_fit, predict
 from peakcast.models.recipes.covering import cannot_be_recorded, no_recipe
+from peakcast.models.recipes.lent import Lent, lending
+from peakcast.models.recipes.lent import lent as brought
 from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.searching import costs
 from peakcast.searching.found import Found, Plan
@@ -44,11 +47,12 @@ def search(
     progress: Progress | None = None,
     findings: tuple[Finding, ...] = (),
     record: Record = lambda jobs: None,
+    lent: Lent | None = None,
 ) -> Found:
     """The `top` plans for `job` on `num_gpus` of `device`: those that surely fit first, then those that may; within each
     the least recomputation, then the least offloading, then the least communication. `global_batch_size` None: that of
     `job`, but at least a micro-batch for each GPU. `findings`: those of reading the question; `record` is given the jobs
-    whose recipes are wanted, where the ledger does not know the network.
+    whose recipes are wanted, where the ledger does not know the network. `lent`: the recipes that answer, and no others.
 
     Raises: SpecError when there is no candidate at all.
     """
@@ -68,18 +72,21 @@ def search(
             parameter="global_batch_size",
             value=batch,
         )
-    if wants_recipe(job):
-        every = _recorded(every, record)
+    left_out: Mapping[str, int] = {}
+    with lending(lent):
+        if wants_recipe(job):
+            every, left_out = _recorded(every, record)
     say(f"{len(every):,} candidates: what stands on their ranks")
     room = usable_bytes(job, device) - known_context_bytes(device, job.versions)
     groups = series(every)
-    left = [members for members in groups if standing(every, members) <= room]
+    with lending(lent):
+        left = [members for members in groups if standing(every, members) <= room]
     num_left = sum(map(len, left))
 
     def tell(message: str) -> None:
         say(f"{len(every):,} candidates, {num_left:,} of them not too heavy; {message}")
 
-    with Workers(Question(every, device, room, findings), processes) as workers:
+    with lending(lent), Workers(Question(every, device, room, findings, lent), processes) as workers:
         plans = _plans(workers, in_order(workers, left, tell), top, tell)
     plans.sort(key=lambda p: (p.fits != "yes", *costs.price(p.job), p.sent_bytes, p.peak_device_bytes.point))
     return Found(
@@ -88,20 +95,26 @@ def search(
         global_batch_size=batch,
         num_candidates=len(every),
         num_ruled_out=len(every) - num_left,
+        left_out=left_out,
         plans=tuple(plans),
     )
 
 
-def _recorded(every: list[TrainingJob], record: Record) -> list[TrainingJob]:
-    """Those of `every` that the network's recipes cover, once what is missing is recorded. Where there is none, all of
-    them are counted by the nearest guess, as `predict` does. Raises: SpecError when there is no guess either."""
+def _recorded(every: list[TrainingJob], record: Record) -> tuple[list[TrainingJob], Mapping[str, int]]:
+    """Those of `every` that the network's recipes cover, once what is missing is recorded, and why others are not. Where
+    there is none, all of them are counted by the nearest guess, as `predict` does. Raises: SpecError when there is no guess
+    either."""
     recordable = [job for job in every if not cannot_be_recorded(job)]
     record(recordable)
     network = every[0].architecture
-    if found := [job for job in recordable if not no_recipe(job)]:
-        return found
+    reasons = [no_recipe(job) for job in every]
+    if found := [job for job, reason in zip(every, reasons, strict=True) if not reason]:
+        return found, dict(Counter(filter(None, reasons)).most_common())
+    if brought() is not None:
+        most = Counter(map(no_recipe, recordable or every)).most_common(1)[0][0]
+        raise SpecError(f"the recipe covers none of {len(every):,} candidates: {most}.", parameter="recipe")
     if network.kind != "undescribed":
-        return every
+        return every, {}
     raise SpecError(
         f"architecture={network.name!r} is no network of the ledger, and {no_recipe((recordable or every)[0])}; record it "
         "first: peakcast record.",

@@ -41,6 +41,10 @@ def found_text(found: Found) -> str:
         f"{found.num_gpus} × {found.gpu}, {found.global_batch_size} sequences per step: {found.num_candidates:,} "
         f"candidates, {found.num_ruled_out:,} of them with weights and states beyond the GPU."
     )
+    if found.left_out:
+        reasons = "; ".join(f"{count:,}: {reason}" for reason, count in found.left_out.items())
+        left = f"{sum(found.left_out.values()):,} more are left out ({reasons})."
+        head = f"{head}\n{textwrap.fill(left, WIDTH, subsequent_indent='  ')}"
     if not found.plans:
         return f"{head}\nNothing fits: more GPUs, a shorter sequence, adapters or a smaller model would be needed."
     order = "least recomputation, least offloaded, least sent"
@@ -90,6 +94,8 @@ def largest_text(found: Largest) -> str:
     )
     if found.beyond is not None:
         text += f" With {_number(found.beyond)} it {VERDICTS[found.beyond_fits or 'no']}."
+    if found.limit is not None:
+        text += f" The recipe holds up to {found.limit:,}: more is not asked."
     if fewest:
         text += "\n\n" + HEAD + "\n" + plan_line(1, found.plan)
     return text

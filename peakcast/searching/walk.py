@@ -23,6 +23,8 @@ from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.pipeline import representative_micro_batches
 from peakcast.models.analytical.standing import bound_by_depth, standing_bytes
 from peakcast.models.analytical.sweep import fullest_stages
+from peakcast.models.recipes.lent import Lent, lending
+from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.searching import costs
 from peakcast.spec import TrainingJob
 from peakcast.workers import LostError
@@ -51,6 +53,8 @@ class Question:
     room_bytes: int
     findings: tuple[Finding, ...] = ()
     """Those of reading the question."""
+    lent: Lent | None = None
+    """The recipes that answer, where they are brought along."""
 
 
 class Workers:
@@ -90,6 +94,7 @@ _asked: list[Question] = []
 def _remember(question: Question) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are left to the parent
     _asked[:] = [question]
+    lending(question.lent).__enter__()  # for good
 
 
 def _ask(function: Callable[[Question, Any], Any], item: Any) -> Any:
@@ -178,7 +183,7 @@ def _peaks(question: Question, members: Series) -> list[int]:
 
 def no_less(job: TrainingJob, device: Device) -> int:
     """A bound below `fullest`; 0 where none is cheaper."""
-    if job.framework == "megatron":
+    if job.framework == "megatron" or wants_recipe(job):  # of a shallower network there may be no recipe
         return 0
     return bound_by_depth(job, lambda shallow: fullest(shallow, device, ANY))
 

@@ -48,6 +48,30 @@ def test_words_are_those_that_bash_gives(name):
     assert ours == answer
 
 
+ARGUMENTS = """show $1 "$2" ${3-none} ${3:-empty} $# a"$1"b ${12:-x}
+show "$@"
+show "${@:2}" $* "$*"
+show "x$@"
+[ $# -gt 2 ] && show many
+shift
+show "$1" $# "${@}"
+shift 2
+show end "$@"
+"""
+
+
+@pytest.mark.parametrize("given", [[], ["8"], ["8", "llama a"], ["8", "llama a", "", "y  z"]])
+def test_arguments_are_those_that_it_is_given(given, tmp_path):
+    bash = shutil.which("bash")
+    assert bash is not None
+    path = tmp_path / "train.sh"
+    path.write_text('show() { printf "<%s>" "$@"; printf "\\n"; }\n' + ARGUMENTS)
+    answer = subprocess.run([bash, str(path), *given], capture_output=True, text=True, timeout=10, check=False).stdout
+    commands = [command for command in read_script(ARGUMENTS, given).commands if command.words[0] == "show"]
+    ours = "".join("".join(f"<{word}>" for word in command.words[1:] or ("",)) + "\n" for command in commands)
+    assert ours == answer
+
+
 def test_nothing_is_run(tmp_path):
     mark = tmp_path / "mark"
     text = f'A=$(touch {mark})\nB=`touch {mark}`\ntouch {mark}\neval "touch {mark}"\nbash -c "touch {mark}"\n: > {mark}\n'

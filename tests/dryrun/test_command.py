@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from peakcast.collectors.dryrun.command import read_command
+from peakcast.collectors.dryrun.missing import hint
 from peakcast.errors import SpecError
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "plain_loop.py")
@@ -109,3 +110,36 @@ def test_the_command_line_says_soon_what_it_does_and_answers_as_predict(tmp_path
     assert found["composition_bytes"]["optimizer_states"] >= 2 * (256 * 64 + 64) * 4
     assert found["dryrun"]["steps"] == 3
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: 'data/a.jsonl'",
+            "data/a.jsonl is not here; put there 64 lines",
+        ),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'a.parquet'", "to_parquet('a.parquet')"),
+        ("FileNotFoundError: Unable to find '/data/train.csv'", "to_csv('/data/train.csv')"),
+        (
+            "datasets.exceptions.DataFilesNotFoundError: No data files in /data/mine.",
+            "/data/mine is not here; put there a folder",
+        ),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'corpus'", "corpus is not here; put there a folder"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'x.weird'", "put there a small one as it expects"),
+        ("ValueError: 'data/a.jsonl' is empty", ""),
+    ],
+)
+def test_a_missing_file_is_answered_with_the_least_that_would_do(line, said):
+    found = hint(["Traceback (most recent call last):", line])
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+def test_a_shell_script_has_the_arguments_that_it_is_given(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(f'GPUS=${{1:-2}}\nshift\ntorchrun --nproc-per-node $GPUS {SCRIPT} --name "${{1:-none}}" "$@"\n')
+    given = read_command(["bash", str(script), "8", "llama a", "--batch", "4"])
+    assert (given.world_size, given.arguments) == (8, ("--name", "llama a", "llama a", "--batch", "4"))
+    bare = read_command(["bash", str(script)])
+    assert (bare.world_size, bare.arguments) == (2, ("--name", "none"))

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 
 import peakcast
+from peakcast import api
 from peakcast.errors import RecordError, SpecError
-from peakcast.keeping import read_kept
+from peakcast.kept import read_kept
 from peakcast.models.recipes import shelf
 
 LAYERS = ("plain_loop.py", "--layers", "3", "--hidden", "256")
@@ -63,6 +64,64 @@ def test_the_command_line_varies_it_with_the_flags_of_a_job(kept):
     assert sharded["composition_bytes"]["optimizer_states"] == pytest.approx(states / 8, rel=0.01)
 
 
+def test_a_search_asks_it_about_all_candidates_that_it_covers_and_counts_the_others(kept):
+    found = peakcast.search(None, "H100-80GB", recipe=kept, num_gpus=4, global_batch_size=16)
+    assert {plan.job.activation_checkpointing.mode for plan in found.plans} == {"none"}
+    assert {plan.job.parallelism.sharding for plan in found.plans} == {"none", "fsdp2"}
+    assert found.left_out["the recipe is of another activation_checkpointing.mode"] == found.num_candidates
+    assert {"offloading is not recorded", "of layouts, recipes are placed under DDP, FSDP, HSDP and ZeRO"} <= set(
+        found.left_out
+    )
+    for plan in found.plans:
+        alone = peakcast.predict(plan.job, "H100-80GB", recipe=kept)
+        assert plan.peak_device_bytes == alone.peak_device_bytes
+    assert peakcast.search(None, "H100-80GB", recipe=kept, num_gpus=4, global_batch_size=16, processes=2) == found
+
+
+@pytest.mark.parametrize(("name", "most"), [("micro_batch_size", 65_536), ("sequence_length", 65_536)])
+def test_the_largest_batch_and_length_are_searched_as_far_as_it_goes(kept, name, most):
+    found = peakcast.search(None, "H100-80GB", recipe=kept, find=name)
+    assert found.plan.peak_device_bytes == peakcast.predict(found.plan.job, "H100-80GB", recipe=kept).peak_device_bytes
+    assert found.limit == (most if found.value == most else None)
+    assert found.beyond_fits == (None if found.limit else "uncertain")
+
+
+def test_searches_that_it_answers_nothing_of_are_refused(kept):
+    job = read_kept(kept).job
+    with pytest.raises(SpecError, match=r"covers none of .* the recipe is of other batches or lengths"):
+        peakcast.search(job.replace(sequence_length=100_000), "H100-80GB", recipe=kept)
+    with pytest.raises(SpecError, match=r"find='model' asks about other networks"):
+        peakcast.search(None, "H100-80GB", recipe=kept, find="model")
+    full = job.replace(activation_checkpointing=replace(job.activation_checkpointing, mode="full"))
+    with pytest.raises(SpecError, match=r"of another activation_checkpointing.mode"):
+        peakcast.search(full, "H100-80GB", recipe=kept, find="sequence_length")
+
+
+def test_an_explanation_is_of_it_and_of_what_is_changed(kept):
+    found = peakcast.explain(None, "H100-80GB", 0, recipe=kept)
+    assert found.source == "recipe"
+    predicted = peakcast.predict(None, "H100-80GB", 0, recipe=kept)
+    assert found.timeline.peak().num_bytes == pytest.approx(predicted.peak_allocated_bytes.baseline, rel=1e-3)
+    done = peakcast_command(
+        "explain", "--recipe", str(kept), "--gpu", "H100-80GB", "--against", "micro_batch_size=4", "--json"
+    )
+    assert json.loads(done)["comparison"]["peak_bytes"][1] > found.timeline.peak().num_bytes
+
+
+def test_what_record_writes_is_asked_in_the_same_way(kept, tmp_path):
+    path, job = tmp_path / "recorded.json.gz", read_kept(kept).job
+    api.record(job, output=path)
+    ours, theirs = (peakcast.predict(None, "H100-80GB", recipe=one) for one in (path, kept))
+    assert ours.peak_allocated_bytes == theirs.peak_allocated_bytes
+    assert any("recorded.json.gz, which peakcast record has written" in said for said in ours.assumptions)
+
+
+def peakcast_command(*words):
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "peakcast", *words], capture_output=True, text=True, check=True
+    ).stdout
+
+
 def test_what_it_does_not_hold_for_is_refused(kept):
     job = read_kept(kept).job
     with pytest.raises(SpecError, match=r"does not hold for micro_batch_size=2 and sequence_length=100000\. It holds for"):
@@ -77,33 +136,3 @@ def test_a_file_that_is_none_is_refused(tmp_path):
     for wrong in (path, tmp_path / "nothing.json.gz"):
         with pytest.raises(RecordError, match=r"is no recipe of a dry run .* make one with: peakcast dryrun --save-recipe"):
             peakcast.predict(None, "H100-80GB", recipe=wrong)
-
-
-def test_a_network_of_ones_own_and_a_script_that_does_more_keep_nothing(tmp_path):
-    import torch
-
-    def own():
-        model = torch.nn.Linear(64, 64).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            model(torch.ones(4, 64, device="cuda")).sum().backward()
-            optimizer.step()
-
-    def more():
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            tokens = torch.randint(256, (2, 256)).cuda()
-            held = torch.empty(2**20, device="cuda")
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-            optimizer.step()
-            del held
-
-    for train, reason in ((own, "Linear, is none of transformers'"), (more, "the script does more than train")):
-        found = peakcast.dryrun(train, "H100-80GB", save_recipe=tmp_path / "kept.json.gz")
-        assert reason in found.not_kept
-        assert found.answer.fits == "yes"
-        assert list(tmp_path.iterdir()) == []

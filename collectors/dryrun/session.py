@@ -1,0 +1,152 @@
+"""One dry run in this process, which it changes for good: what follows the script, and the answer that is written down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from peakcast import catalog
+from peakcast.catalog import Device
+from peakcast.collectors.dryrun.files import Overlay
+from peakcast.timelines import timeline_to_mapping
+
+if TYPE_CHECKING:
+    from peakcast.collectors.dryrun.steps import ScriptSteps
+    from peakcast.collectors.tracing.tracer import Tracer
+
+ANSWERED, CRASHED, NEVER_STEPPED = 0, 10, 11
+"""Exit codes of the process: it answered, the script raised, the script ended before an optimizer stepped."""
+
+
+class Session:
+    """One dry run: what it is asked (`question`), what it follows, and its answer."""
+
+    def __init__(self, question: Mapping[str, Any], overlay: Overlay) -> None:
+        self.question = question
+        self.overlay = overlay
+        self.answer_file = Path(question["answer"])
+
+    def run(self, program: Callable[[], object]) -> NoReturn:
+        """Run `program` and end the process with its answer or its failure."""
+        import torch
+
+        from peakcast.collectors.dryrun import gpu, graphs, outside, pretrained, programs, ranks, token_files, values
+        from peakcast.collectors.dryrun.children import Children
+        from peakcast.collectors.dryrun.evaluation import Evaluations
+        from peakcast.collectors.dryrun.lengths import StepLengths
+        from peakcast.collectors.dryrun.noted import Notes
+        from peakcast.collectors.dryrun.pipelines import Stages
+        from peakcast.collectors.tracing import inductor, patches
+
+        asked = self.question
+        device = catalog.gpu(asked["gpu"])
+        self.notes, tracer = Notes(), self.tracer(device)
+        own = torch.device("cuda", asked["rank"] % asked["ranks_per_node"])
+        gpu.install(device, asked["ranks_per_node"], own, tracer)
+        programs.install(Path(asked["folder"]), device, gpu.name_of(device), asked["ranks_per_node"])
+        token_files.TokenFiles(self.overlay, self.notes).install()
+        patches.install()
+        ranks.install(asked["rank"], asked["world_size"])
+        Stages(asked).install()
+        outside.install(self.notes)
+        graphs.install(self.notes)
+        Children(asked).install()
+        pretrained.Stand(self.notes, asked["lengths"]).install()
+        lengths = StepLengths(asked["lengths"] if asked["lengths_change"] else None)
+        evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])
+        evaluations.install()
+        mode = self.mode = values.ScriptMode(self.notes, own)
+        self.steps = self.follow(tracer, self.finish, lengths, evaluations)
+        self.steps.follow()
+        values.install(mode)
+        with inductor.when_asked(tracer), mode, tracer, torch.autograd.set_multithreading_enabled(False):
+            code = self._run(program)
+        self.steps.close()
+        if self.steps.spans and code == ANSWERED:
+            self.finish()
+        end(code or (ANSWERED if asked.get("is_child") else NEVER_STEPPED))
+
+    def _run(self, program: Callable[[], object]) -> int:
+        try:
+            program()
+        except SystemExit as error:
+            if isinstance(error.code, str):  # as the interpreter does
+                print(error.code, file=sys.stderr)
+            return CRASHED if error.code not in (None, 0) else ANSWERED
+        except KeyboardInterrupt:
+            end(130)
+        except BaseException as error:
+            self.failed(error)
+            return CRASHED
+        return ANSWERED
+
+    def tracer(self, device: Device) -> Tracer:
+        """Who sees what is allocated on `device`."""
+        from peakcast.collectors.tracing.tracer import Tracer
+
+        tracer = Tracer()
+        tracer.gpu = device
+        return tracer
+
+    def follow(self, *parts: Any) -> ScriptSteps:
+        """Who sees steps, made of `parts`."""
+        from peakcast.collectors.dryrun.steps import ScriptSteps
+
+        return ScriptSteps(*parts)
+
+    def failed(self, error: BaseException) -> None:
+        """The script has raised."""
+        traceback.print_exception(type(error), error, _from_the_script(error.__traceback__))
+
+    def finish(self) -> NoReturn:
+        """Write the answer and end, wherever the script is: nothing of it is run any more."""
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        from peakcast.collectors.dryrun.described import described
+
+        with _disable_current_modes():
+            seen = described(self.steps, self.question)
+            evaluated = self.steps.evaluated()
+            timelines = self.steps.timelines()
+        if remark := self.steps.lengths.remark():
+            self.notes.add("script_part_skipped", "lengths", remark)
+        answer = {
+            "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
+            "job": seen.job,
+            "assumptions": [*seen.assumptions, *evaluated],
+            "evaluated": bool(evaluated),
+            "compiled": self.steps.tracer.compiled,
+            "findings": [finding.to_mapping() for finding in self.notes.findings],
+            "steps": len(self.steps.spans),
+        }
+        self.write(answer)
+        end(ANSWERED)
+
+    def write(self, answer: Mapping[str, Any]) -> None:
+        """The file of the answer is there once it is whole."""
+        written = self.answer_file.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(answer), encoding="utf-8")
+        written.replace(self.answer_file)
+
+
+def _from_the_script(raised: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback from the script's first line on: how it came to be run is nobody's concern."""
+    at = raised
+    while at is not None and at.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("peakcast", "runpy", ""):
+        at = at.tb_next
+    return at
+
+
+def end(code: int) -> NoReturn:
+    """End this process, whatever still runs in it."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,84 @@
+"""Walks of a script's own steps, with batches of other sizes, from a process that runs it (`walked.py`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from peakcast.collectors.dryrun.command import Command
+from peakcast.collectors.dryrun.process import LOG, Limits, Process, started
+from peakcast.errors import CollectorError
+
+Walk = Callable[[int | None, int, int], dict[str, Any]]
+"""How many of the network's layers (None: all), a number of sequences and their length -> the walk of a step with them, as
+`collectors/tracing/walks.py` writes it."""
+POLL_SECONDS = 0.01
+
+
+@contextmanager
+def script_walks(
+    command: Command,
+    gpu: str,
+    limits: Limits,
+    batch: tuple[int, int],
+    *,
+    function: Callable[[], object] | None = None,
+    lengths: tuple[int, int] | None = None,
+) -> Iterator[Walk]:
+    """Walks of the script of `command`, or of `function`, as one rank alone. `batch`: the sequences of its own micro-batch,
+    and their length; `lengths` as in `process.run`.
+
+    What is given raises: CollectorError with the reason where the script has no step with a batch of that size.
+    """
+    asked = {
+        "rank": 0,
+        "gpu": gpu,
+        "lengths": lengths,
+        "skip_evaluation": True,
+        "lengths_change": False,
+        "memory_bytes": limits.memory_bytes,
+        "walks": batch,
+    }
+    if command.world_size > 1:
+        command = replace(command, world_size=1, ranks_per_node=1, launched=False, accelerate=())
+    deadline = time.monotonic() + limits.seconds
+    with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name:
+        folder, number = Path(name), 0
+        with started(command, asked, folder, function) as process:
+
+            def walk(layers: int | None, size: int, length: int) -> dict[str, Any]:
+                nonlocal number
+                question, answer = folder / f"walk-{number}.json", folder / f"walked-{number}.json"
+                number += 1
+                written = question.with_suffix(".new")
+                written.write_text(json.dumps([layers, size, length]), encoding="utf-8")
+                written.replace(question)
+                return _answer(process, answer, deadline, folder / LOG)
+
+            yield walk
+
+
+def _answer(process: Process, answer: Path, deadline: float, log: Path) -> dict[str, Any]:
+    while not answer.is_file():
+        if process.poll() is not None:
+            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+            raise CollectorError(
+                f"its batches cannot be given another size: as one rank alone it puts none of that size on the GPU outside "
+                f"of its network, or fails ({last[:200]})"
+            )
+        if time.monotonic() > deadline:
+            raise CollectorError("walking its steps took too long (--timeout-seconds)")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_SECONDS)
+    found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    if "refused" in found:
+        raise CollectorError(str(found["refused"]))
+    return found

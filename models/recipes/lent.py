@@ -1,0 +1,91 @@
+"""Recipes that somebody brings along, in the place of those on the shelf: what a file of them answers, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.regime import regime
+from peakcast.spec import TrainingJob, job_to_mapping
+
+
+@dataclass(frozen=True, eq=False)
+class Lent:
+    """Recipes of the network and regime of `job`."""
+
+    job: TrainingJob
+    recipes: tuple[Recipe, ...]
+
+    def recipe_of(self, job: TrainingJob) -> Recipe | None:
+        """The one that holds for `job`."""
+        if not self._is_of(job):
+            return None
+        return next((one for one in self.recipes if one.covers(job.micro_batch_size, job.sequence_length)), None)
+
+    def why_not(self, job: TrainingJob) -> str:
+        """Why none of them holds for `job`; "" where one does."""
+        if not self._is_of(job):
+            return f"the recipe is of another {', '.join(self.other_fields(job))}"
+        return "" if self.recipe_of(job) is not None else "the recipe is of other batches or lengths"
+
+    def covered(self, name: str, job: TrainingJob) -> tuple[int, int]:
+        """The least and the most of "micro_batch_size" or "sequence_length" for which `job`, else as it is, is covered;
+        (1, 0) where nothing is."""
+        batch, length = job.micro_batch_size, job.sequence_length
+        if name == "micro_batch_size":
+            found = [one.batches for one in self.recipes if one.covers(one.batches[0], length)]
+        else:
+            found = [one.lengths for one in self.recipes if one.batches[0] <= batch <= one.batches[1]]
+        return (min(low for low, _ in found), max(high for _, high in found)) if found else (1, 0)
+
+    def other_fields(self, job: TrainingJob) -> list[str]:
+        """The fields of the regime in which `job` differs."""
+        return _other_fields(_alone(self.job), _alone(job))
+
+    def _is_of(self, job: TrainingJob) -> bool:
+        return _alone(self.job) == _alone(job)
+
+
+_LENT: ContextVar[Lent | None] = ContextVar("lent recipes", default=None)
+
+
+def lent() -> Lent | None:
+    """The recipes that were brought along."""
+    return _LENT.get()
+
+
+@contextmanager
+def lending(recipes: Lent | None) -> Iterator[None]:
+    """In here answers come from these recipes alone (None: from the shelf's and the ledger, as ever)."""
+    token = _LENT.set(recipes)
+    try:
+        yield
+    finally:
+        _LENT.reset(token)
+
+
+@lru_cache(maxsize=1024)
+def _alone(job: TrainingJob) -> TrainingJob:
+    """The regime of `job`, whatever its network is called."""
+    found = regime(job)
+    return found.replace(architecture=replace(found.architecture, name=""))
+
+
+def _other_fields(one: TrainingJob, other: TrainingJob) -> list[str]:
+    """Where the two differ, by the names of their fields."""
+    found: list[str] = []
+
+    def compare(ours: Any, theirs: Any, name: str) -> None:
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            for key in dict.fromkeys((*ours, *theirs)):
+                compare(ours.get(key), theirs.get(key), f"{name}.{key}" if name else str(key))
+        elif ours != theirs:
+            found.append(name)
+
+    compare(job_to_mapping(one), job_to_mapping(other), "")
+    return found
