@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from peakcast.dialects.shell_values import calculated, is_whole, tested
 from peakcast.dialects.shell_words import MOST_WORDS, closing, pieces_of, statements, tokens
 from peakcast.errors import SpecError
 
@@ -186,7 +187,7 @@ class _Reader:
         """A command that the script starts, with the variables set before it."""
         if words[:1] == ["shift"]:
             left, count = list(self.variables["@"]), words[1] if words[1:] else "1"
-            if _whole(count) and 0 <= int(count) <= len(left):
+            if is_whole(count) and 0 <= int(count) <= len(left):
                 self.give(left[int(count) :])
             return
         if words[:1] in (["source"], ["."]):
@@ -225,7 +226,7 @@ class _Reader:
             inner = [" ".join(self._expand(word, split=False)) for word in words[1:-1]]
             negated = inner[0] == "!"
             inner = inner[negated:]
-            known = _tested(inner)
+            known = tested(inner)
             if known is not None:
                 return known != negated
         self.script.notes.append(f"The script's condition {shown[:60]!r} is not known; it is taken as not holding.")
@@ -338,58 +339,10 @@ class _Reader:
         """The whole number that `$((...))` gives, "" where it is not plain arithmetic."""
         names = re.compile(rf"\$?\{{?({_NAME})\}}?")
         plain = names.sub(lambda match: self._value(match[1]) or "0", expression)
-        value = _calculated(plain)
+        value = calculated(plain)
         if value is None:
             self.script.notes.append(f"The script's $(({expression[:40]})) is not followed.")
         return "" if value is None else str(value)
-
-
-def _tested(words: list[str]) -> bool | None:
-    """The truth of a test's words, None where only running could tell."""
-    if len(words) == 1:
-        return bool(words[0])
-    if len(words) == 2 and words[0] in ("-z", "-n"):
-        return bool(words[1]) == (words[0] == "-n")
-    if len(words) == 3:
-        left, operator, right = words
-        if operator in ("==", "=", "!="):
-            return (left == right) == (operator != "!=")
-        if operator in ("-eq", "-ne", "-gt", "-ge", "-lt", "-le") and _whole(left) and _whole(right):
-            a, b = int(left), int(right)
-            return {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[operator]
-    return None
-
-
-def _whole(text: str) -> bool:
-    return re.fullmatch(r"-?\d{1,18}", text) is not None
-
-
-def _calculated(expression: str) -> int | None:
-    """Whole-number arithmetic with + - * / % and brackets, None for anything else."""
-    import ast
-    import operator
-
-    known = {
-        ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-        ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-    }  # fmt: skip
-
-    def value(node: ast.AST) -> int:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.BinOp) and type(node.op) in known:
-            result: int = known[type(node.op)](value(node.left), value(node.right))
-            return result
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -value(node.operand)
-        raise ValueError
-
-    if len(expression) > 200 or not re.fullmatch(r"[\d\s+*/%()-]*", expression):
-        return None
-    try:
-        return value(ast.parse(expression.strip(), mode="eval").body)
-    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
-        return None
 
 
 def _text_to_run(words: list[str]) -> str | None:

@@ -1,0 +1,54 @@
+"""What a launch script's tests and arithmetic come to. Source of the rules: the Bash manual, "Bash Conditional Expressions"
+and "Shell Arithmetic"."""
+
+from __future__ import annotations
+
+import ast
+import operator as operators
+import re
+
+
+def tested(words: list[str]) -> bool | None:
+    """The truth of a test's words, None where only running could tell."""
+    if len(words) == 1:
+        return bool(words[0])
+    if len(words) == 2 and words[0] in ("-z", "-n"):
+        return bool(words[1]) == (words[0] == "-n")
+    if len(words) == 3:
+        left, operator, right = words
+        if operator in ("==", "=", "!="):
+            return (left == right) == (operator != "!=")
+        if operator in ("-eq", "-ne", "-gt", "-ge", "-lt", "-le") and is_whole(left) and is_whole(right):
+            a, b = int(left), int(right)
+            return {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[operator]
+    return None
+
+
+def is_whole(text: str) -> bool:
+    """Whether it is a whole number, of at most 18 digits."""
+    return re.fullmatch(r"-?\d{1,18}", text) is not None
+
+
+def calculated(expression: str) -> int | None:
+    """Whole-number arithmetic with + - * / % and brackets, None for anything else."""
+    known = {
+        ast.Add: operators.add, ast.Sub: operators.sub, ast.Mult: operators.mul, ast.Div: operators.floordiv,
+        ast.FloorDiv: operators.floordiv, ast.Mod: operators.mod,
+    }  # fmt: skip
+
+    def value(node: ast.AST) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in known:
+            result: int = known[type(node.op)](value(node.left), value(node.right))
+            return result
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        raise ValueError
+
+    if len(expression) > 200 or not re.fullmatch(r"[\d\s+*/%()-]*", expression):
+        return None
+    try:
+        return value(ast.parse(expression.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
