@@ -74,10 +74,12 @@ def keep(
             phases, reason = _proof(job, recipe, timelines["steady"], device, rank)
             if reason:
                 raise _not_kept(reason)
-            other = _own_steps(walk, job.replace(micro_batch_size=_other_batch(job)))
+            recipes = [recipe]
+            with suppress(CollectorError):  # its step may be one of one sequence, or of several, alone
+                recipes.append(_own_steps(walk, job.replace(micro_batch_size=_other_batch(job))))
     except CollectorError as error:
         raise _not_kept(str(error).rstrip(".")) from error
-    return _kept(path, Kept(command=command, own_steps=True, job=job, recipes=(recipe, other), phases=phases))
+    return _kept(path, Kept(command=command, own_steps=True, job=job, recipes=tuple(recipes), phases=phases))
 
 
 def _kept(path: Path, kept: Kept) -> Kept:
@@ -98,11 +100,12 @@ def _own_steps(walk: Walks, job: TrainingJob) -> Recipe:
     def record(layers: int | None, batch: int, length: int, _steps: int = 0) -> Walk:
         return Walk.read(walk(layers, batch, length))
 
-    most = None
-    try:
-        record(FEW_LAYERS, job.micro_batch_size, FAR[1])
-    except CollectorError:  # a table of positions ends, or the script does
-        most = job.sequence_length
+    most: int | None = job.sequence_length  # where a table of positions ends, or the script does
+    for layers in (FEW_LAYERS, None):
+        with suppress(CollectorError):
+            record(layers, job.micro_batch_size, FAR[1])
+            most = None
+            break
     recipe = recorded(record, (job.micro_batch_size, job.sequence_length), most, nearer=NEARER)
     releases = {name: job.versions[name] for name in LIBRARIES if name in job.versions}
     return replace(recipe, versions=FrozenMapping(releases))

@@ -119,8 +119,9 @@ class WalkedSteps(ScriptSteps):
     def runs(self, network: torch.nn.Module) -> None:
         """An outermost module begins."""
         if not torch.is_grad_enabled():
-            if self._network is not None and (self._goes_forward or network.training) and _has_weights(network):
-                self._refused = "it runs a network without gradients in between, and not to evaluate"
+            evaluates = not self._goes_forward and not network.training and self._is_trained(network)
+            if self._network is not None and _has_weights(network) and not evaluates:
+                self._refused = "it runs a network without gradients, and not to evaluate the one that it trains"
         elif not self._goes_forward:
             self._goes_forward = True
             if self.layers is not None and not self.tracer.cuts:
@@ -129,6 +130,10 @@ class WalkedSteps(ScriptSteps):
                 self._refused = "gradients of the step before are still there in forward"
             self._began.append(self.tracer.now)
             self.tracer.micro_batch_begins()
+
+    def _is_trained(self, network: torch.nn.Module) -> bool:
+        held = {id(one) for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]}
+        return any(id(weight) in held for weight in network.parameters())
 
     def goes_back(self) -> None:
         """Backward begins."""
