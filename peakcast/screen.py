@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 from peakcast.explaining.steps import steps_text
 from peakcast.findings import Finding
-from peakcast.labels import RESTS_ON, category_name, phase_name, phase_title, quantity_name, sentence_start
+from peakcast.labels import METHODS, RESTS_ON, category_name, phase_name, phase_title, quantity_name, sentence_start
 from peakcast.prediction import QUANTITIES, SEEN_BY, Answer, Interval, Prediction
 from peakcast.remarks import assumptions_shown, notable, preventing, verdict_reason, verdict_words, warnings_shown
+from peakcast.spec import TrainingJob
 from peakcast.units import GIB, format_gib
 
 WIDTH = 100
@@ -34,7 +35,7 @@ def prediction_text(p: Answer, *, details: bool = False) -> str:
 
 
 def _first_screen(p: Answer) -> Iterable[str]:
-    yield _verdict(p)
+    yield f"{_verdict(p)}\n{_asked(p.job)}"
     yield _quantities(p)
     yield _ranks(p)
     yield _peak(p, NUM_KINDS)
@@ -44,7 +45,7 @@ def _first_screen(p: Answer) -> Iterable[str]:
 
 
 def _details(p: Answer) -> Iterable[str]:
-    yield _verdict(p)
+    yield f"{_verdict(p)}\n{_asked(p.job)}"
     yield _quantities(p)
     yield _ranks(p)
     yield _peak(p)
@@ -63,6 +64,15 @@ def _verdict(p: Prediction) -> str:
     failing = preventing(p)
     what = f": {failing.sentence}\n{sentence_start(verdict_reason(p))}." if failing else f": {verdict_reason(p)}."
     return _lines(f"{sentence_start(verdict_words(p))} on {p.gpu}{what}".split("\n"))
+
+
+def _asked(job: TrainingJob) -> str:
+    """The job in a line: what an answer is of, so that one sees what was taken for granted."""
+    what = "inference" if job.task == "inference" else METHODS[job.finetuning.method]
+    ranks = job.parallelism.world_size
+    gpus = f"{ranks:,} GPUs" if ranks > 1 else "1 GPU"
+    batch = f"micro-batch {job.micro_batch_size:,} × {job.sequence_length:,} tokens"
+    return _wrapped(f"Asked: {job.architecture.name}, {what}, {batch}, {gpus}, {job.framework}.")
 
 
 def _quantities(p: Prediction) -> str:
