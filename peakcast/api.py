@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from peakcast.answers import answer, full_answer
 from peakcast.batch import predict_batch
 from peakcast.calibrating import Checked, Fitted, check, evaluate, fit, report, reproduce
+from peakcast.catalog import Device
 from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.recognise import Beside, from_arguments
 from peakcast.dryrunning import dryrun
@@ -23,7 +24,6 @@ from peakcast.places import tracker
 from peakcast.questions import Rank, on_node, question, translation_of
 
 if TYPE_CHECKING:
-    from peakcast.catalog import Device
     from peakcast.dialects.translation import Translation
     from peakcast.explanation import Explanation
     from peakcast.installation import Installation
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from peakcast.recording import Recorded
     from peakcast.replaying import Replayed
     from peakcast.searching.found import Found, Largest
+    from peakcast.searching.gpu_types import Offers
     from peakcast.searching.search import Progress
     from peakcast.shipping import Shipment
     from peakcast.spec import TrainingJob
@@ -240,22 +241,25 @@ def doctor() -> Installation:
 
 def search(
     job: object,
-    gpu: str | Device,
+    gpu: str | Device | Sequence[str | Device] | None,
     *,
     num_gpus: int | None = None,
     global_batch_size: int | None = None,
     find: str = "plans",
+    price: str | Path | Mapping[str, object] | None = None,
     top: int = 20,
     gpus_per_node: int = 8,
     host_memory_gib: float | None = None,
     recipe: str | Path | None = None,
     processes: int = 1,
     progress: Progress | None = None,
-) -> Found | Largest:
+) -> Found | Largest | Offers:
     """Which layouts, batches, checkpointing, sharding and offloading let `job` fit on `num_gpus` of `gpu`, the best first.
 
     `find`: "plans", or an inverse question: the largest "micro_batch_size" or "sequence_length", the fewest "num_gpus", the
     biggest "model" of the catalog. `job` as in `predict`; what it says of GPUs and batch stands where no argument does.
+    Several GPU types ("A100-80GB,H100-80GB"), or `price`, what an hour of a GPU costs by type (a mapping, or the path of
+    one; without `gpu` its types are asked about), answer which type to take: the cheapest on which it surely fits first.
     `host_memory_gib`: that of a node, weighed as in `predict`. `recipe` as in `predict`: it answers for all candidates that
     it covers, and others are left out.
     Raises: SpecError, RecordError or CatalogError naming the parameter, the value, the rule and the way out.
@@ -265,14 +269,18 @@ def search(
     from peakcast import catalog
     from peakcast.kept import read_kept
     from peakcast.searching.door import ask
+    from peakcast.searching.gpu_types import read_prices
 
-    device = on_node(catalog.gpu(gpu) if isinstance(gpu, str) else gpu, host_memory_gib, gpus_per_node)
+    prices = read_prices(price)
+    types = gpu.split(",") if isinstance(gpu, str) else [gpu] if isinstance(gpu, Device) else list(gpu or prices)
+    named = [catalog.gpu(name.strip()) if isinstance(name, str) else name for name in types]
+    devices = [on_node(device, host_memory_gib, gpus_per_node) for device in dict.fromkeys(named)]
     kept = read_kept(Path(recipe)) if recipe is not None else None
     read = translation_of(kept.job if kept is not None and job is None else job)
     options: dict[str, Any] = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
     options |= {"findings": read.findings, "record": partial(_record, progress)}
     options |= {"lent": kept.lent() if kept is not None else None}
-    found = ask(read.job, device, find, num_gpus, global_batch_size, options)
+    found = ask(read.job, devices, find, prices, num_gpus, global_batch_size, options)
     return replace(found, findings=read.findings)
 
 

@@ -143,20 +143,27 @@ def search(
     find: Annotated[
         str, typer.Option(help="plans, or what should be largest: micro_batch_size, sequence_length, model; or num_gpus.")
     ] = "plans",
+    price: Annotated[
+        Path | None,
+        typer.Option(help="A YAML or JSON file of GPU types and what an hour of one costs: the cheapest first."),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 20,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that tensor parallelism may span.")] = 8,
     host_memory_gib: HostMemory = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
+    details: Details = False,
     json: Json = False,
 ) -> None:
     """Search the layouts, micro-batches, checkpointing, sharding and offloading with which JOB fits, ranked.
+
+    Several GPU types (--gpu A100-80GB,H100-80GB) or --price answer which type to take.
 
     Exits with 0 when something surely fits, 3 when nothing does, 4 when that is uncertain.
     """
     from peakcast import api, render
     from peakcast.searching.text import search_text
 
-    if gpu is None:
+    if gpu is None and price is None:
         raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
     with render.working() as progress:
         found = api.search(
@@ -165,6 +172,7 @@ def search(
             num_gpus=num_gpus,
             global_batch_size=global_batch_size,
             find=find,
+            price=price,
             top=top,
             gpus_per_node=gpus_per_node,
             host_memory_gib=host_memory_gib,
@@ -172,7 +180,7 @@ def search(
             processes=processes,
             progress=progress,
         )
-    print(render.json_text(found.to_mapping()) if json else search_text(found))
+    print(render.json_text(found.to_mapping()) if json else search_text(found, whole=details))
     raise typer.Exit(FITS_EXIT_CODES[found.fits])
 
 

@@ -66,9 +66,9 @@ def communication(job: TrainingJob, rank: int) -> tuple[Collective, ...]:
     )
 
 
-def sent_per_iteration(job: TrainingJob, rank: int) -> int:
-    """Bytes that `rank` sends in one iteration: the sum of what `communication` lists, of its own stage alone."""
-    return sum(_sent(call) * _per_iteration(call, job) for call in _calls(Share.of(job, _stage(job, rank))))
+def sent_by_call(job: TrainingJob, rank: int) -> list[tuple[Call, int]]:
+    """Each kind of communication of `rank`'s own stage with the bytes that it sends for it in one iteration."""
+    return [(call, _sent(call) * _per_iteration(call, job)) for call in _calls(Share.of(job, _stage(job, rank)))]
 
 
 def _stage(job: TrainingJob, rank: int) -> int:

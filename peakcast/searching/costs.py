@@ -1,12 +1,145 @@
-"""What a plan costs beside memory: operations done again, and bytes sent. Both decide the order of plans that fit."""
+"""What a plan costs beside memory: operations done again, idle pipeline stages, bytes sent, bytes offloaded.
+
+Each is a share of the time that the operations of a step take by themselves, estimated from data sheets
+(`catalog/speeds.toml`): good enough to order plans by, not a prediction of speed.
+"""
 
 from __future__ import annotations
 
-from peakcast.explaining.communication import sent_per_iteration
-from peakcast.spec import TrainingJob
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from peakcast.architecture import Architecture
+from peakcast.catalog import Device
+from peakcast.catalog.speeds import Speed, speed
+from peakcast.explaining.calls import Call
+from peakcast.explaining.communication import sent_by_call
+from peakcast.explaining.groups import CONTEXT, DATA, EXPERT, EXPERT_DATA, GRADIENT, PIPELINE
+from peakcast.models.analytical.parameters import num_parameters
+from peakcast.spec import Parallelism, TrainingJob
 
 FORWARD_SHARE = 1 / 3
 """Of a step's operations; backward has twice as many (Narayanan et al. 2021, arXiv:2104.04473, appendix)."""
+UTILISATION = 0.5
+"""Share of a data sheet's operations that a step reaches while it computes. A judgement: whole runs reach 0.38 to 0.43 with
+all that this module counts beside it (Llama Team 2024, arXiv:2407.21783, table 4)."""
+SPLIT_BUBBLE = 1 / 3
+"""Of a 1F1B schedule's bubble what is left where backward comes in two halves (Qi et al. 2023, arXiv:2401.10241, ZB-H1)."""
+PCIE_BYTES_PER_SECOND = 25e9
+"""What PCI Express 4 x16 reaches of its 32 GB/s; a rank's share of its node's memory is about as fast. A judgement."""
+UPDATE_BYTES = 28
+"""Per parameter, what AdamW on the host reads and writes: two fp32 states and weights both ways, a gradient."""
+SHORTEST_PIECE = 4096
+"""Tokens of a sequence on a context-parallel rank, of which attention over fewer takes as long. A judgement: published
+layouts leave 8,192 on each (Llama Team 2024, arXiv:2407.21783, table 4: 131,072 on 16)."""
+LAYER_ACTIVATIONS = 34
+"""Bytes of activations per token and hidden unit of a layer (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Shares of the time that the operations of a step take; `sent_bytes` is what the first or the last pipeline stage's
+    rank sends per optimizer step, whichever sends more."""
+
+    recompute: float
+    bubble: float
+    sending: float
+    """What computation does not hide."""
+    offloading: float
+    sent_bytes: int
+
+    @property
+    def total(self) -> float:
+        """How much longer the step takes than its operations alone: 0.25 is a quarter longer."""
+        return (1 + self.recompute) * (1 + self.bubble) - 1 + self.sending + self.offloading
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Seconds of a step's communication, by what can hide it, and the bytes of all of it."""
+
+    in_the_way: float = 0.0
+    """Nothing: the next operation needs it (tensor, expert and pipeline parallelism)."""
+    around_the_ring: float = 0.0
+    """The attention of what has arrived."""
+    every_micro_batch: float = 0.0
+    """All operations: weights that are gathered and gradients that are reduced layer by layer."""
+    once: float = 0.0
+    """The last micro-batch's backward."""
+    num_bytes: int = 0
+
+    def most(self, other: Sent) -> Sent:
+        """The larger of both, part by part."""
+        return Sent(*(max(getattr(self, name), getattr(other, name)) for name in self.__slots__))
+
+
+def cost(job: TrainingJob, device: Device, sent: Sent | None = None) -> Cost:
+    """What `job` on `device` costs; `sent`: what it sends, where that is known."""
+    sent = sent or sending(job, device)
+    step, attention = step_seconds(job, device), attention_share(job.architecture, job.sequence_length)
+    last_backward = (1 - FORWARD_SHARE) * step / job.gradient_accumulation_steps
+    pieces = max(0.0, SHORTEST_PIECE * job.parallelism.context_parallel_size / job.sequence_length - 1)
+    exposed = (
+        sent.in_the_way
+        + (attention * step * pieces if job.parallelism.context_parallel_size > 1 else 0.0)
+        + max(0.0, sent.around_the_ring - attention * step)
+        + max(0.0, sent.every_micro_batch - step)
+        + max(0.0, sent.once - last_backward)
+    )
+    return Cost(
+        recompute=recompute(job),
+        bubble=bubble(job),
+        sending=exposed / step,
+        offloading=_offload_seconds(job, step) / step,
+        sent_bytes=sent.num_bytes,
+    )
+
+
+def order(job: TrainingJob, found: Cost) -> tuple[float, int]:
+    """What plans are ordered by: the extra time, to a thousandth of a step, then how much there is to set up: kinds of
+    parallelism, and of tensors that are offloaded."""
+    layout, offload = job.parallelism, job.offload
+    split = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.context_parallel_size
+    kinds = sum(size > 1 for size in (*split, layout.expert_parallel_size))
+    return round(found.total, 3), kinds + sum((offload.optimizer, offload.parameters, offload.activations))
+
+
+# -- operations ---------------------------------------------------------------------------------------------------------
+
+
+def step_seconds(job: TrainingJob, device: Device) -> float:
+    """Seconds that a rank computes in one optimizer step when nothing is done again and nobody waits."""
+    layout, a = job.parallelism, job.architecture
+    tokens = job.micro_batch_size * job.sequence_length * job.gradient_accumulation_steps * layout.data_parallel_size
+    trained = 6 if job.finetuning.method == "full" else 4  # frozen weights have no gradients of their own
+    per_token = trained * active_parameters(a) + 3 * _attention_operations(a, job.sequence_length)
+    return tokens * per_token / (layout.world_size * speed(device.name).bf16_tflops * 1e12 * UTILISATION)
+
+
+def attention_share(architecture: Architecture, sequence_length: int) -> float:
+    """Of a step's operations, those of attention between tokens."""
+    attention = 3 * _attention_operations(architecture, sequence_length)
+    return attention / (attention + 6 * active_parameters(architecture))
+
+
+def _attention_operations(a: Architecture, sequence_length: int) -> int:
+    """Of one token's forward in all layers: 4·s·h for scores and their sums, halved by the causal mask (Korthikanti et al.
+    2022, arXiv:2205.05198, section 5)."""
+    return 2 * sequence_length * a.num_attention_heads * a.head_dim * a.num_hidden_layers
+
+
+@lru_cache(maxsize=1024)
+def active_parameters(architecture: Architecture) -> int:
+    """Parameters that each token meets: of routed experts those that it is sent to."""
+    a, moe = architecture, architecture.moe
+    if a.kind == "undescribed":
+        return 12 * a.num_hidden_layers * a.hidden_size**2
+    total = num_parameters(a)
+    if moe is None:
+        return total
+    routed = sum(a.is_moe_layer(layer) for layer in range(a.num_hidden_layers))
+    return total - routed * (moe.num_experts - moe.num_experts_per_tok) * 3 * a.hidden_size * moe.moe_intermediate_size
 
 
 def recompute(job: TrainingJob) -> float:
@@ -23,12 +156,88 @@ def recompute(job: TrainingJob) -> float:
     return FORWARD_SHARE / checkpointing.every_n_layers
 
 
-def price(job: TrainingJob) -> tuple[float, int]:
-    """What a plan is ordered by before what it sends: operations done again, then kinds of tensors that are offloaded."""
-    return recompute(job), sum((job.offload.optimizer, job.offload.parameters, job.offload.activations))
+def bubble(job: TrainingJob) -> float:
+    """Time that a pipeline stage waits, as a share of the time that it computes: (p − 1) / (v·m) of p stages, v virtual
+    ones a rank and m micro-batches (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)."""
+    layout = job.parallelism
+    idle = (layout.pipeline_parallel_size - 1) / job.gradient_accumulation_steps
+    if layout.pipeline_schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
+        return idle / layout.virtual_pipeline_stages
+    return idle * SPLIT_BUBBLE
 
 
-def sent_bytes(job: TrainingJob) -> int:
+# -- bytes --------------------------------------------------------------------------------------------------------------
+
+
+def sending(job: TrainingJob, device: Device) -> Sent:
     """What the first or the last pipeline stage's rank sends per optimizer step, whichever sends more."""
-    last = job.parallelism.world_size - 1
-    return max(sent_per_iteration(job, rank) for rank in {0, last})
+    found, fast = Sent(), speed(device.name)
+    for rank in {0, job.parallelism.world_size - 1}:
+        seconds, num_bytes = dict.fromkeys(HIDDEN_BY.values(), 0.0) | {"in_the_way": 0.0, "once": 0.0}, 0
+        for call, size in sent_by_call(job, rank):
+            hidden = HIDDEN_BY.get(call.axis, "in_the_way")
+            hidden = "once" if hidden == "every_micro_batch" and call.once else hidden
+            seconds[hidden] += size / _bytes_per_second(call, job.parallelism, device.gpus_per_node, fast)
+            num_bytes += size
+        found = found.most(Sent(**seconds, num_bytes=num_bytes))
+    return found
+
+
+HIDDEN_BY = {
+    CONTEXT: "around_the_ring",
+    DATA: "every_micro_batch",
+    GRADIENT: "every_micro_batch",
+    EXPERT_DATA: "every_micro_batch",
+}
+"""Axis -> the field of `Sent`; others are in the way."""
+
+
+def _bytes_per_second(call: Call, layout: Parallelism, gpus_per_node: int, fast: Speed) -> float:
+    """Bandwidth of one rank in `call`. A ring over several nodes has the network links of all its ranks in a node; who
+    sends to one other rank, or to each, has its own. Ranks are in the order tp-cp-dp-pp."""
+    link, network = fast.link_gb_per_s * 1e9, fast.network_gb_per_s * 1e9
+    inside = max(1, min(call.group_size, gpus_per_node // max(1, _stride(call.axis, layout))))
+    if inside >= call.group_size:
+        return link
+    if call.axis == PIPELINE or call.function == "send/recv":
+        return network
+    if call.axis == EXPERT:
+        return network * (call.group_size - 1) / (call.group_size - inside)
+    return min(link, inside * network)
+
+
+_STRIDES: dict[str, Callable[[Parallelism], int]] = {
+    CONTEXT: lambda layout: layout.tensor_parallel_size,
+    GRADIENT: lambda layout: layout.tensor_parallel_size,
+    EXPERT: lambda layout: layout.tensor_parallel_size,
+    DATA: lambda layout: layout.tensor_parallel_size * layout.context_parallel_size,
+    EXPERT_DATA: lambda layout: layout.tensor_parallel_size * layout.expert_parallel_size,
+    PIPELINE: lambda layout: layout.world_size // layout.pipeline_parallel_size,
+}
+
+
+def _stride(axis: str, layout: Parallelism) -> int:
+    """How many ranks lie between neighbours of a group along `axis`."""
+    return _STRIDES.get(axis, lambda layout: 1)(layout)
+
+
+def _offload_seconds(job: TrainingJob, step: float) -> float:
+    """Seconds of a step that go to and from host memory, and the update there."""
+    layout, offload, a = job.parallelism, job.offload, job.architecture
+    if not (offload.optimizer or offload.parameters or offload.activations):
+        return 0.0
+    sharded = layout.num_replicas if layout.zero_stage or layout.sharding != "none" else 1
+    held = num_parameters(a) if a.kind != "undescribed" else active_parameters(a)
+    parameters = held / (layout.tensor_parallel_size * layout.pipeline_parallel_size * sharded)
+    moved = 0.0
+    if offload.optimizer and job.finetuning.method == "full":
+        moved += parameters * (UPDATE_BYTES + 4)  # gradients out and weights back, 2 bytes each
+    if offload.parameters:
+        moved += 2 * 2 * parameters * job.gradient_accumulation_steps
+    seconds = moved / PCIE_BYTES_PER_SECOND
+    if offload.activations:
+        tokens = job.micro_batch_size * job.sequence_length * job.gradient_accumulation_steps
+        ranks = layout.tensor_parallel_size * layout.context_parallel_size * layout.pipeline_parallel_size
+        out_and_back = 2 * LAYER_ACTIVATIONS * tokens * a.hidden_size * a.num_hidden_layers / ranks
+        seconds += max(0.0, out_and_back / PCIE_BYTES_PER_SECOND - step)
+    return seconds

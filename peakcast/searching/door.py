@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peakcast.catalog import Device
 from peakcast.errors import SpecError, near_misses
 from peakcast.searching.found import Found, Largest
+from peakcast.searching.gpu_types import Offers, compare
 from peakcast.searching.inverse import MOST, biggest_model, fewest_gpus, largest
 from peakcast.searching.search import search
 from peakcast.spec import TrainingJob
@@ -16,12 +18,13 @@ ASKED = ("plans", *MOST, "num_gpus", "model")
 
 def ask(
     job: TrainingJob,
-    device: Device,
+    devices: Sequence[Device],
     find: str,
+    prices: Mapping[str, float],
     num_gpus: int | None,
     global_batch_size: int | None,
     options: dict[str, Any],
-) -> Found | Largest:
+) -> Found | Largest | Offers:
     """The answer to one search. Raises: SpecError."""
     _refuse_unheard(find, num_gpus, global_batch_size)
     if find not in ASKED:
@@ -29,6 +32,9 @@ def ask(
         raise SpecError(f"find={find!r} is no question{hint} Known: {', '.join(ASKED)}.", parameter="find", value=find)
     if job.task != "train":
         raise SpecError("task='inference' has no layouts to search; ask `predict`.", parameter="task", value=job.task)
+    if len(devices) != 1 or prices:
+        return _which_type(job, devices, find, prices, num_gpus, global_batch_size, options)
+    (device,) = devices
     if find == "plans":
         return search(job, device, num_gpus or job.parallelism.world_size, global_batch_size, **options)
     if find == "num_gpus":
@@ -38,6 +44,27 @@ def ask(
     if find == "model":
         return biggest_model(job, device, options["progress"], options["findings"])
     return largest(job, device, find, options["findings"], options["record"], options["lent"])
+
+
+def _which_type(
+    job: TrainingJob,
+    devices: Sequence[Device],
+    find: str,
+    prices: Mapping[str, float],
+    num_gpus: int | None,
+    global_batch_size: int | None,
+    options: dict[str, Any],
+) -> Offers:
+    """Several GPU types, or prices: which one to take."""
+    if not devices:
+        raise SpecError("gpu is required and missing; give a GPU type, such as H100-80GB, or several.", parameter="gpu")
+    if find not in ("plans", "num_gpus"):
+        raise SpecError(
+            f"find={find!r} asks about one GPU type; give one, and no prices, or leave find out.",
+            parameter="find",
+            value=find,
+        )
+    return compare(job, devices, prices, num_gpus, global_batch_size, options)
 
 
 def _refuse_unheard(find: str, num_gpus: int | None, global_batch_size: int | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from peakcast.advised import plain
 from peakcast.findings import Finding, sentences
 from peakcast.prediction import Fits, Interval
+from peakcast.searching.costs import Cost
 from peakcast.spec import TrainingJob
 
 
@@ -22,10 +23,8 @@ class Plan:
     peak_host_bytes: Interval
     headroom_bytes: int
     """Capacity less the 95 % bound; negative where that is beyond it."""
-    recompute: float
-    """Operations done again as a share of all of a step's."""
-    sent_bytes: int
-    """What the rank that sends most sends per optimizer step."""
+    cost: Cost
+    """What it takes beside the step's own operations."""
 
     def to_mapping(self) -> dict[str, Any]:
         """As JSON has it: what a search changes of the job, and the numbers."""
@@ -35,8 +34,12 @@ class Plan:
             "peak_device_bytes": self.peak_device_bytes.to_mapping(),
             "peak_host_bytes": self.peak_host_bytes.to_mapping(),
             "headroom_bytes": self.headroom_bytes,
-            "recompute": self.recompute,
-            "sent_bytes": self.sent_bytes,
+            "recompute": self.cost.recompute,
+            "bubble": self.cost.bubble,
+            "sending": self.cost.sending,
+            "offloading": self.cost.offloading,
+            "extra_time": self.cost.total,
+            "sent_bytes": self.cost.sent_bytes,
         }
 
 

@@ -45,7 +45,7 @@ def largest(
         asked = job.replace(**{name: times * step})
         record([asked])
         with lending(lent):
-            return planned(asked, device, 0, findings)
+            return planned(asked, device, None, findings)
 
     high, last = -(-least // step), most // step
     low, best, beyond = high - 1, None, None
@@ -112,7 +112,7 @@ def biggest_model(
     for number, (name, candidate) in enumerate(_by_size(job)):
         if progress:
             progress(f"{number} architectures do not fit; trying {name}")
-        plan = planned(candidate, device, 0, findings)
+        plan = planned(candidate, device, None, findings)
         if plan is not None and plan.fits == "yes":
             return Largest(asked="model", value=name, plan=plan, beyond=beyond, beyond_fits=verdict)
         beyond, verdict = name, plan.fits if plan is not None else "no"

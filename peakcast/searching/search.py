@@ -21,7 +21,7 @@ from peakcast.models.recipes.covering import cannot_be_recorded, no_recipe
 from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.lent import lent as brought
 from peakcast.models.recipes.shelf import wants_recipe
-from peakcast.searching import costs
+from peakcast.searching.costs import Cost, cost, order
 from peakcast.searching.found import Found, Plan
 from peakcast.searching.space import GPUS_PER_NODE, candidates
 from peakcast.searching.walk import Candidate, Question, Workers, in_order, series, standing
@@ -50,7 +50,7 @@ def search(
     lent: Lent | None = None,
 ) -> Found:
     """The `top` plans for `job` on `num_gpus` of `device`: those that surely fit first, then those that may; within each
-    the least recomputation, then the least offloading, then the least communication. `global_batch_size` None: that of
+    those that take the least time beside the step's own operations (`costs.Cost`). `global_batch_size` None: that of
     `job`, but at least a micro-batch for each GPU. `findings`: those of reading the question; `record` is given the jobs
     whose recipes are wanted, where the ledger does not know the network. `lent`: the recipes that answer, and no others.
 
@@ -88,7 +88,7 @@ def search(
 
     with lending(lent), Workers(Question(every, device, room, findings, lent), processes) as workers:
         plans = _plans(workers, in_order(workers, left, tell), top, tell)
-    plans.sort(key=lambda p: (p.fits != "yes", *costs.price(p.job), p.sent_bytes, p.peak_device_bytes.point))
+    plans.sort(key=lambda p: (p.fits != "yes", *order(p.job, p.cost), p.peak_device_bytes.point))
     return Found(
         gpu=device.name,
         num_gpus=num_gpus,
@@ -158,10 +158,10 @@ def _plans(workers: Workers, walked: Iterator[Candidate], top: int, say: Progres
 
 
 def _planned(question: Question, candidate: Candidate) -> Plan | None:
-    return planned(question.every[candidate.index], question.device, candidate.sent_bytes, question.findings)
+    return planned(question.every[candidate.index], question.device, candidate.cost, question.findings)
 
 
-def planned(job: TrainingJob, device: Device, sent: int | None = None, findings: tuple[Finding, ...] = ()) -> Plan | None:
+def planned(job: TrainingJob, device: Device, known: Cost | None = None, findings: tuple[Finding, ...] = ()) -> Plan | None:
     """The plan of one candidate; None where it cannot be answered."""
     try:
         answer = predict(job, device, findings=findings)
@@ -173,6 +173,5 @@ def planned(job: TrainingJob, device: Device, sent: int | None = None, findings:
         peak_device_bytes=answer.peak_device_bytes,
         peak_host_bytes=answer.peak_host_bytes,
         headroom_bytes=usable_bytes(job, device) - answer.peak_device_bytes.upper_95,
-        recompute=costs.recompute(job),
-        sent_bytes=costs.sent_bytes(job) if sent is None else sent,
+        cost=known or cost(job, device),
     )

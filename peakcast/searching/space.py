@@ -9,6 +9,7 @@ from peakcast.conventions import conventions
 from peakcast.errors import SpecError
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.analytical.scope import out_of_scope
+from peakcast.parallelism import layers_beside_ends
 from peakcast.spec import ActivationCheckpointing, Offload, Parallelism, TrainingJob
 
 GPUS_PER_NODE = 8
@@ -17,6 +18,8 @@ MOST_MICRO_BATCH = 64
 MEGATRON_CHECKPOINTING = ("none", "selective", "full")
 CHECKPOINTING = ("none", "full")
 ZERO_STAGES = (0, 1, 2, 3)
+MOST_VIRTUAL = 5
+"""Virtual stages a rank: more of them hardly shrink the bubble, and each sends what it computes."""
 ENOUGH_FOR_A_STAGE = 4
 """Micro-batches: DualPipeV wants two for each stage, the interleaved schedules as many in every round."""
 OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, parameters=True))
@@ -81,6 +84,7 @@ def _torch(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Para
                         pipeline_parallel_size=pipeline,
                         pipeline_schedule=schedule if pipeline > 1 else "1f1b",
                         virtual_pipeline_stages=virtual,
+                        pipeline_layers=_beside_ends(job.architecture.num_hidden_layers, pipeline) if virtual == 1 else (),
                         context_parallel_size=context,
                     )
                     asked = _spread(job, layout)
@@ -127,7 +131,7 @@ def _grids(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[tupl
         if tensor > gpus_per_node or a.num_attention_heads % tensor or a.num_key_value_heads % tensor:
             continue
         for pipeline in _divisors(num_gpus // tensor):
-            if a.num_hidden_layers % pipeline:
+            if a.num_hidden_layers % pipeline and not _beside_ends(a.num_hidden_layers, pipeline):
                 continue
             for context in _divisors(num_gpus // tensor // pipeline):
                 # each rank has two chunks: megatron/core/utils.py, get_batch_on_this_cp_rank; torch's load balancer too
@@ -135,11 +139,18 @@ def _grids(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[tupl
                     yield tensor, pipeline, context, num_gpus // (tensor * pipeline * context)
 
 
+def _beside_ends(num_layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage where those do not divide them, but do with embedding and head as a layer each, as Llama 3.1's
+    126 were made for (Llama Team 2024, arXiv:2407.21783, section 3.3.2); () elsewhere."""
+    fits = num_layers % stages and (num_layers + 2) % stages == 0 and (num_layers + 2) // stages > 1
+    return layers_beside_ends(num_layers, stages) if fits else ()
+
+
 def _variants(job: TrainingJob, tensor: int, pipeline: int, context: int, expert: int, data: int) -> Iterator[Parallelism]:
-    """Sequence parallelism and the distributed optimizer, where they do something; interleaving as the job has it, since it
-    costs memory and communication, and what it buys, a smaller bubble, is no part of the order."""
-    per_stage, asked = job.architecture.num_hidden_layers // pipeline, job.parallelism.virtual_pipeline_stages
-    for virtual in {1, asked if pipeline > 1 and per_stage % asked == 0 else 1}:
+    """Sequence parallelism and the distributed optimizer, where they do something; interleaving as the job has it, and with
+    the most virtual stages up to `MOST_VIRTUAL`, which makes the smallest bubble."""
+    uneven = _beside_ends(job.architecture.num_hidden_layers, pipeline)
+    for virtual in (1,) if uneven or pipeline == 1 else _virtual_stages(job, pipeline):
         for sequence_parallel in (False, True) if tensor > 1 else (False,):
             for stage in (0, 1) if data * context > 1 else (0,):
                 try:
@@ -151,11 +162,18 @@ def _variants(job: TrainingJob, tensor: int, pipeline: int, context: int, expert
                         pipeline_parallel_size=pipeline,
                         pipeline_schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
                         virtual_pipeline_stages=virtual,
+                        pipeline_layers=uneven,
                         context_parallel_size=context,
                         expert_parallel_size=expert,
                     )
                 except SpecError:
                     continue
+
+
+def _virtual_stages(job: TrainingJob, pipeline: int) -> set[int]:
+    """How many virtual stages a rank of a pipeline may have."""
+    per_stage, asked = job.architecture.num_hidden_layers // pipeline, job.parallelism.virtual_pipeline_stages
+    return {1, *(number for number in (asked, _divisors_up_to(per_stage, MOST_VIRTUAL)[-1]) if per_stage % number == 0)}
 
 
 def _fills_the_pipeline(layout: Parallelism, steps: int) -> bool:
@@ -180,6 +198,10 @@ def _offloads(job: TrainingJob, layout: Parallelism) -> tuple[Offload, ...]:
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _divisors_up_to(number: int, most: int) -> list[int]:
+    return [d for d in _divisors(number) if d <= most]
 
 
 def _powers_of_two(most: int) -> list[int]:

@@ -7,6 +7,7 @@ import textwrap
 from peakcast.labels import SHORT_VERDICTS, VERDICTS
 from peakcast.remarks import warnings_shown
 from peakcast.searching.found import Found, Largest, Plan
+from peakcast.searching.gpu_types import Offers
 from peakcast.spec import TrainingJob
 from peakcast.units import GIB
 
@@ -27,11 +28,37 @@ NAMES = {
 }
 
 
-def search_text(found: Found | Largest) -> str:
-    """The answer, and a line for each warning."""
-    answer = found_text(found) if isinstance(found, Found) else largest_text(found)
-    warnings = [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in warnings_shown(found.findings)]
+def search_text(found: Found | Largest | Offers, *, whole: bool = False) -> str:
+    """The answer, and a line for each warning; `whole`: for every one."""
+    if isinstance(found, Offers):
+        answer = offers_text(found)
+    else:
+        answer = found_text(found) if isinstance(found, Found) else largest_text(found)
+    shown = warnings_shown(found.findings, whole=whole)
+    warnings = [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in shown]
     return "\n".join([answer, *([""] if warnings else []), *warnings])
+
+
+def offers_text(found: Offers) -> str:
+    """Which GPU type to take: a line for each."""
+    order = "the cheapest first" if found.has_prices else "the fewest GPUs first"
+    head = f"GPU types on which the job surely fits, {order}; speed is estimated from data sheets:"
+    columns = f"{'':>3} {'GPU type':<16} {'GPUs':>5} {'layout':<33} {'':<7} {'GiB':>6} {'at most':>7} {'tokens/s':>9}"
+    prices = f" {'price/h':>9} {'/M tokens':>9}" if found.has_prices else ""
+    lines = [head, "", columns + prices]
+    for number, offer in enumerate(found.offers, 1):
+        if offer.plan is None or offer.tokens_per_second is None:
+            lines.append(f"{number:>3} {offer.gpu:<16} {'none':>5} no number of them surely holds it")
+            continue
+        bar, job = offer.plan.peak_device_bytes, offer.plan.job
+        line = (
+            f"{number:>3} {offer.gpu:<16} {offer.num_gpus:>5} {plan_words(job):<33} {SHORT_VERDICTS[offer.fits]:<7} "
+            f"{bar.point / GIB:>6.2f} {bar.upper_95 / GIB:>7.2f} {offer.tokens_per_second:>9,.0f}"
+        )
+        each = offer.price_per_million_tokens
+        priced = f" {offer.price_per_hour:>9.2f} {each:>9.3f}" if each is not None else f" {'no price':>9}"
+        lines.append(line + (priced if found.has_prices else ""))
+    return "\n".join(lines)
 
 
 def found_text(found: Found) -> str:
@@ -47,25 +74,26 @@ def found_text(found: Found) -> str:
         head = f"{head}\n{textwrap.fill(left, WIDTH, subsequent_indent='  ')}"
     if not found.plans:
         return f"{head}\nNothing fits: more GPUs, a shorter sequence, adapters or a smaller model would be needed."
-    order = "least recomputation, least offloaded, least sent"
-    lines = [head, f"The {len(found.plans)} best, {sure} of which surely fit; {order}:", "", HEAD]
+    best = f"The {len(found.plans)} that take least extra time, {sure} of which surely fit (estimated from data sheets):"
+    lines = [head, best, "", HEAD]
     return "\n".join([*lines, *(plan_line(number, plan) for number, plan in enumerate(found.plans, 1))])
 
 
 HEAD = (
-    f"{'':>3} {'layout':<30} {'micro':>5} {'accum':>5} {'checkpointing':<13} {'verdict':<8} {'device GiB':>10}"
-    f" {'95 % below':>10} {'again':>6} {'sent GiB':>8}"
+    f"{'':>3} {'layout':<33} {'micro':>5} {'accum':>5} {'recompute':<9} {'':<7} {'GiB':>6} {'at most':>7}"
+    f" {'again':>6} {'bubble':>6} {'sending':>7} {'longer':>6}"
 )
 
 
 def plan_line(number: int, plan: Plan) -> str:
     """One plan."""
-    job, bar = plan.job, plan.peak_device_bytes
-    again = f"{plan.recompute * 100:.0f} %"
+    job, bar, cost = plan.job, plan.peak_device_bytes, plan.cost
+    shares = (cost.recompute, cost.bubble, cost.sending, cost.total)
+    again, idle, sending, longer = (f"{share * 100:.0f} %" for share in shares)
     return (
-        f"{number:>3} {plan_words(job):<30} {job.micro_batch_size:>5} {job.gradient_accumulation_steps:>5} "
-        f"{job.activation_checkpointing.mode:<13} {SHORT_VERDICTS[plan.fits]:<8} {bar.point / GIB:>10.2f}"
-        f" {bar.upper_95 / GIB:>10.2f} {again:>6} {plan.sent_bytes / GIB:>8.1f}"
+        f"{number:>3} {plan_words(job):<33} {job.micro_batch_size:>5} {job.gradient_accumulation_steps:>5} "
+        f"{job.activation_checkpointing.mode:<9} {SHORT_VERDICTS[plan.fits]:<7} {bar.point / GIB:>6.2f}"
+        f" {bar.upper_95 / GIB:>7.2f} {again:>6} {idle:>6} {sending:>7} {longer:>6}"
     )
 
 

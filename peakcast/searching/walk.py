@@ -1,6 +1,6 @@
 """Candidates in the order of what they cost beside memory, those that have room with their peaks.
 
-Candidates that differ in the micro-batch alone are a *series*: they cost the same, and each needs at least as much as the
+Candidates that differ in the micro-batch alone are a *series*: they send the same, and each needs at least as much as the
 one before, so the first that has no room ends it. A series is passed over without a timeline where what stands on its ranks
 is already too much, with one that many share where the same shards with sequence parallelism and without interleaving have
 no room (these take away, or add), and with two short ones where shallower networks show that a deep one has none.
@@ -25,7 +25,7 @@ from peakcast.models.analytical.standing import bound_by_depth, standing_bytes
 from peakcast.models.analytical.sweep import fullest_stages
 from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.shelf import wants_recipe
-from peakcast.searching import costs
+from peakcast.searching.costs import Cost, cost, order, sending
 from peakcast.spec import TrainingJob
 from peakcast.workers import LostError
 
@@ -37,10 +37,10 @@ AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One that has room: its place among all, what it sends and the peak of its fullest stage, both in bytes."""
+    """One that has room: its place among all, what it costs, and the peak of its fullest stage in bytes."""
 
     index: int
-    sent_bytes: int
+    cost: Cost
     peak_bytes: int
 
 
@@ -126,28 +126,42 @@ def standing(every: Sequence[TrainingJob], members: Series) -> int:
 
 
 def in_order(workers: Workers, left: Iterable[Series], say: Callable[[str], None]) -> Iterator[Candidate]:
-    """The candidates of `left` that have room, by what is done again, offloaded, sent, then by their peak."""
-    every = workers.question.every
-    by_price = sorted(left, key=lambda members: costs.price(every[members[0]]))
+    """The candidates of `left` that have room, by what they cost, then by their peak."""
+    every, left = workers.question.every, list(left)
+    say(f"what {len(left):,} layouts cost")
+    found = [(index, one) for costs in workers.map(_costs, left) for index, one in costs]
+    series_of = {index: number for number, members in enumerate(left) for index in members}
+    ranked = sorted((order(every[index], one), index, one) for index, one in found)
+    no_room: dict[int, int] = {}
+    """Of a series, by its number, the least micro-batch that is known to have no room."""
     num_looked = 0
-    for _, group in groupby(by_price, key=lambda members: costs.price(every[members[0]])):
-        alike = list(group)
-        say(f"{num_looked:,} of {len(by_price):,} layouts looked at: what the next {len(alike):,} send")
-        sent = dict(zip(alike, workers.map(_sent, alike), strict=True))
-        alike.sort(key=lambda members: sent[members])
-        for wave in _waves(alike, sent, AT_ONCE * workers.processes):
-            say(f"{num_looked:,} of {len(by_price):,} layouts looked at: the peaks of the next {len(wave):,}")
-            peaks = dict(zip(wave, workers.map(_peaks, wave), strict=True))
-            num_looked += len(wave)
-            for size, ties in groupby(wave, key=lambda members: sent[members]):
-                found = [(peak, index) for members in ties for index, peak in zip(members, peaks[members], strict=False)]
-                yield from (Candidate(index, size, peak) for peak, index in sorted(found))
+    for wave in _waves(ranked, AT_ONCE * workers.processes):
+        say(f"{num_looked:,} of {len(ranked):,} looked at: the peaks of the next {len(wave):,}")
+        num_looked += len(wave)
+        asked: dict[int, list[int]] = {}
+        for _, index, _ in wave:
+            number = series_of[index]
+            if every[index].micro_batch_size < no_room.get(number, ANY):
+                asked.setdefault(number, []).append(index)
+        members = [tuple(sorted(some, key=lambda index: every[index].micro_batch_size)) for some in asked.values()]
+        peaks: dict[int, int] = {}
+        for number, some, sizes in zip(asked, members, workers.map(_peaks, members), strict=True):
+            peaks.update(zip(some, sizes, strict=False))
+            if len(sizes) < len(some):
+                no_room[number] = every[some[len(sizes)]].micro_batch_size
+        for _, ties in groupby(wave, key=lambda item: item[0]):
+            with_room = [(peaks[index], index, one) for _, index, one in ties if index in peaks]
+            yield from (Candidate(index, one, peak) for peak, index, one in sorted(with_room, key=lambda item: item[:2]))
 
 
-def _waves(ordered: Sequence[Series], sent: dict[Series, int], size: int) -> Iterator[list[Series]]:
-    """`ordered` in pieces of about `size`, ties together."""
-    wave: list[Series] = []
-    for _, ties in groupby(ordered, key=lambda members: sent[members]):
+Ranked = tuple[tuple[float, int], int, Cost]
+"""What a candidate is ordered by, its place among all, and its cost."""
+
+
+def _waves(ranked: Sequence[Ranked], size: int) -> Iterator[list[Ranked]]:
+    """`ranked` in pieces of about `size`, ties together."""
+    wave: list[Ranked] = []
+    for _, ties in groupby(ranked, key=lambda item: item[0]):
         wave += ties
         if len(wave) >= size:
             yield wave
@@ -156,16 +170,18 @@ def _waves(ordered: Sequence[Series], sent: dict[Series, int], size: int) -> Ite
         yield wave
 
 
-def _sent(question: Question, members: Series) -> int:
-    job = question.every[members[0]]
+def _costs(question: Question, members: Series) -> list[tuple[int, Cost]]:
+    """What each of a series costs; all of them send the same."""
+    first = question.every[members[0]]
     if len(members) > 1:  # activations are sent once per token of the step, in however many micro-batches
-        together = job.micro_batch_size * job.gradient_accumulation_steps
-        job = job.replace(micro_batch_size=together, gradient_accumulation_steps=1)
-    return costs.sent_bytes(job)
+        together = first.micro_batch_size * first.gradient_accumulation_steps
+        first = first.replace(micro_batch_size=together, gradient_accumulation_steps=1)
+    sent = sending(first, question.device)
+    return [(index, cost(question.every[index], question.device, sent)) for index in members]
 
 
 def _peaks(question: Question, members: Series) -> list[int]:
-    """The peaks of a series up to the first that has no room."""
+    """The peaks of some of a series, in order, up to the first that has no room."""
     every, device, room = question.every, question.device, question.room_bytes
     least = least_of(every[members[0]])
     if no_less(least, device) > room * LEAST:

@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from peakcast import api, catalog
+from peakcast.catalog.speeds import speed
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.errors import SpecError
+from peakcast.explaining.calls import Call
+from peakcast.explaining.groups import DATA
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.parallel_scope import parallel_reason
 from peakcast.models.device_memory import context_bytes
@@ -17,7 +20,9 @@ from peakcast.searching import costs
 from peakcast.searching.inverse import fewest_gpus, largest
 from peakcast.searching.search import planned, search
 from peakcast.searching.space import candidates, layouts
+from peakcast.searching.text import plan_words
 from peakcast.searching.walk import LEAST, Question, Workers, fullest, least_of, no_less, series, standing
+from peakcast.spec import Parallelism
 from peakcast.workers import LostError
 
 H100, A100 = catalog.gpu("H100-80GB"), catalog.gpu("A100-80GB")
@@ -107,7 +112,7 @@ def test_what_lets_a_candidate_be_passed_over_is_below_its_peak(architecture):
         {"architecture": architecture, "framework": "megatron", "sequence_length": 4096, "parallelism": layout}
     )
     every = list(candidates(job, 8, 32))
-    assert {c.parallelism.virtual_pipeline_stages for c in every} == {1, 2}
+    assert {c.parallelism.virtual_pipeline_stages for c in every} >= {1, 2}
     found = series(every)
     assert sorted(index for members in found for index in members) == list(range(len(every)))
     for members in found[::7]:
@@ -127,8 +132,9 @@ def test_a_search_finds_what_predicting_every_candidate_does(name, num_gpus, bat
     # more tensors than that are no plan, however wide the bars
     room = device.cuda_memory_bytes - context_bytes(device, job.versions)
     every = [(peak, c) for c in candidates(job, num_gpus, batch) if (peak := fullest_of_all(c, device)) <= room]
-    ordered = sorted(every, key=lambda item: (*costs.price(item[1]), costs.sent_bytes(alike(item[1])), item[0]))
-    plans = [planned(c, device, costs.sent_bytes(alike(c))) for _, c in ordered]
+    known = [(peak, c, costs.cost(c, device, costs.sending(alike(c), device))) for peak, c in every]
+    ordered = sorted(known, key=lambda item: (*costs.order(item[1], item[2]), item[0]))
+    plans = [planned(c, device, cost) for _, c, cost in ordered]
     sure = [plan for plan in plans if plan.fits == "yes"][:top]
     others = [plan for plan in plans if plan.fits == "uncertain"][: top - len(sure)]
     found = search(job, device, num_gpus, batch, top=top, processes=2)
@@ -155,15 +161,15 @@ def test_a_stage_without_room_is_enough_to_pass_over_a_candidate():
 
 def test_plans_that_surely_fit_come_first_then_the_cheapest():
     found = search(MEGATRON, H100, 8, 64, top=12)
-    order = [(plan.fits != "yes", *costs.price(plan.job), plan.sent_bytes) for plan in found.plans]
+    order = [(plan.fits != "yes", *costs.order(plan.job, plan.cost)) for plan in found.plans]
     assert order == sorted(order)
     assert found.plans[0].fits == "yes"
     answer = api.predict(found.plans[0].job, "H100-80GB")
     assert (answer.fits, answer.peak_device_bytes) == ("yes", found.plans[0].peak_device_bytes)
-    # nothing that recomputes less and surely fits was left out
+    # nothing that takes less and surely fits was left out
     best = found.plans[0]
     for job in candidates(MEGATRON, 8, 64):
-        if costs.recompute(job) < best.recompute:
+        if costs.cost(job, H100).total < best.cost.total - 0.001:
             assert planned(job, H100).fits != "yes"
 
 
@@ -179,6 +185,109 @@ def test_recomputed_operations_are_those_of_the_papers_formula():
     h, s = 768, 1024
     assert costs.recompute(selective) == pytest.approx(4 * s * s * h / (3 * (24 * s * h * h + 4 * s * s * h)))
     assert costs.recompute(ADAPTERS) == pytest.approx(1 / 3)
+
+
+def test_a_pipelines_bubble_is_that_of_the_papers_formula():
+    stages = job_from_mapping(
+        {
+            "architecture": "llama-3.1-8b",
+            "framework": "megatron",
+            "gradient_accumulation_steps": 8,
+            "parallelism": {"pipeline_parallel_size": 4},
+        }
+    )
+    assert costs.bubble(stages) == pytest.approx(3 / 8)
+    interleaved = replace(stages.parallelism, virtual_pipeline_stages=2, pipeline_schedule="interleaved_1f1b")
+    assert costs.bubble(stages.replace(parallelism=interleaved)) == pytest.approx(3 / 16)
+    assert costs.bubble(MEGATRON) == 0
+
+
+def test_a_ring_over_nodes_has_the_network_of_all_its_ranks_there():
+    """Of 64 ranks with the same weights 8 in a node share its 8 links of 50 GB/s; with tensor parallelism each has one."""
+    fast = speed("H100-80GB")
+    for tensor, bytes_per_second in ((1, 400e9), (8, 50e9)):
+        layout, ranks = Parallelism(data_parallel_size=64 // tensor, tensor_parallel_size=tensor), 64 // tensor
+        call = Call(
+            axis=DATA, function="all-gather", what="", where="", group_size=ranks, message_bytes=1, count=1, source=""
+        )  # fmt: skip
+        assert costs._bytes_per_second(call, layout, 8, fast) == bytes_per_second
+
+
+def test_a_step_takes_six_operations_for_each_weight_and_token():
+    job = job_from_mapping({"architecture": "gpt2", "sequence_length": 1024, "gradient_accumulation_steps": 2})
+    weights, attention = 124_439_808, 3 * 2 * 1024 * 768 * 12
+    seconds = 2048 * (6 * weights + attention) / (989e12 * costs.UTILISATION)
+    assert costs.step_seconds(job, H100) == pytest.approx(seconds)
+
+
+def test_of_a_mixture_only_the_experts_that_a_token_meets_compute():
+    mixtral = catalog.architecture("mixtral-8x7b")
+    assert costs.active_parameters(mixtral) == pytest.approx(12.9e9, rel=0.01)  # Jiang et al. 2024, arXiv:2401.04088
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "batch", "usual"),
+    [("llama-3.1-8b", 8, 128, "cp2 dp4"), ("llama-3.1-70b", 64, 128, "tp4 pp4 vp5 cp2 dp2 sp")],
+)
+def test_the_first_plans_have_the_layouts_that_are_usual_for_llama_on_h100(name, num_gpus, batch, usual):
+    job = job_from_mapping({"architecture": name, "framework": "megatron", "sequence_length": 8192})
+    plans = search(job, H100, num_gpus, batch, top=3).plans
+    assert any(plan_words(plan.job).startswith(usual) for plan in plans)
+    assert all(plan.cost.bubble < 0.05 and plan.fits == "yes" for plan in plans)
+
+
+def test_layers_beside_ends_make_stages_of_a_depth_that_divides_nothing():
+    job = job_from_mapping({"architecture": "llama-3.1-405b", "framework": "megatron", "sequence_length": 8192})
+    found = {c.pipeline_parallel_size: c.pipeline_layers for c in layouts(job, 512)}
+    assert found[16] == (7, *[8] * 14, 7)
+    assert found[2] == ()
+
+
+# -- GPU types ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_cheapest_gpu_type_that_surely_fits_comes_first():
+    prices = {"H100-80GB": 2.0, "A100-80GB": 1.0, "RTX4090": 0.1}
+    job = job_from_mapping({"architecture": "llama-3.1-8b", "sequence_length": 512})
+    found = api.search(job, None, num_gpus=1, price=prices)
+    by_type = {offer.gpu: offer for offer in found.offers}
+    assert list(by_type)[-1] == "RTX4090"
+    assert by_type["RTX4090"].fits == "no"
+    first, second = found.offers[:2]
+    assert first.fits == second.fits == "yes"
+    assert first.price_per_million_tokens < second.price_per_million_tokens
+    h100 = by_type["H100-80GB"]
+    assert h100.price_per_hour == 2.0
+    assert h100.price_per_million_tokens == pytest.approx(2.0 / (h100.tokens_per_second * 3600) * 1e6)
+
+
+def test_without_prices_the_fewest_gpus_come_first():
+    found = api.search("llama-3.1-8b", "H100-80GB, B200")
+    assert [offer.gpu for offer in found.offers] == ["B200", "H100-80GB"]
+    assert [offer.num_gpus for offer in found.offers] == sorted(offer.num_gpus for offer in found.offers)
+    for offer in found.offers:
+        assert api.predict(offer.plan.job, offer.gpu).fits == offer.fits == "yes"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"price": {"H100-80GB": 0}}, "price of H100-80GB=0 must be a number above 0"),
+        ({"price": {"H100-80GB": "cheap"}}, "price of H100-80GB='cheap' must be a number"),
+        ({"find": "micro_batch_size"}, "find='micro_batch_size' asks about one GPU type"),
+    ],
+)
+def test_questions_about_types_that_make_no_sense_are_a_sentence(options, words):
+    with pytest.raises(SpecError, match=words):
+        api.search(ADAPTERS, "A100-80GB,H100-80GB", **options)
+
+
+@pytest.mark.parametrize("gpu", catalog.gpu_names())
+def test_every_gpu_type_has_the_speed_of_a_data_sheet(gpu):
+    found = speed(gpu)
+    assert found.bf16_tflops * 1e12 > 1000 * found.link_gb_per_s
+    assert found.network_gb_per_s <= found.link_gb_per_s
+    assert (found == speed("H100-80GB")) == (gpu in ("H100-80GB", "H200", "GH200-96GB"))
 
 
 @pytest.mark.parametrize("name", ["micro_batch_size", "sequence_length"])

@@ -1,0 +1,35 @@
+"""How fast GPU types compute and send, by their data sheets (`speeds.toml`): for the order of a search's plans alone."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Of one GPU. `speeds.toml` says what each number is."""
+
+    bf16_tflops: float
+    link_gb_per_s: float
+    network_gb_per_s: float
+    source: str
+
+
+def speed(gpu: str) -> Speed:
+    """That of the GPU type called `gpu` in the catalog; of a type without a data sheet here, an H100's, whose operations
+    and links stand in about the usual ratio."""
+    return _speeds().get(gpu) or _speeds()["H100-80GB"]
+
+
+@cache
+def _speeds() -> dict[str, Speed]:
+    table: dict[str, dict[str, Any]] = tomllib.loads(files("peakcast.catalog").joinpath("speeds.toml").read_text("utf-8"))
+    found = {}
+    for name, row in table.items():
+        same = row.pop("same", ())
+        found |= dict.fromkeys((name, *same), Speed(**row))
+    return found
