@@ -76,6 +76,7 @@ class FSDP2(ShardedLayout):
         self.replicas = replicas
         self.reduce_bytes = reduce_bytes
         self._sizes: dict[Unit, _Sizes] = {}
+        self._numels: dict[tuple[bool, tuple[int, ...], int], int] = {}
         self._copied_out: list[int] = []
         """The last all-gather's output, kept until the next copy-out (`comm_ctx.all_gather_state`)."""
         self._reduced_from: list[int] = []
@@ -101,7 +102,11 @@ class FSDP2(ShardedLayout):
         return max(1, self.shards // tensor.expert_ranks)
 
     def _part_numel(self, tensor: StoredTensor) -> int:
-        return math.prod(self.part(tensor))
+        """Asked of every tensor several times; layers are alike."""
+        alike = tensor.sharded, tensor.shape, tensor.expert_ranks
+        if alike not in self._numels:
+            self._numels[alike] = math.prod(self.part(tensor))
+        return self._numels[alike]
 
     def _sizes_of(self, unit: Unit) -> _Sizes:
         """Asked several times in each micro-batch, worked out once."""
