@@ -112,7 +112,7 @@ class Coordinator:
             mine = [t for t in turn.tensors if not (turn.stays and t in self.unread)]
             missing = [t for t in mine if t not in self.available and t not in self.gathers]
             self._gather(missing, turn.begins)
-            for tensor in reversed(mine):  # a set's order in DeepSpeed; this one keeps both buffers if there are two gathers
+            for tensor in reversed(mine):  # DeepSpeed's order is a set's; this one keeps both buffers of two gathers
                 self._wait(tensor, turn.begins)
             if self.order.known is not None and turn.enters:
                 self._fetch_ahead(mine, turn.begins)

@@ -184,7 +184,7 @@ def _turns_from_0(
                     turns.append(Turn(index, index + 1, own, f"{block} {owner}", leaf=of_leaf, releases=not held))
                 else:
                     turns[-1] = replace(turns[-1], ends=index + 1)
-            elif module not in entered:  # peft reads lora_A's dtype: this module has that weight too, and does not release it
+            elif module not in entered:  # peft reads lora_A's dtype here, so this module has that weight too, and keeps it
                 read = modules.get(f"{module.removesuffix(ADAPTED)}.lora_A", ()) if module.endswith(ADAPTED) else ()
                 done, holds = not read or switched_off, read_by.get(module, ())
                 name = f"{block} {module}"
