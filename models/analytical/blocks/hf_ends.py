@@ -287,7 +287,7 @@ def _widened_and_shifted(
 
 
 def _shifted_labels(tape: Tape, context: HFContext) -> list[Tensor]:
-    """The padded labels, and the labels without the first of each row, which is a copy unless there is a single row."""
+    """The padded labels, and the labels without each row's first, a copy unless there is one row."""
     padded = tape.operation("pad_labels", [], context.batch * (context.sequence + 1) * INT64, category=Category.INPUTS)
     shared = padded if context.batch == 1 else None
     size = context.rows * INT64
@@ -296,8 +296,7 @@ def _shifted_labels(tape: Tape, context: HFContext) -> list[Tensor]:
 
 def _compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> Template:
     """The compiled loss saves the logits as they are and two fp32 numbers per token; its backward computes their gradient
-    at once. If the whole network is compiled, the logits are an output of its graph, and autograd makes zeros for their
-    gradient."""
+    at once. If the whole network is compiled, the logits are an output of its graph, with zeros as their gradient."""
     whole = "ends" in context.compiled
     if not whole:
         tape.begin_loss()
