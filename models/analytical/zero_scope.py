@@ -83,7 +83,7 @@ def zero_reason(job: TrainingJob) -> Finding | None:
 
 
 def _beside_scattered_gradients(job: TrainingJob) -> bool:
-    """Whether the job has what was not traced together with gradients that wait where backward has made them."""
+    """Whether the job has settings that were not traced together with gradients that stay where backward made them."""
     overlaps = job.parallelism.zero_stage < 3 and conventions(job).get("overlap_comm") is True
     return overlaps or _beside_plain_weights(job)
 
