@@ -46,7 +46,7 @@ _HELD[
         Category.OPTIMIZER_STATES,
     ]
 ] = True
-"""By category, whether it is held."""
+"""By category, whether it counts as held."""
 
 
 @dataclass(frozen=True, kw_only=True)
