@@ -92,8 +92,8 @@ def _sorted_events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bo
 
 
 def _take_over(step: Timeline, before: Timeline, holders: Ints) -> tuple[Ints, Ints, Ints]:
-    """Indices of entries of this step that continue entries of the step before; the holders of those; and the holders that
-    nothing continues."""
+    """Match what lives on from the step before to this step's entries. Returns the indices of the entries of this step that
+    continue a holder, those holders, and the holders that no entry continues (they are freed)."""
     end = len(before.phases)
     outlives = np.flatnonzero((before.dies >= end) & (before.born < end) & (before.num_bytes > 0))
     outlives = outlives[np.argsort(before.born[outlives], kind="stable")]

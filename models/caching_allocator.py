@@ -45,8 +45,8 @@ class SimulatedOutOfMemoryError(Exception):
 class CachingAllocator:
     """The allocator of one GPU. `capacity_bytes`: what the driver can give it, None for no limit; `allowed_bytes`: what
     `per_process_memory_fraction` lets it reserve, None for no such limit. `newest_first`: among equal blocks it takes the
-    one in the newest segment, as before torch 2.13. `place`: gives the address at which a new segment of so many bytes
-    begins, as a recorded driver did; without it, or if it gives None, segments follow each other.
+    one in the newest segment, as before torch 2.13. `place`: bytes of a new segment -> its address, as a
+    recorded driver chose it; without `place`, or if it returns None, segments follow each other.
 
     Attributes, in bytes: `allocated_bytes` (sum of allocated blocks, including unsplit slack, as
     `torch.cuda.memory_allocated`), `reserved_bytes`, and the peaks of both. `num_retries`: how often cached segments had to

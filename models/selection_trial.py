@@ -31,7 +31,7 @@ class Trial:
 
 
 def errors(order: Sequence[int], points: Sequence[Point], values: Sequence[float]) -> Array:
-    """expected − true| of every point, once the values of those in `order` are known."""
+    """|expected − true| of every point, once the values of the points in `order` are known."""
     guess = expected([points[i] for i in order], [values[i] for i in order], points)
     off: Array = np.abs(guess - np.asarray(values))
     return off

@@ -28,7 +28,7 @@ class AdapterMethod(NamedTuple):
 
     on_matrix: Callable[[Matrix], list[Made]] = lambda matrix: []
     keeps: Callable[[Matrix, int], Kept] = lambda matrix, rows: Kept()
-    """What autograd saves for a projection on so many rows (tokens)."""
+    """(matrix, rows = number of tokens) -> what autograd saves for this projection."""
     on_network: OnNetwork | None = None
     """Tensors that exist once for the network, given the settings and the adapted projections in the order of the
     network."""

@@ -39,7 +39,7 @@ class BufferRules:
 
     @property
     def bucket_divisor(self) -> int:
-        """Every bucket's length is a multiple of so many elements."""
+        """Every bucket's length is a multiple of this number of elements."""
         padding = HIGH_BANDWIDTH_BUCKET_ALIGNMENT if self.high_bandwidth_padding else BUCKET_ALIGNMENT
         return math.lcm(self.shards, padding)
 

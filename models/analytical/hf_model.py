@@ -127,8 +127,8 @@ def hold_logits_of_compiling(timeline: Step, context: HFContext, logits: int, lo
 
 
 def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None = None) -> list[int]:
-    """For each kind of layer, in the order of their first layers, the instant after the last backward of those of its
-    layers that are in `runs`; `ended` if none is."""
+    """For each kind of layer (ordered by the first layer of each), the instant after the last backward of its layers in
+    `runs`; `ended` if `runs` has none of them."""
     kinds, dies = attends_to_everything(layers[0].architecture), []
     for kind in dict.fromkeys(kinds):
         run = next((runs[index] for index, one in enumerate(kinds) if one == kind and index in runs), None)

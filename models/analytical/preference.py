@@ -26,7 +26,7 @@ from peakcast.spec import ActivationCheckpointing, Finetuning, TrainingJob
 from peakcast.timeline import Category, Phase
 
 SWITCHED_OFF = ("none",)
-"""The targets that stand for adapters that are switched off."""
+"""Adapter targets that match no module: the adapters are switched off."""
 NAME = "reference."
 
 

@@ -243,7 +243,7 @@ class _Turns:
         if not chunk.is_first and not self.several:
             self.sent.append(_Sent(turn.chunk, ended))
         if not chunk.is_last:
-            # handed to a stage of this rank it takes the place of that one's buffer
+            # the next stage, if it is on this rank, reads this output instead of a receive buffer
             step.hold("output", Category.ACTIVATIONS, 0 if chunk.to_here else size, state.ended, step.now, module)
             self._hold_received_gradient(state, module)
 
@@ -320,7 +320,7 @@ class _Turns:
         hold_rotary_tables(step, self.job, self.context, state.start)
         if not chunk.is_last:
             module, size = f"chunk.{turn.chunk}", self.context.input_bytes
-            # handed to a stage of this rank it takes the place of that one's buffer
+            # the next stage, if it is on this rank, reads this output instead of a receive buffer
             step.hold("output", Category.ACTIVATIONS, 0 if chunk.to_here else size, state.ended, step.now, module)
             step.hold("received.output.grad", Category.COMMUNICATION_BUFFERS, size, 0, module=module)
 

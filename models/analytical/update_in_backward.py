@@ -118,7 +118,7 @@ def _rounded(num_bytes: int) -> int:
 
 def _optimizers(timeline: Timeline, gradients: Ints, alone: Sequence[Alone]) -> list[Alone | None]:
     """The optimizer that steps on each gradient: its parameter's, by name. Where a block has another name for the parameter
-    (the last norm, a table used as the head), one of those left over with a gradient of the same size, in the same module
+    (the last norm, a table used as the head): any remaining optimizer whose gradient has the same size, in the same module
     if possible."""
     named = {(optimizer.module, f"{optimizer.name}.grad"): optimizer for optimizer in alone}
     keys = [(timeline.modules[index], timeline.names[index]) for index in gradients.tolist()]

@@ -114,7 +114,7 @@ class Deep:
 
 
 def deepened(walk: Walk, how: Repeats | None, layers: int) -> Deep:
-    """`walk` with this number of layers. Raises: ValueError if it cannot have so many."""
+    """`walk` with this number of layers. Raises: ValueError if no such network follows from `how`."""
     more, num_places = layers - walk.num_layers, 2 * layers + 1
     if more == 0:
         return Deep(num_places, np.arange(num_places), np.arange(len(walk.names)), walk.lives)

@@ -62,7 +62,7 @@ class Kind:
         return [int(value) for value in values if value is not None]
 
     def _layers_of(self, layers: int) -> list[int] | None:
-        """For each of `layers` layers, the recorded layer that it equals; None if there cannot be so many."""
+        """For each of `layers` layers, the recorded layer that it equals; None if no such network has that number."""
         more, ends = layers - self.layers, self.prefix + self.unit
         if more < 0 or (more and (not self.unit or more % self.unit)):
             return None

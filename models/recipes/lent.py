@@ -1,4 +1,4 @@
-"""Recipes that a user brings along, used instead of those on the shelf: only what such a file answers is answered."""
+"""Recipes that a user brings along, used instead of the shipped ones; a job that the file does not cover gets no answer."""
 
 from __future__ import annotations
 

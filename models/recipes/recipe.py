@@ -26,7 +26,7 @@ UNEVEN = 331
 FAR = (5, 65536)
 """A micro-batch and a length that few jobs exceed: if the operations are the same there, they are the same in between."""
 FEWEST = 128
-"""If a network does not accept lengths like these: fractions of its longest, if that has at least so many tokens."""
+"""If a network does not accept lengths like these: fractions of its longest, if that is at least this number of tokens."""
 LARGEST_BATCH = 2**16
 EVEN = 8
 """Lengths that are multiples of this run the same kernels."""

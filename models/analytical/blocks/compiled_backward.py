@@ -12,11 +12,11 @@ from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.template import HANDED_IN
 
 ROWS_SUMMED = 128
-"""The gradients of a norm's weight and of a bias are computed in two steps; the first sums groups of so many rows (read off
-the traces)."""
+"""The gradients of a norm's weight and of a bias are computed in two steps; the first sums groups of this many rows (read
+off the traces)."""
 
 READS_AGAIN = 4
-"""An intermediate that is used more than once becomes a buffer if it reads more than so many buffers (torch 2.13
+"""An intermediate that is used more than once becomes a buffer if it reads more buffers than this (torch 2.13
 `_inductor/config.py` realize_reads_threshold)."""
 CONV1D = ("gpt2",)
 """Families whose products are `addmm` of a transposed weight, whose weight gradient is computed after the input's."""

@@ -136,6 +136,6 @@ def loss_in_chunks(build: BlockBuilder, hidden: Tensor) -> None:
 
 
 def fused_loss_chunk(rows: int, width: int, vocabulary: int) -> int:
-    """Tokens in a chunk, a power of two: so many that their logits are about as large as all hidden states."""
+    """Tokens in a chunk, a power of two, chosen so that their logits are about as large as all hidden states."""
     factor = -(-vocabulary // width)
     return min(rows, power_of_two(-(-rows // factor)))

@@ -175,7 +175,7 @@ class Dispatch:
         self._alive.append(restored)
         return tape.operation("combine.deepep", [restored], self.tokens * self.width)
 
-    # -- what all are made of ---------------------------------------------------------------------------------------------
+    # -- shared by all three ----------------------------------------------------------------------------------------------
 
     def _permute(self, x: Tensor, mask: Tensor | None, tokens: int, rows: int, map_elements: int) -> Tensor:
         """Rows in the order of their experts. Unfused, backward adds into a new tensor of all tokens."""

@@ -122,7 +122,7 @@ class FSDP1(ShardedLayout):
             self._part_sizes[unit] = self._part_bytes(unit, gathered=False), self._part_bytes(unit, gathered=True)
         return self._part_sizes[unit]
 
-    # -- what stands ------------------------------------------------------------------------------------------------------
+    # -- memory kept between steps ----------------------------------------------------------------------------------------
 
     def build(self, step: Step) -> None:
         """Unit after unit, inner ones first: its tensors are copied from the host, made equal on all ranks, and joined to

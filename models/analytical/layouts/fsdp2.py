@@ -130,7 +130,7 @@ class FSDP2(ShardedLayout):
         # copied from the host one by one, or narrowed into one tensor (`_get_param_all_gather_inputs`)
         return _GroupSizes(alone, whole, copied if self.offloads else [sum(copied)])
 
-    # -- what stands ------------------------------------------------------------------------------------------------------
+    # -- memory kept between steps ----------------------------------------------------------------------------------------
 
     def hold_resident(self, step: Step) -> None:
         if self.offloads:

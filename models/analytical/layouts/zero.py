@@ -30,7 +30,7 @@ NORM_BYTES = 8
 NORM_ELEMENTS = 250_000_000
 """How many elements stage 3 converts at a time if the optimizer is offloaded (`_constant_buffered_norm2`)."""
 SENDING_ALIGNMENT = 2
-"""`nccl_start_alignment_factor`: the length of a partition is a multiple of so many elements."""
+"""`nccl_start_alignment_factor`: the length of a partition is a multiple of this number of elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
