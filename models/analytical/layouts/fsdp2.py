@@ -106,7 +106,7 @@ class FSDP2(ShardedLayout):
         return max(1, self.shards // tensor.expert_ranks)
 
     def _part_numel(self, tensor: StoredTensor) -> int:
-        """Elements of one rank\'s padded part; cached by shape, because layers are alike."""
+        """Elements of one rank's padded part; cached by shape, because layers are alike."""
         alike = tensor.sharded, tensor.shape, tensor.expert_ranks
         if alike not in self._numels:
             self._numels[alike] = math.prod(self.part(tensor))
