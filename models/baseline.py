@@ -75,6 +75,8 @@ class Baseline:
     peak_phase: str
     phase_peaks_bytes: dict[str, int] = field(default_factory=dict)
     """Allocated peak by phase name of a steady step."""
+    generation_peaks_bytes: dict[str, int] = field(default_factory=dict)
+    """Of inference, that of "prefill" and of "decode", both of which are forward."""
     steady_state_bytes: int = 0
     """Allocated between steps, after gradients are released."""
     first_step_peak_bytes: int = 0
@@ -171,6 +173,7 @@ def _baseline(
         held_bytes=_most_held(steady),
         peak_phase=peak.phase.name.lower(),
         phase_peaks_bytes={phase.name.lower(): size for phase, size in steady.phase_peaks().items()},
+        generation_peaks_bytes=_generation_peaks(steady) if job.task == "inference" else {},
         steady_state_bytes=_between_steps(steady),
         first_step_peak_bytes=first.peak().num_bytes,
         largest=tuple(
@@ -232,6 +235,16 @@ def _analytical_ledger() -> Ledger:
 def usable_bytes(job: TrainingJob, device: Device) -> int:
     """Bytes of `device` that are available to `job`: those that other processes do not hold."""
     return device.cuda_memory_bytes - int(job.other_memory_fraction * device.cuda_memory_bytes)
+
+
+def _generation_peaks(steady: Timeline) -> dict[str, int]:
+    """Peaks of the parts of a generation, by the first word of their labels; none where they are not labelled."""
+    found = {}
+    for part in ("prefill", "decode"):
+        inside = np.array([label.startswith(f"{part} ") for label in steady.labels], dtype=bool)
+        if inside.any():
+            found[part] = int(steady.totals[: len(inside)][inside].max())
+    return found
 
 
 def _between_steps(steady: Timeline) -> int:

@@ -20,9 +20,9 @@ from peakcast.versions import release, resolved
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
-_AS_PARAMETERS = Category.REFERENCE_PARAMETERS
-"""No measured row has any; for the fit they count as parameters."""
-_CATEGORIES = tuple(category.name.lower() for category in Category if category is not _AS_PARAMETERS)
+_COUNTED_AS = {Category.REFERENCE_PARAMETERS: Category.PARAMETERS, Category.KV_CACHE: Category.ACTIVATIONS}
+"""Categories that too few measured rows have, and as what they count for the fit."""
+_CATEGORIES = tuple(category.name.lower() for category in Category if category not in _COUNTED_AS)
 _PHASES = tuple(phase.name.lower() for phase in Phase)
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flex")
 _FRAMEWORKS = ("huggingface", "torch", "megatron", "deepspeed")
@@ -136,7 +136,8 @@ def features(job: TrainingJob, device: Device, base: Baseline, *, published: boo
     peak = max(base.peak_allocated_bytes, 1)
     phases = sorted(base.phase_peaks_bytes.values(), reverse=True)
     shares = {name: base.composition.get(name, 0) / peak for name in _CATEGORIES}
-    shares["parameters"] += base.composition.get(_AS_PARAMETERS.name.lower(), 0) / peak
+    for own, counted_as in _COUNTED_AS.items():
+        shares[counted_as.name.lower()] += base.composition.get(own.name.lower(), 0) / peak
     torch = release(resolved(job.versions).get("torch", "0.0"))
     major, minor = device.compute_capability
     values: dict[str, float] = {

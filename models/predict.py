@@ -71,7 +71,7 @@ def predict(
         fits=judged.fits,
         limit=judged.limit,
         peak_phase=base.peak_phase,
-        phase_peaks_bytes=base.phase_peaks_bytes,
+        phase_peaks_bytes=base.phase_peaks_bytes | base.generation_peaks_bytes,
         steady_state_bytes=base.steady_state_bytes,
         first_step_peak_bytes=base.first_step_peak_bytes,
         largest=base.largest,

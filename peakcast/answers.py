@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from peakcast.errors import SpecError
 from peakcast.models.baseline_choice import SeenRun, Trace, baseline_from
+from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.questions import Question
 from peakcast.readings import with_others
 from peakcast.recording import ensure_recipe, timelines_from
@@ -76,11 +77,21 @@ def _full_answer(
         compare_gpus=partial(here.run, _gpus, asked, prediction),
         advise=partial(here.run, _advice, asked, prediction) if advises else tuple,
         not_modelled=not_modelled(asked.job),
+        remarks=_remarks(asked, prediction),
         ranks=tuple(
             rank_peak(stage, answer(replace(asked, rank=stage.rank), calibration))
             for stage in (stages(asked.job) if all_ranks else ())
         ),
     )
+
+
+def _remarks(asked: Question, prediction: Prediction) -> tuple[str, ...]:
+    generates = asked.job.task == "inference" and asked.job.architecture.kind == "decoder"
+    if not generates or not prediction.is_covered or wants_recipe(asked.job):
+        return ()
+    from peakcast.explaining.generation import cache_sentences
+
+    return cache_sentences(asked.job, asked.device, prediction)
 
 
 def _gpus(asked: Question, prediction: Prediction) -> tuple[GpuVerdict, ...]:

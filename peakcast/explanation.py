@@ -18,7 +18,7 @@ COLUMNS: dict[str, tuple[Category, ...]] = {
     "weights": (Category.PARAMETERS, Category.MAIN_PARAMETERS, Category.REFERENCE_PARAMETERS),
     "gradients": (Category.GRADIENTS,),
     "optimizer": (Category.OPTIMIZER_STATES,),
-    "activations": (Category.ACTIVATIONS, Category.LOGITS),
+    "activations": (Category.ACTIVATIONS, Category.LOGITS, Category.KV_CACHE),
     "other": (
         Category.TEMPORARIES,
         Category.OPTIMIZER_TEMPORARIES,

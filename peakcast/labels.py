@@ -29,6 +29,8 @@ PHASE_NAMES = {
     Phase.GRADIENT_CLIPPING: "gradient clipping",
     Phase.OPTIMIZER_STEP: "the optimizer step",
 }
+GENERATION = {"prefill": "prefill", "decode": "decoding"}
+"""Parts of a generation, all of it forward: the prompt at once, then token by token."""
 CATEGORY_NAMES = {
     Category.PARAMETERS: "weights",
     Category.MAIN_PARAMETERS: "main weights",
@@ -43,6 +45,7 @@ CATEGORY_NAMES = {
     Category.INPUTS: "inputs",
     Category.OTHER: "other",
     Category.REFERENCE_PARAMETERS: "reference weights",
+    Category.KV_CACHE: "key-value cache",
 }
 
 
@@ -52,8 +55,8 @@ def quantity_name(quantity: str) -> str:
 
 
 def phase_name(phase: str) -> str:
-    """The phase called `phase` in the JSON, for a sentence."""
-    return PHASE_NAMES[Phase[phase.upper()]]
+    """The phase called `phase` in the JSON, or the part of generation, for a sentence."""
+    return GENERATION[phase] if phase in GENERATION else PHASE_NAMES[Phase[phase.upper()]]
 
 
 def phase_title(phase: str) -> str:

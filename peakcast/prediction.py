@@ -165,6 +165,8 @@ class Answer(Prediction):
     """What a run may allocate that no number here contains."""
     ranks: tuple[RankPeak, ...] = ()
     """A line per distinct rank, where that was asked."""
+    remarks: tuple[str, ...] = ()
+    """What is worth knowing beside the numbers: of generation, how large its cache is."""
 
     @cached_property
     def gpus(self) -> tuple[GpuVerdict, ...]:

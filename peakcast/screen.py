@@ -7,7 +7,16 @@ from collections.abc import Iterable
 
 from peakcast.explaining.steps import steps_text
 from peakcast.findings import Finding
-from peakcast.labels import METHODS, RESTS_ON, category_name, phase_name, phase_title, quantity_name, sentence_start
+from peakcast.labels import (
+    GENERATION,
+    METHODS,
+    RESTS_ON,
+    category_name,
+    phase_name,
+    phase_title,
+    quantity_name,
+    sentence_start,
+)
 from peakcast.prediction import QUANTITIES, SEEN_BY, Answer, Interval, Prediction
 from peakcast.remarks import assumptions_shown, notable, preventing, verdict_reason, verdict_words, warnings_shown
 from peakcast.spec import TrainingJob
@@ -39,6 +48,7 @@ def _first_screen(p: Answer) -> Iterable[str]:
     yield _quantities(p)
     yield _ranks(p)
     yield _peak(p, NUM_KINDS)
+    yield _lines(p.remarks)
     yield _help(p) if p.fits != "yes" and not preventing(p) else ""
     yield _lines(warnings_shown(_warnings(p), most=NUM_WARNINGS))
     yield _more(p)
@@ -49,6 +59,7 @@ def _details(p: Answer) -> Iterable[str]:
     yield _quantities(p)
     yield _ranks(p)
     yield _peak(p)
+    yield _lines(p.remarks)
     yield _phases(p)
     yield _largest(p)
     yield _steps(p)
@@ -72,6 +83,9 @@ def _asked(job: TrainingJob) -> str:
     ranks = job.parallelism.world_size
     gpus = f"{ranks:,} GPUs" if ranks > 1 else "1 GPU"
     batch = f"micro-batch {job.micro_batch_size:,} × {job.sequence_length:,} tokens"
+    if job.task == "inference":
+        prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
+        batch = f"batch {job.micro_batch_size:,} × {prompt:,} tokens of prompt and {new:,} new"
     return _wrapped(f"Asked: {job.architecture.name}, {what}, {batch}, {gpus}, {job.framework}.")
 
 
@@ -94,7 +108,9 @@ def _peak(p: Prediction, most: int | None = None) -> str:
     rest = total - sum(size for _, size in shown)
     shown += [("the rest", rest)] if rest / total >= least else []
     rank = f", on rank {p.rank}" if p.rank else ""
-    lines = [f"The peak is in {phase_name(p.peak_phase)}{rank}:"]
+    generation = {name: size for name, size in p.phase_peaks_bytes.items() if name in GENERATION}
+    phase = max(generation, key=lambda name: generation[name], default=p.peak_phase)
+    lines = [f"The peak is in {phase_name(phase)}{rank}:"]
     return "\n".join([*lines, *(f"  {name:<24}{size / GIB:>8.2f} GiB {size / total:>6.1%}" for name, size in shown)])
 
 

@@ -35,6 +35,8 @@ class Category(IntEnum):
     OTHER = 11
     REFERENCE_PARAMETERS = 12
     """Of a frozen network beside the trained one, which preference losses measure it by."""
+    KV_CACHE = 13
+    """Keys and values of earlier tokens, which generation keeps."""
 
 
 class Phase(IntEnum):

@@ -109,7 +109,7 @@ def inference_ledger(
         rows = forward.rows if logits_kept == "all" else job.micro_batch_size
         logits_before = rows * job.architecture.vocab_size * FP32
         for (layer, name), (born, size) in caches_before.items() if keeps_last and past else ():
-            timeline.hold(name, Category.ACTIVATIONS, size, born, timeline.now, f"layers.{layer}")
+            timeline.hold(name, Category.KV_CACHE, size, born, timeline.now, f"layers.{layer}")
         for name in ("input_ids", "attention_mask") if past else ("attention_mask",):
             timeline.hold(name, Category.INPUTS, (past + forward.sequence) * token, start, timeline.now)
         stage = "decode" if past else "prefill"
@@ -117,7 +117,7 @@ def inference_ledger(
         staged = {label: f"{stage} {label}" for label in set(own)}
         timeline.labels[start:] = [staged[label] for label in own]
     for (layer, name), (born, size) in caches.items():
-        timeline.hold(name, Category.ACTIVATIONS, size, born, FOREVER, f"layers.{layer}")
+        timeline.hold(name, Category.KV_CACHE, size, born, FOREVER, f"layers.{layer}")
     return timeline.timeline()
 
 
@@ -151,7 +151,7 @@ def _run_layer(
         born, before = caches[layer, name]
         if before and turn.replaced and lets_go:
             ends = start + turn.replaced[index] + 1
-            timeline.hold(name, Category.ACTIVATIONS, before, born, ends, module)
+            timeline.hold(name, Category.KV_CACHE, before, born, ends, module)
         if turn.replaced or not before:
             caches[layer, name] = (start + now, size)
 

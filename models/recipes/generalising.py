@@ -257,6 +257,7 @@ def _factors(values: Iterable[int], base: Iterable[int]) -> tuple[Fraction, ...]
 
 def _times(factor: int | Fraction) -> Change:
     """A change by a factor, for numbers that stay whole."""
+
     def changed(name: str, value: int, rises: bool) -> int:
         return int(value * factor) if value * factor % 1 == 0 and (rises or factor < 1) else value
 

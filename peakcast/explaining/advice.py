@@ -39,7 +39,9 @@ class Candidate:
     price: str
     changes: Callable[[TrainingJob], Changes]
     same_training: bool = True
-    """Whether the same is learned, up to rounding."""
+    """Whether the same is learned, or generated, up to rounding."""
+    tasks: tuple[str, ...] = ("train",)
+    """The tasks that it is for."""
 
 
 def _when(holds: bool, changes: Changes) -> Changes:
@@ -161,12 +163,26 @@ def _optimizer_in_backward(job: TrainingJob) -> Changes:
     return _when(alone and job.gradient_accumulation_steps == 1, {"framework_options.optimizer_in_backward": True})
 
 
+def _fewer_sequences(job: TrainingJob) -> Changes:
+    smallest = next((d for d in range(2, job.micro_batch_size + 1) if job.micro_batch_size % d == 0), 0)
+    return {"micro_batch_size": job.micro_batch_size // smallest} if smallest else {}
+
+
+def _quantised(kind: str) -> Callable[[TrainingJob], Changes]:
+    plain = {"huggingface", "torch"}
+    return lambda job: _when(
+        job.framework in plain and job.finetuning.quantization is None, {"finetuning.quantization": kind}
+    )
+
+
 RECOMPUTES = "one more forward per step, about a third more work (Chen et al. 2016, arXiv:1604.06174)"
 LEARNS_LESS = "only adapters learn (Hu et al. 2021, arXiv:2106.09685)"
 MANY_LAUNCHES = "one kernel launch per tensor and operation: a slower optimizer step"
 TO_BE_TUNED = "another optimizer, to be tuned"
 ROUNDED_AWAY = "small updates are rounded away"
 SLOW_LINKS = "traffic over PCIe, and as much host memory"
+ROUNDED = "rounded weights and slower matrix products (Dettmers et al. 2022, arXiv:2208.07339; 2023, arXiv:2305.14314)"
+ANY_TASK = ("train", "inference")
 CANDIDATES = (
     Candidate("fused-optimizer", "Use the fused optimizer step", FREE, _implementation("fused")),
     Candidate("looped-optimizer", "Update one tensor at a time (no foreach)", MANY_LAUNCHES, _implementation("loop")),
@@ -187,10 +203,26 @@ CANDIDATES = (
         _optimizer_in_backward,
         same_training=False,
     ),
-    Candidate("sdpa", "Let PyTorch choose a fused attention kernel", FREE, _attention("sdpa", ("eager",))),
+    Candidate("sdpa", "Let PyTorch choose a fused attention kernel", FREE, _attention("sdpa", ("eager",)), tasks=ANY_TASK),
     Candidate(
-        "flash-attention", "Use FlashAttention", "another package to install", _attention("flash_attention_2", ("sdpa",))
+        "flash-attention",
+        "Use FlashAttention",
+        "another package to install",
+        _attention("flash_attention_2", ("sdpa",)),
+        tasks=ANY_TASK,
     ),
+    Candidate(
+        "fewer-sequences", "Generate for fewer sequences at a time", "more passes", _fewer_sequences, tasks=("inference",)
+    ),
+    Candidate(
+        "static-cache",
+        "Allocate the key-value cache once, for the longest answer",
+        "what shorter answers do not use",
+        lambda job: _when(job.inference.cache == "dynamic", {"inference.cache": "static"}),
+        tasks=("inference",),
+    ),
+    Candidate("8-bit-weights", "Load the weights in 8 bits", ROUNDED, _quantised("int8"), False, ("inference",)),
+    Candidate("4-bit-weights", "Load the weights in 4 bits", ROUNDED, _quantised("nf4"), False, ("inference",)),
     Candidate(
         "8-bit-optimizer",
         "Keep optimizer states in 8 bits",
@@ -233,7 +265,7 @@ def advice(
     before = _peak(job, device, rank)
     found = []
     for candidate in candidates:
-        changes = candidate.changes(job)
+        changes = candidate.changes(job) if job.task in candidate.tasks else {}
         after = _peak_after(job, changes, device, rank) if changes else None
         if after is not None and before - after >= max(WORTH_SHOWING_BYTES, WORTH_SHOWING_PART * before):
             found.append(

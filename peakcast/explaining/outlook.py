@@ -114,7 +114,10 @@ class _Gap:
 
 
 GAPS = (
-    _Gap(lambda job: True, "evaluation, generation and saving checkpoints during the run"),
+    _Gap(lambda job: job.task == "train", "evaluation, generation and saving checkpoints during the run"),
+    _Gap(
+        lambda job: job.task == "inference", "what a server such as vLLM or TGI allocates: this is transformers' generate()"
+    ),
     _Gap(lambda job: not job.other_memory_fraction, "other processes on the GPU (give their part, other_memory_fraction)"),
     _Gap(lambda job: job.task == "train" and not lengths_change(job), "batches of other lengths (give the longest)"),
     _Gap(lambda job: job.architecture.moe is not None, "uneven routing: tokens are spread evenly over the experts"),

@@ -228,6 +228,8 @@ def _activations(facts: Facts) -> str:
 
 
 def _keeps_layers(facts: Facts) -> bool:
+    if facts.job is not None and facts.job.task != "train":
+        return False
     modules = facts.timeline.modules
     chosen = np.flatnonzero(facts.alive & (facts.timeline.categories == Category.ACTIVATIONS)).tolist()
     return _share(facts, sum(int(facts.timeline.num_bytes[i]) for i in chosen if modules[i].startswith("layers.")))

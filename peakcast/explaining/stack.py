@@ -27,6 +27,7 @@ BANDS = (
     Band("optimizer states", (Category.OPTIMIZER_STATES,), "#5b8db8", "▓"),
     Band("gradients", (Category.GRADIENTS,), "#7a9e3f", "▒"),
     Band("activations", (Category.ACTIVATIONS,), "#f2b134", "░"),
+    Band("key-value cache", (Category.KV_CACHE,), "#3f8f8a", "="),
     Band("logits", (Category.LOGITS,), "#d9572b", "+"),
     Band("temporaries", (Category.TEMPORARIES, Category.OPTIMIZER_TEMPORARIES), "#9b5094", "~"),
     Band(

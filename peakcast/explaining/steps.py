@@ -16,7 +16,7 @@ def steps_text(steps: Sequence[Advice]) -> str:
     """What to try first: a line for each change on top of those before it."""
     lines = ["First to try, each on top of those before it; allocated peak:"]
     for item in steps:
-        other = "" if item.same_training else " (trains differently)"
+        other = "" if item.same_training else " (changes results)"
         what = f"{lowered(item)}: {item.sentence}{other}"
         flags = flags_text(item.changes)
         lines += [f"  {what}; {flags}"] if len(what) + len(flags) < WIDTH - 4 else [f"  {what}", f"      {flags}"]

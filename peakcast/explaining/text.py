@@ -170,7 +170,7 @@ def advice_text(advice: Sequence[Advice]) -> str:
     sections = []
     for same, title in (
         (True, "What would lower it by itself, by GiB saved"),
-        (False, "What would lower it by itself and trains differently"),
+        (False, "What would lower it by itself, but changes results"),
     ):
         lines = []
         for item in advice:

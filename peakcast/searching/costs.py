@@ -96,13 +96,14 @@ def cost(job: TrainingJob, device: Device, sent: Sent | None = None) -> Cost:
     )
 
 
-def order(job: TrainingJob, found: Cost) -> tuple[float, int]:
-    """What plans are ordered by: the extra time, to a thousandth of a step, then how much there is to set up: kinds of
-    parallelism, and of tensors that are offloaded."""
+def order(job: TrainingJob, found: Cost) -> tuple[float, int, int]:
+    """What plans are ordered by: the extra time, to a thousandth of a step, then how much there is to set up (kinds of
+    parallelism, and of tensors that are offloaded), then the bytes that are sent."""
     layout, offload = job.parallelism, job.offload
     split = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.context_parallel_size
     kinds = sum(size > 1 for size in (*split, layout.expert_parallel_size))
-    return round(found.total, 3), kinds + sum((offload.optimizer, offload.parameters, offload.activations))
+    kinds += sum((offload.optimizer, offload.parameters, offload.activations))
+    return round(found.total, 3), kinds, found.sent_bytes
 
 
 # -- operations ---------------------------------------------------------------------------------------------------------

@@ -30,8 +30,13 @@ def ask(
     if find not in ASKED:
         hint = near_misses(find, ASKED) or "."
         raise SpecError(f"find={find!r} is no question{hint} Known: {', '.join(ASKED)}.", parameter="find", value=find)
-    if job.task != "train":
-        raise SpecError("task='inference' has no layouts to search; ask `predict`.", parameter="task", value=job.task)
+    if job.task != "train" and find not in (*MOST, "model"):
+        raise SpecError(
+            "task='inference' has no layouts to search; ask for the largest batch or prompt that fits, with find "
+            "micro_batch_size or sequence_length.",
+            parameter="task",
+            value=job.task,
+        )
     if len(devices) != 1 or prices:
         return _which_type(job, devices, find, prices, num_gpus, global_batch_size, options)
     (device,) = devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from peakcast import catalog
@@ -34,6 +35,8 @@ def largest(
     """The largest `name` ("micro_batch_size" or "sequence_length") with which `job` surely fits. Memory grows with both, so
     halving finds it. `findings`: those of reading the question; `record` and `lent`: as in
     `search`. What recipes do not cover is not asked."""
+    if name == "sequence_length" and job.inference.prompt_length is not None:  # the prompt is what becomes longer
+        job = job.replace(inference=replace(job.inference, prompt_length=None))
     step, least, most = _range(job, name)
     if lent is not None:
         low, high = lent.covered(name, job)

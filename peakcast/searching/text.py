@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from peakcast.labels import SHORT_VERDICTS, VERDICTS
-from peakcast.remarks import warnings_shown
+from peakcast.remarks import SURE, warnings_shown
 from peakcast.searching.found import Found, Largest, Plan
 from peakcast.searching.gpu_types import Offers
 from peakcast.spec import TrainingJob
@@ -118,7 +118,7 @@ def largest_text(found: Largest) -> str:
     bar = found.plan.peak_device_bytes
     text = (
         f"{'Fewest' if fewest else 'Largest'} {name} that surely fits: {_number(found.value)} "
-        f"({bar.point / GIB:.2f} GiB, below {bar.upper_95 / GIB:.2f} with 95 % confidence)."
+        f"(expect {bar.point / GIB:.2f} GiB, at most {bar.upper_95 / GIB:.2f}, {SURE})."
     )
     if found.beyond is not None:
         text += f" With {_number(found.beyond)} it {VERDICTS[found.beyond_fits or 'no']}."

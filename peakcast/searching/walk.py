@@ -154,7 +154,7 @@ def in_order(workers: Workers, left: Iterable[Series], say: Callable[[str], None
             yield from (Candidate(index, one, peak) for peak, index, one in sorted(with_room, key=lambda item: item[:2]))
 
 
-Ranked = tuple[tuple[float, int], int, Cost]
+Ranked = tuple[tuple[float, int, int], int, Cost]
 """What a candidate is ordered by, its place among all, and its cost."""
 
 

@@ -170,8 +170,7 @@ def column_linear(
         saves=[x],
         weight_gradients=gradients,
         forward_temporary_bytes=output * bias if own else gathered,  # the product before `+ bias`
-        backward_temporary_bytes=gathered * (1 if own else 2)
-        + fused_weight_gradient_bytes(context, out_features * width),
+        backward_temporary_bytes=gathered * (1 if own else 2) + fused_weight_gradient_bytes(context, out_features * width),
     )
 
 
@@ -237,9 +236,7 @@ def row_linear(tape: Tape, x: Tensor, context: MegatronContext, in_features: int
     )
 
 
-def _row_linear_in_fp8(
-    tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str, full: int
-) -> Tensor:
+def _row_linear_in_fp8(tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str, full: int) -> Tensor:
     """The same in FP8: saves its input in FP8. Unless scaling is delayed, attention's output projection saves the input
     itself, which attention saves too (megatron-core 0.16.1 `attention.py`, `set_save_original_input`); with one scale for
     the whole tensor, backward quantises it in both layouts. Under sequence parallelism the gradient is gathered in FP8

@@ -59,9 +59,7 @@ def _router(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tens
     weights = tape.operation("mlp.router.gather", [scores, chosen], rows * top_k * FP32, saves=[chosen])
     total = tape.operation("mlp.router.sum", [weights], rows * FP32)
     total = tape.operation("mlp.router.sum.add", [total], rows * FP32, gradients=[(total, None)])
-    weights = tape.operation(
-        "mlp.router.normalise", [weights, total], rows * top_k * FP32, saves=[weights, total]
-    )
+    weights = tape.operation("mlp.router.normalise", [weights, total], rows * top_k * FP32, saves=[weights, total])
     return scores, chosen, ops.scale(tape, weights, "mlp.router.scale")
 
 

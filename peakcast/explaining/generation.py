@@ -1,0 +1,48 @@
+"""What generation keeps of each token: the size of the key-value cache, and how much of it a server has room for."""
+
+from __future__ import annotations
+
+from peakcast.catalog import Device
+from peakcast.models.analytical.blocks.kv_cache import layer_cache_bytes
+from peakcast.models.analytical.hf_blocks import block_context
+from peakcast.prediction import Prediction
+from peakcast.spec import TrainingJob
+from peakcast.units import format_gib
+
+SERVER_SHARE = 0.9
+"""Of the GPU that vLLM takes when it starts, unless `gpu_memory_utilization` says otherwise (vLLM, engine arguments)."""
+KIB = 1024
+
+
+def cache_bytes_per_token(job: TrainingJob) -> int:
+    """Bytes of keys and values that all layers keep of one token of one sequence. Layers with a window keep no more tokens
+    than that."""
+    keys, values = layer_cache_bytes(block_context(job.replace(micro_batch_size=1), None), 1)
+    return (keys + values) * job.architecture.num_hidden_layers
+
+
+def cache_sentences(job: TrainingJob, device: Device, p: Prediction) -> tuple[str, ...]:
+    """What the cache of `job` is made of, and how many tokens of it a server on `device` would have room for, beside the
+    same weights and activations."""
+    each = cache_bytes_per_token(job)
+    tokens = (job.inference.prompt_length or job.sequence_length) + (job.inference.new_tokens or 1) - 1
+    window = job.architecture.sliding_window
+    windowed = f" (in layers with a window of the last {window:,})" if window else ""
+    size = format_gib(each * tokens * job.micro_batch_size)
+    sentences = [
+        f"Key-value cache: {each / KIB:,.4g} KiB for each token{windowed}, "
+        f"{job.micro_batch_size:,} × {tokens:,} tokens: {size}."
+    ]
+    taken = p.peak_allocated_bytes.point - p.composition.get("kv_cache", 0)
+    room = SERVER_SHARE * device.cuda_memory_bytes - taken
+    if room > 0:
+        sentences.append(
+            f"vLLM takes {SERVER_SHARE:g} of the GPU at start (gpu_memory_utilization): beside these weights about "
+            f"{_round(room / each):,} tokens of cache."
+        )
+    return tuple(sentences)
+
+
+def _round(number: float) -> int:
+    """`number` to two digits: what is beside the cache in a server is not known any better."""
+    return int(float(f"{number:.2g}"))

@@ -1,0 +1,80 @@
+"""What is said of generation: its cache, its two peaks, its own advice."""
+
+from __future__ import annotations
+
+import pytest
+
+from peakcast import api
+from peakcast.dialects.job_file import job_from_mapping
+from peakcast.explaining.generation import cache_bytes_per_token
+from peakcast.labels import phase_title
+from peakcast.screen import prediction_text
+from peakcast.spec import TrainingJob
+from peakcast.timeline import Category
+
+PROMPT, NEW, BATCH = 512, 64, 4
+
+
+def generation(**changes: object) -> TrainingJob:
+    inference = {"prompt_length": PROMPT, "new_tokens": NEW}
+    return job_from_mapping(
+        {"architecture": "llama-3.2-1b", "task": "inference", "micro_batch_size": BATCH, "inference": inference, **changes}
+    )
+
+
+def test_a_token_keeps_keys_and_values_of_each_layer() -> None:
+    """llama-3.2-1b: 16 layers, 8 key-value heads of 64, bfloat16."""
+    assert cache_bytes_per_token(generation()) == 2 * 16 * 8 * 64 * 2
+
+
+def test_the_cache_at_the_end_is_that_of_all_tokens_but_the_last() -> None:
+    timeline = api.explain(generation(), "L4").timeline
+    end = timeline.composition(len(timeline.phases) - 1)
+    assert end[Category.KV_CACHE] == BATCH * (PROMPT + NEW - 1) * cache_bytes_per_token(generation())
+
+
+def test_prefill_and_decoding_have_peaks_and_the_higher_is_the_peak() -> None:
+    answer = api.predict(generation(), "L4")
+    peaks = answer.phase_peaks_bytes
+    assert max(peaks["prefill"], peaks["decode"]) == peaks["forward"]
+    assert [phase_title(name) for name in ("prefill", "decode")] == ["prefill", "decoding"]
+    assert "The peak is in prefill:" in prediction_text(answer)
+    longer = generation(inference={"prompt_length": 16, "new_tokens": 2048})
+    assert "The peak is in decoding:" in prediction_text(api.predict(longer, "L4"))
+
+
+def test_training_has_neither_a_cache_nor_its_sentences() -> None:
+    answer = api.predict("llama-3.2-1b", "L4")
+    assert answer.remarks == ()
+    assert not {"prefill", "decode"} & set(answer.phase_peaks_bytes)
+    assert "kv_cache" not in answer.composition
+
+
+def test_the_first_screen_says_how_large_the_cache_is_and_what_a_server_has_room_for() -> None:
+    answer = api.predict(generation(), "L4")
+    cache, server = answer.remarks
+    assert cache == "Key-value cache: 32 KiB for each token, 4 × 575 tokens: 0.07 GiB."
+    assert "gpu_memory_utilization" in server
+    assert all(sentence in " ".join(prediction_text(answer).split()) for sentence in answer.remarks)
+
+
+def test_advice_for_generation_trains_nothing() -> None:
+    found = api.explain(generation(micro_batch_size=8), "L4").advice
+    names = {item.name for item in found}
+    assert {"fewer-sequences", "4-bit-weights", "8-bit-weights"} <= names
+    assert not names & {"qlora", "lora", "checkpointing", "smaller-micro-batch"}
+    for item in found:
+        assert "finetuning.method" not in item.changes
+
+
+@pytest.mark.parametrize("find", ["micro_batch_size", "sequence_length"])
+def test_the_largest_batch_and_prompt_are_searched(find: str) -> None:
+    found = api.search(generation(), "T4", find=find)
+    assert found.value
+    assert api.predict(found.plan.job, "T4").fits == "yes"
+
+
+def test_a_network_of_another_stack_has_no_such_sentences() -> None:
+    answer = api.predict(generation(framework="megatron"), "L4")
+    assert answer.remarks == ()
+    assert not answer.is_covered
