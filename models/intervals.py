@@ -117,7 +117,7 @@ class Intervals:
             parent = bars.get(parents.get(name, ""))
             few = bar is None or bar.effective_rows < self.min_group_rows
             if parent is not None and few:
-                bar = _at_least(bar or _count(scores[rows], units[rows]), parent, parents[name], scores[rows])
+                bar = _no_narrower_than_own(bar or _count(scores[rows], units[rows]), parent, parents[name], scores[rows])
             if bar is not None:
                 bars[name] = bar
         return bars
@@ -282,7 +282,7 @@ def _count(scores: Floats, units: npt.NDArray[np.int64]) -> Bar:
     )
 
 
-def _at_least(own: Bar, parent: Bar, parent_name: str, scores: Floats) -> Bar:
+def _no_narrower_than_own(own: Bar, parent: Bar, parent_name: str, scores: Floats) -> Bar:
     """The parent's bar for a small group, but no narrower than the uncorrected quantiles of the small group's own
     scores."""
     seen = float(np.quantile(np.abs(scores), 0.9))

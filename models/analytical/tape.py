@@ -278,7 +278,7 @@ class Tape:
                 storage.last_read = min(storage.last_read, storage.made_again)
                 if saver is not None:
                     again = ends[storage.made_again] - 1
-                    self._made_again(rows, storage, again, saver)
+                    self._append_recomputed(rows, storage, again, saver)
                     saver = None
             last, kept = storage.last_read + 1, id(storage) in cached
             dies, in_backward = (last, False) if saver is None else (saver, True)
@@ -336,7 +336,7 @@ class Tape:
         return Later(tuple(weights), tuple(rounded))
 
     @staticmethod
-    def _made_again(rows: list[Row], storage: Storage, born: int, dies: int) -> None:
+    def _append_recomputed(rows: list[Row], storage: Storage, born: int, dies: int) -> None:
         life = (born, True, dies, True, False, dies, False)
         rows.append((storage.name, storage.category, storage.num_bytes, *life, storage.stream))
 
