@@ -80,6 +80,7 @@ class FSDP2(ShardedLayout):
         self.replicas = replicas
         self.reduce_bytes = reduce_bytes
         self._sizes: dict[Unit, _Sizes] = {}
+        self._numels: dict[tuple[bool, tuple[int, ...], int], int] = {}
         self._copied_out: list[int] = []
         """The last all-gather's output, kept until the next copy-out (`comm_ctx.all_gather_state`)."""
         self._reduced_from: list[int] = []
@@ -105,8 +106,11 @@ class FSDP2(ShardedLayout):
         return max(1, self.shards // tensor.expert_ranks)
 
     def _part_numel(self, tensor: StoredTensor) -> int:
-        """Elements of one rank's padded part."""
-        return math.prod(self.part(tensor))
+        """Elements of one rank's padded part; cached by shape, because layers are alike."""
+        alike = tensor.sharded, tensor.shape, tensor.expert_ranks
+        if alike not in self._numels:
+            self._numels[alike] = math.prod(self.part(tensor))
+        return self._numels[alike]
 
     def _sizes_of(self, unit: Unit) -> _Sizes:
         """The sizes of a unit; cached, because each micro-batch needs them several times."""
