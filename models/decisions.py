@@ -104,6 +104,8 @@ def decisions_of(
 
 
 def _by_capacity(asked: Sequence[tuple[Sample, Answers]], quantity: str) -> Decisions | None:
+    """Decisions on one quantity, if the GPU had each of the sizes `CAPACITIES_GIB` that lie between the smallest and the
+    largest measured peak. None if no row has the quantity."""
     rows = [(sample, answer[quantity], sample.measured(quantity) or 0) for sample, answer in asked]
     rows = [row for row in rows if row[2]]
     if not rows:
@@ -130,6 +132,7 @@ def _by_capacity(asked: Sequence[tuple[Sample, Answers]], quantity: str) -> Deci
 
 
 def _outcomes(asked: Sequence[tuple[Sample, Answers]]) -> tuple[Decisions, ...]:
+    """Decisions whether a job fits its own GPU, against whether the run went out of memory; none if no run did."""
     if not any(sample.censored for sample, _ in asked):
         return ()
     weights = repeat_weights([sample for sample, _ in asked])

@@ -179,6 +179,7 @@ def _bars_to_mapping(bars: Mapping[str, Bar]) -> dict[str, dict[str, Any]]:
 
 
 def _bars_from_mapping(mapping: object, where: str) -> dict[str, Bar]:
+    """Bars by group, as stored. `where`: the place in the file, for errors. Raises: CalibrationError."""
     if not isinstance(mapping, Mapping):
         raise CalibrationError(f"{where} must be a mapping of groups; fit the calibration again.")
     bars = {}
