@@ -339,7 +339,7 @@ class Tape:
         rows.append((storage.name, storage.category, storage.num_bytes, *life, storage.stream))
 
     def _cached(self, cached_matmuls: int, kept: frozenset[str]) -> set[int]:
-        """Ids of the storages that selective checkpointing keeps: the first of every n matrix products, and kinds `kept`."""
+        """Ids of the storages that selective checkpointing keeps: the first of every n products, and the kinds `kept`."""
         matmuls, cached = 0, set()
         for storage in self._storages:
             if storage.kind == "matmul":
