@@ -117,7 +117,8 @@ def _check(gpu: str, quantity: str, rows: Sequence[tuple[Sample, Calibration, An
     bars: list[Interval] = [found[quantity] for _, _, found in rows]
     measured = np.array([sample.measured(quantity) for sample in samples], dtype=np.float64)
     point, lower, upper, bound = (
-        np.array([getattr(bar, name) for bar in bars], dtype=np.float64) for name in ("point", "lower", "upper", "upper_95")
+        np.array([getattr(bar, name) for bar in bars], dtype=np.float64)
+        for name in ("point", "lower", "upper", "upper_95")
     )
     total = float(weights.sum())
     coverage = float(weights[(lower <= measured) & (measured <= upper)].sum()) / total

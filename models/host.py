@@ -64,3 +64,4 @@ def _fullest(step: Timeline, categories: list[Category]) -> dict[Category, int]:
         np.subtract.at(change, np.minimum(step.dies[mine], len(step.phases)), sizes[mine])
         most[category] = int(np.cumsum(change)[:-1].max(initial=0))
     return most
+

@@ -155,7 +155,9 @@ class Residual:
             inside, outside = folds != fold, folds == fold
             if censored[inside].all():
                 continue
-            fitted = fit_bounded(candidate, x[inside], y[inside], weights[inside], names[inside].tolist(), censored[inside])
+            fitted = fit_bounded(
+                candidate, x[inside], y[inside], weights[inside], names[inside].tolist(), censored[inside]
+            )
             guess[outside] = fitted.predict(x[outside], names[outside].tolist())
         return guess
 

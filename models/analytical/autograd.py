@@ -80,7 +80,8 @@ class Backward:
             self.rows.append((name, TEMPORARY, num_bytes, born, True, dies, True, False, dies, False, stream))
 
     def _run(self, operation: Operation, index: int, instant: int) -> None:
-        """Run one operation backward: use its incoming gradients, make those of its inputs and weights, free what is left."""
+        """Run one operation backward: use its incoming gradients, make those of its inputs and weights, free what is left.
+        """
         later, after = index in self._turns, instant + 1
         incoming = [self._held.pop(id(output)) for output in operation.outputs if id(output) in self._held]
         touched = incoming.copy()
@@ -95,7 +96,9 @@ class Backward:
                 gradient = incoming[0]
             else:
                 num_bytes = tensor.num_bytes if size is None else size
-                gradient = _Gradient(num_bytes, made_at, f"{operation.name}.gradient", stream=operation.gradients_stream)
+                gradient = _Gradient(
+                    num_bytes, made_at, f"{operation.name}.gradient", stream=operation.gradients_stream
+                )
                 touched.append(gradient)
             largest_sum = max(largest_sum, self._hold(tensor, gradient, f"{operation.name}.gradient", instant))
         if not later:

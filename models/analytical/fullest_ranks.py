@@ -29,4 +29,6 @@ def _fullest(job: TrainingJob, rank: int) -> int:
 def _owned(job: TrainingJob, rank: int) -> int:
     """Bytes of the fp32 parameters and states that the optimizer of `rank` owns."""
     share = weights_share(rank_share(job, None, rank))
-    return sum(numel * FP32 * (1 + len(state_names(share, p))) for buffer in buffers(share) for p, numel in buffer.pieces)
+    return sum(
+        numel * FP32 * (1 + len(state_names(share, p))) for buffer in buffers(share) for p, numel in buffer.pieces
+    )

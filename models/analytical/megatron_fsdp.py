@@ -183,7 +183,9 @@ class WholeBuckets(Hooks):
         for number in self._numbers(module):
             if number not in self._gradients:
                 size = self.buckets[number].elements * self.gradient_bytes
-                self._gradients[number] = step.allocate("whole_gradients", Category.GRADIENTS, [size], module, born=born)
+                self._gradients[number] = step.allocate(
+                    "whole_gradients", Category.GRADIENTS, [size], module, born=born
+                )
 
     def _release(self, step: Step, module: str) -> None:
         """Free the buckets of `module`, if they are a layer's."""

@@ -1,4 +1,5 @@
-"""Places runs of blocks on a step: the lifetimes of all tensors of all runs of a template, by a few vectorised additions."""
+"""Places runs of blocks on a step: the lifetimes of all tensors of all runs of a template, by a few vectorised additions.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ HANDED_IN = "gradient"
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """How a block uses a tensor that another block owns, in backward instants of this block. None means that it does not."""
+    """How a block uses a tensor that another block owns, in backward instants of this block. None means that it does not.
+    """
 
     kept_until: int | None
     """The instant before which autograd frees what this block saved of it."""

@@ -28,7 +28,7 @@ def speed(gpu: str) -> Speed:
 @cache
 def _speeds() -> dict[str, Speed]:
     table: dict[str, dict[str, Any]] = tomllib.loads(files("peakcast.catalog").joinpath("speeds.toml").read_text("utf-8"))
-    found = {}
+    found: dict[str, Speed] = {}
     for name, row in table.items():
         same = row.pop("same", ())
         found |= dict.fromkeys((name, *same), Speed(**row))

@@ -219,7 +219,7 @@ _STRIDES: dict[str, Callable[[Parallelism], int]] = {
 
 def _stride(axis: str, layout: Parallelism) -> int:
     """How many ranks lie between neighbours of a group along `axis`."""
-    return _STRIDES.get(axis, lambda layout: 1)(layout)
+    return _STRIDES[axis](layout) if axis in _STRIDES else 1
 
 
 def _offload_seconds(job: TrainingJob, step: float) -> float:

@@ -224,7 +224,9 @@ class LayerOps(LayerForward):
             op(result, inner, size // context.compute_bytes * context.adapter_bytes, wide=True),
         ]
 
-    def stream_gradient(self, name: str, reads: str, replaces: str, *, is_result: bool = False, normed: str = "") -> Op:
+    def stream_gradient(
+        self, name: str, reads: str, replaces: str, *, is_result: bool = False, normed: str = ""
+    ) -> Op:
         """The gradient of the residual stream. The same kernel also makes copies of it for the product that reads it: a
         narrow one if products are narrower, a copy and a wide one if it has an adapter. `normed`: the name of the norm's
         output before its weight, if that is a buffer."""

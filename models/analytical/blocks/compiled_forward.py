@@ -131,7 +131,9 @@ class LayerForward:
             return [op(f"post_{number}.rstd", name, self.context.rows * FP32, wide=True)]
         return [op(f"{name}.dropped", SEEDS, self.hidden // self.context.compute_bytes)] if self.drops else []
 
-    def norm(self, name: str, stream: str, fuses: str, fuses_result: str, of: str = "", kept: str = "") -> list[Op]:
+    def norm(
+        self, name: str, stream: str, fuses: str, fuses_result: str, of: str = "", kept: str = ""
+    ) -> list[Op]:
         """A norm of `stream`; its factors and, for LayerNorm, its means are saved. `of`: the products that read the output.
         `kept`: the name of the fp32 tensor before the weight, if that is a buffer."""
         made = dict.fromkeys(self.statistics(name).split(), self.context.rows * FP32)

@@ -136,7 +136,9 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
 
 
 @lru_cache(maxsize=64)
-def _layer(context: HFContext, sums_again: bool, recomputes: bool, given: str) -> tuple[LayerOps, list[Op], list[Op]]:
+def _layer(
+    context: HFContext, sums_again: bool, recomputes: bool, given: str
+) -> tuple[LayerOps, list[Op], list[Op]]:
     """The operations of one kind of layer, forward and backward; cached, because a network has many layers of a kind."""
     ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes, given=given)
     return ops, ops.forward(), ops.backward(is_result=False)

@@ -119,7 +119,9 @@ def _softmax_with_sinks(
     argument = scores
     if scores.num_bytes != elements * element:
         argument = ops.cast(tape, scores, elements * element, "self_attn.sinks.to_float32")
-    combined = tape.operation("self_attn.sinks", [argument], whole, weight_gradients=sinks, gradients=[(argument, None)])
+    combined = tape.operation(
+        "self_attn.sinks", [argument], whole, weight_gradients=sinks, gradients=[(argument, None)]
+    )
     largest = tape.operation("self_attn.sinks.max", [combined], rows * element, extra_saved_bytes=[rows * INT64])
     shifted = tape.operation(
         "self_attn.sinks.subtract",

@@ -157,7 +157,9 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
         norm_weight_in_float32=True, rotary="promoted", liger_qk_norm=False, whole_parts=frozenset({"self_attn"})
     ),
     "phi3": HFTraits(names_fused_projection=True, whole_parts=frozenset({"self_attn", "mlp"})),
-    "olmo3": HFTraits(norm_weight_in_float32=True, rotary="promoted", rotary_tables=2, liger_qk_norm=False),
+    "olmo3": HFTraits(
+        norm_weight_in_float32=True, rotary="promoted", rotary_tables=2, liger_qk_norm=False
+    ),
     "exaone4": HFTraits(rotates_in_windows=True, norms_after_projections=True),
     "gpt_oss": HFTraits(
         norm_weight_in_float32=True,
@@ -171,7 +173,9 @@ FAMILY_TRAITS: dict[str, HFTraits] = {
     "granitemoe": replace(_GRANITE, scores_of_top_experts="float32"),
     "granitemoeshared": replace(_GRANITE, scores_of_top_experts="float32"),
     "cohere": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, norms_after_projections=True),
-    "cohere2": HFTraits(layer_norm_in_python=True, rotary="cast", scaled_logits=True, rotates_in_windows=True),
+    "cohere2": HFTraits(
+        layer_norm_in_python=True, rotary="cast", scaled_logits=True, rotates_in_windows=True
+    ),
     "gpt2": HFTraits(
         keeps_sublayer_outputs=True, eager_softmax="native", loss_apart=True, conv1d=True, mask_by_position=True
     ),

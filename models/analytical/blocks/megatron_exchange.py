@@ -67,7 +67,9 @@ def _ring(context: MegatronContext, query: int, key: int, value: int, output: in
     outputs = (output,) * (turns - halves) + (output // 2,) * halves
     pair = key + value
     forward = ((pair,) * (turns - 1)) + outputs[0::2]
-    return Exchanging(1, True, (pair,), forward, (2 * pair, 2 * pair, query), SideStream(forward_temporaries=outputs[1::2]))
+    return Exchanging(
+        1, True, (pair,), forward, (2 * pair, 2 * pair, query), SideStream(forward_temporaries=outputs[1::2])
+    )
 
 
 def _heads(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:

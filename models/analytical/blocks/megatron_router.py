@@ -92,7 +92,9 @@ def _top_k(tape: Tape, logits: Tensor, context: MegatronContext, experts: Expert
         )
         if experts.top_k > 1:
             total = context.stream_rows * width
-            scores = tape.operation("router.normalise", [scores], chosen * width, saves=[scores], extra_saved_bytes=[total])
+            scores = tape.operation(
+                "router.normalise", [scores], chosen * width, saves=[scores], extra_saved_bytes=[total]
+            )
         scores = tape.operation("router.scale", [scores], chosen * width)
     elif experts.pre_softmax:
         scores = tape.operation("router.softmax", [logits], every * FP32, saves_output=True)
