@@ -19,7 +19,7 @@ OF_LIMIT = {
     "peak_host_bytes": " of host memory",
 }
 """What a limit is of, after its size."""
-METHODS = {"full": "all weights trained", "lora": "LoRA", "qlora": "QLoRA"}
+METHODS = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}
 """`finetuning.method` -> what is trained."""
 PHASE_NAMES = {
     Phase.INIT: "set-up",
