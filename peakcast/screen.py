@@ -124,7 +124,7 @@ def _steps(p: Answer) -> str:
 def _ranks(p: Answer) -> str:
     if not p.ranks:
         return ""
-    numbers = f"{'allocated':>12}{'device':>9}{'95 % below':>12}"
+    numbers = f"{'allocated':>12}{'device':>9}{'at most':>12}"
     lines = [f"{'rank':<6}{'alike':>6}{'stage':>7}{'layers':>10}{numbers}   fits, peak in"]
     for item in p.ranks:
         layers = f"{item.layers[0]}–{item.layers[-1]}" if item.layers else "none"
