@@ -44,6 +44,7 @@ class Cost:
 
     recompute: float
     bubble: float
+    """Time that pipeline stages wait, for the schedule and for the slowest of them."""
     sending: float
     """What computation does not hide."""
     offloading: float
@@ -89,7 +90,7 @@ def cost(job: TrainingJob, device: Device, sent: Sent | None = None) -> Cost:
     )
     return Cost(
         recompute=recompute(job),
-        bubble=bubble(job),
+        bubble=(1 + bubble(job)) * slowest_stage(job) - 1,
         sending=exposed / step,
         offloading=_offload_seconds(job, step) / step,
         sent_bytes=sent.num_bytes,
@@ -165,6 +166,23 @@ def bubble(job: TrainingJob) -> float:
     if layout.pipeline_schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
         return idle / layout.virtual_pipeline_stages
     return idle * SPLIT_BUBBLE
+
+
+def slowest_stage(job: TrainingJob) -> float:
+    """Operations of the pipeline stage that has most, as a multiple of the mean: all wait for it. The last stage has the
+    output layer too; an embedding only looks up."""
+    a, layout = job.architecture, job.parallelism
+    stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
+    if stages == 1:
+        return 1.0
+    table = a.vocab_size * a.hidden_size
+    tables = table if a.tie_word_embeddings else 2 * table
+    attention = 3 * _attention_operations(a, job.sequence_length) / a.num_hidden_layers
+    layer = 6 * max(0, active_parameters(a) - tables) / a.num_hidden_layers + attention
+    layers = layout.pipeline_layers or (a.num_hidden_layers // (stages * virtual),) * (stages * virtual)
+    work = [sum(layers[stage::stages]) * layer for stage in range(stages)]
+    work[-1] += 6 * table
+    return max(work) * stages / sum(work)
 
 
 # -- bytes --------------------------------------------------------------------------------------------------------------
