@@ -17,7 +17,7 @@ from peakcast.calibrating import Checked, Fitted, check, evaluate, fit, report, 
 from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.recognise import Beside, from_arguments
 from peakcast.dryrunning import dryrun
-from peakcast.errors import SpecError
+from peakcast.extras import need
 from peakcast.measuring import collect, collect_constants, import_published, verify
 from peakcast.places import tracker
 from peakcast.questions import Rank, on_node, question, translation_of
@@ -287,12 +287,9 @@ def web(host: str = "127.0.0.1", port: int = 7860, *, progress: Progress | None 
     """Serve the web page until interrupted, with the accuracy reports beside it where this is a checkout that has them;
     `progress` is told the address.
 
-    Raises: SpecError when Gradio is not installed or the port cannot be had.
+    Raises: MissingPackageError, or SpecError when the port cannot be had.
     """
-    try:
-        from peakcast.web.server import reports_folder, serve
-    except ImportError as error:
-        raise SpecError(
-            f"the web page needs a package that is not installed ({error}); install it with: pip install 'peakcast[web]'."
-        ) from error
+    need("the web page", "gradio", "matplotlib", "jinja2")
+    from peakcast.web.server import reports_folder, serve
+
     serve(host, port, reports_folder(), progress or print)
