@@ -37,10 +37,10 @@ class Observation:
 
     def start(self) -> None:
         """Peaks count from here on."""
-        import torch
-
         if self.gpu_name() is None:
             return
+        import torch
+
         self._nvml.check(probes.cuda_uuid())
         torch.cuda.reset_peak_memory_stats()
         self._retries = probes.allocator_counts()["num_alloc_retries"]

@@ -49,6 +49,7 @@ __all__ = [
     "explain",
     "fit",
     "import_published",
+    "mcp",
     "megatron",
     "predict",
     "predict_batch",
@@ -293,3 +294,15 @@ def web(host: str = "127.0.0.1", port: int = 7860, *, progress: Progress | None 
     from peakcast.web.server import reports_folder, serve
 
     serve(host, port, reports_folder(), progress or print)
+
+
+def mcp() -> None:
+    """Serve these doors as tools to an assistant, by the Model Context Protocol over standard input and output, until the
+    input ends.
+
+    Raises: MissingPackageError.
+    """
+    need("the server for assistants", "mcp")
+    from peakcast.assistant import serve
+
+    serve()

@@ -51,14 +51,14 @@ def doctor() -> Installation:
 
 
 def _gpu(index: int, reading: Mapping[str, Any]) -> InstalledGpu:
-    device = _catalogued(reading["name"], reading["memory_bytes"])
+    device = known_gpu(reading["name"], reading["memory_bytes"])
     calibration = calibration_for(device).gpu if device is not None else None
     return InstalledGpu(
         index=index, catalog_name=device.name if device is not None else None, calibration=calibration, **reading
     )
 
 
-def _catalogued(name: str, memory_bytes: int) -> catalog.Device | None:
+def known_gpu(name: str, memory_bytes: int) -> catalog.Device | None:
     """The GPU type of that name; of types that share a marketing name the one whose memory fits."""
     for candidate in (name, f"{name}-{round(memory_bytes / GIB / 8) * 8}GB"):
         try:

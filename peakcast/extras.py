@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-from peakcast.errors import PeakcastError
+from peakcast.errors import MissingPackageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,6 @@ USES = {
     "mcp": "the server for assistants",
 }
 """What each extra is for, in the words of `peakcast doctor`."""
-
-
-class MissingPackageError(PeakcastError, ImportError):
-    """A package of an extra is not installed; `parameter` is the extra."""
 
 
 def is_installed(module: str) -> bool:

@@ -1,5 +1,5 @@
-"""`pip install peakcast` brings numpy, typer, rich and PyYAML. In an environment that has only these, questions are answered,
-and what needs more says in one sentence which command installs it."""
+"""`pip install peakcast` brings numpy, typer, rich and PyYAML. In an environment that has only these, questions are
+answered, and what needs more says in one sentence which command installs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from peakcast.extras import PACKAGES, MissingPackageError, command, missing_extras, need
+from peakcast.errors import MissingPackageError
+from peakcast.extras import PACKAGES, command, missing_extras, need
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
