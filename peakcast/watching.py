@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from peakcast.answers import answer
 from peakcast.catalog import Device
 from peakcast.errors import DoesNotFitError, PeakcastError
+from peakcast.proposing import check_snapshot_path
 from peakcast.questions import Question, question
 from peakcast.refusing import FITS, Say, device_at, in_plain_values, mode_of, refuse_what_does_not_fit
-from peakcast.units import format_gib
+from peakcast.remarks import bar_text, compared_text
 
 if TYPE_CHECKING:
     from peakcast.prediction import Interval, Prediction
@@ -40,12 +41,16 @@ class Watch:
         gpu: str | Device | None = None,
         *,
         append_to: str | Path | None = None,
+        snapshot: str | Path | None = None,
         refuse: bool | None = None,
         say: Say = print,
     ) -> None:
         from peakcast.collectors.observing import Observation
 
-        self._observation = Observation()
+        self._snapshot = Path(snapshot) if snapshot is not None else None
+        if self._snapshot is not None:
+            check_snapshot_path(self._snapshot)
+        self._observation = Observation(self._snapshot)
         self._gpu = gpu
         self._measures = self._observation.gpu_name() is not None
         self._append_to = Path(append_to) if append_to is not None else None
@@ -68,7 +73,7 @@ class Watch:
         self.prediction = answer(self.question)
         bar = self.prediction.peak_allocated_bytes
         verdict = f"{FITS[self.prediction.fits]} on {self.question.device.name}"
-        self.say(f"peakcast: {verdict}; allocated peak {_bar(bar)} predicted")
+        self.say(f"peakcast: {verdict}; allocated peak {bar_text(bar)} predicted")
         if self._refuses:
             refuse_what_does_not_fit(self.question, self.prediction)
 
@@ -88,9 +93,9 @@ class Watch:
         for name, quantity, reading in COMPARED:
             bar: Interval = getattr(self.prediction, quantity)
             self.measured[name] = size = self._observation.peaks[reading]
-            inside = "inside" if bar.lower <= size <= bar.upper else "OUTSIDE"
-            error = f"{(bar.point / size - 1) * 100:+.1f} %" if size else "nothing was allocated"
-            self.say(f"peakcast: {name} peak {format_gib(size)} measured, {_bar(bar)} predicted: {error}, {inside} the bar")
+            self.say(f"peakcast: {compared_text(name, size, bar)}")
+        if self._snapshot is not None:
+            self.say(f"peakcast: snapshot written to {self._snapshot}; `peakcast replay` lays a prediction beside it")
         if self._append_to is not None and complete:
             from peakcast import store
 
@@ -161,18 +166,20 @@ def watch(
     gpu: str | Device | None = None,
     *,
     append_to: str | Path | None = None,
+    snapshot: str | Path | None = None,
     refuse: bool | None = None,
     say: Say = print,
 ) -> Watch:
     """A context manager around a training run of `job`: predicts it, then compares with the real peaks.
 
     `gpu`: a GPU type (None: the one at hand). `append_to`: a JSON-lines file that a row of the run is added to, which
-    `peakcast fit` and `peakcast evaluate --against` read. `refuse`: whether a run that surely does not fit is stopped with
-    a DoesNotFitError; None asks the environment variable PEAKCAST_PREFLIGHT, without which it is only said. `say` gets each
-    line.
+    `peakcast fit` and `peakcast evaluate --against` read. `snapshot`: a file that the allocator's history of the run is
+    written to, for `peakcast watch` and `peakcast replay`; recording it slows the run down. `refuse`: whether a run that
+    surely does not fit is stopped with a DoesNotFitError; None asks the environment variable PEAKCAST_PREFLIGHT, without
+    which it is only said. `say` gets each line.
     Raises: DoesNotFitError; SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
-    return Watch(job, gpu, append_to=append_to, refuse=refuse, say=say)
+    return Watch(job, gpu, append_to=append_to, snapshot=snapshot, refuse=refuse, say=say)
 
 
 def trainer_callback(
@@ -204,6 +211,3 @@ def lightning_callback(
 
     return telling_callback(_LightningListener(Watch(None, gpu, append_to=append_to, refuse=refuse, say=say), job))
 
-
-def _bar(bar: Interval) -> str:
-    return f"{format_gib(bar.point)} ({format_gib(bar.lower)} to {format_gib(bar.upper)})"

@@ -1,5 +1,5 @@
-"""`peakcast mcp`, asked as an assistant asks it: a process of its own, over its standard input and output, by the protocol's
-lines."""
+"""`peakcast mcp`, asked as an assistant asks it: a process of its own, over its standard input and output, by the
+protocol's lines."""
 
 from __future__ import annotations
 

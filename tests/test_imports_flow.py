@@ -29,7 +29,7 @@ DOORS = tuple(
     for name in (
         *("__main__", "answers", "api", "assistant", "batch", "cli", "doctor", "job_flags", "places", "questions"),
         *("render", "calibrating", "collected", "commands", "dryrunning", "keeping", "kept", "measuring", "pytest_plugin"),
-        *("recording", "replaying", "refusing", "shipping", "watching"),
+        *("proposing", "recording", "replaying", "refusing", "shipping", "watching"),
     )
 )
 EXPLAINING = "peakcast.explaining"

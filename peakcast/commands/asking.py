@@ -195,16 +195,15 @@ def web(
 @app.command(epilog="Example: peakcast mcp")
 def mcp(json: Annotated[bool, typer.Option("--json", help="Print the tools as JSON and end.")] = False) -> None:
     """Serve predict, explain, search and more as tools to an assistant (Model Context Protocol, over stdio)."""
-    from peakcast import api, render
     from peakcast.extras import need
 
-    if json:
-        need("the server for assistants", "mcp")
-        from peakcast.assistant import tools
+    need("the server for assistants", "mcp")
+    from peakcast import assistant, render
 
-        print(render.json_text(tools()))
-        return
-    api.mcp()
+    if json:
+        print(render.json_text(assistant.tools()))
+    else:
+        assistant.serve()
 
 
 def _answer(
