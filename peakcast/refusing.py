@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 from peakcast import catalog
@@ -113,5 +114,12 @@ def in_plain_values(job: object) -> object:
 
 
 def _plain(value: Any) -> Any:
-    """The mapping of an object of transformers or peft."""
-    return value.to_dict() if hasattr(value, "to_dict") else value
+    """The mapping of an object of transformers or peft; in it, as a file would have them, sets (peft's `target_modules`) as
+    lists and members of enumerations as their values."""
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return value.value if isinstance(value, Enum) else value

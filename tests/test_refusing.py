@@ -93,6 +93,7 @@ def test_the_objects_of_a_script_are_read_as_their_mappings(tmp_path: Path, monk
     assert plain["huggingface"]["num_gpus"] == 1
     read = api.read(plain).job
     assert (read.micro_batch_size, read.architecture.hidden_size, read.finetuning.rank) == (3, 256, 4)
+    assert read.finetuning.targets == ("q_proj",)  # peft keeps a set
     found = peakcast.preflight({"huggingface": objects}, "A100-80GB")
     assert found is not None
     assert found == peakcast.preflight(plain, "A100-80GB")
