@@ -19,6 +19,7 @@ from peakcast.doctor import known_gpu
 from peakcast.errors import DoesNotFitError, SpecError
 from peakcast.questions import Question, question
 from peakcast.remarks import verdict_reason
+from peakcast.units import format_gib
 
 if TYPE_CHECKING:
     from peakcast.prediction import Prediction
@@ -71,8 +72,9 @@ def refuse_what_does_not_fit(asked: Question, prediction: Prediction) -> None:
         return
     from peakcast.explaining.advice import first_to_try
 
-    advice = first_to_try(asked.job, asked.device, prediction.rank, 1)
-    first = f" First to try: {advice[0].sentence.rstrip('.')} ({advice[0].price})." if advice else ""
+    advice = first_to_try(asked.job, asked.device, prediction.rank)
+    steps = "; ".join(step.sentence.rstrip(".") for step in advice)
+    first = f" First to try, together: {steps}: {format_gib(advice[-1].peak_bytes)} allocated then." if advice else ""
     raise DoesNotFitError(
         f"this run does not fit on {asked.device.name}: {verdict_reason(prediction)}.{first} {VARIABLE}=warn starts it all "
         "the same.",

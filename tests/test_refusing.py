@@ -28,7 +28,7 @@ def said_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_that_does_not_fit_is_refused_with_the_numbers_and_what_to_try() -> None:
     lines: list[str] = []
-    with pytest.raises(peakcast.DoesNotFitError, match=r"would be needed, and .* are there\. First to try: ") as refused:
+    with pytest.raises(peakcast.DoesNotFitError, match=r"First to try, together: .* allocated then\.") as refused:
         peakcast.preflight(TOO_LARGE, "H100-80GB", say=lines.append)
     assert refused.value.prediction.fits == "no"
     assert refused.value.prediction.peak_device_bytes.lower > refused.value.prediction.capacity_bytes
