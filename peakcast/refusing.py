@@ -18,7 +18,7 @@ from peakcast.catalog import Device
 from peakcast.doctor import known_gpu
 from peakcast.errors import DoesNotFitError, SpecError
 from peakcast.questions import Question, question
-from peakcast.remarks import verdict_reason
+from peakcast.remarks import verdict_reason, verdict_words
 from peakcast.units import format_gib
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ Mode = Literal["refuse", "warn", "off"]
 VARIABLE = "PEAKCAST_PREFLIGHT"
 """The environment variable that says what happens to a run that surely does not fit, where the script does not say it."""
 MODES: dict[str, Mode] = {"refuse": "refuse", "warn": "warn", "off": "off"}
-FITS = {"yes": "fits", "no": "does not fit", "uncertain": "may or may not fit"}
 
 
 def preflight(
@@ -50,7 +49,8 @@ def preflight(
         return None
     asked = question(in_plain_values(job), device_at(gpu))
     prediction = answer(asked)
-    (say or print_on_first_rank)(f"peakcast: {FITS[prediction.fits]} on {asked.device.name}: {verdict_reason(prediction)}")
+    verdict = f"{verdict_words(prediction)} on {asked.device.name}: {verdict_reason(prediction)}"
+    (say or print_on_first_rank)(f"peakcast: {verdict}")
     if chosen == "refuse":
         refuse_what_does_not_fit(asked, prediction)
     return prediction

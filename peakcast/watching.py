@@ -19,8 +19,8 @@ from peakcast.catalog import Device
 from peakcast.errors import DoesNotFitError, PeakcastError
 from peakcast.proposing import check_snapshot_path
 from peakcast.questions import Question, question
-from peakcast.refusing import FITS, Say, device_at, in_plain_values, mode_of, refuse_what_does_not_fit
-from peakcast.remarks import bar_text, compared_text
+from peakcast.refusing import Say, device_at, in_plain_values, mode_of, refuse_what_does_not_fit
+from peakcast.remarks import bar_text, compared_text, verdict_words
 
 if TYPE_CHECKING:
     from peakcast.prediction import Interval, Prediction
@@ -72,7 +72,7 @@ class Watch:
         self.question = question(in_plain_values(job), device_at(self._gpu))
         self.prediction = answer(self.question)
         bar = self.prediction.peak_allocated_bytes
-        verdict = f"{FITS[self.prediction.fits]} on {self.question.device.name}"
+        verdict = f"{verdict_words(self.prediction)} on {self.question.device.name}"
         self.say(f"peakcast: {verdict}; allocated peak {bar_text(bar)} predicted")
         if self._refuses:
             refuse_what_does_not_fit(self.question, self.prediction)

@@ -49,16 +49,16 @@ def test_a_configuration_that_does_not_fit_fails_the_pull_request(tmp_path: Path
         wrong="architecture: llama-9\n",
     )
     assert code == 1
-    assert "::error file=configs/large.yaml::does NOT fit on H100-80GB" in log
+    assert "::error file=configs/large.yaml::Does not fit on H100-80GB: expect " in log
     assert "::error file=configs/wrong.yaml::peakcast: architecture='llama-9' is not in the catalog" in log
-    assert "configs/small.yaml: fits on H100-80GB" in log
+    assert "configs/small.yaml: Fits on H100-80GB" in log
     assert summary.count("### configs/") == 3
 
 
 def test_one_that_may_not_fit_is_a_warning(tmp_path: Path) -> None:
     code, log, _ = _check(tmp_path, unsure="architecture: llama-3.1-8b\n")
     assert code == 0
-    assert "::warning file=configs/unsure.yaml::may or may not fit" in log
+    assert "::warning file=configs/unsure.yaml::May or may not fit" in log
 
 
 def test_the_containers_commands_are_those_of_peakcast_and_every_copied_stage_is_there() -> None:

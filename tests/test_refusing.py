@@ -32,7 +32,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_numbers_and_what_to_try() -
         peakcast.preflight(TOO_LARGE, "H100-80GB", say=lines.append)
     assert refused.value.prediction.fits == "no"
     assert refused.value.prediction.peak_device_bytes.lower > refused.value.prediction.capacity_bytes
-    assert lines[0].startswith("peakcast: does not fit on H100-80GB: at least ")
+    assert lines[0].startswith("peakcast: does not fit on H100-80GB: expect ")
 
 
 @pytest.mark.parametrize(("job", "fits"), [(SMALL, "yes"), (UNSURE, "uncertain")])
