@@ -13,12 +13,13 @@ from peakcast.models.analytical.layer_wise_optimizer import packed, ping_pong
 from peakcast.models.analytical.megatron_fsdp import buckets_of, hold_shards, is_fully_sharded
 from peakcast.models.analytical.megatron_parameters import Parameter, chunk_parameters
 from peakcast.models.analytical.megatron_share import RankShare, activations_share
+from peakcast.models.analytical.megatron_states import main_parameters
 from peakcast.models.analytical.step import Step
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category
 from peakcast.units import DTYPE_BYTES
 
-FP8, FP32 = 1, 4
+FP8 = 1
 
 
 def owned_parameters(share: RankShare) -> list[list[Parameter]]:
@@ -153,12 +154,12 @@ def hold_parameters(step: Step, share: RankShare) -> None:
         for parameters in owned_parameters(share):
             hold_shards(step, share, buckets_of(share, parameters))
         return
-    weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
+    gradient, main = int(DTYPE_BYTES[precision.gradients]), main_parameters(share)
     for buffer in buffers(share):
         if buffer.rules.sharded:
             step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * buffer.width, 0, module="model")
         else:
             step.hold_all(tensors_of(buffer.whole, "", buffer.width), Category.PARAMETERS)
         step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, 0, module="model")
-        if weight != FP32:
-            step.hold_all(tensors_of(buffer.pieces, ".main", FP32), Category.MAIN_PARAMETERS)
+        if main.width and not main.made_by_step:
+            step.hold_all(tensors_of(buffer.pieces, ".main", main.width), Category.MAIN_PARAMETERS)

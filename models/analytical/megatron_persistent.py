@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from peakcast.catalog import Device
-from peakcast.models.analytical.megatron_buffers import FP32, is_fp8_parameter
+from peakcast.models.analytical.megatron_buffers import is_fp8_parameter
 from peakcast.models.analytical.megatron_parameters import layer_parameters
 from peakcast.models.analytical.megatron_share import RankShare, weights_share
+from peakcast.models.analytical.megatron_states import FP32
 from peakcast.models.analytical.step import Step
 from peakcast.models.analytical.workspaces import cublas_workspace_bytes
 from peakcast.timeline import Category

@@ -1,4 +1,4 @@
-"""What the Megatron-LM ledger covers: GPT models, dense or routed, BERT and T5, trained with Adam or Muon. The rest is
+"""What the Megatron-LM ledger covers: GPT models, dense or routed, BERT and T5, trained with Adam, SGD or Muon. The rest is
 refused by name."""
 
 from __future__ import annotations
@@ -85,12 +85,13 @@ def _training_reason(job: TrainingJob) -> Finding | None:
             "finetuning.method",
         ),
         (
-            job.optimizer.name not in ("adam", "adamw", "muon"),
-            f"optimizer.name={job.optimizer.name!r} is not modelled with Megatron-LM; adam and muon are.",
+            job.optimizer.name not in ("adam", "adamw", "muon", "sgd"),
+            f"optimizer.name={job.optimizer.name!r} is not modelled with Megatron-LM; adam, muon and sgd are.",
             LESS,
             "optimizer.name",
         ),
         *_muon_checks(job),
+        *_precision_aware_checks(job),
         *_fully_sharded_checks(job),
         *_float8_checks(job),
         (
@@ -105,8 +106,8 @@ def _training_reason(job: TrainingJob) -> Finding | None:
             "parallelism.pipeline_schedule",
         ),
         (
-            any((job.offload.parameters, job.offload.optimizer, job.offload.activations)),
-            "offload is not modelled.",
+            job.offload.parameters or job.offload.activations,
+            "Offloaded parameters and activations are not modelled with Megatron-LM; an offloaded optimizer is.",
             LESS,
             "offload",
         ),
@@ -158,6 +159,35 @@ def _muon_checks(job: TrainingJob) -> list[Check]:
     ]
 
 
+def _precision_aware_checks(job: TrainingJob) -> list[Check]:
+    """What Megatron-LM refuses of Adam in narrow dtypes (megatron-core 0.16.1 `optimizer/optimizer_config.py`
+    `__post_init__`), and what of it and of the optimizer on the host is not covered."""
+    convention, asked = conventions(job), bool(conventions(job).get("use_precision_aware_optimizer"))
+    narrow = [name for name in ("main_grads_dtype", "main_params_dtype") if convention.get(name, "fp32") != "fp32"]
+    adam, offloads = job.optimizer.name in ("adam", "adamw"), job.offload.optimizer
+    return [
+        (
+            bool(narrow) and not asked,
+            f"Megatron-LM refuses {' and '.join(narrow)} other than fp32 without use_precision_aware_optimizer.",
+            FAILS,
+            f"framework_options.{narrow[0] if narrow else ''}",
+        ),
+        (
+            asked and not (adam and job.parallelism.zero_stage),
+            "Megatron-LM refuses use_precision_aware_optimizer without Adam and the distributed optimizer.",
+            FAILS,
+            "framework_options.use_precision_aware_optimizer",
+        ),
+        (
+            asked and offloads and float(convention.get("optimizer_offload_fraction", 1.0)) < 1,
+            "A precision-aware optimizer of which a part is on the host is not modelled; all of it on the host is.",
+            MORE,
+            "framework_options.optimizer_offload_fraction",
+        ),
+        (offloads and job.optimizer.name == "muon", "Muon on the host is not modelled.", UNKNOWN, "offload.optimizer"),
+    ]
+
+
 def _fully_sharded_checks(job: TrainingJob) -> list[Check]:
     """What of Megatron-FSDP is not covered."""
     convention, layout = conventions(job), job.parallelism
@@ -183,7 +213,18 @@ def _fully_sharded_checks(job: TrainingJob) -> list[Check]:
             f"Pipeline parallelism or multi-token prediction {rest}.",
         ),
         (asked and eight, f"Float8 compute {rest}.", UNKNOWN, "precision.compute"),
-        (asked and job.optimizer.name == "muon", f"Muon {rest}.", UNKNOWN, "optimizer.name"),
+        (
+            asked and job.optimizer.name not in ("adam", "adamw"),
+            f"optimizer.name={job.optimizer.name!r} {rest}.",
+            UNKNOWN,
+            "optimizer.name",
+        ),
+        (
+            asked and (job.offload.optimizer or bool(convention.get("use_precision_aware_optimizer"))),
+            f"An offloaded or precision-aware optimizer {rest}.",
+            LESS,
+            "optimizer.name",
+        ),
         (asked and job.architecture.kind not in ("decoder",), f"A {job.architecture.kind} {rest}."),
         (
             asked and int(convention.get("num_distributed_optimizer_instances", 1) or 1) > 1,
@@ -250,7 +291,6 @@ def _float8_checks(job: TrainingJob) -> list[Check]:
 def _option_reason(job: TrainingJob) -> Finding | None:
     convention = conventions(job)
     names = (
-        "use_precision_aware_optimizer",
         "fp32_residual_connection",
         "delay_wgrad_compute",
         "use_transformer_engine_op_fuser",

@@ -15,15 +15,6 @@ def megatron_precision(settings: Settings) -> Precision:
     if bf16 and fp16:
         raise settings.refuse("fp16", "cannot be given together with bf16; keep one")
     in_fp32, in_bf16 = settings.switch("accumulate_allreduce_grads_in_fp32"), settings.switch("grad_reduce_in_bf16")
-    states = {
-        key: settings.text(key, "fp32")
-        for key in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    }
-    for key, value in states.items():
-        if value != "fp32":
-            settings.notes.unsupported.append(
-                f"{settings.spell(key)}={value!r} is not modelled; fp32 is.", settings.spell(key), "less"
-            )
     if not bf16 and not fp16:
         if fp8:
             settings.notes.unsupported.append(
