@@ -146,8 +146,8 @@ def expert_context(job: TrainingJob) -> ExpertContext:
         and bool(convention.get("moe_deterministic_index_add", True))
         and not bool(convention.get("moe_permute_fusion")),
         router_bytes={"fp32": 4, "fp64": 8}.get(dtype, int(DTYPE_BYTES[job.precision.parameters])),
-        load_balancing=balancing,
-        aux_loss=balancing.endswith("aux_loss") and float(convention.get("moe_aux_loss_coeff") or 0) > 0,
+        sinkhorn=balancing == "sinkhorn",
+        aux_loss="aux_loss" in balancing and float(convention.get("moe_aux_loss_coeff") or 0) > 0,
         z_loss=bool(convention.get("moe_z_loss_coeff")),
         score_function=str(convention.get("moe_router_score_function", "softmax")),  # type: ignore[arg-type]
         pre_softmax=bool(convention.get("moe_router_pre_softmax")),

@@ -36,9 +36,10 @@ class ExpertContext:
     """Whether bringing rows back to their tokens keeps them (`index_add_`, under deterministic algorithms)."""
     router_bytes: int
     """Of one element of the router's logits and probabilities."""
-    load_balancing: str
-    """`moe-router-load-balancing-type`: sinkhorn, aux_loss, seq_aux_loss, global_aux_loss or none."""
+    sinkhorn: bool
+    """Whether the router balances by Sinkhorn's iterations."""
     aux_loss: bool
+    """Whether it has balancing losses, however many: they share their scores (`compute_routing_scores_for_aux_loss`)."""
     z_loss: bool
     score_function: Literal["softmax", "sigmoid"]
     pre_softmax: bool
