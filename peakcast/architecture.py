@@ -32,7 +32,7 @@ class MixtureOfExperts:
     """Layers at the start that keep a dense feed-forward of `intermediate_size`."""
     moe_layer_freq: int = 1
     """After those, every `moe_layer_freq`-th layer is routed; the others are dense."""
-    dense_layers: tuple[int, ...] = ()
+    dense_layers: tuple[int, ...] = unsaid(())
     """Further dense layers, by number from 0, where these come in no such order."""
     router_correction_bias: bool = False
     """DeepSeek-V3's per-expert correction bias (a buffer of num_experts fp32 values, not trained by gradient)."""

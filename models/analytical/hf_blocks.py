@@ -181,6 +181,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
         sdpa_repeats_key_value=bool(convention.get("sdpa_repeats_key_value")),
         mask_is_additive=bool(convention.get("sdpa_mask_is_additive")),
         sdpa_copies=bool(convention.get("sdpa_copies")),
+        cudnn_attention=bool(convention.get("cudnn_attention")) and job.attention == "sdpa",
         finetuning=job.finetuning,
         unpacks_in_place=bool(convention.get("gptq_kernel")),
         adapter_bytes=int(DTYPE_BYTES[adapter]),

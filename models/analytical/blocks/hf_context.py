@@ -74,6 +74,9 @@ class HFContext:
     """Whether sdpa is given such copies where nothing is masked too (transformers before 4.54)."""
     sdpa_copies: bool = False
     """Whether sdpa is given contiguous copies, and so hands on one (transformers 4.48 to 4.55)."""
+    cudnn_attention: bool = False
+    """Whether cuDNN's kernel takes what flash attention could: its result lies head by head, and is copied for the output
+    projection."""
     mask_is_additive: bool = False
     """Whether sdpa's mask is of numbers in the embeddings' dtype, as before transformers 4.53, and not of bools."""
     input_requires_grad: bool = True
