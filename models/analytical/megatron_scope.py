@@ -215,7 +215,7 @@ def _fully_sharded_checks(job: TrainingJob) -> list[Check]:
         (asked and eight, f"Float8 compute {rest}.", UNKNOWN, "precision.compute"),
         (
             asked and job.optimizer.name not in ("adam", "adamw"),
-            f"optimizer.name={job.optimizer.name!r} {rest}.",
+            f"{job.optimizer.name.capitalize()} {rest}.",
             UNKNOWN,
             "optimizer.name",
         ),

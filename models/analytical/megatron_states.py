@@ -60,7 +60,8 @@ def state_widths(share: RankShare, parameter: Parameter) -> dict[str, int]:
     if optimizer.name == "muon" and parameter.is_matrix:
         return {"momentum_buffer": width}
     if convention.get("use_precision_aware_optimizer") and not share.job.offload.optimizer:
-        return {name: FLAG_BYTES[str(convention[f"{name}_dtype"])] for name in ("exp_avg", "exp_avg_sq")}
+        first, second = str(convention["exp_avg_dtype"]), str(convention["exp_avg_sq_dtype"])
+        return {"exp_avg": FLAG_BYTES[first], "exp_avg_sq": FLAG_BYTES[second]}
     return {"exp_avg": width, "exp_avg_sq": width}
 
 
