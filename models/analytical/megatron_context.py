@@ -91,6 +91,8 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         fp8_recipe=str(convention.get("fp8_recipe", "delayed")) if job.precision.compute == "float8" else "",
         recompute_norms=recomputes(job, "layernorm"),
         recompute_feed_forward=recomputes(job, "mlp"),
+        offloaded=frozenset(str(convention.get("offload_modules", "")).split() if job.offload.activations else ()),
+        least_offloaded_elements=int(convention.get("min_offloaded_tensor_size", 0)),
         experts=expert_context(job) if architecture.moe is not None else None,
         latent=latent_context(job) if architecture.mla is not None else None,
         padding=architecture.kind not in ("decoder", "hybrid"),

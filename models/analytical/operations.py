@@ -105,3 +105,9 @@ class Operation:
     @property
     def has_backward(self) -> bool:
         return self.outputs[0].requires_grad or any(output.requires_grad for output in self.outputs)
+
+
+def temporaries(own: int | Sequence[int], aside: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(bytes, stream) of an operation's temporaries on the stream that computes and on the side stream."""
+    sizes = (own,) if isinstance(own, int) else own
+    return (*((size, 0) for size in sizes if size > 0), *((size, SIDE_STREAM) for size in aside if size > 0))

@@ -22,6 +22,7 @@ import numpy as np
 from peakcast.kernel_workspaces import reduction
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row, workspace_rows
+from peakcast.models.analytical.offloading import NO_OFFLOAD, Offload
 from peakcast.models.analytical.operations import (
     NO_SIDE_STREAM,
     SIDE_STREAM,
@@ -30,6 +31,7 @@ from peakcast.models.analytical.operations import (
     Storage,
     Tensor,
     WeightGradient,
+    temporaries,
 )
 from peakcast.models.analytical.split_backward import waits_until, weight_turns
 from peakcast.models.analytical.template import HANDED_IN, Elsewhere, Later, Template, Waiting
@@ -45,17 +47,21 @@ class Tape:
     `saves_on_cpu`: what autograd keeps is copied to the host and comes back, each tensor for itself, while the operation
     that kept it runs backward (`torch.autograd.graph.save_on_cpu`, which copies parameters as well).
     `splits_backward`: inputs' gradients first, weights' later (`split_backward.py`); a hook keeps what comes to each.
+    `offload`: what goes to the host group by group (`offloading.py`).
     """
 
     def __init__(
-        self, *, saves_on_cpu: bool = False, splits_backward: bool = False, gpu: tuple[int, int] | None = None
+        self,
+        *,
+        saves_on_cpu: bool = False,
+        splits_backward: bool = False,
+        gpu: tuple[int, int] | None = None,
+        offload: Offload = NO_OFFLOAD,
     ) -> None:
-        self._gpu = gpu
-        self._saves_on_cpu = saves_on_cpu
-        self._splits_backward = splits_backward
+        self._gpu, self._offload = gpu, offload
+        self._saves_on_cpu, self._splits_backward = saves_on_cpu, splits_backward
         self._savers: dict[int, list[int]] = {}
-        self._operations: list[Operation] = []
-        self._storages: list[Storage] = []
+        self._operations, self._storages = list[Operation](), list[Storage]()
         self._input: Tensor | None = None
         self._elsewhere: dict[str, Tensor] = {}
         self._loss_from: int | None = None
@@ -156,8 +162,8 @@ class Tape:
                 [output],
                 needed,
                 weight_gradients,
-                _temporaries(forward_temporary_bytes, side.forward_temporaries),
-                _temporaries(backward_temporary_bytes, side.backward_temporaries),
+                temporaries(forward_temporary_bytes, side.forward_temporaries),
+                temporaries(backward_temporary_bytes, side.backward_temporaries),
                 gradients_in_place,
                 saved_bytes,
                 is_function or saves_output or any(extra_saved_bytes),
@@ -189,7 +195,7 @@ class Tape:
         saved_bytes = [tensor.num_bytes for tensor in saves]
         self._operations.append(
             Operation(
-                *(name, outputs, gradients, weight_gradients, (), _temporaries(backward_temporary_bytes, ())),
+                *(name, outputs, gradients, weight_gradients, (), temporaries(backward_temporary_bytes, ())),
                 gradients_in_place=gradients_in_place,
                 saved_bytes=saved_bytes,
                 keeps_results=True,
@@ -253,6 +259,7 @@ class Tape:
         `cached_kinds`. `beside`: what a reentrant checkpoint's function returns beside it, as `Template.beside_bytes`
         says."""
         num_forward = len(self._operations)
+        self._offload.let_go(self._operations, self._storages, self._savers)
         backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
         ends = {index: instant + 1 for instant, index in enumerate(backward)}
         rows: list[Row] = [
@@ -391,9 +398,3 @@ class Tape:
             elsewhere=elsewhere,
             added_to_handed_in=len(backward) if added is None else added,
         )
-
-
-def _temporaries(own: int | Sequence[int], aside: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(bytes, stream) of an operation's temporaries on the stream that computes and on the side stream."""
-    sizes = (own,) if isinstance(own, int) else own
-    return (*((size, 0) for size in sizes if size > 0), *((size, SIDE_STREAM) for size in aside if size > 0))

@@ -272,6 +272,7 @@ def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
     values |= {name: settings.text(name, default) for name, default in flags.TEXTS.items()}
     values["hierarchical_context_parallel_sizes"] = " ".join(settings.words("hierarchical_context_parallel_sizes"))
     values |= _router_losses(settings)
+    values["offload_modules"] = " ".join(sorted(settings.words("offload_modules")))
     values["moe_router_padding_for_quantization"] |= settings.switch("moe_router_padding_for_fp8")  # its name until 0.16
     if settings.text("spec") == "local":
         values["transformer_impl"] = "local"

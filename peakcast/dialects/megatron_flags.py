@@ -33,6 +33,7 @@ NUMBERS: dict[str, float] = {
     "ddp_num_buckets": 0,
     "empty_unused_memory_level": 0,
     "microbatch_group_size_per_virtual_pipeline_stage": 0,
+    "min_offloaded_tensor_size": 2**20,
     "moe_expert_capacity_factor": 0,
     "moe_router_group_topk": 0,
     "moe_router_num_groups": 0,
@@ -84,9 +85,11 @@ OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {
     "fp8_recipe": "delayed",
     "moe_aux_loss_coeff": 0.0,
     "moe_router_load_balancing_type": "aux_loss",
+    "offload_modules": "",
 }
 """Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image; importers set it),
-`adam_library` (what is installed), `fp8_recipe` (one of `FP8_RECIPES`), and the router's balancing losses."""
+`adam_library` (what is installed), `fp8_recipe` (one of `FP8_RECIPES`), `offload_modules` (words), and the router's
+balancing losses."""
 
 FP8_FORMATS = ("hybrid", "e4m3")
 """Of `fp8_format`: a byte per element either way."""
@@ -144,7 +147,6 @@ UNSUPPORTED: dict[str, tuple[str, Direction]] = {
     "export_kd_teacher_load": ("distillation from a teacher", "more"),
     "export_te_mcore_model": ("a ModelOpt model (quantization, pruning, distillation)", "either"),
     "external_cuda_graph": ("CUDA graphs", "either"),
-    "fine_grained_activation_offloading": ("activation offloading", "less"),
     "flextron": ("FlexTron elastic training", "either"),
     "fp4_format": ("FP4 training", "either"),
     "fsdp_double_buffer": ("Megatron-FSDP's double buffers", "more"),
@@ -215,7 +217,8 @@ IGNORED = _words("""
     moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_pad_experts_for_cuda_graph_inference
     moe_per_layer_logging moe_router_bias_update_rate moe_router_force_load_balancing
     moe_router_topk_scaling_factor moe_token_drop_policy moe_upcycling_granularity moe_use_upcycling mrope_section
-    mscale mscale_all_dim multiple_validation_sets nccl_communicator_config_path no_align_grad_reduce
+    max_seqlen_per_dp_cp_rank mscale mscale_all_dim multiple_validation_sets nccl_communicator_config_path
+    no_align_grad_reduce
     no_align_param_gather no_async_tensor_model_parallel_allreduce no_barrier_with_level_1_timing
     no_check_for_nan_in_loss_and_grad no_ckpt_fully_parallel_save no_ckpt_load_validate_sharding_integrity
     no_gradient_reduce_div_fusion no_initialization no_load_optim no_load_rng no_manual_gc_eval no_mmap_bin_files

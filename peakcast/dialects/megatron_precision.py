@@ -22,10 +22,12 @@ def megatron_precision(settings: Settings) -> Precision:
             )
         return Precision(parameters="float32", compute="float32", gradients="float32", optimizer_states="float32")
     dtype: Literal["bfloat16", "float16"] = "bfloat16" if bf16 else "float16"
+    # fp16's are narrow unless asked for; bf16's where the optimizer is told so (megatron/training/arguments.py)
+    narrow = not in_fp32 and (fp16 or settings.text("main_grads_dtype", "fp32") != "fp32")
     return Precision(
         parameters=dtype,
         compute="float8" if fp8 else dtype,
-        gradients=dtype if in_bf16 or (fp16 and not in_fp32) else "float32",
+        gradients=dtype if in_bf16 or narrow else "float32",
         optimizer_states="float32",
         main_parameters="float32",
     )

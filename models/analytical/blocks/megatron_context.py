@@ -238,6 +238,10 @@ class MegatronContext:
     """`recompute-modules layernorm`: the results of norms that are modules of their own are made again in backward."""
     recompute_feed_forward: bool = False
     """`recompute-modules mlp`: the dense feed-forward runs again in backward."""
+    offloaded: frozenset[str] = frozenset()
+    """`offload-modules`, what these keep goes to the host."""
+    least_offloaded_elements: int = 0
+    """Of a tensor: smaller ones stay (`min-offloaded-tensor-size`)."""
     experts: ExpertContext | None = None
     """The routed feed-forward that takes the dense one's place, None for a dense layer."""
     latent: LatentContext | None = None

@@ -47,6 +47,7 @@ AWARE = {"use_precision_aware_optimizer": True}
         ({**AWARE, "main_params_dtype": "fp16"}, (2, 4, 2, 8)),
         ({**AWARE, "fp16": True, "bf16": False}, (2, 2, 4, 8)),  # no remainders of fp16
         ({**AWARE, "grad_reduce_in_bf16": True, "main_grads_dtype": "bf16"}, (2, 2, 2, 8)),  # read as they are
+        ({**AWARE, "main_grads_dtype": "bf16"}, (2, 2, 2, 8)),
         ({"grad_reduce_in_bf16": True}, (2, 6, 4, 8)),  # and an fp32 copy
         ({"optimizer": "sgd"}, (2, 4, 4, 4)),
         ({"optimizer": "sgd", "sgd_momentum": 0}, (2, 4, 4, 0)),
