@@ -35,7 +35,7 @@ PACKAGES = {
     "torchao": "torchao", "torchtitan": "torchtitan", "torchtune": "torchtune", "litgpt": "litgpt",
 }  # fmt: skip
 """The keys of `versions` that packages installed here can answer -> the name that the package is installed under."""
-STACKS = ("unsloth", "torchtitan", "torchtune", "litgpt", "nanotron")
+STACKS = ("unsloth", "torchtitan", "torchtune", "litgpt", "nanotron", "lightning_thunder")
 """Packages whose mere mention says that their code runs the training; one that only is installed here says nothing."""
 OWN_NETWORKS = ("torchtitan", "torchtune", "litgpt", "nanotron")
 """Those that train networks of their own, whatever transformers is beside them."""
