@@ -46,22 +46,9 @@ def hold_previous_gradients(step: Step, share: RankShare) -> None:
         step.hold_all(tensors_of(buffer.pieces, ".main_grad", FP32), Category.GRADIENTS, 0, 1)
 
 
-<<<<<<< HEAD
 def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
-    """The optimizer on the parameters that the rank owns: states made by the first step; gradients narrower than fp32 get
-    an fp32 copy that lives until the next step's `zero_grad`, unless Adam reads them as they are."""
-=======
-def state_names(share: RankShare, parameter: Parameter) -> tuple[str, ...]:
-    """Names of the states of `parameter`: one for a matrix under Muon, else Adam's two."""
-    if share.job.optimizer.name == "muon" and parameter.is_matrix:
-        return ("momentum_buffer",)
-    return ("exp_avg", "exp_avg_sq")
-
-
-def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
-    """Add the optimizer step on the fp32 parameters that the rank owns. The first step makes the states. Gradients narrower
-    than fp32 get an fp32 copy that lives until the next step's `zero_grad`."""
->>>>>>> main
+    """Add the optimizer step on the parameters that the rank owns. The first step makes the states. Gradients narrower than
+    fp32 get an fp32 copy that lives until the next step's `zero_grad`, unless Adam reads them as they are."""
     now = step.moment("optimizer.step", Phase.OPTIMIZER_STEP)
     born = now if first else 0
     if is_fully_sharded(share):

@@ -1,10 +1,5 @@
-<<<<<<< HEAD
-"""What the Megatron-LM ledger covers: GPT models, dense or routed, BERT and T5, trained with Adam, SGD or Muon. The rest is
-refused by name."""
-=======
-"""What the Megatron-LM ledger covers: GPT models, dense or routed, BERT and T5, trained with Adam or Muon. Everything else
-gives a finding."""
->>>>>>> main
+"""What the Megatron-LM ledger covers: GPT models, dense or routed, BERT and T5, trained with Adam, SGD or Muon. Everything
+else gives a finding."""
 
 from __future__ import annotations
 

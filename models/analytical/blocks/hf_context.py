@@ -75,14 +75,10 @@ class HFContext:
     sdpa_repeats_key_value: bool = False
     """Whether sdpa gets such copies even if nothing is masked (transformers before 4.54)."""
     sdpa_copies: bool = False
-<<<<<<< HEAD
-    """Whether sdpa is given contiguous copies, and so hands on one (transformers 4.48 to 4.55)."""
-    cudnn_attention: bool = False
-    """Whether cuDNN's kernel takes what flash attention could: its result lies head by head, and is copied for the output
-    projection."""
-=======
     """Whether sdpa gets contiguous copies, so that its output is contiguous too (transformers 4.48 to 4.55)."""
->>>>>>> main
+    cudnn_attention: bool = False
+    """Whether sdpa runs cuDNN's kernel instead of flash attention: its output lies head by head, and the output projection
+    reads a copy."""
     mask_is_additive: bool = False
     """Whether sdpa's mask has numbers in the embeddings' dtype, as before transformers 4.53, instead of bools."""
     input_requires_grad: bool = True

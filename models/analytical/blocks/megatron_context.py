@@ -35,15 +35,9 @@ class ExpertContext:
     keeps_expert_output: bool
     """Whether returning rows to their tokens saves them (`index_add_`, under deterministic algorithms)."""
     router_bytes: int
-<<<<<<< HEAD
-    """Of one element of the router's logits and probabilities."""
+    """Bytes of one element of the router's logits and probabilities."""
     sinkhorn: bool
     """Whether the router balances by Sinkhorn's iterations."""
-=======
-    """Bytes of one element of the router's logits and probabilities."""
-    load_balancing: str
-    """`moe-router-load-balancing-type`: sinkhorn, aux_loss, seq_aux_loss, global_aux_loss or none."""
->>>>>>> main
     aux_loss: bool
     """Whether it has balancing losses, however many: they share their scores (`compute_routing_scores_for_aux_loss`)."""
     z_loss: bool
@@ -245,15 +239,11 @@ class MegatronContext:
     recompute_norms: bool = False
     """`recompute-modules layernorm`: outputs of norms that are modules of their own are recomputed in backward."""
     recompute_feed_forward: bool = False
-<<<<<<< HEAD
-    """`recompute-modules mlp`: the dense feed-forward runs again in backward."""
-    offloaded: frozenset[str] = frozenset()
-    """`offload-modules`, what these keep goes to the host."""
-    least_offloaded_elements: int = 0
-    """Of a tensor: smaller ones stay (`min-offloaded-tensor-size`)."""
-=======
     """`recompute-modules mlp`: the dense feed-forward is recomputed in backward."""
->>>>>>> main
+    offloaded: frozenset[str] = frozenset()
+    """The parts of `offload-modules`, whose saved tensors go to the host."""
+    least_offloaded_elements: int = 0
+    """Smaller tensors stay on the GPU (`min-offloaded-tensor-size`)."""
     experts: ExpertContext | None = None
     """The routed feed-forward, which replaces the dense one; None for a dense layer."""
     latent: LatentContext | None = None

@@ -51,13 +51,8 @@ from for the operation in whose backward that is done."""
 
 @lru_cache(maxsize=512)
 def decoder_layer(context: MegatronContext) -> Template:
-<<<<<<< HEAD
-    """One decoder layer: [stream_rows, hidden] in and out."""
-    tape = Tape(offload=_offload(context))
-=======
     """The template of one decoder layer: [stream_rows, hidden] in and out."""
-    tape = Tape()
->>>>>>> main
+    tape = Tape(offload=_offload(context))
     return tape.finish(layer_operations(tape, tape.input(context.stream_bytes, owned=not context.checkpointed), context))
 
 
