@@ -13,6 +13,7 @@ import pytest
 from peakcast.dialects.megatron import from_megatron
 from peakcast.models.analytical.megatron import megatron_ledger
 from peakcast.models.analytical.megatron_scope import megatron_findings
+from peakcast.models.host import host_bytes
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category
 
@@ -83,6 +84,12 @@ def test_a_share_of_the_states_stays_on_the_gpu() -> None:
     half, none = (bytes_per_element(optimizer_cpu_offload=True, optimizer_offload_fraction=f)[3] for f in (0.5, 0.0))
     assert none == 8
     assert 2 < half < 6
+
+
+def test_the_host_has_parameters_gradients_and_both_states_of_what_is_offloaded() -> None:
+    """16 bytes of each element, of which pinning rounds every tensor up to a power of two."""
+    host = host_bytes(job(optimizer_cpu_offload=True), megatron_ledger)
+    assert 16 * ELEMENTS <= host <= 32 * ELEMENTS
 
 
 @pytest.mark.parametrize(
