@@ -12,7 +12,16 @@ Source: megatron-core 0.14.0 `distributed/param_and_grad_buffer.py` `_ParamAndGr
 
 from __future__ import annotations
 
-from peakcast.models.analytical.megatron_buffers import buffers, hold_parameters, owned_parameters, tensors_of
+from dataclasses import replace
+
+from peakcast.models.analytical.megatron_buffers import (
+    buffers,
+    hold_parameters,
+    own_tensors,
+    owned_parameters,
+    parameter_buffer_bytes,
+    tensors_of,
+)
 from peakcast.models.analytical.megatron_fsdp import is_fully_sharded
 from peakcast.models.analytical.megatron_share import rank_share, weights_share
 from peakcast.models.analytical.megatron_states import main_parameters
@@ -37,14 +46,17 @@ def build_megatron(step: Step, job: TrainingJob, rank: int) -> None:
         for p in parameters:
             made[p] = step.moment("make", Phase.INIT)
     for buffer in buffers(share):
-        if buffer.rules.sharded:
+        if size := parameter_buffer_bytes(share, buffer):
             born = step.moment("parameter buffer", Phase.INIT)
-            step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * buffer.width, born, module="model")
+            step.hold("parameter_buffer", Category.PARAMETERS, size, born, module="model")
         born = step.moment("gradient buffer", Phase.INIT)
         step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, born, module="model")
-        copied = step.moment("copied", Phase.INIT) if buffer.rules.sharded else FOREVER
+        kept = bool(own_tensors(share, buffer))
+        copied = step.moment("copied", Phase.INIT) if buffer.rules.sharded and not kept else FOREVER
         for p, numel in buffer.whole:
-            step.hold_all(tensors_of([(p, numel)], "", buffer.width), Category.PARAMETERS, made[p], copied)
+            alone = replace(buffer, parameters=[p])
+            made_tensors = own_tensors(share, alone) if kept else tensors_of([(p, numel)], "", buffer.width)
+            step.hold_all(made_tensors, Category.PARAMETERS, made[p], copied)
     for buffer in buffers(share) if main.width and not main.made_by_step else ():
         for p, numel in buffer.pieces:
             for part in p.parts(numel):

@@ -50,9 +50,13 @@ def _fp8(settings: Settings) -> bool:
         )
     if settings.switch("fp8_param_gather"):
         recipe = settings.text("fp8_recipe", flags.FP8_RECIPES[0])
-        if recipe not in flags.FP8_GATHERED_RECIPES or not settings.switch("use_distributed_optimizer"):
+        known = recipe in flags.FP8_GATHERED_RECIPES or (
+            recipe == "mxfp8" and settings.switch("reuse_grad_buf_for_mxfp8_param_ag")
+        )
+        if not known or not settings.switch("use_distributed_optimizer"):
             settings.notes.unsupported.append(
                 f"FP8 parameters (fp8-param-gather) with fp8-recipe={recipe} are not modelled; with "
-                f"use-distributed-optimizer and {' or '.join(flags.FP8_GATHERED_RECIPES)} they are."
+                f"use-distributed-optimizer and {', '.join(flags.FP8_GATHERED_RECIPES)}, or mxfp8 with "
+                "reuse-grad-buf-for-mxfp8-param-ag, they are."
             )
     return True

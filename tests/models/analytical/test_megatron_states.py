@@ -61,6 +61,18 @@ def test_bytes_that_stand_between_steps(flags: dict[str, Any], expected: tuple[f
     assert not megatron_findings(job(**flags))
 
 
+def test_mxfp8_parameters_have_two_layouts_and_no_buffer_of_their_own() -> None:
+    """Weights of projections have a byte by rows and one by columns, and a scale for 32 elements of each. What stays in
+    bf16 has a tensor of its own beside the buffer that it is gathered into."""
+    flags: dict[str, Any] = {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True}
+    flags["reuse_grad_buf_for_mxfp8_param_ag"] = True
+    projections = 2 * 12 * 1024**2
+    weights = projections * (2 + 2 / 32) + (ELEMENTS - projections) * (2 + 2)
+    assert bytes_per_element(**flags) == pytest.approx((weights / ELEMENTS, 4, 4, 8), abs=0.01)
+    timeline = megatron_ledger(job(**flags))
+    assert not any(name.endswith(".fp8") for name in timeline.names), "no copies are made of them"
+
+
 def test_adam_makes_its_main_parameters_in_the_first_step() -> None:
     """Where Megatron-LM makes them itself they are there before it."""
 
