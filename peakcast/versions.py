@@ -62,14 +62,17 @@ def release(version: object) -> tuple[int, ...]:
 
 
 def compare(version: object, clause: str) -> bool:
-    """Whether `version` is as the clause of a convention says: ">=2.4" and its kin between releases, "==a|b" for names, "*"
-    for any version at all. What is no release is as no clause between releases says. Raises: ValueError."""
+    """Whether `version` is as the clause of a convention says: ">=2.4" and its kin between releases, "==a|b" for names,
+    "===2.5.0" for a text that begins so, "*" for any version at all. What is no release is as no clause between releases
+    says. Raises: ValueError."""
     if clause.strip() == "*":
         return True
-    match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\w.|]+)\s*", clause)
+    match = re.fullmatch(r"\s*(>=|<=|===|==|<|>)\s*([\w.|]+)\s*", clause)
     if match is None:
         raise ValueError(f"malformed version clause {clause!r} in frameworks.toml")
     operator, wanted = match.groups()
+    if operator == "===":
+        return str(version).startswith(wanted)
     if operator == "==" and not wanted[0].isdigit():
         return str(version) in wanted.split("|")
     found = release(version)
@@ -142,7 +145,7 @@ def _month_of_torch(version: str) -> str:
     """The month of a build of torch: of a nightly what it says, else three months before its release; "" where unknown."""
     if match := re.search(r"dev(20\d\d)(0[1-9]|1[0-2])", version):
         return f"{match[1]}-{match[2]}"
-    out = _dates()["torch"].get(".".join(map(str, release(version)[:2])))
+    out = _dates()["torch"].get(".".join(map(str, (*release(version)[:2], 0))))
     if out is None:
         return ""
     year, month = map(int, out.split("-"))

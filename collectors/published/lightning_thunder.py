@@ -56,7 +56,7 @@ def _reading(record: Mapping[str, Any]) -> Reading:
         ),
         assumptions=(
             *COMMON_ASSUMPTIONS,
-            "torch is not named: 2.5 is taken, as of September 2024.",
+            "torch is not named: 2.5.0 is taken, as of September 2024.",
             *((COMPILED,) if record["compile"] else ()),
         ),
         out_of_scope=tuple(reasons),
