@@ -100,6 +100,7 @@ def _ignored(parameter: str, value: object, why: str, direction: Direction) -> F
 
 
 def _of_megatron(job: TrainingJob) -> Iterator[Finding]:
+    """Settings that the ledger of Megatron-LM does not count."""
     if job.compile:
         yield _ignored("compile", True, "the answer is for Megatron's own fused kernels", "either")
     if job.loss.fused_linear_cross_entropy:
@@ -110,7 +111,8 @@ def _of_megatron(job: TrainingJob) -> Iterator[Finding]:
         yield _ignored("framework_options.moe_token_dispatcher_type", "flex", why, "more")
 
 
-def _of_torch(job: TrainingJob) -> Iterator[Finding]:
+def _eager_loss_of_torchtitan(job: TrainingJob) -> Iterator[Finding]:
+    """A loss that is not compiled, of a network whose own files in torchtitan compile the loss alone."""
     if "torchtitan" in job.versions and job.architecture.model_type == "deepseek_v3" and not job.compile:
         copy = job.num_tokens * job.architecture.vocab_size * WIDTH["float32"]
         why = (
@@ -119,6 +121,11 @@ def _of_torch(job: TrainingJob) -> Iterator[Finding]:
             "loss says so"
         )
         yield _ignored("compile", False, why, "less")
+
+
+def _of_torch(job: TrainingJob) -> Iterator[Finding]:
+    """Settings that the ledger of Hugging Face and torch jobs does not count."""
+    yield from _eager_loss_of_torchtitan(job)
     precision, recomputation = job.precision, job.activation_checkpointing
     trained = precision.parameters if job.finetuning.method == "full" else adapter_dtype(job)
     for name, why in (
@@ -139,6 +146,7 @@ def _of_torch(job: TrainingJob) -> Iterator[Finding]:
 
 
 def _idle(job: TrainingJob) -> Iterator[Finding]:
+    """Settings that have no effect because of another setting (`IDLE`), where they differ from their defaults."""
     for idle in IDLE:
         group = getattr(job, idle.group)
         for name in idle.names if idle.holds(job) else ():
@@ -150,6 +158,7 @@ def _idle(job: TrainingJob) -> Iterator[Finding]:
 
 
 def _expert_tensor_parallel(job: TrainingJob) -> tuple[Finding, ...]:
+    """Whether `expert_tensor_parallel_size` is ignored, or has no effect."""
     layout, name = job.parallelism, "parallelism.expert_tensor_parallel_size"
     size = layout.expert_tensor_parallel_size
     if size in (None, layout.tensor_parallel_size):
