@@ -35,8 +35,10 @@ def optimizer_stepped(share: RankShare, first: bool) -> Recording:
 
 def widens_gradients(share: RankShare) -> bool:
     """Whether the optimizer makes fp32 copies of the gradients."""
-    main = main_parameters(share)
-    return DTYPE_BYTES[share.job.precision.gradients] < FP32 and main.width == FP32 and not main.reads_gradients_in_place
+    precision = share.job.precision
+    if precision.main_parameters != "float32" or main_parameters(share).reads_gradients_in_place:
+        return False
+    return DTYPE_BYTES[precision.gradients] < FP32
 
 
 def hold_previous_gradients(step: Step, share: RankShare) -> None:
@@ -63,8 +65,9 @@ def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
             states["master_param"] = main.width
         if "exp_avg_sq" in states:
             groups[len(p.shape) > 1] += owned * states["exp_avg_sq"]
-        narrow = sum(width < FP32 for name, width in states.items() if name != "master_param" or width != REMAINDER)
-        unscaled[len(p.shape) > 1] += owned * FP32 * narrow
+        if share.convention.get("use_precision_aware_optimizer") and not share.job.offload.optimizer:
+            narrow = sum(width < FP32 for name, width in states.items() if name != "master_param" or width != REMAINDER)
+            unscaled[len(p.shape) > 1] += owned * FP32 * narrow
         for part in p.parts(owned):
             for name, width in states.items():
                 category = Category.MAIN_PARAMETERS if name == "master_param" else Category.OPTIMIZER_STATES
