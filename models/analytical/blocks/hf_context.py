@@ -104,6 +104,8 @@ class HFContext:
     """Ranks that have other experts."""
     experts: str = "grouped_mm"
     """How experts run: in grouped matrix products ("grouped_mm"), one after the other ("loop"), or torchtitan's module."""
+    fullest_expert_load: int = 1
+    """Of experts one after the other: rows of the fullest expert, in equal shares; 1: all take as many."""
     kernels: Kernels = EAGER
     """Which kernels run in place of the family's own code."""
     compiled: frozenset[str] = frozenset()

@@ -3,8 +3,8 @@
 Experts run in grouped matrix products (transformers 5, `integrations/moe.py` grouped_mm_experts_forward), whose sizes do
 not depend on the routing, or one after the other (transformers 4), each on its share of `num_experts_per_tok` rows per
 token. In the loop many experts are written in at most `MOST_GROUPS` groups of equals, which keeps what they save exact and
-what they need in passing a little high; routing is balanced there: with a skewed router the share of one expert grows, the
-kept rows do not.
+what they need in passing a little high. In the loop one expert is fuller than the others: what it needs in passing grows,
+the rows that are kept do not.
 """
 
 from __future__ import annotations
@@ -184,10 +184,22 @@ def _looped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtur
     tape.operation("mlp.router.done", [mask], 0)
     output = tape.operation("mlp.final_hidden_states", [], x.num_bytes)
     groups = math.gcd(moe.num_experts, MOST_GROUPS) if moe.num_experts > MOST_GROUPS else moe.num_experts
-    experts = build.for_rows(routed_rows // groups, moe.num_experts // groups)
-    for _ in range(groups):
+    for taken in rows_of_groups(rows, moe, groups, build.context.fullest_expert_load):
+        experts = build.for_rows(taken, moe.num_experts // groups)
         output = _expert(experts, x, weights, output, moe.moe_intermediate_size)
     return output
+
+
+def rows_of_groups(tokens: int, moe: MixtureOfExperts, groups: int, fullest_load: int) -> list[int]:
+    """Rows that each of `groups` equal groups of experts takes of `tokens`. The last expert takes `fullest_load` times an
+    equal share, though no more than every token; all others share the rest. It is the last because its backward is the
+    first, while all that the others keep is still there."""
+    experts, routed = moe.num_experts, tokens * moe.num_experts_per_tok
+    share = routed // experts
+    fullest = min(fullest_load * share, tokens)
+    ahead = (fullest - share) * experts // max(experts - 1, 1)  # of any other
+    equal = (routed - ahead) // groups
+    return [equal] * (groups - 1) + [equal + ahead]
 
 
 def _expert(experts: BlockBuilder, x: Tensor, weights: Tensor, output: Tensor, inner: int) -> Tensor:
