@@ -1,4 +1,4 @@
-"""Experts that run one after the other: the fullest one takes more than an equal share, in the peak and not in the replay."""
+"""Experts that run one after the other: the fullest takes more than an equal share, in the peak and not in the replay."""
 
 from dataclasses import replace
 
