@@ -194,6 +194,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
         slices_whole_dimensions=bool(convention.get("slices_whole_dimensions")),
         expert_ranks=expert_ranks(job),
         experts=str(convention.get("experts_implementation", "grouped_mm")),
+        fullest_expert_load=int(convention.get("fullest_expert_load", 1)),
         kernels=kernels.layer_compiled() if "ends" in compiled else kernels,
         compiled=compiled,
         reduced_bytes=reduced_bytes(job) or 0 if convention.get("loss_chunks") else 0,

@@ -111,6 +111,8 @@ class HFContext:
     experts: str = "grouped_mm"
     """How experts run: in grouped matrix products ("grouped_mm"), one after the other ("loop"), or as torchtitan's
     module."""
+    fullest_expert_load: int = 1
+    """For experts that run one after the other: equal shares of the rows that the fullest expert takes; 1: all take one."""
     kernels: Kernels = EAGER
     """Which fused kernels replace the family's own code."""
     compiled: frozenset[str] = frozenset()
