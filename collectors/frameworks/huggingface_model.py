@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from peakcast.collectors.frameworks import torchtitan_expert_parallel, torchtita
 from peakcast.collectors.packages import imported
 from peakcast.conventions import conventions
 from peakcast.dialects.hf_reverse import hf_config_of
+from peakcast.dialects.hf_undescribed import configuration_of
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 from peakcast.versions import release
@@ -38,7 +38,7 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
     if types and not any("attention" in parts for parts in types):
         attention = None
     architecture = _trainable(job.architecture)
-    told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
+    told = configuration_of(architecture) or hf_config_of(architecture)
     config = transformers.AutoConfig.for_model(**told)
     begins_padded = architecture.kind == "encoder_decoder"  # T5 shifts targets by its padding, whose row is like others
     rows = getattr(config, "vocab_size", architecture.vocab_size)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from peakcast.collectors.stepping import name_gradients
-from peakcast.collectors.tracing import zero3_linear
+from peakcast.collectors.tracing import kernel_packages, zero3_linear
 from peakcast.collectors.tracing.families import defaults_of
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
@@ -163,6 +163,7 @@ def mapping_of(
         "visits": _visits(tracer, own, starts, first, num_places),
         "wrapped": wrapped,
         "image_tokens": image_tokens,
+        "replaced": sorted(kernel_packages.replaced.items()),
         "parameters": own.parameters(weights, updated),
     }
 

@@ -27,7 +27,7 @@ from peakcast.spec import TrainingJob, canonical_json, job_to_mapping
 
 MOST = 16
 """Recipes of one regime that are kept, for ranges of batch and length."""
-LIBRARIES = ("torch", "transformers", "peft")
+LIBRARIES = ("torch", "transformers", "peft", "fla-core")
 """Packages whose release a recipe depends on."""
 NAMELESS = r"[^A-Za-z0-9_.]"
 """What of a family's name is not part of a file's."""
