@@ -133,7 +133,7 @@ class _Worker:
     def _last_words(self) -> str:
         if self._limit:
             return (
-                f"recording it took longer than {self._limit:g} s. Code that loops over the sequence in Python takes so long: "
+                f"recording it took longer than {self._limit:g} s. Code that loops over the sequence in Python takes long: "
                 "transformers' own of linear attention, where flash-linear-attention is not installed (pip install "
                 "flash-linear-attention); else ask for fewer layers or a shorter sequence_length."
             )

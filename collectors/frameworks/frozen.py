@@ -1,6 +1,6 @@
 """Parts of a network whose weights do not train (`finetuning.frozen`): a vision tower, a projector, or modules by name.
 
-Which modules are the vision tower's is told by the configuration that they were made from, so no table of families is needed.
+Which modules are the vision tower's is told by the configuration that they were made from: no table of families is needed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _weights_of(asked: str, weights: list[str], model: Any) -> list[str]:
     if not found:
         names = {part for weight in weights for part in weight.split(".")[:-1]}
         raise CollectorError(
-            f"finetuning.frozen={asked!r} is no part of {type(model).__name__}: give {VISION}, {LANGUAGE} or {PROJECTOR} of a "
-            f"vision-language model, or the name of a module{near_misses(asked, names) or '.'}",
+            f"finetuning.frozen={asked!r} is no part of {type(model).__name__}: give {VISION}, {LANGUAGE} or {PROJECTOR} "
+            f"of a vision-language model, or the name of a module{near_misses(asked, names) or '.'}",
             parameter="finetuning.frozen",
             value=asked,
         )

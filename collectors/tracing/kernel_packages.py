@@ -1,7 +1,7 @@
 """Packages whose kernels transformers calls where they are installed: linear attention's, state spaces'.
 
-Kernels of flash-linear-attention are Triton's, and do nothing in a trace; what its Python code allocates around them is seen.
-Where a package is missing, transformers runs code of its own instead, which takes more memory and loops over the sequence.
+Kernels of flash-linear-attention are Triton's, and do nothing in a trace; what its Python code allocates is seen. Where a
+package is missing, transformers runs code of its own instead, which takes more memory and loops over the sequence.
 """
 
 from __future__ import annotations

@@ -149,19 +149,17 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     if stage == "dpo" and preference in ("orpo", "simpo"):
         stage = preference
     _rest(settings)
-    translation = _freezing(
-        settings,
-        from_huggingface(
-            model,
-            training,
-            adapter,
-            deepspeed,
-            launcher.fsdp,
-            num_gpus,
-            versions=pasted.versions.of("huggingface"),
-            spell=speller(TRAINING, ADAPTER),
-        ),
+    translation = from_huggingface(
+        model,
+        training,
+        adapter,
+        deepspeed,
+        launcher.fsdp,
+        num_gpus,
+        versions=pasted.versions.of("huggingface"),
+        spell=speller(TRAINING, ADAPTER),
     )
+    translation = _freezing(settings, translation)
     if stage == "rm":  # train/rm/trainer.py: a value head beside the lm_head, and every layer's hidden states
         raise settings.refuse(
             "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
@@ -171,7 +169,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
 
 
 def _freezing(settings: Settings, translation: Translation) -> Translation:
-    """Which parts of a vision-language model train and get adapters (hparams/finetuning_args.py, model/model_utils/visual.py)."""
+    """Which parts of a vision-language model train and get adapters (hparams/finetuning_args.py)."""
     keys = {
         "vision": "freeze_vision_tower",
         "projector": "freeze_multi_modal_projector",
