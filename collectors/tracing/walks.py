@@ -318,17 +318,21 @@ def _common_prefix(names: Sequence[str]) -> str:
     return max(set(heads), key=heads.count, default="")
 
 
+_WAYS = {
+    "pixel_values": "it takes no step without images: give images.per_sequence and images.height, or ask with your script",
+    "scalar type": "it mixes dtypes: try float32 weights (precision.parameters), or ask with your script",
+    "dtype": "its dtypes do not fit: try float32 weights (precision.parameters), or ask with your script",
+}
+"""What a message of a library says -> what to do."""
+
+
 def refusal(error: Exception) -> str:
     """What `error` of a library says, the line of the library's own code that raised it, and what to do."""
     said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "transformers" in Path(frame.filename).parts]
     where = f" in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    way = (
-        "it mixes dtypes: try float32 weights (precision.parameters), with framework_options.autocast or without"
-        if "dtype" in said or "scalar type" in said
-        else "if a script of yours trains it, ask with that (`peakcast dryrun`)"
-    )
-    return f"it raised {said}{where}; {way}"
+    way = next((way for sign, way in _WAYS.items() if sign in said), "if a script of yours trains it, ask with that")
+    return f"it raised {said}{where}; {way} (`peakcast dryrun`)"
 
 
 def main() -> int:

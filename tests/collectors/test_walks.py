@@ -31,3 +31,10 @@ def test_mixed_dtypes_are_told_how_to_agree() -> None:
 
     said = raised(lambda: torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64))
     assert "try float32 weights (precision.parameters)" in said
+
+
+def test_a_network_that_needs_images_asks_for_them() -> None:
+    def blip(pixel_values: object) -> None: ...
+
+    said = raised(lambda: blip())  # type: ignore[call-arg]
+    assert "give images.per_sequence and images.height" in said
