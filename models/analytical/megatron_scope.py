@@ -1,5 +1,5 @@
-"""What the Megatron-LM ledger covers: GPT models, dense or routed, BERT and T5, trained with Adam or Muon. The rest is
-refused by name."""
+"""What the Megatron-LM ledger covers: GPT models, dense or routed, BERT and T5, trained with Adam or Muon. Everything else
+gives a finding."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from peakcast.models.analytical.parameter_tensor import ParameterTensor, linear
 
 
 def state_space(architecture: Architecture, ssm: StateSpace) -> Iterator[ParameterTensor]:
-    """Projections in and out, the convolution, the decay and, by version, what makes the scan depend on its input."""
+    """The projections in and out, the convolution, the decay and, depending on the version, the tensors that make the scan
+    depend on its input."""
     width, inner = architecture.hidden_size, ssm.inner_size
     yield from linear("mamba.in_proj", ssm.input_size, width, "attention", 0, bias=ssm.projection_bias)
     yield ParameterTensor("mamba.conv1d.weight", (ssm.conv_size, 1, ssm.conv_kernel), "state_space", 0)
@@ -20,6 +21,7 @@ def state_space(architecture: Architecture, ssm: StateSpace) -> Iterator[Paramet
 
 
 def _first(ssm: StateSpace) -> Iterator[ParameterTensor]:
+    """The tensors that only version 1 (Mamba) has."""
     inner, rank, states = ssm.inner_size, ssm.time_step_rank, ssm.state_size
     yield ParameterTensor("mamba.A_log", (inner, states), "state_space", 0)
     yield ParameterTensor("mamba.D", (inner,), "state_space", 0)
@@ -31,6 +33,7 @@ def _first(ssm: StateSpace) -> Iterator[ParameterTensor]:
 
 
 def _second(ssm: StateSpace) -> Iterator[ParameterTensor]:
+    """The tensors that only version 2 (Mamba-2) has."""
     for name in ("dt_bias", "A_log", "D"):
         yield ParameterTensor(f"mamba.{name}", (ssm.num_heads,), "state_space", 0)
     if ssm.norm == "gated":
