@@ -21,8 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unf
 
 MOST_ELEMENTS = 2**21
 """Of a tensor whose values are kept: more than the tokens of the largest batch that is recorded."""
-_WITHOUT_VALUES = ("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like", "aten.randn", "aten.native_dropout")
-"""How operators begin whose results are memory that nobody has written yet, or noise."""
+_WITHOUT_VALUES = (
+    *("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like", "aten.randn", "aten.native_dropout"),
+    "aten.as_strided",
+)
+"""How operators begin whose results are memory that nobody has written yet, noise, or whatever a storage holds elsewhere."""
 
 
 label = functools.cache(str)
