@@ -57,6 +57,7 @@ def agreements(rows: Iterable[Measurement]) -> list[Agreement]:
 
 
 def _agreement(row: Measurement) -> Agreement:
+    """A traced row compared with the ledger, or the reason why there is nothing to compare."""
     if row.outcome != "ok":
         reason = f"no trace: {row.environment.get('reason', row.outcome)}"
         return Agreement(job=row.job, rank=row.rank, errors={}, reason=reason)

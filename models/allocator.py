@@ -113,8 +113,8 @@ def _replay_calls(run: Run, allocator: CachingAllocator) -> Replay:
 def _replay_compiled(
     run: Run, settings: Allocator, capacity_bytes: int | None, *, newest_first: bool = False
 ) -> Replay | None:
-    """The same in one compiled loop. None where that cannot do it: when pages of expandable segments go back to the driver.
-    Raises: SimulatedOutOfMemoryError."""
+    """Replay a run in one compiled loop, as `_replay_calls` does. Returns None if pages of expandable segments go back to
+    the driver, which the loop cannot do. Raises: SimulatedOutOfMemoryError."""
     units = _rounded(run.num_bytes, settings)
     large = (settings.large_segment_size_mb or 0) * MIB or LARGE_SEGMENT_BYTES
     found = compiled.replay(

@@ -45,7 +45,7 @@ class Run:
             offset += len(holders)
             handed_over = np.zeros(len(holders), dtype=bool)
             if before is not None:
-                continued, taken, left = _take_over(step, *before)
+                continued, taken, left = _match_survivors(step, *before)
                 holders[continued], handed_over[continued] = taken, True
                 events.append(~left)
             events.append(_events(step, holders, handed_over, num_holders))
@@ -78,7 +78,7 @@ def _events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_], n
 
 
 def _sorted_events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_], num_holders: int) -> Ints:
-    """The same by sorting."""
+    """What `_events` returns, computed by sorting instead of compiled code."""
     end = len(step.phases)
     lives = np.flatnonzero((step.num_bytes > 0) & (step.born < np.minimum(step.dies, end)))
     begins, dying = lives[~handed_over[lives]], lives[step.dies[lives] < end]
@@ -91,7 +91,7 @@ def _sorted_events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bo
     return events[np.argsort(when, kind="stable")]
 
 
-def _take_over(step: Timeline, before: Timeline, holders: Ints) -> tuple[Ints, Ints, Ints]:
+def _match_survivors(step: Timeline, before: Timeline, holders: Ints) -> tuple[Ints, Ints, Ints]:
     """Match what lives on from the step before to this step's entries. Returns the indices of the entries of this step that
     continue a holder, those holders, and the holders that no entry continues (they are freed)."""
     end = len(before.phases)

@@ -127,10 +127,10 @@ class Segments:
         segment = segment_bytes(size, self.large_segment_bytes)
         if self.allowed_bytes is not None and self.reserved_bytes + segment > self.allowed_bytes:
             return None
-        return self._ask(pool, size, segment)
+        return self._find_block(pool, size, segment)
 
-    def _ask(self, pool: Pool, size: int, segment: int) -> Block | None:
-        """The same, given the size of the segment that it needs."""
+    def _find_block(self, pool: Pool, size: int, segment: int) -> Block | None:
+        """What `ask` does within the limits. `segment`: bytes of the segment that `size` needs."""
         return self._new_segment(pool, segment) if self._reserve(segment) else None
 
     def _new_segment(self, pool: Pool, num_bytes: int) -> Block:
@@ -188,7 +188,7 @@ class Segments:
 class ExpandableSegments(Segments):
     """Segments that are address space; memory is mapped to their pages when it is needed."""
 
-    def _ask(self, pool: Pool, size: int, segment: int) -> Block | None:
+    def _find_block(self, pool: Pool, size: int, segment: int) -> Block | None:
         """The block at the lowest address where `size` fits once pages are mapped (`try_allocate_expandable_block`)."""
         block = self._place(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):

@@ -93,7 +93,7 @@ class CachingAllocator:
         size = round_request(num_bytes, self.settings.divisions)
         small = size <= SMALL_BYTES
         pool = self._pools.get((stream, small)) or self._pool(stream, small=small)
-        block = self._cached(pool, size) or self._fresh(pool, size, stream)
+        block = self._cached(pool, size) or self._from_driver(pool, size, stream)
         block.free = False
         if self._splits(pool, block.size - size, size):
             pool.insert(block.cut(size))
@@ -129,7 +129,7 @@ class CachingAllocator:
             return None
         return free.pop(at)[2]
 
-    def _fresh(self, pool: Pool, size: int, stream: int) -> Block:
+    def _from_driver(self, pool: Pool, size: int, stream: int) -> Block:
         """Memory from the driver; cached memory is returned first if there is not enough."""
         if self._collects:
             self._collect_garbage()

@@ -116,6 +116,7 @@ UNCALIBRATED = Calibration(gpu="none", created="", rows_digest="")
 
 
 def _quantity(value: object, name: str) -> QuantityCalibration:
+    """The calibration of quantity `name` as stored. Raises: CalibrationError."""
     keys = {"residual", "spread", "intervals", "domain", "rows_by_gpu", "unseen_errors"}
     parts = read(value, keys, f"quantities.{name}")
     for key in ("rows_by_gpu", "unseen_errors"):
@@ -142,6 +143,7 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def _parse(content: bytes) -> object:
+    """The value in the text of a JSON file, without NaN and infinity. Raises: CalibrationError."""
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not a number")
 

@@ -104,6 +104,8 @@ def decisions_of(
 
 
 def _by_capacity(asked: Sequence[tuple[Sample, Answers]], quantity: str) -> Decisions | None:
+    """Decisions on one quantity, if the GPU had each of the sizes `CAPACITIES_GIB` that lie between the smallest and the
+    largest measured peak. None if no row has the quantity."""
     rows = [(sample, answer[quantity], sample.measured(quantity) or 0) for sample, answer in asked]
     rows = [row for row in rows if row[2]]
     if not rows:
@@ -118,11 +120,11 @@ def _by_capacity(asked: Sequence[tuple[Sample, Answers]], quantity: str) -> Deci
             ("yes" if bar.upper_95 < capacity else "no" if bar.lower > capacity else "uncertain", peak <= capacity, weight)
             for (_, bar, peak), weight in zip(rows, weights, strict=True)
         ]
-        by_capacity.append(_count(capacity, answers))
+        by_capacity.append(_counts_of_answers(capacity, answers))
     above = sum(weight for (_, bar, peak), weight in zip(rows, weights, strict=True) if peak > bar.upper_95)
     return Decisions(
         quantity=quantity,
-        total=_together(by_capacity),
+        total=_sum_of_decisions(by_capacity),
         by_capacity=tuple(by_capacity),
         above_upper_95=above / sum(weights),
         num_rows=len(rows),
@@ -130,6 +132,7 @@ def _by_capacity(asked: Sequence[tuple[Sample, Answers]], quantity: str) -> Deci
 
 
 def _outcomes(asked: Sequence[tuple[Sample, Answers]]) -> tuple[Decisions, ...]:
+    """Decisions whether a job fits its own GPU, against whether the run went out of memory; none if no run did."""
     if not any(sample.censored for sample, _ in asked):
         return ()
     weights = repeat_weights([sample for sample, _ in asked])
@@ -137,7 +140,7 @@ def _outcomes(asked: Sequence[tuple[Sample, Answers]]) -> tuple[Decisions, ...]:
         (judge(answer, [Limit("peak_device_bytes", sample.device.cuda_memory_bytes)]).fits, not sample.censored, weight)
         for (sample, answer), weight in zip(asked, weights, strict=True)
     ]
-    total = _count(None, answers)
+    total = _counts_of_answers(None, answers)
     too_big = total.yes_too_big + total.no_too_big + total.uncertain_too_big
     return (
         Decisions(
@@ -150,7 +153,7 @@ def _outcomes(asked: Sequence[tuple[Sample, Answers]]) -> tuple[Decisions, ...]:
     )
 
 
-def _count(capacity: int | None, answers: Sequence[tuple[str, bool, float]]) -> Decision:
+def _counts_of_answers(capacity: int | None, answers: Sequence[tuple[str, bool, float]]) -> Decision:
     counts: dict[str, float] = {}
     for said, fits, weight in answers:
         name = f"{said}_{'fits' if fits else 'too_big'}"
@@ -158,7 +161,7 @@ def _count(capacity: int | None, answers: Sequence[tuple[str, bool, float]]) -> 
     return Decision(capacity_bytes=capacity, **counts)
 
 
-def _together(parts: Sequence[Decision]) -> Decision:
+def _sum_of_decisions(parts: Sequence[Decision]) -> Decision:
     names = [name for name in Decision.__slots__ if name != "capacity_bytes"]
     return Decision(capacity_bytes=None, **{name: sum(getattr(part, name) for part in parts) for name in names})
 

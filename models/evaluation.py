@@ -210,7 +210,7 @@ def _table(samples: Sequence[Sample], answers: Mapping[int, Answers], quantity: 
     )
 
 
-def _cause(sample: Sample, quantity: str, point: int) -> str:
+def _finding_with_cause(sample: Sample, quantity: str, point: int) -> str:
     """The sentence of a finding that names a cause why the `point` of `quantity` may be off; "" if there is none."""
     caches = quantity in ("peak_reserved_bytes", "peak_device_bytes")
     beside = outside_estimated(sample.baseline, point) if quantity == "peak_device_bytes" else None
@@ -253,7 +253,7 @@ def _scored(sample: Sample, interval: Interval, quantity: str, weight: float, re
         upper_95=interval.upper_95,
         weight=weight,
         known=". ".join(facts),
-        finding=_cause(sample, quantity, interval.point),
+        finding=_finding_with_cause(sample, quantity, interval.point),
         baseline_allocated=sample.baseline.peak_allocated_bytes,
         baseline_reserved=sample.baseline.peak_reserved_bytes,
         context=sample.baseline.context_bytes,

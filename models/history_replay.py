@@ -40,7 +40,7 @@ class HistoryReplay:
     """Number of events after which the simulation with the recorded addresses has another sum of segments than was
     recorded."""
     reserved_differs_own_addresses: int
-    """The same when it chooses addresses itself; among equal free blocks it may then take another."""
+    """The same number when the simulation chooses addresses itself: among equal free blocks it may then take another."""
     first_difference: int | None
     """Index of the first event, from 0, at which it differs; None if it never does."""
 
@@ -166,14 +166,14 @@ def _run(
         elif action is Action.FREE and address in blocks:
             allocator.release(blocks.pop(address))
         elif address in blocks:
-            _let_go(allocator, blocks, event)
+            _free_on_several_streams(allocator, blocks, event)
         if allocator.reserved_bytes != reserved or (order == "recorded" and not same):
             outcome.differs += allocator.reserved_bytes != reserved
             outcome.first = number if outcome.first is None else outcome.first
     return outcome, allocator
 
 
-def _let_go(allocator: CachingAllocator, blocks: dict[int, Block], event: Event) -> None:
+def _free_on_several_streams(allocator: CachingAllocator, blocks: dict[int, Block], event: Event) -> None:
     """A block that is freed while another stream uses it, or the end of that use."""
     if event.action is Action.LET_GO:
         allocator.record_stream(blocks[event.address], event.address)  # a stream for each block, so each ends separately

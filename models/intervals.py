@@ -117,7 +117,7 @@ class Intervals:
             parent = bars.get(parents.get(name, ""))
             few = bar is None or bar.effective_rows < self.min_group_rows
             if parent is not None and few:
-                bar = _at_least(bar or _count(scores[rows], units[rows]), parent, parents[name], scores[rows])
+                bar = _no_narrower_than_own(bar or _count(scores[rows], units[rows]), parent, parents[name], scores[rows])
             if bar is not None:
                 bars[name] = bar
         return bars
@@ -179,6 +179,7 @@ def _bars_to_mapping(bars: Mapping[str, Bar]) -> dict[str, dict[str, Any]]:
 
 
 def _bars_from_mapping(mapping: object, where: str) -> dict[str, Bar]:
+    """Bars by group, as stored. `where`: the place in the file, for errors. Raises: CalibrationError."""
     if not isinstance(mapping, Mapping):
         raise CalibrationError(f"{where} must be a mapping of groups; fit the calibration again.")
     bars = {}
@@ -282,7 +283,7 @@ def _count(scores: Floats, units: npt.NDArray[np.int64]) -> Bar:
     )
 
 
-def _at_least(own: Bar, parent: Bar, parent_name: str, scores: Floats) -> Bar:
+def _no_narrower_than_own(own: Bar, parent: Bar, parent_name: str, scores: Floats) -> Bar:
     """The parent's bar for a small group, but no narrower than the uncorrected quantiles of the small group's own
     scores."""
     seen = float(np.quantile(np.abs(scores), 0.9))

@@ -143,7 +143,7 @@ def combine(
 
 
 def _with_nearby_orders(intervals: Mapping[str, Interval], base: Baseline) -> dict[str, Interval]:
-    """The same bars, widened to include everything that the allocator reserves when requests come in nearly the same
+    """`intervals`, widened to include everything that the allocator reserves when requests come in nearly the same
     order."""
     widened = dict(intervals)
     for quantity in ("peak_reserved_bytes", "peak_device_bytes") if base.reserved_range_bytes else ():
@@ -187,7 +187,7 @@ def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> 
 
 
 def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
-    """The same bars made consistent: device memory contains reserved memory, which contains allocated memory. So a lower
+    """`intervals`, made consistent: device memory contains reserved memory, which contains allocated memory. So a lower
     bound of one is a lower bound of the next, and an upper bound of one is an upper bound of those inside it."""
     result = dict(intervals)
     chain = [name for name in QUANTITIES if name != "peak_host_bytes"]

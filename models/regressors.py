@@ -145,7 +145,7 @@ class GpuMedian:
     def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
         """The value of each row's GPU type, or of the type nearest to it, as `calibration.distance` orders them."""
         names = self._names(x)
-        nearest = {name: min(self.gpus_.medians_, key=lambda other: _apart(name, other)) for name in set(names)}
+        nearest = {name: min(self.gpus_.medians_, key=lambda other: _gpu_distance(name, other)) for name in set(names)}
         return self.gpus_.predict(x, [nearest[name] for name in names])
 
     def _names(self, x: Floats) -> list[str]:
@@ -297,7 +297,7 @@ def regressor_from_mapping(mapping: Mapping[str, Any], num_features: int) -> Reg
     )
 
 
-def _apart(one: str, other: str) -> tuple[float, float]:
+def _gpu_distance(one: str, other: str) -> tuple[float, float]:
     """How different two GPU types are, by their keys."""
     (a, a_sms), (b, b_sms) = (tuple(map(float, name.split("/"))) for name in (one, other))
     return (abs(a // 10 - b // 10) * 10 + abs(a % 10 - b % 10), abs(math.log((a_sms or 1e-9) / (b_sms or 1e-9))))

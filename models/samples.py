@@ -121,14 +121,14 @@ def prepare(
     rows = sorted(rows, key=_order)  # so that the order of rows in files does not change the fit
     why = [_reason(row, scope_of) for row in rows]
     counted = [row for row, reason in zip(rows, why, strict=True) if not reason or reason == OUT_OF_MEMORY]
-    baselines = _baselines({asked: None for row in counted for asked in _asked(row)}, compute)
+    baselines = _baselines({asked: None for row in counted for asked in _baselines_needed(row)}, compute)
     kept: list[Sample] = []
     censored: list[Sample] = []
     reasons: Counter[str] = Counter()
     for row, reason in zip(rows, why, strict=True):
         if not reason or reason == OUT_OF_MEMORY:
             try:
-                base, *others = (_given(baselines[asked]) for asked in _asked(row))
+                base, *others = (_baseline_or_raise(baselines[asked]) for asked in _baselines_needed(row))
                 if others:
                     base = _mean_device(base, others, row.job)
                 sample = _sample(row, device_of(row.gpu), base)
@@ -142,7 +142,7 @@ def prepare(
     return Samples(samples=tuple(kept), left_out=dict(sorted(reasons.items())), censored=tuple(censored))
 
 
-def _asked(row: Measurement) -> list[Asked]:
+def _baselines_needed(row: Measurement) -> list[Asked]:
     """Whose baselines a row needs: its rank's and, if it is a mean over GPUs, those of ranks that differ."""
     ranks = [row.rank]
     if row.environment.get(DEVICE_MEAN):
@@ -173,7 +173,7 @@ def _baselines(asked: Iterable[Asked], compute: Callable[[Asked], Baseline]) -> 
     return found
 
 
-def _given(answer: Baseline | Exception) -> Baseline:
+def _baseline_or_raise(answer: Baseline | Exception) -> Baseline:
     """The baseline; raises the error in its place."""
     if isinstance(answer, Exception):
         raise answer

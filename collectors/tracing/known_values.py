@@ -25,7 +25,7 @@ _WITHOUT_VALUES = (
     *("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like", "aten.randn", "aten.native_dropout"),
     "aten.as_strided",
 )
-"""How operators begin whose results are memory that nobody has written yet, noise, or whatever a storage holds elsewhere."""
+"""How operators begin whose results are memory that nobody has written yet, noise, or what a storage holds elsewhere."""
 
 
 label = functools.cache(str)

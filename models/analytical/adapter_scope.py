@@ -94,7 +94,7 @@ def targets_taken(job: TrainingJob) -> str:
     if job.finetuning.method in ("full", *ON_NETWORK):
         return ""
     if not job.finetuning.targets:
-        return "" if has_default_targets(job.architecture) else _taken_by_default(job.architecture)
+        return "" if has_default_targets(job.architecture) else _default_targets_assumed(job.architecture)
     projections = _projections(job.architecture), _projections(job.architecture, ("shared_expert",))
     known = {*projections[0], *projections[1], *ENDS, *EXPERTS, "all-linear"}
     unknown = [repr(target) for target in job.finetuning.targets if target not in known]
@@ -106,7 +106,7 @@ def targets_taken(job: TrainingJob) -> str:
     )
 
 
-def _taken_by_default(architecture: Architecture) -> str:
+def _default_targets_assumed(architecture: Architecture) -> str:
     return (
         f"adapters are taken to be on {', '.join(default_adapter_targets(architecture))}: finetuning.targets names none, "
         f"and peft, which has no default for model_type={architecture.model_type!r}, raises an error without; name some "

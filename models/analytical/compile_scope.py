@@ -105,7 +105,7 @@ def compile_reason(job: TrainingJob) -> Finding | None:
 
 
 def _loss_reason(job: TrainingJob) -> Finding | None:
-    """The same if only the loss is compiled, whose two kernels are known for whole logits."""
+    """Why the job is out of scope if only the loss is compiled, whose two kernels are known for whole logits; else None."""
     split = job.parallelism.tensor_parallel_size > 1 or job.loss.kind != "cross_entropy"
     return found(f"compile=true of a loss over logits in parts is not modelled{TRACE}", "compile") if split else None
 

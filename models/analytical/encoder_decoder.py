@@ -121,13 +121,13 @@ def encoder_decoder_micro_batch(
     )
     # enable_input_require_grads makes the embedding's output a leaf, which the graph keeps with its gradient
     leaf = job.finetuning.method != "full" and decoder.checkpointed
-    read = timeline.run_forward(embedding(_first(encoder)), "embedding", keeps_gradients=keeps_gradients)
+    read = timeline.run_forward(embedding(_embedding_context(encoder)), "embedding", keeps_gradients=keeps_gradients)
     encoder.run_forward(keeps_gradients)
     states = timeline.run_forward(encoder_end(context), "head", keeps_gradients=keeps_gradients)
     encoded = _forward_ends(states)
     _hold_embeddings(timeline, context, read, encoded, leaf)
     shifted = timeline.now
-    targets = timeline.run_forward(embedding(_first(decoder)), "embedding", keeps_gradients=keeps_gradients)
+    targets = timeline.run_forward(embedding(_embedding_context(decoder)), "embedding", keeps_gradients=keeps_gradients)
     decoder.run_forward(keeps_gradients)
     loss = timeline.run_forward(head(target), "head", keeps_gradients=keeps_gradients)
     if context.autocast:
@@ -170,7 +170,7 @@ def _contexts(context: HFContext, job: TrainingJob, num_layers: int) -> list[HFC
     return [replace(layer, input_requires_grad=place > 0 or not bare) for place in range(num_layers)]
 
 
-def _first(stack: _Stack) -> HFContext:
+def _embedding_context(stack: _Stack) -> HFContext:
     """The context of a stack's embedding."""
     return replace(stack.contexts[0], checkpointed=False)
 

@@ -99,6 +99,7 @@ def _ignored(parameter: str, value: object, why: str, direction: Direction) -> F
 
 
 def _of_megatron(job: TrainingJob) -> Iterator[Finding]:
+    """Settings that the ledger of Megatron-LM does not count."""
     if job.compile:
         yield _ignored("compile", True, "the answer is for Megatron's own fused kernels", "either")
     if job.loss.fused_linear_cross_entropy:
@@ -110,6 +111,7 @@ def _of_megatron(job: TrainingJob) -> Iterator[Finding]:
 
 
 def _of_torch(job: TrainingJob) -> Iterator[Finding]:
+    """Settings that the ledger of Hugging Face and torch jobs does not count."""
     precision, recomputation = job.precision, job.activation_checkpointing
     trained = precision.parameters if job.finetuning.method == "full" else adapter_dtype(job)
     for name, why in (
@@ -130,6 +132,7 @@ def _of_torch(job: TrainingJob) -> Iterator[Finding]:
 
 
 def _idle(job: TrainingJob) -> Iterator[Finding]:
+    """Settings that have no effect because of another setting (`IDLE`), where they differ from their defaults."""
     for idle in IDLE:
         group = getattr(job, idle.group)
         for name in idle.names if idle.holds(job) else ():
@@ -141,6 +144,7 @@ def _idle(job: TrainingJob) -> Iterator[Finding]:
 
 
 def _expert_tensor_parallel(job: TrainingJob) -> tuple[Finding, ...]:
+    """Whether `expert_tensor_parallel_size` is ignored, or has no effect."""
     layout, name = job.parallelism, "parallelism.expert_tensor_parallel_size"
     size = layout.expert_tensor_parallel_size
     if size in (None, layout.tensor_parallel_size):

@@ -29,7 +29,7 @@ def megatron_ledger(
     before the optimizer step, nor the backward thread's workspace before its first matrix product) or "steady". With a
     `device`, it includes what libraries and kernels allocate for themselves on that GPU type."""
     share, first = rank_share(job, device, rank or 0), step == "first"
-    weights, turns = weights_share(share), _turned(activations_share(share))
+    weights, turns = weights_share(share), _turns_run(activations_share(share))
     done = turns.step.fork(parameters_held(weights))
     _hold_deferred(done, turns, first)
     hold_workspaces(done, share, *((turns.first_product, turns.first_backward) if first else (0, {})))
@@ -45,7 +45,7 @@ def megatron_ledger(
 
 
 @lru_cache(maxsize=64)
-def _turned(share: RankShare) -> Turns:
+def _turns_run(share: RankShare) -> Turns:
     """The forward and backward turns of a rank, which the first step and later ones share."""
     return Turns(share)
 

@@ -85,6 +85,8 @@ def rank_share(job: TrainingJob, device: Device | None, rank: int) -> RankShare:
 
 @lru_cache(maxsize=8192)
 def _stage_share(job: TrainingJob, device: Device | None, stage: int, place: int = 0, shard: int = 0) -> RankShare:
+    """`rank_share` for a pipeline stage, the place among ranks that share a sequence, and the place in the stage (`shard`);
+    cached."""
     convention = conventions(job)
     chunks = stage_chunks(job.architecture.num_layers, job.parallelism, stage)
     context = layer_context(job, device, place)
@@ -102,6 +104,7 @@ def weights_share(share: RankShare) -> RankShare:
 
 @lru_cache(maxsize=1024)
 def _weights_job(job: TrainingJob) -> TrainingJob:
+    """The job with the settings that do not change its parameters replaced by defaults."""
     layout = job.parallelism
     return job.replace(
         micro_batch_size=1,

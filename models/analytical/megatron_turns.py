@@ -124,7 +124,7 @@ class Turns:
                 self._hold_masks(begin)
                 state.runs.append(_Checkpoint(begin, step.now, layers, received=self._receives(chunk, layers[0])))
             else:
-                for template, modules, turns in self._alike(chunk, layers):
+                for template, modules, turns in self._groups_with_one_template(chunk, layers):
                     if turns:
                         state.runs += self._turn_to_decoder()
                     runs = step.run_forward_in_turn(template, modules, keeps_gradients=False)
@@ -145,7 +145,7 @@ class Turns:
             step.moment("receive_forward", Phase.LOSS)
         self.alive[turn.micro_batch, turn.chunk] = state
 
-    def _alike(self, chunk: Chunk, layers: range) -> list[tuple[Template, list[str], bool]]:
+    def _groups_with_one_template(self, chunk: Chunk, layers: range) -> list[tuple[Template, list[str], bool]]:
         """The `layers` of a chunk in groups of consecutive layers with one template: (template, names, whether the network
         passes from its encoder to its decoder before them)."""
         if layers not in self.alike:
@@ -160,11 +160,11 @@ class Turns:
 
     def _turn_to_decoder(self) -> list[list[Run]]:
         """Run what is between an encoder's last layer and its decoder's first."""
-        target = embedding(self.share.layer_context(self._last()))
+        target = embedding(self.share.layer_context(self._last_layer()))
         blocks = ((encoder_end(self.share.context), "encoder"), (target, "embedding"))
         return [[self.step.run_forward(template, module, keeps_gradients=False)] for template, module in blocks]
 
-    def _last(self) -> int:
+    def _last_layer(self) -> int:
         """Index of the network's last layer."""
         return self.share.job.architecture.num_layers - 1
 
@@ -204,7 +204,7 @@ class Turns:
     @cached_property
     def head(self) -> Template:
         """The template of the head."""
-        context = replace(self.share.layer_context(self._last()), checkpointed=not self.share.chunks[-1].layers)
+        context = replace(self.share.layer_context(self._last_layer()), checkpointed=not self.share.chunks[-1].layers)
         return head(context, self.share.job.architecture.num_nextn_predict_layers)
 
     def _groups(self, layers: range) -> list[tuple[range, bool]]:
@@ -260,7 +260,7 @@ class Turns:
         instants = runs[0].template.in_backward
         if RECOMPUTED_EXPERTS in instants or "mlp" in instants:
             for run in reversed(runs):
-                self._ran_again(run, run.backward_start or 0)
+                self._note_recomputed_parts(run, run.backward_start or 0)
         if self.is_first_backward and instants.keys() - self.first_backward:
             ran = {label: start + at for label, at in instants.items()}
             for part, labels in RECOMPUTED_PROJECTIONS.items():
@@ -268,7 +268,7 @@ class Turns:
                 ran |= {label: ran[part] + late * after for label, late in labels.items()} if part in ran else {}
             self.first_backward = ran | self.first_backward
 
-    def _ran_again(self, run: Run, start: int) -> None:
+    def _note_recomputed_parts(self, run: Run, start: int) -> None:
         """Note the recomputed parts of a layer whose backward began at `start`."""
         instants = run.template.in_backward
         layer = int(run.module.removeprefix("layers."))

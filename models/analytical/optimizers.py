@@ -36,11 +36,11 @@ def optimizer_rule(job: TrainingJob) -> OptimizerRule:
             parameter="optimizer.name",
             value=name,
         )
-    return _at_once(rule) if conventions(job).get("optimizer_in_backward") and not rule.updates_in_backward else rule
+    return _in_backward(rule) if conventions(job).get("optimizer_in_backward") and not rule.updates_in_backward else rule
 
 
 @lru_cache(maxsize=64)
-def _at_once(rule: OptimizerRule) -> OptimizerRule:
+def _in_backward(rule: OptimizerRule) -> OptimizerRule:
     """The rule with an optimizer for each parameter, which steps as soon as the gradient is ready."""
     return replace(rule, updates_in_backward="at_once")
 

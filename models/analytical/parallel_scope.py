@@ -37,6 +37,7 @@ def parallel_reason(job: TrainingJob) -> Finding | None:
 
 
 def _expert_reason(job: TrainingJob) -> Finding | None:
+    """Why expert parallelism is out of scope; None if it is not."""
     layout = job.parallelism
     size = f"expert_parallel_size={layout.expert_parallel_size} is modelled for Megatron and torchtitan's experts"
     if expert_ranks(job) == 1:
@@ -68,6 +69,7 @@ def _expert_reason(job: TrainingJob) -> Finding | None:
 
 
 def _context_reason(job: TrainingJob) -> Finding | None:
+    """Why context parallelism is out of scope; None if it is not."""
     architecture, layout, ranks = job.architecture, job.parallelism, job.parallelism.context_parallel_size
     half = ("bfloat16", "float16")
     autocast = bool(job.framework_options.get("autocast"))
@@ -136,6 +138,7 @@ def rounds(job: TrainingJob) -> int:
 
 
 def _pipeline_reason(job: TrainingJob) -> Finding | None:
+    """Why pipeline parallelism is out of scope; None if it is not."""
     architecture, layout = job.architecture, job.parallelism
     several, split = layout.virtual_pipeline_stages > 1, layout.pipeline_schedule in SPLIT_BACKWARD
     beside = layout.num_replicas > 1

@@ -16,11 +16,11 @@ def state_space(architecture: Architecture, ssm: StateSpace) -> Iterator[Paramet
     yield ParameterTensor("mamba.conv1d.weight", (ssm.conv_size, 1, ssm.conv_kernel), "state_space", 0)
     if ssm.conv_bias:
         yield ParameterTensor("mamba.conv1d.bias", (ssm.conv_size,), "state_space", 0)
-    yield from _first(ssm) if ssm.version == 1 else _second(ssm)
+    yield from _mamba_1_only(ssm) if ssm.version == 1 else _mamba_2_only(ssm)
     yield from linear("mamba.out_proj", width, inner, "attention", 1, bias=ssm.projection_bias)
 
 
-def _first(ssm: StateSpace) -> Iterator[ParameterTensor]:
+def _mamba_1_only(ssm: StateSpace) -> Iterator[ParameterTensor]:
     """The tensors that only version 1 (Mamba) has."""
     inner, rank, states = ssm.inner_size, ssm.time_step_rank, ssm.state_size
     yield ParameterTensor("mamba.A_log", (inner, states), "state_space", 0)
@@ -32,7 +32,7 @@ def _first(ssm: StateSpace) -> Iterator[ParameterTensor]:
             yield ParameterTensor(f"mamba.{name}_layernorm.weight", (size,), "norm", None)
 
 
-def _second(ssm: StateSpace) -> Iterator[ParameterTensor]:
+def _mamba_2_only(ssm: StateSpace) -> Iterator[ParameterTensor]:
     """The tensors that only version 2 (Mamba-2) has."""
     for name in ("dt_bias", "A_log", "D"):
         yield ParameterTensor(f"mamba.{name}", (ssm.num_heads,), "state_space", 0)

@@ -99,7 +99,7 @@ class Polynomials:
         tokens = points[0] * points[1]
         shape = len(self.added), points.shape[1]
         peaks, bounds = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        for instants in _alike(self.added):
+        for instants in _instants_with_equal_differences(self.added):
             added = self.added[:, instants[:1]] * PARTS
             peaks = np.maximum(peaks, _largest(rows[:, instants], weights) + added)
             touched = instants[more[instants] > 0]
@@ -172,7 +172,7 @@ def _undominated(rows: Ints) -> Ints:
         rows = rows[:, kept]
 
 
-def _alike(added: Ints) -> list[Ints]:
+def _instants_with_equal_differences(added: Ints) -> list[Ints]:
     """Groups of consecutive instants at which the layouts differ by the same bytes."""
     changes = np.flatnonzero((added[:, 1:] != added[:, :-1]).any(axis=0)) + 1
     return np.split(np.arange(added.shape[1]), changes)

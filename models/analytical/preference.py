@@ -52,7 +52,7 @@ def hold_reference(timeline: Step, job: TrainingJob) -> None:
     """Hold the parameters of the frozen copy, if there is one."""
     if job.reference == "model":
         kept = Step()
-        layout_of(_alone(job), stored_parameters(_alone(job))).hold_resident(kept)
+        layout_of(_reference_job(job), stored_parameters(_reference_job(job))).hold_resident(kept)
         held = kept.timeline()
         rows = zip(held.names, held.modules, held.categories.tolist(), held.num_bytes.tolist(), strict=True)
         weights = [(name, NAME + module, size) for name, module, kind, size in rows if kind == Category.PARAMETERS]
@@ -72,7 +72,7 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
     if job.reference in ("model", "adapter_off") and job.loss.kind != "grpo":
         begin, copied = timeline.now, job.reference == "model"
         for _ in range(2 if job.loss.kind == "kto" else 1):  # KTO's second is for prompts with another's completion
-            _run(timeline, _alone(job), NAME if copied else "")
+            _run(timeline, _reference_job(job), NAME if copied else "")
         timeline.phases[begin:] = bytes((Phase.LOSS,)) * (timeline.now - begin)  # gathering its weights included
     scored = scored_rows(policy) if policy.loss != "cross_entropy" else 0
     per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32)]
@@ -81,7 +81,7 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
     timeline.hold("labels", Category.INPUTS, tokens, start, timeline.now)
 
 
-def _alone(job: TrainingJob) -> TrainingJob:
+def _reference_job(job: TrainingJob) -> TrainingJob:
     """The job as the reference model runs it."""
     tuning = job.finetuning
     off = Finetuning() if job.reference == "model" else replace(tuning, targets=SWITCHED_OFF)

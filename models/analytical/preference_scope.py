@@ -67,7 +67,7 @@ def _shards(job: TrainingJob) -> str:
 
 
 def _zero(job: TrainingJob) -> str:
-    """The same for ZeRO."""
+    """Why preference training under ZeRO is out of scope; "" if it is not."""
     stage = job.parallelism.zero_stage
     if job.parallelism.data_parallel_size == 1:
         return "under ZeRO was compared with traces of several ranks only."

@@ -154,6 +154,7 @@ def _rows(job: TrainingJob) -> int:
 
 
 def _huggingface_reason(job: TrainingJob) -> Finding | None:
+    """Why a Hugging Face or torch job is out of scope; None if it is not."""
     checks: list[Check] = [
         (
             job.task == "inference" and job.architecture.kind == "encoder",

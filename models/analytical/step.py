@@ -86,13 +86,13 @@ class Step:
     _backward_ends: list[int] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     _allocated: dict[int, tuple[str, Category, int, int, str, int]] = field(default_factory=dict)
-    _let_go: dict[int, tuple[str, Category, int, int, str, int, int]] = field(default_factory=dict)
+    _freed_not_reusable: dict[int, tuple[str, Category, int, int, str, int, int]] = field(default_factory=dict)
     """Tensors that were freed while another stream still uses their blocks: as `_allocated`, and the instant of the free.
     """
     _next_handle: int = 0
     _within: int | None = None
     """While `within` is active: its instant."""
-    _handed_on: int | None = None
+    _block_ended: int | None = None
     """The instant at which the last block ended, if hooks have run since: its output lives on while they do."""
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class Step:
         if self._watched and phase != Phase.BACKWARD:
             ended = self.now
             self.hooks.after_forward(self, module)
-            self._hand_on(ended)
+            self._note_block_end(ended)
         return run
 
     def run_forward_in_turn(self, template: Template, modules: Sequence[str], *, keeps_gradients: bool = True) -> list[Run]:
@@ -155,16 +155,16 @@ class Step:
     def run_backward(self, run: Run, phase: Phase = Phase.BACKWARD) -> None:
         """Run the backward of a run of `run_forward`."""
         if self._watched:
-            since = self._since()
+            since = self._take_block_end()
             self.hooks.before_backward(self, run.module)
-            self._carry("gradient", Category.TEMPORARIES, run.template.handed_in_bytes, since, run.module)
+            self._hold_between_blocks("gradient", Category.TEMPORARIES, run.template.handed_in_bytes, since, run.module)
         run.backward_start = len(self.phases)
         self.phases += run.template.backward_phases[phase]
         self.labels += run.template.backward_labels
         if self._watched:
             ended = self.now
             self.hooks.after_backward(self, run)
-            self._hand_on(ended)
+            self._note_block_end(ended)
 
     def run_backward_in_turn(self, runs: Sequence[Run]) -> None:
         """Run the backward of several runs of one template, the last run first."""
@@ -192,28 +192,28 @@ class Step:
 
     def _enter(self, template: Template, module: str, phase: Phase) -> None:
         """Call the hooks that come before a block runs forward, for the first time or as a recomputation."""
-        since = self._since()
+        since = self._take_block_end()
         if phase == Phase.BACKWARD:
-            self._carry("gradient", Category.TEMPORARIES, template.input_bytes, since, module)
+            self._hold_between_blocks("gradient", Category.TEMPORARIES, template.input_bytes, since, module)
             self.hooks.before_backward(self, module)
         else:
             self.hooks.before_forward(self, module)
-            self._carry("hidden_states", Category.ACTIVATIONS, template.input_bytes, since, module)
+            self._hold_between_blocks("hidden_states", Category.ACTIVATIONS, template.input_bytes, since, module)
 
-    def _since(self) -> int:
+    def _take_block_end(self) -> int:
         """The instant at which the last block ended if hooks have run since, else `now`."""
-        since, self._handed_on = self._handed_on, None
+        since, self._block_ended = self._block_ended, None
         return self.now if since is None else since
 
-    def _carry(self, name: str, category: Category, num_bytes: int, since: int, module: str) -> None:
+    def _hold_between_blocks(self, name: str, category: Category, num_bytes: int, since: int, module: str) -> None:
         """Keep the tensor that one block hands to the next alive while hooks run between them."""
         if since < self.now:
             self.hold(name, category, num_bytes, since, self.now, module)
 
-    def _hand_on(self, ended: int) -> None:
+    def _note_block_end(self, ended: int) -> None:
         """Note that the last block ended at `ended`, if hooks have run since."""
         if self.now > ended:
-            self._handed_on = ended
+            self._block_ended = ended
 
     def end_backward(self) -> None:
         """Reserve the instant at which `loss.backward()` returns."""
@@ -308,7 +308,7 @@ class Step:
         (`record_stream`). The blocks can be reused once the returned handles are given to `reuse`. Empties the list of
         handles."""
         for handle in handles:
-            self._let_go[handle] = (*self._allocated.pop(handle), self.now)
+            self._freed_not_reusable[handle] = (*self._allocated.pop(handle), self.now)
         waiting = handles.copy()
         handles.clear()
         return waiting
@@ -316,7 +316,7 @@ class Step:
     def reuse(self, handles: Iterable[int]) -> None:
         """The blocks of tensors that were `let_go` can be reused from the next instant on."""
         for handle in handles:
-            name, category, num_bytes, since, module, stream, gone = self._let_go.pop(handle)
+            name, category, num_bytes, since, module, stream, gone = self._freed_not_reusable.pop(handle)
             self.hold(name, category, num_bytes, since, gone, module, stream, self.now)
 
     def fork(self, *first: Recording) -> Step:
@@ -329,7 +329,7 @@ class Step:
         forked._placed, forked._own, forked._runs = [*self._placed, self._own[1]], None, []
         forked._held, forked._single = [*(part.columns for part in first), *self._gather()], array("q")
         forked._backward_ends, forked._allocated = self._backward_ends.copy(), self._allocated.copy()
-        forked._let_go = self._let_go.copy()
+        forked._freed_not_reusable = self._freed_not_reusable.copy()
         return forked
 
     def timeline(self) -> Timeline:
@@ -338,7 +338,7 @@ class Step:
         for name, category, num_bytes, since, module, stream in self._allocated.values():
             self.hold(name, category, num_bytes, since, FOREVER, module, stream)
         self._allocated.clear()
-        self.reuse(list(self._let_go))
+        self.reuse(list(self._freed_not_reusable))
         placed = [*self._placed, place(self._runs)] if self._runs else self._placed
         none = np.zeros((WIDTH, 0), dtype=np.int64)
         columns = np.concatenate([none, *(runs.columns for runs in placed), *self._gather()], axis=1)

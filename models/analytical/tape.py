@@ -1,9 +1,8 @@
 """A tape: the operations of one block, from which the lifetime of every tensor follows.
 
-A block (a decoder layer, the loss, ...) is written once, as the operations that its framework runs in forward: what each
-allocates, which tensors autograd saves for its backward, and what that backward allocates. `Tape.finish` applies autograd's
-rules for freeing tensors and returns a `Template`: tensors whose lifetimes count from the first instant of the block's
-forward or backward. `step.py` places the template each time the block runs.
+A block (a decoder layer, the loss, ...) is written once, as the operations that its framework runs in forward.
+`Tape.finish` applies autograd's rules for freeing tensors and returns a `Template`: tensors whose lifetimes count from the
+first instant of the block's forward or backward. `step.py` places the template each time the block runs.
 
 Autograd's rules, as in torch 2.x (torch/csrc/autograd/engine.cpp):
 - a tensor is freed after its last reader or, if saved, after the backward of the last operation that saved it;
@@ -67,8 +66,6 @@ class Tape:
         if self._gpu is not None and (taken := reduction(columns, rows, *self._gpu, reduced_is_contiguous=False)):
             workspaces = taken.buffer_bytes, taken.semaphore_bytes
         return WeightGradient(name, num_bytes, workspaces)
-
-    # -- building -----------------------------------------------------------------------------------------------------
 
     def input(
         self, num_bytes: int, *, requires_grad: bool = True, owned: bool = True, name: str = "hidden_states"
@@ -236,10 +233,9 @@ class Tape:
         self._loss_from = len(self._operations)
 
     def _keep(self, storage: Storage, index: int) -> None:
+        """Note that operation `index` saves `storage`."""
         self._savers.setdefault(id(storage), []).append(index)
         storage.last_saver = index if storage.last_saver is None else min(storage.last_saver, index)
-
-    # -- finishing ----------------------------------------------------------------------------------------------------
 
     def finish(
         self,
@@ -278,7 +274,7 @@ class Tape:
                 storage.last_read = min(storage.last_read, storage.made_again)
                 if saver is not None:
                     again = ends[storage.made_again] - 1
-                    self._made_again(rows, storage, again, saver)
+                    self._append_recomputed(rows, storage, again, saver)
                     saver = None
             last, kept = storage.last_read + 1, id(storage) in cached
             dies, in_backward = (last, False) if saver is None else (saver, True)
@@ -320,6 +316,7 @@ class Tape:
         return replace(template, later=self._later(turns, waiting)) if self._splits_backward else template
 
     def _later(self, turns: dict[int, int], waiting: list[Waiting]) -> Later:
+        """The second half of a split backward: a template for each weight's gradient, and the tensors that wait for it."""
         weights = []
         for index in turns:
             operation = self._operations[index]
@@ -336,11 +333,13 @@ class Tape:
         return Later(tuple(weights), tuple(rounded))
 
     @staticmethod
-    def _made_again(rows: list[Row], storage: Storage, born: int, dies: int) -> None:
+    def _append_recomputed(rows: list[Row], storage: Storage, born: int, dies: int) -> None:
+        """Add the row of a tensor that `make_again` recomputes at backward instant `born`."""
         life = (born, True, dies, True, False, dies, False)
         rows.append((storage.name, storage.category, storage.num_bytes, *life, storage.stream))
 
     def _cached(self, cached_matmuls: int, kept: frozenset[str]) -> set[int]:
+        """Ids of the storages that selective checkpointing keeps: the first of every n products, and the kinds `kept`."""
         matmuls, cached = 0, set()
         for storage in self._storages:
             if storage.kind == "matmul":
@@ -358,6 +357,7 @@ class Tape:
     def _template(
         self, rows: list[Row], backward: list[int], elsewhere: dict[str, Elsewhere], added: int | None = None
     ) -> Template:
+        """The rows as a template. `backward`: indices of operations, in the order in which their backward runs."""
         columns = list(zip(*rows, strict=True)) if rows else [()] * 11
         names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph, cached, streams = columns
         instants = np.array((sizes, born, dies, without_graph), dtype=np.int64)

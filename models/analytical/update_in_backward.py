@@ -80,7 +80,7 @@ def updated_in_backward(timeline: Timeline, gradients: Ints, ends: Sequence[int]
     added &= (timeline.dies == timeline.born + 1) & (not update.alone)
     dies = np.maximum(np.where(added, shifted(timeline.dies), shifted(timeline.dies - 1) + 1), born)
     dies[gradients] = applied + bool(update.alone)
-    made = _made(timeline, gradients, applied, update, len(timeline.phases) + len(after))
+    made = _update_allocations(timeline, gradients, applied, update, len(timeline.phases) + len(after))
     labels = np.insert(np.array(timeline.labels, dtype=object), after + 1, "update")
     return replace(
         timeline,
@@ -97,7 +97,7 @@ def updated_in_backward(timeline: Timeline, gradients: Ints, ends: Sequence[int]
     )
 
 
-def _made(timeline: Timeline, gradients: Ints, applied: Ints, update: UpdateInBackward, end: int) -> Timeline:
+def _update_allocations(timeline: Timeline, gradients: Ints, applied: Ints, update: UpdateInBackward, end: int) -> Timeline:
     """What the updates allocate: temporaries, each at its own instant of `applied`, and states, until `end`."""
     entries = []
     optimizers = _optimizers(timeline, gradients, update.alone) if update.alone else [None] * len(gradients)

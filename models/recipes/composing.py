@@ -46,7 +46,7 @@ def recipe_ledger(
     hand_updates(job, layout, step)
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
-    timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
+    timeline.hold_all(training_workspaces(device, job), Category.WORKSPACES)
     network.run(timeline, layout, min(job.gradient_accumulation_steps, DIFFERENT_MICRO_BATCHES))
     place_optimizer_step(timeline, job, layout, step)
     network.hold_across(timeline, first_step=step == "first")
@@ -183,17 +183,17 @@ class _Network:
             num_recomputed=len(phases),
             num_backward=len(walk.phases[backward]),
             forward_labels=_naming_adapters(walk.labels[forward], walk.visits[forward], {}),
-            backward_labels=_hooked(labels) if place == walk.num_places - 1 else labels,
+            backward_labels=_with_head_label(labels) if place == walk.num_places - 1 else labels,
             input_bytes=0,
             keeps_input=False,
             asks_late_bytes=0,
             saved_bytes=[],
             loss_from=len(phases) if loss < 0 else loss,
             added_to_handed_in=len(walk.phases[backward]),
-            made=(self._made(forward), self._made(backward)),
+            made=(self._allocated_bytes(forward), self._allocated_bytes(backward)),
         )
 
-    def _made(self, stretch: int) -> Ints:
+    def _allocated_bytes(self, stretch: int) -> Ints:
         """Bytes that each operation of a stretch allocates."""
         born = self.walk.lives[:, self.walk.lives[BORN_STRETCH] == stretch][BORN]
         made = self.num_bytes[self.walk.lives[BORN_STRETCH] == stretch]
@@ -215,7 +215,7 @@ def _naming_adapters(labels: Sequence[str], visits: Sequence[Visit], made: Mappi
     return named
 
 
-def _hooked(labels: Sequence[str]) -> list[str]:
+def _with_head_label(labels: Sequence[str]) -> list[str]:
     """The labels of the head's backward. The first product is the lm_head's own, at which its layout's hooks run; what runs
     before belongs to the loss."""
     first = next((index for index, label in enumerate(labels) if label.startswith(PRODUCTS)), None)

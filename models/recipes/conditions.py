@@ -58,7 +58,8 @@ def implied(job: TrainingJob, defaults: Conditions) -> dict[str, Any]:
 
 
 def _implied(network: Conditions) -> dict[str, Any]:
-    """As most `configuration_*.py` of transformers define it, if the family has the name."""
+    """Values that follow from others of the network, as most `configuration_*.py` of transformers define them, for names
+    that the family has."""
     found: dict[str, Any] = {}
     for name, heads in network.items():
         prefix = name.removesuffix("num_attention_heads")

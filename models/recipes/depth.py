@@ -132,25 +132,25 @@ def deepened(walk: Walk, how: Repeats | None, layers: int) -> Deep:
     )
     lives = walk.lives[:, entries].copy()
     lives[PLACE] += offsets
-    lives[BORN_STRETCH] = _moved(lives[BORN_STRETCH], walk.num_places, num_places, lambda _: offsets)
+    lives[BORN_STRETCH] = _renumbered(lives[BORN_STRETCH], walk.num_places, num_places, lambda _: offsets)
     stays = ~how.moves[entries]
 
     def fate(place: Ints) -> Ints:
         """How far the place of death moves."""
         return np.where(stays, np.where(place > ends, shift * copies, 0), offsets)
 
-    lives[DIES_STRETCH] = _moved(lives[DIES_STRETCH], walk.num_places, num_places, fate)
+    lives[DIES_STRETCH] = _renumbered(lives[DIES_STRETCH], walk.num_places, num_places, fate)
     copied = np.arange(len(entries)) >= len(place)
 
     def handed_on(place: Ints) -> Ints:
         """How far the place moves where a gradient goes to its parameter."""
         return np.where(copied, offsets, np.where(place > ends, shift * copies, 0))
 
-    lives[HANDED_ON_STRETCH] = _moved(lives[HANDED_ON_STRETCH], walk.num_places, num_places, handed_on)
+    lives[HANDED_ON_STRETCH] = _renumbered(lives[HANDED_ON_STRETCH], walk.num_places, num_places, handed_on)
     return Deep(num_places, sources, entries, lives)
 
 
-def _moved(stretches: Ints, before: int, after: int, by: Callable[[Ints], Ints]) -> Ints:
+def _renumbered(stretches: Ints, before: int, after: int, by: Callable[[Ints], Ints]) -> Ints:
     """`stretches` of a network of `before` places in one of `after` places, with their places moved `by`."""
     place = place_of(stretches, before)
     place = place + by(place)

@@ -137,9 +137,9 @@ class _Explored:
             self._pin_unexplained()
             if not self.singles:
                 return None
-            first = learned(self._keys(), self._values(), self._before, self._lone())[0]
+            first = learned(self._keys(), self._values(), self._before, self._one_changed())[0]
             corners = [self._corner(first, attempts, self.near) for attempts in (LARGE, SMALL)]
-            samples = [*self._lone(), *(Sample(_factors(one[0], self._values()), one[1]) for one in corners if one)]
+            samples = [*self._one_changed(), *(Sample(_factors(one[0], self._values()), one[1]) for one in corners if one)]
             widths, unexplained = learned(self._keys(), self._values(), self._before, samples)
             last = self._corner(widths, UNEVEN, self.other)
             wrong = {*unexplained.tolist(), *(self._wrong(widths, *last) if last else ())}
@@ -164,7 +164,7 @@ class _Explored:
         changed = {name: int(self.singles[name][0] * self.base[name])}
         return [changed.get(key, value) for key, value in zip(self._keys(), self._values(), strict=True)]
 
-    def _lone(self, leaving: str = "") -> list[Sample]:
+    def _one_changed(self, leaving: str = "") -> list[Sample]:
         """The walks in which one number was changed, without that of `leaving`."""
         values = self._values()
         return [
@@ -176,10 +176,10 @@ class _Explored:
     def _pin_unexplained(self) -> None:
         """Fix numbers at their values until sums of products explain all sizes, those first that leave the fewest sizes
         unexplained."""
-        while self.singles and len(left := learned(self._keys(), self._values(), self._before, self._lone())[1]):
+        while self.singles and len(left := learned(self._keys(), self._values(), self._before, self._one_changed())[1]):
             open_without = {}
             for name in self._dependence(left.tolist()):
-                samples = [Sample(one.factors, one.numbers[left]) for one in self._lone(leaving=name)]
+                samples = [Sample(one.factors, one.numbers[left]) for one in self._one_changed(leaving=name)]
                 open_without[name] = len(learned(self._keys(), self._values(), self._before[left], samples)[1])
             self._pin(min(open_without, key=lambda name: (open_without[name], name)))
 
@@ -199,7 +199,7 @@ class _Explored:
         for change in attempts:
             rises = [self.singles[key][0] > 1 for key in keys]
             values = [max(SMALLEST, change(key, value, rise)) for key, value, rise in zip(keys, before, rises, strict=True)]
-            if values != before and self._told(widths, values) is not None:
+            if values != before and self._recipe_with(widths, values) is not None:
                 walk = self._walk(dict(zip(keys, values, strict=True)), point)
                 if walk is not None:
                     return values, numbers_of(walk, walk.raw_bytes)
@@ -207,11 +207,11 @@ class _Explored:
 
     def _wrong(self, widths: Widths, values: list[int], found: Ints) -> list[int]:
         """Indices of the numbers that `widths` gets wrong for a network with `values`, at another batch and length."""
-        recipe = self._told(widths, values)
+        recipe = self._recipe_with(widths, values)
         assert recipe is not None
         return np.flatnonzero(numbers_of(recipe.walk, recipe.sizes.at(*self.other)) != found).tolist()
 
-    def _told(self, widths: Widths, values: list[int]) -> Recipe | None:
+    def _recipe_with(self, widths: Widths, values: list[int]) -> Recipe | None:
         """The recipe of a network with `values`; None if there is no such network, as with 21 heads and a width of
         1,600."""
         try:
@@ -264,20 +264,20 @@ def _times(factor: int | Fraction) -> Change:
 
 
 def _few(name: str, value: int, rises: bool) -> int:
-    """As few groups and experts as possible without being a special case, and fewer heads."""
+    """The change to few groups and experts (1 could be a special case), and to a quarter of everything else."""
     last = name.rpartition(".")[2]
     few = COUNTED.fullmatch(last) and not HEADS.fullmatch(last)
     return SMALLEST if few else _times(Fraction(1, 4))(name, value, rises)
 
 
 def _odd(name: str, value: int, rises: bool) -> int:
-    """As `_uneven`, with odd numbers of heads and experts."""
+    """The change of `_uneven`, with odd numbers of heads and experts."""
     other = _uneven(name, value, rises)
     return other | 1 if COUNTED.fullmatch(name.rpartition(".")[2]) else other
 
 
 def _uneven(name: str, value: int, rises: bool) -> int:
-    """As uneven as in published networks: an odd vocabulary, 20 heads of 80."""
+    """The change to numbers as uneven as in published networks: an odd vocabulary, 20 heads of 80."""
     if "vocab" in name:
         return value * 5 // 8 | 1
     return value * 5 // 8 if value % 8 == 0 else value

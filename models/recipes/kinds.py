@@ -82,7 +82,7 @@ class Kind:
         asked = np.array(values, dtype=np.int64)
         if (asked < self.confirmed.min(axis=0)).any() or (asked > self.confirmed.max(axis=0)).any():
             return False
-        if (_twos(asked) < _twos(self.confirmed).min(axis=0)).any():
+        if (_powers_of_two(asked) < _powers_of_two(self.confirmed).min(axis=0)).any():
             return False
         equal = self.confirmed[:, :, None] == self.confirmed[:, None, :]
         own = asked[:, None] == asked[None, :]
@@ -123,6 +123,6 @@ def _is_number_like(value: object, recorded: object) -> bool:
     return isinstance(recorded, float) or value > 1
 
 
-def _twos(values: Ints) -> Ints:
+def _powers_of_two(values: Ints) -> Ints:
     """The largest power of two that divides each value."""
     return values & -values

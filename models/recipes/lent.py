@@ -23,13 +23,13 @@ class Lent:
 
     def recipe_of(self, job: TrainingJob) -> Recipe | None:
         """The recipe that covers `job`; None if there is none."""
-        if not self._is_of(job):
+        if not self._covers(job):
             return None
         return next((one for one in self.recipes if one.covers(job.micro_batch_size, job.sequence_length)), None)
 
     def why_not(self, job: TrainingJob) -> str:
         """Why none of the recipes covers `job`; "" if one does."""
-        if not self._is_of(job):
+        if not self._covers(job):
             return f"the recipe is of another {', '.join(self.other_fields(job))}"
         return "" if self.recipe_of(job) is not None else "the recipe is of other batches or lengths"
 
@@ -45,11 +45,11 @@ class Lent:
 
     def other_fields(self, job: TrainingJob) -> list[str]:
         """The fields of the regime in which `job` differs."""
-        return _other_fields(_alone(self.job), _alone(job))
+        return _other_fields(_without_name(self.job), _without_name(job))
 
-    def _is_of(self, job: TrainingJob) -> bool:
+    def _covers(self, job: TrainingJob) -> bool:
         """Whether `job` has the network and regime of these recipes."""
-        return _alone(self.job) == _alone(job)
+        return _without_name(self.job) == _without_name(job)
 
 
 _LENT: ContextVar[Lent | None] = ContextVar("lent recipes", default=None)
@@ -71,7 +71,7 @@ def lending(recipes: Lent | None) -> Iterator[None]:
 
 
 @lru_cache(maxsize=1024)
-def _alone(job: TrainingJob) -> TrainingJob:
+def _without_name(job: TrainingJob) -> TrainingJob:
     """The regime of `job`, without its network's name."""
     found = regime(job)
     return found.replace(architecture=replace(found.architecture, name=""))

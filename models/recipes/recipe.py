@@ -123,7 +123,7 @@ def recorded(
                 return _widened(recipe, walks, alike, most, nearer)
     own = walks[asked] if asked in walks else record(None, *asked)
     how = how if asked in walks else None
-    return Recipe(own, how, whole.num_layers, _alone(own, asked), (batch, batch), (length, length))
+    return Recipe(own, how, whole.num_layers, _sizes_of_walk(own, asked), (batch, batch), (length, length))
 
 
 def _repeats(whole: Walk, walk: Walk, short: tuple[int, int, int]) -> Repeats | None:
@@ -137,7 +137,7 @@ def _repeats(whole: Walk, walk: Walk, short: tuple[int, int, int]) -> Repeats | 
     return how if one.shape == other.shape and np.array_equal(_sorted(one), _sorted(other)) else None
 
 
-def _alone(walk: Walk, point: Point) -> Sizes:
+def _sizes_of_walk(walk: Walk, point: Point) -> Sizes:
     """The sizes of one walk, for its own batch and length only."""
     sizes = through({point: walk.raw_bytes}, [point])
     assert sizes is not None

@@ -22,7 +22,7 @@ def regime(job: TrainingJob) -> TrainingJob:
     driven = DRIVEN_BY.get(job.framework, job.framework)
     return job.replace(
         framework=driven,
-        framework_options=_known_to(driven, job),
+        framework_options=_framework_options(driven, job),
         finetuning=build(Finetuning, to_mapping(job.finetuning) | {"adapter_dtype": adapters}),
         micro_batch_size=1,
         sequence_length=1,
@@ -40,7 +40,7 @@ def used_adapter_dtype(job: TrainingJob) -> str:
     return gathered_dtype(job) if mixes_precision(job) else adapter_dtype(job)
 
 
-def _known_to(framework: str, job: TrainingJob) -> FrozenMapping:
+def _framework_options(framework: str, job: TrainingJob) -> FrozenMapping:
     """The options of a job that the framework which runs its loop knows, without those of the layout's own engine."""
     if framework == job.framework:
         return job.framework_options

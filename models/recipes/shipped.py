@@ -117,6 +117,7 @@ def _parsed(text: str) -> Recipe:
 
 
 def _mapping(kind: Kind) -> dict[str, Any]:
+    """A kind as JSON stores it; `_kind` reads it."""
     widths = kind.widths
     return {
         **{name: getattr(kind, name) for name in ("layers", "prefix", "unit")},
@@ -131,6 +132,7 @@ def _mapping(kind: Kind) -> dict[str, Any]:
 
 
 def _kind(mapping: Mapping[str, Any]) -> Kind:
+    """A kind from what `_mapping` wrote. Raises: ValueError, KeyError or TypeError if it is damaged."""
     keys = tuple(map(str, mapping["keys"]))
     products = tuple(tuple(map(int, one)) for one in mapping["products"])
     parts = np.array(mapping["parts"], dtype=np.int64).reshape(4, -1)

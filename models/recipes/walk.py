@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 PLACE, BORN_STRETCH, BORN, DIES_STRETCH, DIES, HANDED_ON_STRETCH, HANDED_ON = range(7)
-"""The rows of `Walk.lives`. Stretches and places: `collectors/tracing/walks.py`."""
+"""The rows of `Walk.lives`. Stretches and places: `collectors/tracing/stretches.py`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,8 +83,8 @@ def test_a_known_mask_chooses_as_many_as_it_has() -> None:
 
 
 def test_a_tower_with_an_image_processor_of_its_own_is_given_its_images() -> None:
-    """Pixtral is a tower of Llava's class, whose own processor would enlarge every image: 84 x 56 pixels in patches of 14 are
-    6 x 4 tokens."""
+    """Pixtral is a tower of Llava's class, whose own processor would enlarge every image: 84 x 56 pixels in patches of 14
+    are 6 x 4 tokens."""
     tower = {"model_type": "pixtral", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
     tower |= {"num_attention_heads": 2, "head_dim": 16, "image_size": 112, "patch_size": 14}
     network = {**LLAVA, "vision_config": tower, "vision_feature_select_strategy": "full", "vision_feature_layer": -1}

@@ -50,9 +50,9 @@ class GraphsInTurn:
             own, gone = graph.lives()
             until |= {name: start + instant for name, instant in gone.items()}
             lives += [Life(life.name, life.num_bytes, start + life.born, start + life.dies) for life in own]
-        return [self._handed_on(life) for life in lives], until
+        return [self._until_last_read(life) for life in lives], until
 
-    def _handed_on(self, life: Life) -> Life:
+    def _until_last_read(self, life: Life) -> Life:
         """A result lives until a later graph has read it, or to the end if none does."""
         if not any(life.name in graph.results for graph in self.graphs):
             return life

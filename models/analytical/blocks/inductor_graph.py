@@ -109,12 +109,12 @@ class InductorGraph:
     def lives(self) -> tuple[list[Life], dict[str, int]]:
         """The lifetimes of the buffers, and the instant at which each of `inputs` is freed. If several buffers use the same
         memory one after the other, each lives until the next one does."""
-        ends = {name: self._ends(name) for name in self._size}
+        ends = {name: self._instant_freed(name) for name in self._size}
         released: dict[int, list[str]] = {}
         for name, end in ends.items():
             if name not in self.inputs and name not in self.results:
                 released.setdefault(end - 1, []).append(name)
-        replaced, inside = set[str](), self._inside()
+        replaced, inside = set[str](), self._fused_names()
         written = ((name, op.wide) for kernel in self.kernels for op in kernel.ops for name in op.writes)
         wide = {name for name, of_op in written if name.endswith(".wide") or (of_op and not name.endswith(".narrow"))}
         pool = _Pool(self._levels)
@@ -134,13 +134,13 @@ class InductorGraph:
             for name in released.get(instant, ()):
                 if name not in replaced and name not in inside:
                     pool.give(name, self._size[name], name in wide, instant)
-        return self._lives_until(ends, inside), {name: ends[name] for name in self.inputs}
+        return self._lifetimes(ends, inside), {name: ends[name] for name in self.inputs}
 
-    def _lives_until(self, ends: Mapping[str, int], inside: Collection[str]) -> list[Life]:
+    def _lifetimes(self, ends: Mapping[str, int], inside: Collection[str]) -> list[Life]:
         """The lifetimes of what kernels make, until `ends`, except what stays `inside` a kernel; and of a call's results
         that nothing reads."""
         lives = [
-            Life(name, size, self._born(kernel.part_of, instant), ends[name])
+            Life(name, size, self._instant_made(kernel.part_of, instant), ends[name])
             for instant, kernel in enumerate(self.order)
             for name, size in kernel.makes.items()
             if size and name not in inside
@@ -162,17 +162,17 @@ class InductorGraph:
         """The instant after the last of these kernels."""
         return max(self._at[index] for index in readers) + 1
 
-    def _born(self, name: str, instant: int) -> int:
+    def _instant_made(self, name: str, instant: int) -> int:
         """The instant of the kernel that makes `name`; `instant` if `name` is ""."""
         return self._at[self._all.maker[self._number[name]]] if name else instant
 
-    def _inside(self) -> set[str]:
+    def _fused_names(self) -> set[str]:
         """Names that only the kernel that makes them reads: they are not buffers, though Inductor's estimates count
         them."""
         read = {name for kernel in self.kernels for op in kernel.ops for name in op.reads if name in kernel.makes}
         return {name for name in read if name not in self._last_read and name not in self.results}
 
-    def _ends(self, name: str) -> int:
+    def _instant_freed(self, name: str) -> int:
         """The instant at which a buffer is freed."""
         if name in self.results:
             return len(self.order)

@@ -217,7 +217,7 @@ class MegatronContext:
     cached_placeholders: bool
     """Whether Transformer Engine caches the placeholders that fused weight gradients return to autograd."""
     cached_output_placeholder: bool
-    """The same for megatron-core's own projections, which always include the output layer."""
+    """Whether megatron-core's own projections cache their placeholders; the output layer is always one of them."""
     cross_entropy_copies_logits: bool
     """Whether the loss has two fp32 copies of the logits at once in forward."""
     fused_cross_entropy: bool

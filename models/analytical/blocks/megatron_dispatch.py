@@ -53,6 +53,7 @@ class Dispatch:
     # -- all-gather: every rank of the group sees all tokens and takes its experts' ----------------------------------------
 
     def _send_by_gathering(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, probabilities) of this rank's experts, chosen from the gathered tokens of the group."""
         experts, tape = self.experts, self.tape
         every = self.tokens * experts.group_size
         local = every * experts.local_experts
@@ -78,6 +79,7 @@ class Dispatch:
         return rows, selected
 
     def _combine_by_scattering(self, output: Tensor) -> Tensor:
+        """The sums over each token's experts, reduce-scattered to the ranks of the tokens."""
         experts = self.experts
         every = self.tokens * experts.group_size
         gathered = self._unpermute(output, every)
@@ -90,6 +92,7 @@ class Dispatch:
     # -- all-to-all: every token goes to its experts' ranks ----------------------------------------------------------------
 
     def _send_by_exchange(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, probabilities) that arrive at this rank's experts, sorted by expert."""
         experts, tape = self.experts, self.tape
         element = experts.router_bytes
         mask = self.tokens * experts.num_experts
@@ -121,6 +124,7 @@ class Dispatch:
         return rows, chosen
 
     def _combine_by_exchange(self, output: Tensor) -> Tensor:
+        """The experts' outputs, sent back and added to their tokens."""
         experts, tape, computed = self.experts, self.tape, output
         if experts.local_experts > 1:
             output = self._sort(output, "combine.sort")
@@ -168,6 +172,7 @@ class Dispatch:
         return rows, tape.operation("dispatch.permute_probabilities", [held], self.rows * FLOAT32)
 
     def _combine_by_deepep(self, output: Tensor) -> Tensor:
+        """The experts' outputs, added to the tokens that arrived, which DeepEP sends back and adds."""
         experts, tape = self.experts, self.tape
         restored = self._unpermute(output, experts.received_tokens(self.tokens))
         for tensor in (*self._computing, output):

@@ -184,9 +184,10 @@ def _column_linear_in_fp8(
     width: int,
     gradients: Sequence[WeightGradient],
 ) -> Tensor:
-    """The same in FP8: saves this rank's part of its input in FP8 and, under sequence parallelism, gathers it in FP8; the
-    gathered input's gradient is reduce-scattered (as in `norm_column_linear`, without the norm). Unless scaling is delayed,
-    a shared expert saves the input itself, which the router saves too (megatron-core 0.16.1 `moe/shared_experts.py`)."""
+    """`column_linear` in FP8: saves this rank's part of its input in FP8 and, under sequence parallelism, gathers it in
+    FP8; the gathered input's gradient is reduce-scattered (as in `norm_column_linear`, without the norm). Unless scaling is
+    delayed, a shared expert saves the input itself, which the router saves too (megatron-core 0.16.1
+    `moe/shared_experts.py`)."""
     saves, kept = kept_input(context, x, context.stream_rows * width)
     backward = quantized_gradient_bytes(context, output)
     if name == "shared_experts.linear_fc1" and context.fp8_recipe != "delayed":
@@ -240,7 +241,7 @@ def row_linear(tape: Tape, x: Tensor, context: MegatronContext, in_features: int
 def _row_linear_in_fp8(
     tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str, full: int
 ) -> Tensor:
-    """The same in FP8: saves its input in FP8. Unless scaling is delayed, attention's output projection saves the input
+    """`row_linear` in FP8: saves its input in FP8. Unless scaling is delayed, attention's output projection saves the input
     itself, which attention saves too (megatron-core 0.16.1 `attention.py`, `set_save_original_input`); with one scale for
     the whole tensor, backward quantises it in both layouts. Under sequence parallelism the gradient is gathered in FP8
     (Transformer Engine 2.8 `pytorch/module/base.py`, `grad_output_preprocess`)."""

@@ -121,8 +121,8 @@ def _merge(run: Locals, wide: int, statistics: int) -> None:
 
 
 def backward_bytes(ring: Ring, tensors: RingTensors) -> int:
-    """The same for the backward, besides the saved tensors and the incoming gradient, including the gradients of queries,
-    keys and values."""
+    """The most bytes during the backward, including the gradients of queries, keys and values, besides the saved tensors
+    and the incoming gradient."""
     run, both, wide = Locals(), 2 * tensors.key, 2 * tensors.wide_key
     run.let("grad_query", tensors.wide_query)
     run.let("grad_key, grad_value", tensors.wide_key, tensors.wide_key)

@@ -84,7 +84,7 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
     up = _grouped(build, taken, moe, width, inner, "mlp.experts.w3")
     product = ops.multiply(tape, activated, up, "mlp.experts.product")
     down = _grouped(build, product, moe, inner, width, "mlp.experts.w2")
-    returned = down if places is None else _return(tape, down, places)
+    returned = down if places is None else _return_rows(tape, down, places)
     summed = tape.operation("mlp.experts.zeros", [], context.rows * width * size)
     widened = ops.cast(tape, returned, pairs * width * FP32, "mlp.experts.to_float32") if size < FP32 else returned
     weighted = tape.operation(
@@ -122,7 +122,7 @@ def _send(tape: Tape, taken: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
     return sorted_by_expert, places
 
 
-def _return(tape: Tape, down: Tensor, places: Tensor) -> Tensor:
+def _return_rows(tape: Tape, down: Tensor, places: Tensor) -> Tensor:
     """AllToAllTokenDispatcher.combine up to the weighting: the experts' outputs, back on the rank that sent the rows."""
     unsorted = tape.operation("mlp.experts.unpermute", [down, places], down.num_bytes, saves=[places])
     return tape.operation("mlp.experts.return", [unsorted], down.num_bytes, kind="all_to_all")

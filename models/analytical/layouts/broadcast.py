@@ -51,7 +51,7 @@ class Broadcasts:
     def send(self, step: Step, unit: Unit, sizes: Sequence[int]) -> None:
         """Send the buckets of a unit whose tensors have `sizes` bytes."""
         for bucket in buckets(sizes):
-            self._let_go(step)
+            self._free_arrived(step)
             joined = len(bucket) > 1
             copied = step.allocate("broadcast", Category.COMMUNICATION_BUFFERS, [sum(bucket)] * joined, unit.name)
             self._launched += (1 + len(bucket)) * joined  # one joins the tensors, one per tensor copies what has arrived
@@ -61,7 +61,7 @@ class Broadcasts:
         if not self._ahead:
             self.finish(step)
 
-    def _let_go(self, step: Step) -> None:
+    def _free_arrived(self, step: Step) -> None:
         """Free the tensors of buckets that have arrived."""
         while self._under_way:
             arrived = self._launched - self._under_way[0][0] > LAUNCHES_AHEAD

@@ -84,7 +84,7 @@ class DDP(Layout):
             self._late.append(run)
         elif self.views:
             self._wait_for_other_end(step, run)
-            self._take(run, step.now)
+            self._copy_into_bucket(run, step.now)
 
     def end_backward(self, step: Step) -> None:
         if not self._late:
@@ -95,12 +95,12 @@ class DDP(Layout):
         arrive = begins if table else step.now - 1
         for run in self._late:
             if self.views:
-                self._take(run, arrive)
+                self._copy_into_bucket(run, arrive)
             if not run.keeps_gradients and not (table and run is last):
                 run.gradients_die = arrive
         self._late.clear()
 
-    def _take(self, run: Run, now: int) -> None:
+    def _copy_into_bucket(self, run: Run, now: int) -> None:
         """With `views`: copy each gradient into its bucket when it is ready, unless this micro-batch does not reduce."""
         if self.waits and not self._last:
             if run.keeps_gradients:  # else added in place to the existing gradients

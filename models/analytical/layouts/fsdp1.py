@@ -211,9 +211,9 @@ class FSDP1(ShardedLayout):
             step.free(unit.gathered)  # it is freed on the stream that it was allocated on, so its block waits for nothing
             self._ahead.record()
         else:
-            self._let_go(step, unit.gathered)
+            self._free_gathered(step, unit.gathered)
 
-    def _let_go(self, step: Step, gathered: list[int]) -> None:
+    def _free_gathered(self, step: Step, gathered: list[int]) -> None:
         """`_reshard`: free what is gathered."""
         if gathered:
             self._ahead.let_go(step, gathered)
@@ -277,12 +277,12 @@ class FSDP1(ShardedLayout):
     def before_backward(self, step: Step, module: str) -> None:
         for unit in self._of_module.get(module, []):
             if module == self._entered and self.keeps_inputs and not unit.stays_after_forward:
-                self._let_go(step, unit.gathered)  # the recomputation was a forward of the unit, so it ended by resharding
+                self._free_gathered(step, unit.gathered)  # a recomputation of a whole unit ends by resharding it
             elif module == unit.modules[-1] and unit.stays_after_forward and unit.gathered:
                 self._ahead.wait(step)  # `_unshard` waits before it finds that there is nothing to gather
         super().before_backward(step, module)
         self._entered = module
-        self._let_go(step, self._resharded_late)
+        self._free_gathered(step, self._resharded_late)
 
     def while_forward(self, step: Step, run: Run) -> None:
         """An adapter's matrix is gathered only for its own product, also in a recomputation."""
@@ -326,7 +326,7 @@ class FSDP1(ShardedLayout):
                 self.finish(step, unit)
 
     def _while_computing_again(self, step: Step, run: Run) -> None:
-        """The same for a block whose recomputation is part of its backward, not a run of its own."""
+        """Gather adapters' matrices for a recomputation that is part of its block's backward, not a run of its own."""
         for unit in self._of_operations.get(run.module, []):
             at = run.template.in_backward.get(f"{unit.operation} again")
             if at is None:

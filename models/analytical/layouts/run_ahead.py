@@ -40,21 +40,21 @@ class RunAhead:
     def __init__(self, *, limits: bool) -> None:
         self.limits = limits
         self._events: deque[_Waiting] = deque()
-        self._since = _Waiting()
+        self._since_last_event = _Waiting()
 
     def let_go(self, step: Step, handles: list[int]) -> None:
         """Free tensors from the next instant on; their blocks can be reused after the next event. Empties the list."""
-        self._since.handles += step.let_go(handles)
+        self._since_last_event.handles += step.let_go(handles)
 
     def let_gradients_go(self, runs: list[Run], operation: str) -> None:
-        """The same for parameter gradients of `runs`, of one operation or ("") all. They are freed at the instants that the
-        runs have."""
-        self._since.gradients += [(run, operation) for run in runs]
+        """As `let_go`, for parameter gradients of `runs`, of one operation or ("") all. They are freed at the instants that
+        the runs have."""
+        self._since_last_event.gradients += [(run, operation) for run in runs]
 
     def record(self) -> None:
         """Record an event after everything that the CPU has launched so far (`_FreeEventQueue.enqueue`)."""
-        self._events.append(self._since)
-        self._since = _Waiting()
+        self._events.append(self._since_last_event)
+        self._since_last_event = _Waiting()
 
     def wait(self, step: Step) -> None:
         """Before the next all-gather the CPU waits for the oldest event, if enough are outstanding
@@ -64,7 +64,7 @@ class RunAhead:
 
     def catch_up(self, step: Step) -> None:
         """The CPU waits for everything, as when it reads the loss."""
-        for waiting in (*self._events, self._since):
+        for waiting in (*self._events, self._since_last_event):
             waiting.end(step)
         self._events.clear()
-        self._since = _Waiting()
+        self._since_last_event = _Waiting()

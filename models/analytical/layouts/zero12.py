@@ -87,7 +87,7 @@ class Zero12(Partitions):
         owners: dict[StoredTensor, range] = {}
         for group in self.groups:
             size, offset = self.partition(group), 0
-            for tensor in self._dealt(group):
+            for tensor in self._division_order(group):
                 owners[tensor] = range(offset // size, (offset + tensor.numel - 1) // size + 1)
                 ends = offset + tensor.numel
                 first, last = owners[tensor][0], owners[tensor][-1]
@@ -101,7 +101,7 @@ class Zero12(Partitions):
                 offset = ends
         return owners
 
-    def _dealt(self, group: list[StoredTensor]) -> list[StoredTensor]:
+    def _division_order(self, group: list[StoredTensor]) -> list[StoredTensor]:
         """The tensors of a group in the order in which it is divided; `round_robin_gradients` deals them out to the ranks
         one by one (`_round_robin_reorder`)."""
         if not self.round_robin:

@@ -68,8 +68,8 @@ class Zero3(Partitions):
         self._began = 0
         """The instant at which the network last began to run forward."""
         self._last = True
-        self._turned: int | None = None
-        self._filled: list[tuple[int, int]] = []
+        self._backward_began: int | None = None
+        self._bucket_content: list[tuple[int, int]] = []
         """Gradients that wait to be reduced: (elements, the instant at which it was made)."""
         self._taken = -1, 0
         """An instant, and how many bytes of gradients have been copied into the bucket or reduced in it, one after the
@@ -122,7 +122,7 @@ class Zero3(Partitions):
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self._last = last
-        self._turns, self._turned, self._began = [], None, step.now
+        self._turns, self._backward_began, self._began = [], None, step.now
 
     def _play(self, step: Step) -> Coordinator:
         """Play the turns of a micro-batch, or of a forward alone, on the coordinator, and return it."""
@@ -154,12 +154,12 @@ class Zero3(Partitions):
             self._turns += self._turns_of(step, module, self._entered, step.now)
 
     def before_backward(self, step: Step, module: str) -> None:
-        self._turned = step.now if self._turned is None else self._turned
+        self._backward_began = step.now if self._backward_began is None else self._backward_began
 
     def after_backward(self, step: Step, run: Run) -> None:
         begins = run.backward_start or 0
         turns = self._turns_of(step, run.module, begins, step.now, backward=True)
-        if self._turned is not None and run.forward_start >= self._turned:  # a recomputation
+        if self._backward_began is not None and run.forward_start >= self._backward_began:  # a recomputation
             ends = run.forward_start + run.template.num_forward
             again = self._turns_of(step, run.module, run.forward_start, ends, again=True)
             stops = run.forward_start + run.template.num_recomputed
@@ -170,7 +170,7 @@ class Zero3(Partitions):
             turns = within_first(turns, again, asks) if self.packs else [*again, *turns]
             self._hold_last_result(step, run)
         elif run.forward_start < self._began:
-            turns = self._never_done(turns, run.forward_start + run.template.num_forward)
+            turns = self._without_missing_releases(turns, run.forward_start + run.template.num_forward)
         self._turns += turns
         run.keeps_gradients = False  # each goes into the bucket as soon as it is ready
         template = run.template
@@ -193,9 +193,9 @@ class Zero3(Partitions):
         elements, now = size // self.gradient_bytes, (run.backward_start or 0) + at
         if self._taken[0] != now:
             self._taken = now, 0
-        if self._filled and sum(n for n, _ in self._filled) + elements > self.buckets.reduce:
+        if self._bucket_content and sum(n for n, _ in self._bucket_content) + elements > self.buckets.reduce:
             self._reduce(step, now, ended_bytes(run, at))
-        self._filled.append((elements, born))
+        self._bucket_content.append((elements, born))
         if self._in_bucket(elements):
             self._taken = now, self._taken[1] + size
             if born < now:
@@ -219,7 +219,7 @@ class Zero3(Partitions):
         places = {f"{t.name}.grad": place for place, t in enumerate(groups) if t.name.startswith(leaf)}
         return sorted(found, key=lambda one: (one[0], places.get(template.names[one[1]], -1)))
 
-    def _never_done(self, turns: list[Turn], ended: int) -> list[Turn]:
+    def _without_missing_releases(self, turns: list[Turn], ended: int) -> list[Turn]:
         """`turns` without the releases that never happen. Modules that ran forward once more without a graph, after
         `ended`, have lost the count of gradients they wait for (`ds_grads_remaining` in `_post_backward_module_hook`), so
         their weights stay until backward ends."""
@@ -252,14 +252,14 @@ class Zero3(Partitions):
     def _reduce(self, step: Step, now: int, gone: int = 0) -> None:
         """`reduce_scatter_coalesced`: several gradients are copied into one tensor. One that is larger than the bucket has
         waited outside it. `gone`: bytes that the operation at `now` has freed."""
-        size = sum(-(-elements // self.ranks) * self.ranks for elements, _ in self._filled) * self.element_bytes
+        size = sum(-(-elements // self.ranks) * self.ranks for elements, _ in self._bucket_content) * self.element_bytes
         narrower = self.gradient_bytes != self.element_bytes
-        if len(self._filled) == 1 and not narrower and size == self._filled[0][0] * self.element_bytes:
+        if len(self._bucket_content) == 1 and not narrower and size == self._bucket_content[0][0] * self.element_bytes:
             size = 0
-        for elements, born in self._filled:
+        for elements, born in self._bucket_content:
             if not self._in_bucket(elements):
                 step.hold("gradient", Category.GRADIENTS, elements * self.gradient_bytes, born + 1, now + 1)
-        parts = [-(-elements // self.ranks) for elements, _ in self._filled]
+        parts = [-(-elements // self.ranks) for elements, _ in self._bucket_content]
         then = 0
         if self.offloads and self._last:  # besides the part itself, which is copied back from the host (`partition_grads`)
             then = self.norm_in_backward(step, parts, now, more_bytes=self.element_bytes)
@@ -269,13 +269,13 @@ class Zero3(Partitions):
         before = self._reductions.get(now)  # one operation may cause several, one after the other
         if before is None or before.beyond < reduction.beyond:
             self._reductions[now] = reduction
-        for elements, _ in self._filled:
+        for elements, _ in self._bucket_content:
             if not self._in_bucket(elements) and self._taken[0] == now:
                 self._taken = now, self._taken[1] + elements * self.gradient_bytes
-        self._filled.clear()
+        self._bucket_content.clear()
 
     def end_backward(self, step: Step) -> None:
-        if self._filled:
+        if self._bucket_content:
             self._reduce(step, step.moment("reduce_gradients", Phase.BACKWARD))
         self._play(step).end(step.now)
         for now, reduction in self._reductions.items():

@@ -103,7 +103,7 @@ class Coordinator:
         packed, kept, lent = set[StoredTensor](), set[StoredTensor](), dict[StoredTensor, None]()
         last = {t: turn.ends for turn in turns for t in turn.tensors if self.packs and t.quantized}
         for index, turn in enumerate(turns):
-            self._begin(turn.begins)
+            self._begin_turn(turn.begins)
             if turn.starts:
                 self._restart(turn.begins)
             if turn.enters and self.order.meet(turn):
@@ -148,7 +148,7 @@ class Coordinator:
                 if tensor in packed and tensor in self.available and ends - 1 in self.reductions:
                     self.reductions[ends - 1].gone_bytes += self._padded_bytes(tensor)
                 self._release(tensor, ends)
-        self._begin(-1)
+        self._begin_turn(-1)
 
     def _restart(self, now: int) -> None:
         """`reset_step`: free what was gathered ahead and not used."""
@@ -232,7 +232,7 @@ class Coordinator:
         for size in gather.coalesced_bytes if gather.born < ends else ():
             self.step.hold("all_gather.output", BUFFERS, size, gather.born, ends, stream=self.stream)
 
-    def _begin(self, now: int) -> None:
+    def _begin_turn(self, now: int) -> None:
         """Begin a turn at instant `now`. At the instant before, hold the peak of gathering that exceeds what its operation
         allocates."""
         at = self._fetched.at

@@ -79,7 +79,7 @@ class Modules:
     ) -> list[Turn]:
         """As `ModuleTurns.turns`."""
         stack = self._stack(module, labels, backward=backward)
-        around, ends = self._around(module, stack, backward=backward), begins + len(labels)
+        around, ends = self._num_entered_before(module, stack, backward=backward), begins + len(labels)
         tensors = self.tensors.get(module, [])
         if stack and module == "head":
             tensors = [t for t in tensors if t.name.startswith(ENCODER) == (stack == ENCODER)]
@@ -133,7 +133,7 @@ class Modules:
         """Whether one of an encoder-decoder's embeddings has run, forward or backward, and the other has not."""
         return self._two_stacks and self._embedded % 2 == 1
 
-    def _around(self, module: str, stack: str, *, backward: bool) -> int:
+    def _num_entered_before(self, module: str, stack: str, *, backward: bool) -> int:
         """How many modules are entered when the block begins: its layer, the network and the two that peft puts around it,
         a stack."""
         network = 2 if all(t.trains for t in self._all) else 4

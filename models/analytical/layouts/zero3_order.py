@@ -53,7 +53,7 @@ class Order:
             self._uses = self.known, {}
         of_known = self._uses[1]
         if leaf not in of_known:
-            of_known[leaf] = _Uses([_counted(turn, leaf=leaf) for turn in self.known])
+            of_known[leaf] = _Uses([_counted_tensors(turn, leaf=leaf) for turn in self.known])
         return of_known[leaf].come_again(tensor, self.at, within)
 
 
@@ -75,7 +75,7 @@ class _Uses:
         return following < len(turns) and self.passed[turns[following]] - self.passed[at] < within
 
 
-def _counted(turn: Turn, *, leaf: bool) -> Sequence[StoredTensor]:
+def _counted_tensors(turn: Turn, *, leaf: bool) -> Sequence[StoredTensor]:
     """The tensors that count for a turn, as a leaf module or as others count them."""
     if turn.leaf or turn.inside:
         return (*turn.tensors, *turn.inside) if leaf else () if turn.leaf else turn.tensors

@@ -38,6 +38,7 @@ def host_memory(layout: Zero12 | Zero3, *, accumulates: bool) -> HostMemory:
 
 
 def _stages_1_and_2(layout: Zero12, accumulates: bool) -> HostMemory:
+    """What a rank of ZeRO-1 or -2 keeps on the host: nothing, unless the optimizer is offloaded."""
     found = HostMemory()
     if not layout.offloads:
         return found
@@ -52,6 +53,7 @@ def _stages_1_and_2(layout: Zero12, accumulates: bool) -> HostMemory:
 
 
 def _stage_3(layout: Zero3) -> HostMemory:
+    """What a rank of ZeRO-3 keeps on the host: offloaded optimizer states and offloaded parameters."""
     found = HostMemory()
     if layout.offloads:
         found.pinnable.append(layout.partition(layout.trained) * layout.element_bytes)  # grad_partitions_flat_buffer

@@ -68,6 +68,7 @@ def _galore_shapes(tensor: TrainedTensor, rank: int) -> tuple[int, int]:
 
 
 def _galore_states(tensor: TrainedTensor, options: Options) -> list[Sized]:
+    """The states of a tensor, and its projector if GaLore projects it."""
     if not _is_projected(tensor):
         return copies("exp_avg", "exp_avg_sq")(tensor, options)
     projector, projected = (numel * tensor.element_bytes for numel in _galore_shapes(tensor, options.rank))
