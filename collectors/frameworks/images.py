@@ -126,12 +126,23 @@ def _processor_classes(config: Any) -> list[Any]:
 
     parts = [part for part in (getattr(config, "vision_config", None), config) if part is not None]
     owners = [type(part) for part in parts if getattr(part, "model_type", "") != SIZED_BY_CHECKPOINT]
+    owners += _with_the_same_processor(config)
     found = next((IMAGE_PROCESSOR_MAPPING[owner] for owner in owners if owner in IMAGE_PROCESSOR_MAPPING), None)
     if found is None:
         return []
     by_backend = found if isinstance(found, Mapping) else dict(zip(("pil", "torchvision"), found, strict=False))
     classes = [by_backend[name] for name in ("pil", "torchvision") if by_backend.get(name) is not None]
     return [_own_module_has(each) or each for each in classes]
+
+
+def _with_the_same_processor(config: Any) -> list[type]:
+    """The configurations of families whose text and images the same class prepares: Qwen3-VL's of its mixture of experts."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as PROCESSORS
+
+    own = PROCESSORS.get(config.model_type)
+    families = [family for family, name in PROCESSORS.items() if name == own and own is not None]
+    return [CONFIG_MAPPING[family] for family in families if family in CONFIG_MAPPING]
 
 
 def _own_module_has(named: Any) -> Any:

@@ -93,3 +93,10 @@ def test_a_tower_with_an_image_processor_of_its_own_is_given_its_images() -> Non
     assert type(image_processor_of(model.config)).__name__.startswith("PixtralImageProcessor")
     batch = with_images(batch_of(asked), asked, model, "cpu")
     assert tokens_of_image(asked, batch, model.config) == 24
+
+
+@pytest.mark.parametrize(("family", "processor"), [("qwen3_vl_moe", "Qwen2VLImageProcessor"), ("glm4v_moe", "Glm4vImage")])
+def test_a_mixture_sees_images_as_the_dense_network_of_its_family_does(family: str, processor: str) -> None:
+    """It has no image processor of its own in transformers 5.17, and the same processor of text and images."""
+    found = image_processor_of(transformers.CONFIG_MAPPING[family]())
+    assert type(found).__name__.startswith(processor)
