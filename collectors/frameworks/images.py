@@ -136,7 +136,7 @@ def _processor_classes(config: Any) -> list[Any]:
 
 
 def _with_the_same_processor(config: Any) -> list[type]:
-    """The configurations of families whose text and images the same class prepares: Qwen3-VL's of its mixture of experts."""
+    """The configurations of families whose inputs the same class prepares: Qwen3-VL's for its mixture of experts."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as PROCESSORS
 

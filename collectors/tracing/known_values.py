@@ -164,8 +164,14 @@ def _on_the_cpu(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _really(func: Any, args: Any, kwargs: Any) -> Any:
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     with _disable_current_modes(), torch.no_grad():
-        return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError:  # the CPU has it for fractions alone: histc, which counts the tokens of each expert
+            dtype = next(one.dtype for one in tree_iter(args) if isinstance(one, torch.Tensor))
+            made = func(*tree_map_only(torch.Tensor, torch.Tensor.double, args), **kwargs)
+            return tree_map_only(torch.Tensor, lambda one: one.to(dtype), made)
 
 
 def _on_cpu(leaf: Any) -> Any:

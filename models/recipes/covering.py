@@ -41,8 +41,8 @@ def cannot_be_recorded(job: TrainingJob) -> str:
             f"finetuning.quantization={job.finetuning.quantization!r} is not recorded: nf4 and whole weights are",
         ),
         (
-            job.finetuning.quantization is not None and (layout.zero_stage == 3 or layout.sharding != "none"),
-            "quantised weights are recorded for one GPU, DDP, ZeRO-1 and ZeRO-2, not for layouts that shard them",
+            job.finetuning.quantization is not None and (layout.zero_stage > 0 or layout.sharding != "none"),
+            "quantised weights are recorded for one GPU and DDP, not for layouts that shard them",
         ),
         (
             adapts and layout.sharding == "fsdp1" and mixes_precision(job) and adapter_dtype(job) != gathered_dtype(job),

@@ -50,3 +50,12 @@ def test_a_known_number_is_written_as_it_is() -> None:
         number, unknown = torch.arange(4)[3], torch.empty(())
     assert f"expert_{number}" == "expert_3"
     assert "FakeTensor" in f"{unknown}"
+
+
+def test_whole_numbers_are_counted_as_a_gpu_counts_them() -> None:
+    """histc on the CPU takes fractions alone; mixtures count the tokens of each expert with it."""
+    with KnownValuesMode(allow_non_fake_inputs=True):
+        counts = torch.histc(torch.tensor([0, 2, 2, 3], dtype=torch.int32), bins=4, min=0, max=3)
+    found = value_of(counts)
+    assert found is not None
+    assert (found.tolist(), found.dtype) == ([1, 0, 2, 1], torch.int32)
