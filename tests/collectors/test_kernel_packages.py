@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from peakcast.collectors.grid import expand
 from peakcast.collectors.tracing import kernel_packages
+from peakcast.models.recipes import shelf
 from peakcast.models.recipes.covering import recipe_findings
 from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.recipe import recorded
+from peakcast.models.recipes.shelf import recipe_of
+from peakcast.recording import ensure_recipes
 from tests.models.recipes.walks import Library
 
 LINEAR = {
@@ -53,11 +57,13 @@ def test_a_missing_package_is_said_with_the_answer(package: str, code: str, says
 
 @pytest.mark.whole
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs flash-linear-attention")
-def test_linear_attention_runs_with_its_packages_kernels(ledger_equals_trace: Any) -> None:
+def test_linear_attention_runs_with_its_packages_kernels(
+    ledger_equals_trace: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The recipe's tensors are the trace's, and it holds for other lengths: no loop over the sequence is left."""
-    from peakcast.models.recipes.shelf import recipe_of
-    from peakcast.recording import ensure_recipes
-
+    monkeypatch.delenv("PEAKCAST_RECORD")
+    monkeypatch.setenv("PEAKCAST_RECIPES", str(tmp_path))
+    monkeypatch.setattr(shelf, "_found", {})
     cells = {"architecture": LINEAR, "micro_batch_size": 2}
     first, other = expand({"include": [{**cells, "sequence_length": 512}, {**cells, "sequence_length": 2001}]})
     ensure_recipes([first], processes=1)
