@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from peakcast.bounded import is_file
 from peakcast.dialects.foreign import foreign_launch, foreign_python
 from peakcast.dialects.pasted import THE_TEXT, Pasted, mapping_of_text, merged, nested
 from peakcast.dialects.text import kind_of, parse, read_text
@@ -58,7 +59,7 @@ def _launched(
     from peakcast.dialects.launch import launch_of
     from peakcast.dialects.shell import read_script
 
-    script = read_script(text)
+    script = read_script(text, sourced=lambda name: _sourced(name, folder))
     launch = launch_of(script, text, where)
     if sentence := foreign_launch(launch.program, launch.files):
         raise SpecError(f"{where} {sentence}", parameter="job")
@@ -91,6 +92,14 @@ def _launched(
         program=launch.program,
         remarks=tuple(dict.fromkeys(script.notes)),
     )
+
+
+def _sourced(name: str, folder: Path | None) -> str | None:
+    """The text of a shell script that another in `folder` takes in, None where it is not there."""
+    for candidate in (folder / name, folder / Path(name).name) if folder is not None else ():
+        if is_file(candidate):
+            return read_text(candidate)
+    return None
 
 
 def _plain(value: Any) -> Any:
