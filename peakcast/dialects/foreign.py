@@ -15,6 +15,8 @@ SECTIONS = (
 )
 FLAGS = "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...), named as its fields are"
 
+SWIFT = ("infer", "deploy", "rollout", "eval", "export", "sample", "app", "web-ui")
+
 
 class Foreign(NamedTuple):
     """What the configuration of such a project looks like."""
@@ -48,8 +50,7 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign("a verl configuration", JOB, ("actor_rollout_ref", "model.partial_pretrain", "data.train_files"), ("verl.",)),
     Foreign("an OpenRLHF command", JOB, ("pretrain micro_train_batch_size",), ("openrlhf",)),
-    Foreign("an ms-swift command for Megatron", FLAGS, (), ("megatron sft", "megatron pt", "megatron rlhf")),
-    Foreign("an ms-swift command", JOB, ("train_type model", "tuner_type model"), ("swift",)),
+    Foreign("an ms-swift command that trains nothing", JOB, (), tuple(f"swift {verb}" for verb in SWIFT)),
     Foreign(
         "a nanochat run",
         JOB,

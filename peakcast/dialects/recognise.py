@@ -63,6 +63,22 @@ DIALECTS: dict[str, Dialect] = {
         "llamafactory:from_llamafactory",
         ("model_name_or_path lora_rank",),
     ),
+    "swift_megatron": Dialect(
+        "an ms-swift configuration for Megatron",
+        (
+            "model micro_batch_size|global_batch_size|recompute_granularity|tensor_model_parallel_size"
+            "|pipeline_model_parallel_size|expert_model_parallel_size train_type|tuner_type|max_length|finetune|load_safetensors",
+        ),
+        "swift_megatron:from_swift_megatron",
+    ),
+    "swift": Dialect(
+        "an ms-swift configuration",
+        (
+            "model train_type|tuner_type|sft_type|rlhf_type|attn_impl|quant_bits|loss_scale",
+            "model model_author|split_dataset_ratio|dataset_num_proc per_device_train_batch_size|deepspeed|max_length",
+        ),
+        "swift:from_swift",
+    ),
     "nanotron": Dialect("a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron:from_nanotron"),
     "torchtune": Dialect("a torchtune recipe", ("model._component_",), "torchtune:from_torchtune"),
     "torchtitan": Dialect(
@@ -163,7 +179,7 @@ NOTHING = Beside()
 PROGRAMS = {
     "llamafactory-cli": ("llamafactory_megatron", "llamafactory"), "axolotl": ("axolotl",),
     "axolotl.cli.train": ("axolotl",), "tune": ("torchtune",), "litgpt": ("litgpt",),
-    "torchtitan.train": ("torchtitan",), "run_train.sh": ("torchtitan",),
+    "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",), "run_train.sh": ("torchtitan",),
 }  # fmt: skip
 """Programs that read one project's configurations only -> its dialects; the last where no sign of the others is there."""
 
