@@ -48,8 +48,6 @@ FOREIGN: tuple[Foreign, ...] = (
         ("global_train_batch_size device_train_microbatch_size|max_seq_len",),
         ("composer",),
     ),
-    Foreign("a verl configuration", JOB, ("actor_rollout_ref", "model.partial_pretrain", "data.train_files"), ("verl.",)),
-    Foreign("an OpenRLHF command", JOB, ("pretrain micro_train_batch_size",), ("openrlhf",)),
     Foreign("an ms-swift command that trains nothing", JOB, (), tuple(f"swift {verb}" for verb in SWIFT)),
     Foreign(
         "a nanochat run",

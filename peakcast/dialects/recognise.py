@@ -79,6 +79,12 @@ DIALECTS: dict[str, Dialect] = {
         ),
         "swift:from_swift",
     ),
+    "openrlhf": Dialect("an OpenRLHF command", ("pretrain micro_train_batch_size",), "openrlhf:from_openrlhf"),
+    "verl": Dialect(
+        "a verl configuration",
+        ("actor_rollout_ref.model|actor_rollout_ref.actor", "model.partial_pretrain", "data.train_files model|model.path trainer"),
+        "verl:from_verl",
+    ),
     "nanotron": Dialect("a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron:from_nanotron"),
     "torchtune": Dialect("a torchtune recipe", ("model._component_",), "torchtune:from_torchtune"),
     "torchtitan": Dialect(
@@ -179,7 +185,7 @@ NOTHING = Beside()
 PROGRAMS = {
     "llamafactory-cli": ("llamafactory_megatron", "llamafactory"), "axolotl": ("axolotl",),
     "axolotl.cli.train": ("axolotl",), "tune": ("torchtune",), "litgpt": ("litgpt",),
-    "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",), "run_train.sh": ("torchtitan",),
+    "openrlhf": ("openrlhf",), "verl": ("verl",), "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",), "run_train.sh": ("torchtitan",),
 }  # fmt: skip
 """Programs that read one project's configurations only -> its dialects; the last where no sign of the others is there."""
 
@@ -196,6 +202,7 @@ class Recognised(NamedTuple):
 def recognised(values: Mapping[str, Any], program: str = "") -> list[Recognised]:
     """The dialects that a mapping may be written in, the likeliest first; those after a sure one are left out."""
     word = program.split(" ")[0].rsplit("/", 1)[-1]
+    word = word if word in PROGRAMS else word.split(".")[0]  # openrlhf.cli.train_sft
     keys = _keys(values)
     found: list[Recognised] = []
     for name, dialect in DIALECTS.items():
