@@ -37,18 +37,40 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
     if kind == "shell":
         return _launched(text, where, folder, files)
     if kind == "Python":
-        if sentence := foreign_python(text):
-            raise SpecError(f"{where} {sentence}", parameter="job")
-        raise SpecError(
-            f"{where} is a Python program, which is not run here. Give its settings as a YAML, TOML or JSON mapping "
-            "(for torchtitan: the sections model, training, parallelism, ... with their values), or the launch command."
-        )
+        return Pasted(values=_program_values(text, where), where=where, folder=folder)
     value = parse(text, kind, where)
+    if isinstance(value, dict) and {"cells", "nbformat"} <= set(value):
+        return Pasted(values=_program_values(notebook_source(value), where), where=where, folder=folder)
     if isinstance(value, str) and kind == "YAML" and " --" in f" {value}":  # a bare argument list
         return _launched(f"torchrun pretrain_gpt.py {text}", where, folder, files, counted=False)
     if not isinstance(value, dict):
         raise SpecError(f"{where} must hold a mapping of keys to values, or a launch command, not {type(value).__name__}.")
     return Pasted(values=value, where=where, folder=folder)
+
+
+def _program_values(text: str, where: str) -> Mapping[str, Any]:
+    """What a Python program's calls configure. Raises: SpecError where they configure no training that is read here."""
+    if sentence := foreign_python(text):
+        raise SpecError(f"{where} {sentence}", parameter="job")
+    from peakcast.dialects.python_calls import calls_of
+    from peakcast.dialects.python_script import values_of
+
+    values = values_of(calls_of(text, where), text)
+    if not values:
+        raise SpecError(
+            f"{where} is a Python program, which is not run here, and it makes no training arguments that can be read "
+            "(TrainingArguments, SFTConfig and their kin). Give the launch command or its settings as a YAML, TOML or JSON "
+            f"mapping, or run its step on fake tensors: peakcast dryrun -- python {where}.",
+            parameter="job",
+        )
+    return values
+
+
+def notebook_source(values: Mapping[str, Any]) -> str:
+    """The code of a Jupyter notebook's cells."""
+    cells = values["cells"] if isinstance(values["cells"], list) else []
+    codes = [cell.get("source", "") for cell in cells if isinstance(cell, Mapping) and cell.get("cell_type") == "code"]
+    return "\n".join("".join(code) if isinstance(code, list) else str(code) for code in codes)
 
 
 def _launched(

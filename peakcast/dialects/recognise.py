@@ -33,6 +33,9 @@ class Dialect(NamedTuple):
 
 DIALECTS: dict[str, Dialect] = {
     "job": Dialect("a peakcast job", ("architecture",), "job_file:from_job"),
+    "python_script": Dialect(
+        "a Python program around transformers' trainers", ("trainer_calls",), "python_script:from_python_script"
+    ),
     "axolotl": Dialect(
         "an Axolotl configuration",
         ("base_model micro_batch_size|sequence_len|adapter|datasets|sample_packing",),

@@ -20,7 +20,7 @@ MAX_SLOW_CHARACTERS = 2**19
 
 ENDINGS = {
     ".json": "JSON", ".yaml": "YAML", ".yml": "YAML", ".toml": "TOML",
-    ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".py": "Python",
+    ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".py": "Python", ".ipynb": "JSON",
 }  # fmt: skip
 """What a file is by its ending."""
 _COMMAND = re.compile(
@@ -29,6 +29,8 @@ _COMMAND = re.compile(
     r"|^[ \t]*\S{0,400}?pretrain_\w{1,100}\.py\b",
     re.MULTILINE,
 )
+_PROGRAM = re.compile(r"(?:from\s+[\w.]+\s+import\s|import\s+[\w.]+(?:\s+as\s+\w+)?\s*(?:[,;#]|$))|(?:!|%)pip\s")
+"""A first line that a Python program or a notebook's code has."""
 _TABLE = re.compile(r"\s*(?:\[[\w.\"-]+\]|[\w.]+\s*=\s*\S)")
 """A first line that TOML has and YAML has not."""
 
@@ -74,7 +76,10 @@ def kind_of(text: str, ending: str = "") -> str:
     if ending.lower() in ENDINGS:
         return ENDINGS[ending.lower()]
     begins = (line for line in io.StringIO(text) if line.strip() and not line.lstrip().startswith("#"))
-    table = _TABLE.match(next(begins, "")) is not None
+    first = next(begins, "")
+    if _PROGRAM.match(first):
+        return "Python"
+    table = _TABLE.match(first) is not None
     if text.lstrip()[:1] in ("{", "["):
         return "TOML" if table else "JSON"
     if _COMMAND.search(text):
