@@ -26,7 +26,9 @@ CONFIGS = {
     "TrainingArguments": "", "Seq2SeqTrainingArguments": "", "UnslothTrainingArguments": "sft", "SFTConfig": "sft",
     "DPOConfig": "dpo", "KTOConfig": "kto", "ORPOConfig": "orpo", "CPOConfig": "cpo", "GRPOConfig": "grpo",
     "RewardConfig": "reward", "RLOOConfig": "rloo", "GKDConfig": "gkd", "PPOConfig": "ppo", "OnlineDPOConfig": "online_dpo",
-    "PRMConfig": "prm", "XPOConfig": "xpo", "NashMDConfig": "nash_md",
+    "PRMConfig": "prm", "XPOConfig": "xpo", "NashMDConfig": "nash_md", "BCOConfig": "bco", "TPOConfig": "tpo",
+    "GOLDConfig": "gold", "DistillationConfig": "distillation", "SDFTConfig": "sdft", "SDPOConfig": "sdpo",
+    "IWOPDConfig": "iw_opd", "AsyncGRPOConfig": "async_grpo", "A2POConfig": "a2po", "GMPOConfig": "gmpo",
 }  # fmt: skip
 """Classes of training arguments -> the training method; "" where the trainer tells."""
 TRAINERS = {

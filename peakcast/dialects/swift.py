@@ -45,7 +45,7 @@ UNSUPPORTED = {
     "target_regex": "adapters by a pattern of names", "device_map": "layers spread over GPUs", "optimizer": "an own optimizer",
     "use_cce": "cut cross entropy", "enable_channel_loss": "the loss by channels", "use_ray": "Ray's groups of GPUs",
     "offload_model": "a model that leaves the GPU while it generates", "reward_model": "a reward model",
-    "packing_length": "rows of another length than max_length",
+    "experts_impl": "another implementation of experts", "packing_length": "rows of another length than max_length",
 }  # fmt: skip
 OWN = re.compile(
     r"(eval|val|cached|custom|split|shuffle|data|logging|save|hub|swanlab|wandb|sglang|lmdeploy|stream|fourier|galore|lisa|reft"
@@ -63,6 +63,9 @@ OWN = re.compile(
     r"|vllm_\w+|use_vllm|num_generations\w*|reward_\w+|cosine_\w+|repetition_\w+|soft_\w+|sleep_level|num_iterations|epsilon\w*"
     r"|scale_rewards|log_\w+|dynamic_sample|overlong_filter|multi_turn\w*|async_generate|sync_ref_model|beta|delta|steps_per_generation"
     r"|generation_batch_size|move_model_batches|top_entropy_quantile|importance_sampling_level|completion_length_limit_scope"
+    r"|enable_npu_model_patch|use_swift_lora|disable_\w+|decision_\w+|structured_outputs_regex|max_memory|is_binary_loss_scale"
+    r"|enable_thinking|preserve_thinking|ref_(model|adapter_name)|max_completion_length|reference_free|mrl_dims|extra_eval_args"
+    r"|ds3_gather_for_generation|adapter_(act|length)|rlhf_type|tuner_backend|quant_method|experts_\w+"
 )
 """Keys that a step's memory does not hang on."""
 COUNTED = {"rpo_alpha": "RPO's likelihood term", "router_aux_loss_coef": "The router's auxiliary loss"}
@@ -245,7 +248,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
     adapter: dict[str, Any] = {"peft_type": tuner.upper(), "target_modules": list(targets)}
     if targets in (("all-linear",), ("ALL",)):
         adapter["target_modules"] = "all-linear"
-    adapter |= {"r": rank, "lora_alpha": alpha} if tuner == "lora" else {}
+    adapter |= {"r": rank, "lora_alpha": alpha} if tuner in ("lora", "bone") else {}
     names = ADAPTERS[tuner]
     adapter |= ADAPTER_DEFAULTS.get(tuner, {})
     adapter |= {name: settings.raw(key) for key, name in names.items() if settings.raw(key) not in (None, [], "")}

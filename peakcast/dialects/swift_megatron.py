@@ -12,6 +12,7 @@ from typing import Any
 
 from peakcast.dialects.job_file import note_network, resolve_architecture
 from peakcast.dialects.megatron import from_megatron
+from peakcast.dialects.megatron_launch import flags_of_yaml
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.translation import FALSE, TRUE, Notes, Settings, Translation, note_unsupported
 
@@ -21,10 +22,15 @@ DEFAULTS: dict[str, Any] = {
     "calculate_per_token_loss": True,
 }  # fmt: skip
 """Where ms-swift's defaults are not Megatron-LM's."""
+SINCE_4 = {"cross_entropy_loss_fusion": True, "moe_grouped_gemm": True, "apply_rope_fusion": False}
+"""Where those of ms-swift 4 are not those of 3, told by `tuner_type`, which was `train_type`."""
 UNSUPPORTED = {
     "freeze_parameters": "frozen weights", "freeze_parameters_regex": "frozen weights", "freeze_parameters_ratio": "frozen weights",
     "enable_dft_loss": "the DFT loss", "extra_megatron_kwargs": "further flags of Megatron's", "rpo_alpha": "RPO's likelihood term",
-    "use_ray": "Ray's groups of GPUs", "mtp_num_layers": "multi-token prediction",
+    "use_ray": "Ray's groups of GPUs", "mtp_num_layers": "multi-token prediction", "teacher_model": "a teacher",
+    "teacher_model_server": "a teacher", "optimizer_cuda_graph": "CUDA graphs", "engram_tokenizer_map": "Engram's tables",
+    "sequence_packing_scheduler": "changing sizes of context parallelism", "megatron_extra_kwargs": "further flags of Megatron's",
+    "use_fused_mhc": "hyper-connections", "apply_dsa_kernel_fusion": "fused sparse attention",
 }  # fmt: skip
 OWN = re.compile(
     r"model|model_(type|author|name|revision|kwargs)|(dataset|val_dataset|cached_\w*dataset|split_dataset_ratio|dataset_\w+)"
@@ -36,7 +42,11 @@ OWN = re.compile(
     r"|adapter_load|adapters|ref_\w+|beta|loss_type|label_smoothing|f_divergence_type|reference_free|train_type|tuner_type"
     r"|lora_(rank|alpha|dropout|bias|dtype)|use_rslora|target_modules|target_regex|modules_to_save|freeze_(llm|vit|aligner)"
     r"|trainable_parameters\w*|vit_\w+|aligner_lr|gradient_checkpointing_kwargs|task_type|num_labels|problem_type|max_length"
-    r"|attn_impl|max_pixels|norm_bbox|ddp_\w+|initialize_embedding|new_special_tokens|rope_scaling|ENV|manual_gc\w*"
+    r"|attn_impl|max_pixels|norm_bbox|ddp_\w+|initialize_embedding|new_special_tokens|rope_scaling|ENV|manual_gc\w*|mcore_(model|adapter)"
+    r"|train_dataloader_shuffle|data_sharding|group_by_length|data_parallel_random_init|(start|end)_weight_decay|local_rank"
+    r"|metric_for_best_model|greater_is_better|distrib_optim_\w+|strict_fsdp_dtensor_load|nccl_comm_warmup|max_shard_size"
+    r"|check_model|apply_wd_to_qk_layernorm|enable_channel_loss|mrl_dims|callbacks|skip_megatron_init|use_chat_template"
+    r"|create_checkpoint_symlink|load_args|language_model_only|dsa_\w+|csa_\w+|model_author|perform_initialization"
     r"|deterministic_mode|bridge_\w+|ckpt_format|async_save|use_flash_ckpt|ignore_args_error|local_repo_path|init_strategy"
 )
 """Keys that no flag of Megatron's stands for, and on which a step's memory does not hang or which are read here."""
@@ -63,7 +73,9 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
             "less",
         )
     flags = {key: value for key, value in values.items() if not OWN.fullmatch(key) and key not in UNSUPPORTED}
-    flags = {**DEFAULTS, **flags, "seq_length": settings.size("max_length", 2048, assume=True)}
+    recent = SINCE_4 if "tuner_type" in values else {}
+    notes.assumptions.append(f"the defaults of ms-swift {'4' if recent else '3'} hold, by the keys of this configuration.")
+    flags = {**DEFAULTS, **recent, **flags, "seq_length": settings.size("max_length", 2048, assume=True)}
     flags.pop("rlhf_type", None)
     if network.moe is None:
         flags = {key: value for key, value in flags.items() if not key.startswith(("moe_", "expert_"))}
@@ -75,10 +87,9 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     num_gpus = _gpus(pasted, environment) or pasted.gpus(notes, least, ", the least for this layout")
     flags["sequence_parallel"] = flags.get("sequence_parallel") in (True, "true") and sizes[0] > 1
     env = {name: value for name, value in {**pasted.env, **environment}.items() if name.startswith(("PYTORCH_", "NVTE_", "NCCL_"))}
-    for key in (key for key in values if OWN.fullmatch(key)):
-        notes.ignored.append(key)
+    notes.ignored += [key for key in values if OWN.fullmatch(key)]
+    flags = flags_of_yaml(flags, notes)
     job = notes.include(from_megatron(flags, num_gpus, env, pasted.versions.of("megatron"), network))
-    notes.assumptions.append("defaults that are not given are ms-swift's, and Megatron-LM's where it has none.")
     return notes.finish(job)
 
 
