@@ -9,10 +9,6 @@ from typing import Any, NamedTuple
 JOB = "give the model and the step as a job: --model, --micro-batch-size, --sequence-length, --sharding and the like"
 TRACE = "give the step itself: peakcast explain --trace --module FILE.py:FUNCTION runs it on fake tensors"
 XLA = "give it to MaxText's own train_compile, which prints what XLA plans: peakcast counts PyTorch's allocator"
-SECTIONS = (
-    "give its values as a TOML, YAML or JSON mapping with the sections model, training, parallelism, ..., as torchtitan's "
-    "train_configs/*.toml have them"
-)
 FLAGS = "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...), named as its fields are"
 
 SWIFT = ("infer", "deploy", "rollout", "eval", "export", "sample", "app", "web-ui")
@@ -91,14 +87,6 @@ def foreign_program(text: str) -> str:
 def foreign_python(text: str) -> str:
     """What `foreign` says of a Python program with this `text`, by what it imports."""
     return next(filter(None, (foreign((), {}, name) for name in _IMPORT.findall(text))), "")
-
-
-def foreign_launch(program: str, files: Iterable[str]) -> str:
-    """What `foreign` says of a launch command's `program`, or of its configuration `files`; "" for all that is read."""
-    registered = [file for file in files if "." not in file.rsplit("/", 1)[-1]]
-    if program.startswith("torchtitan") and registered:
-        return f"is a torchtitan command for {registered[0]!r}, a Python function of its config registry; {SECTIONS}."
-    return foreign((), {}, program)
 
 
 def foreign(keys: Iterable[str], values: Mapping[str, Any], program: str) -> str:

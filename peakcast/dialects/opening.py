@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.bounded import is_file
-from peakcast.dialects.foreign import foreign_launch, foreign_python
+from peakcast.dialects.foreign import foreign, foreign_python
 from peakcast.dialects.pasted import THE_TEXT, Pasted, mapping_of_text, merged, nested
 from peakcast.dialects.text import kind_of, parse, read_text
 from peakcast.errors import SpecError
@@ -54,7 +54,10 @@ def _program_values(text: str, where: str) -> Mapping[str, Any]:
         raise SpecError(f"{where} {sentence}", parameter="job")
     from peakcast.dialects.python_calls import calls_of
     from peakcast.dialects.python_script import values_of
+    from peakcast.dialects.torchtitan_registry import only_one
 
+    if (sections := only_one(text, where)) is not None:
+        return sections
     values = values_of(calls_of(text, where), text)
     if not values:
         raise SpecError(
@@ -80,10 +83,11 @@ def _launched(
     from peakcast.dialects.accelerate import of_flags
     from peakcast.dialects.launch import launch_of
     from peakcast.dialects.shell import read_script
+    from peakcast.dialects.torchtitan_registry import registered
 
     script = read_script(text, sourced=lambda name: _sourced(name, folder))
     launch = launch_of(script, text, where)
-    if sentence := foreign_launch(launch.program, launch.files):
+    if sentence := foreign((), {}, launch.program):
         raise SpecError(f"{where} {sentence}", parameter="job")
     written: dict[str, Mapping[str, Any]] = {}
     for name, body in script.files.items():
@@ -98,9 +102,13 @@ def _launched(
         companions["accelerate"] = merged(base, of_flags(launch.launcher))
         here.used.update(name for name, mapping in files.items() if mapping is base)
     values: dict[str, Any] = {}
-    for file in launch.files:
-        values = merged(values, here.file(file, "", "the configuration"))
     arguments = launch.arguments
+    module = str(arguments.get("module", launch.env.get("MODULE", "")))
+    if (sections := registered(launch.program, module, launch.files, folder)) is not None:
+        arguments = {key.replace("-", "_"): value for key, value in arguments.items() if key != "module"}
+        values = sections
+    for file in launch.files if sections is None else ():
+        values = merged(values, here.file(file, "", "the configuration"))
     if values:
         arguments = nested({key: _plain(value) for key, value in arguments.items()})
     return Pasted(

@@ -40,46 +40,17 @@ class Call(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Reader(ast.NodeVisitor):
-    calls: list[Call] = field(default_factory=list)
+class Expressions:
+    """What expressions stand for. `keeps_calls`: a call that cannot be followed is a mapping of its arguments by name, with its
+    name as `_target_` and the others as `_arguments_`."""
+
+    keeps_calls: bool = False
     names: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
     """Defaults of command line arguments and of dataclasses, by name."""
     depth: int = 0
 
-    def visit_If(self, node: ast.If) -> None:
-        """Leave out what stands under `if False:`, as notebooks have what is not meant to run."""
-        taken = self.value(node.test)
-        for statement in [] if taken is False else node.body:
-            self.visit(statement)
-        for statement in [] if taken is True else node.orelse:
-            self.visit(statement)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        """Keep what a name is given."""
-        self.visit(node.value)
-        for target in node.targets:
-            if isinstance(target, ast.Name):
-                self.names[target.id] = self.value(node.value)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        """Keep the default of a dataclass's field, and of any other annotated name."""
-        given: ast.expr | None = node.value
-        if isinstance(given, ast.Call) and _name(given.func).endswith("field"):
-            given = next((keyword.value for keyword in given.keywords if keyword.arg == "default"), None)
-        if isinstance(node.target, ast.Name) and given is not None:
-            self.fields[node.target.id] = self.names[node.target.id] = self.value(given)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        """Keep the call, after those in its arguments."""
-        self.generic_visit(node)
-        call = self._call(node)
-        if call.name.endswith("add_argument") and call.arguments and "default" in call.keywords:
-            name = str(call.arguments[-1]).lstrip("-").replace("-", "_")
-            self.fields[name] = call.keywords["default"]
-        self.calls.append(call)
-
-    def _call(self, node: ast.Call) -> Call:
+    def call(self, node: ast.Call) -> Call:
         keywords: dict[str, Any] = {}
         for keyword in node.keywords:
             value = self.value(keyword.value)
@@ -87,7 +58,7 @@ class _Reader(ast.NodeVisitor):
                 keywords[keyword.arg] = value
             elif isinstance(value, dict):
                 keywords |= {str(key): each for key, each in value.items()}
-        return Call(_name(node.func), tuple(self.value(each) for each in node.args), keywords)
+        return Call(call_name(node.func), tuple(self.value(each) for each in node.args), keywords)
 
     def value(self, node: ast.expr) -> Any:
         """What an expression stands for; `NotGiven` where only running it would tell."""
@@ -107,6 +78,9 @@ class _Reader(ast.NodeVisitor):
         if isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Name) and node.value.id == "torch":
                 return node.attr
+            owner = self.names.get(node.value.id) if isinstance(node.value, ast.Name) else None
+            if isinstance(owner, dict) and node.attr in owner:
+                return owner[node.attr]
             return self.fields.get(node.attr, _not_given(node))
         if isinstance(node, (ast.List, ast.Tuple)):
             return [self.value(each) for each in node.elts]
@@ -133,15 +107,59 @@ class _Reader(ast.NodeVisitor):
 
     def _returned(self, node: ast.Call) -> Any:
         """What a call gives: an object with the arguments by name that make it, the default of a variable that is not set."""
-        call = self._call(node)
+        call = self.call(node)
         last = call.name.rpartition(".")[2]
         if last in _HALF:
             return True
         if call.name in ("os.environ.get", "os.getenv") and len(call.arguments) == 2:
             return call.arguments[1]
+        if last == "dict" and not call.arguments:
+            return dict(call.keywords)
+        if self.keeps_calls:
+            return {"_target_": call.name, "_arguments_": list(call.arguments), **call.keywords}
         if not call.arguments and (call.keywords or last[:1].isupper()):
-            return dict(call.keywords) if last == "dict" else {"_target_": call.name, **call.keywords}
+            return {"_target_": call.name, **call.keywords}
         return _not_given(node)
+
+
+class _Reader(ast.NodeVisitor):
+    """Walks a program in the order of its text."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.known = Expressions()
+
+    def visit_If(self, node: ast.If) -> None:
+        """Leave out what stands under `if False:`, as notebooks have what is not meant to run."""
+        taken = self.known.value(node.test)
+        for statement in [] if taken is False else node.body:
+            self.visit(statement)
+        for statement in [] if taken is True else node.orelse:
+            self.visit(statement)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Keep what a name is given."""
+        self.visit(node.value)
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self.known.names[target.id] = self.known.value(node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """Keep the default of a dataclass's field, and of any other annotated name."""
+        given: ast.expr | None = node.value
+        if isinstance(given, ast.Call) and call_name(given.func).endswith("field"):
+            given = next((keyword.value for keyword in given.keywords if keyword.arg == "default"), None)
+        if isinstance(node.target, ast.Name) and given is not None:
+            self.known.fields[node.target.id] = self.known.names[node.target.id] = self.known.value(given)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Keep the call, after those in its arguments."""
+        self.generic_visit(node)
+        call = self.known.call(node)
+        if call.name.endswith("add_argument") and call.arguments and "default" in call.keywords:
+            name = str(call.arguments[-1]).lstrip("-").replace("-", "_")
+            self.known.fields[name] = call.keywords["default"]
+        self.calls.append(call)
 
 
 def calls_of(source: str, where: str) -> list[Call]:
@@ -173,10 +191,10 @@ def plain_value(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) or value is None else json.dumps(str(value))
 
 
-def _name(node: ast.expr) -> str:
+def call_name(node: ast.expr) -> str:
     """The dotted name of what is called; `` of what has none."""
     if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}".lstrip(".")
+        return f"{call_name(node.value)}.{node.attr}".lstrip(".")
     return node.id if isinstance(node, ast.Name) else ""
 
 
