@@ -35,9 +35,7 @@ FOREIGN: tuple[Foreign, ...] = (
         ("megatron.bridge",),
     ),
     Foreign("a Megatron-Bridge launcher", FLAGS, (), (), r"run_recipe\.py|setup_experiment\.py"),
-    Foreign("a NeMo AutoModel recipe", JOB, ("step_scheduler model",), ("nemo_automodel", "automodel")),
     Foreign("a NeMo 2 recipe", FLAGS, (), ("nemo.", "nemo_run", "nemo llm", "nemo vlm")),
-    Foreign("a GPT-NeoX configuration", FLAGS, ("pipe_parallel_size|pipe-parallel-size",), (), r"deepy\.py"),
     Foreign(
         "an LLM Foundry configuration",
         JOB,

@@ -22,7 +22,6 @@ from peakcast.dialects.translation import (
     states_direction,
     words,
 )
-from peakcast.errors import SpecError
 
 TRAINING = {
     "per_device_train_batch_size": "per_device_train_batch_size",
@@ -106,13 +105,6 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     """The job of a LLaMA-Factory configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "LLaMA-Factory")
-    if settings.given("model_class"):
-        raise SpecError(
-            "model_class is a key of LLaMA-Factory's v1 configurations, which are not read; write the run with the keys of "
-            "the others (model_name_or_path, finetuning_type, per_device_train_batch_size, cutoff_len, deepspeed).",
-            parameter="model_class",
-            value=settings.raw("model_class"),
-        )
     training = renamed(settings, TRAINING)
     training["max_length"] = settings.integer("cutoff_len", 2048, assume=True)
     training["neat_packing"] = settings.switch("neat_packing")

@@ -57,11 +57,15 @@ DIALECTS: dict[str, Dialect] = {
         ),
         "llamafactory_megatron:from_llamafactory_megatron",
     ),
+    "llamafactory_v1": Dialect(
+        "a LLaMA-Factory v1 configuration",
+        ("model_class train_dataset|peft_config|dist_config",),
+        "llamafactory_v1:from_llamafactory_v1",
+    ),
     "llamafactory": Dialect(
         "a LLaMA-Factory configuration",
         (
             "model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target",
-            "model_class train_dataset|peft_config|dist_config",
         ),
         "llamafactory:from_llamafactory",
         ("model_name_or_path lora_rank",),
@@ -87,6 +91,12 @@ DIALECTS: dict[str, Dialect] = {
         "a verl configuration",
         ("actor_rollout_ref.model|actor_rollout_ref.actor", "model.partial_pretrain", "data.train_files model|model.path trainer"),
         "verl:from_verl",
+    ),
+    "automodel": Dialect(
+        "a NeMo AutoModel recipe", ("step_scheduler model|model.pretrained_model_name_or_path",), "automodel:from_automodel"
+    ),
+    "gpt_neox": Dialect(
+        "a GPT-NeoX configuration", ("pipe_parallel_size|pipe-parallel-size",), "gpt_neox:from_gpt_neox"
     ),
     "nanotron": Dialect("a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron:from_nanotron"),
     "torchtune": Dialect("a torchtune recipe", ("model._component_",), "torchtune:from_torchtune"),
@@ -186,9 +196,9 @@ NOTHING = Beside()
 
 
 PROGRAMS = {
-    "llamafactory-cli": ("llamafactory_megatron", "llamafactory"), "axolotl": ("axolotl",),
+    "llamafactory-cli": ("llamafactory_v1", "llamafactory_megatron", "llamafactory"), "axolotl": ("axolotl",),
     "axolotl.cli.train": ("axolotl",), "tune": ("torchtune",), "litgpt": ("litgpt",),
-    "openrlhf": ("openrlhf",), "verl": ("verl",), "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",), "run_train.sh": ("torchtitan",),
+    "openrlhf": ("openrlhf",), "verl": ("verl",), "automodel": ("automodel",), "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",), "run_train.sh": ("torchtitan",),
 }  # fmt: skip
 """Programs that read one project's configurations only -> its dialects; the last where no sign of the others is there."""
 
