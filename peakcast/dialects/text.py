@@ -48,6 +48,11 @@ def no_files() -> Iterator[None]:
         _FILES_ARE_READ.reset(token)
 
 
+def files_are_read() -> bool:
+    """Whether the question is one of the user whose files and token are here: false inside `no_files`."""
+    return _FILES_ARE_READ.get()
+
+
 PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
 """What a pickle of each protocol in use begins with."""
 
