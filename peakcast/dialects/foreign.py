@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 JOB = "give the model and the step as a job: --model, --micro-batch-size, --sequence-length, --sharding and the like"
 TRACE = "give the step itself: peakcast explain --trace --module FILE.py:FUNCTION runs it on fake tensors"
 XLA = "give it to MaxText's own train_compile, which prints what XLA plans: peakcast counts PyTorch's allocator"
+DRYRUN = "run it on fake tensors instead, which needs no GPU: peakcast dryrun --gpu H100-80GB -- COMMAND, with its own command"
 FLAGS = "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...), named as its fields are"
 
 SWIFT = ("infer", "deploy", "rollout", "eval", "export", "sample", "app", "web-ui")
@@ -32,9 +33,8 @@ FOREIGN: tuple[Foreign, ...] = (
         "a Megatron-Bridge configuration",
         FLAGS,
         ("ConfigContainer", "model_config train_config|ddp_config", "perf_matrix"),
-        ("megatron.bridge",),
     ),
-    Foreign("a Megatron-Bridge launcher", FLAGS, (), (), r"run_recipe\.py|setup_experiment\.py"),
+    Foreign("a Megatron-Bridge program", FLAGS, (), ("megatron.bridge",), r"setup_experiment\.py"),
     Foreign("a NeMo 2 recipe", FLAGS, (), ("nemo.", "nemo_run", "nemo llm", "nemo vlm")),
     Foreign(
         "an LLM Foundry configuration",
@@ -45,13 +45,14 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign("an ms-swift command that trains nothing", JOB, (), tuple(f"swift {verb}" for verb in SWIFT)),
     Foreign(
         "a nanochat run",
-        JOB,
+        DRYRUN,
         (
             "model_config.n_kv_head model_config.sequence_len",
             "depth device_batch_size|target_param_data_ratio|aspect_ratio",
         ),
         ("nanochat", "scripts.base_train", "scripts.mid_train", "scripts.chat_sft", "scripts.chat_rl"),
     ),
+    Foreign("a nanoGPT run", DRYRUN, ("block_size n_layer|n_head|n_embd",)),
     Foreign(
         "a MaxText configuration",
         XLA,
@@ -92,7 +93,8 @@ def foreign(keys: Iterable[str], values: Mapping[str, Any], program: str) -> str
     none is known."""
     known = set(keys)
     places = [place for place in (values, values.get("model")) if isinstance(place, Mapping)]
-    named = [program, *(str(place.get(key, "")) for place in places for key in ("_target_", "recipe"))]
+    run = {"ddp", "train", "model"} <= known  # what a run of Megatron-Bridge saves
+    named = [program, *(str(place.get(key, "")) for place in places for key in ("_target_", "recipe") if not run)]
     for each in FOREIGN:
         calls = bool(each.words) and any(name.startswith(each.words) for name in named)
         calls |= bool(each.programs) and re.fullmatch(each.programs, program.rsplit("/", 1)[-1]) is not None

@@ -22,6 +22,7 @@ from peakcast.dialects.translation import (
     states_direction,
     words,
 )
+from peakcast.spec import Optimizer
 
 TRAINING = {
     "per_device_train_batch_size": "per_device_train_batch_size",
@@ -42,8 +43,7 @@ ADAPTER = {
 }  # fmt: skip
 ATTENTION = {"auto": "sdpa", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 OPTIMIZERS = {
-    "use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_adam_mini": "adamw_torch",
-    "use_muon": "adamw_torch",
+    "use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_adam_mini": "adamw_torch", "use_muon": "adamw_torch",
 }  # fmt: skip
 """Switches of optimizers, with the nearest of transformers'."""
 UNSUPPORTED = {
@@ -149,6 +149,9 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         versions=pasted.versions.of("huggingface"),
         spell=speller(TRAINING, ADAPTER),
     )
+    if settings.switch("use_muon"):
+        muon = Optimizer(name="muon", implementation="loop")
+        translation = translation.changed(lambda job: job.replace(optimizer=muon))
     if stage == "rm":  # train/rm/trainer.py: a value head beside the lm_head, and every layer's hidden states
         raise settings.refuse(
             "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
@@ -233,9 +236,25 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     for key, name in OPTIMIZERS.items():
         if settings.switch(key):
             training["optim"] = name
+            _note_optimizer(settings, training, key, name)
+
+
+def _note_optimizer(settings: Settings, training: dict[str, Any], key: str, name: str) -> None:
+    """Say what of an optimizer's switch is not modelled, and keep the rank to which gradients are projected."""
+    project = key.removeprefix("use_")
+    if project in ("galore", "apollo"):
+        training["optim_args"] = f"rank={settings.size(f'{project}_rank', 16, assume=True)}"
+        training["optim_target_modules"] = settings.raw(f"{project}_target", "all-linear")
+        if training["optim_target_modules"] == "all":
+            training["optim_target_modules"] = "all-linear"
+        if settings.switch(f"{project}_layerwise"):
             settings.notes.unsupported.append(
-                f"{key} is not modelled; {name} is taken in its place.", key, states_direction(key)
+                f"{project}_layerwise updates each layer in backward, which is not modelled.", f"{project}_layerwise", "less"
             )
+    if project == "muon":
+        settings.notes.unsupported.append("LLaMA-Factory's own Muon is not modelled; torch's is taken.", key)
+    elif project == "adam_mini":
+        settings.notes.unsupported.append(f"{key} is not modelled; {name} is taken in its place.", key, states_direction(key))
 
 
 def _rest(settings: Settings) -> None:

@@ -37,10 +37,10 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
     if kind == "shell":
         return _launched(text, where, folder, files)
     if kind == "Python":
-        return Pasted(values=_program_values(text, where), where=where, folder=folder)
+        return _program(text, where, folder)
     value = parse(text, kind, where)
     if isinstance(value, dict) and {"cells", "nbformat"} <= set(value):
-        return Pasted(values=_program_values(notebook_source(value), where), where=where, folder=folder)
+        return _program(notebook_source(value), where, folder)
     if isinstance(value, str) and kind == "YAML" and " --" in f" {value}":  # a bare argument list
         return _launched(f"torchrun pretrain_gpt.py {text}", where, folder, files, counted=False)
     if not isinstance(value, dict):
@@ -48,7 +48,7 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
     return Pasted(values=value, where=where, folder=folder)
 
 
-def _program_values(text: str, where: str) -> Mapping[str, Any]:
+def _program(text: str, where: str, folder: Path | None) -> Pasted:
     """What a Python program's calls configure. Raises: SpecError where they configure no training that is read here."""
     if sentence := foreign_python(text):
         raise SpecError(f"{where} {sentence}", parameter="job")
@@ -56,8 +56,8 @@ def _program_values(text: str, where: str) -> Mapping[str, Any]:
     from peakcast.dialects.python_script import values_of
     from peakcast.dialects.torchtitan_registry import only_one
 
-    if (sections := only_one(text, where)) is not None:
-        return sections
+    if (found := only_one(text, where)) is not None:
+        return Pasted(values=found.values, where=where, folder=folder, remarks=found.remarks)
     values = values_of(calls_of(text, where), text)
     if not values:
         raise SpecError(
@@ -66,7 +66,7 @@ def _program_values(text: str, where: str) -> Mapping[str, Any]:
             f"mapping, or run its step on fake tensors: peakcast dryrun -- python {where}.",
             parameter="job",
         )
-    return values
+    return Pasted(values=values, where=where, folder=folder)
 
 
 def notebook_source(values: Mapping[str, Any]) -> str:
@@ -82,6 +82,7 @@ def _launched(
     """A launch script: the mapping of its program's arguments, on top of the configuration file that it names."""
     from peakcast.dialects.accelerate import of_flags
     from peakcast.dialects.launch import launch_of
+    from peakcast.dialects.megatron_bridge import recipe_of
     from peakcast.dialects.shell import read_script
     from peakcast.dialects.torchtitan_registry import registered
 
@@ -104,10 +105,11 @@ def _launched(
     values: dict[str, Any] = {}
     arguments = launch.arguments
     module = str(arguments.get("module", launch.env.get("MODULE", "")))
-    if (sections := registered(launch.program, module, launch.files, folder)) is not None:
-        arguments = {key.replace("-", "_"): value for key, value in arguments.items() if key != "module"}
-        values = sections
-    for file in launch.files if sections is None else ():
+    found = registered(launch.program, module, launch.files, folder) or recipe_of(launch.program, arguments)
+    if found is not None:
+        arguments = {key.replace("-", "_"): value for key, value in arguments.items() if key not in ("module", "recipe")}
+        values = found.values
+    for file in launch.files if found is None else ():
         values = merged(values, here.file(file, "", "the configuration"))
     if values:
         arguments = nested({key: _plain(value) for key, value in arguments.items()})
@@ -120,7 +122,7 @@ def _launched(
         num_gpus=launch.num_gpus if counted else None,
         env=launch.env,
         program=launch.program,
-        remarks=tuple(dict.fromkeys(script.notes)),
+        remarks=tuple(dict.fromkeys((*script.notes, *(found.remarks if found is not None else ())))),
     )
 
 

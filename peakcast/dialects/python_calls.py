@@ -42,7 +42,7 @@ class Call(NamedTuple):
 @dataclass(slots=True)
 class Expressions:
     """What expressions stand for. `keeps_calls`: a call that cannot be followed is a mapping of its arguments by name, with its
-    name as `_target_` and the others as `_arguments_`."""
+    name as `_target_`, the others as `_arguments_`, and a call whose result's method it is as `_of_`."""
 
     keeps_calls: bool = False
     names: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +116,9 @@ class Expressions:
         if last == "dict" and not call.arguments:
             return dict(call.keywords)
         if self.keeps_calls:
-            return {"_target_": call.name, "_arguments_": list(call.arguments), **call.keywords}
+            made = {"_target_": call.name, "_arguments_": list(call.arguments), **call.keywords}
+            inner = node.func.value if isinstance(node.func, ast.Attribute) else None
+            return made | ({"_of_": self.value(inner)} if isinstance(inner, ast.Call) else {})
         if not call.arguments and (call.keywords or last[:1].isupper()):
             return {"_target_": call.name, **call.keywords}
         return _not_given(node)

@@ -98,6 +98,11 @@ DIALECTS: dict[str, Dialect] = {
     "gpt_neox": Dialect(
         "a GPT-NeoX configuration", ("pipe_parallel_size|pipe-parallel-size",), "gpt_neox:from_gpt_neox"
     ),
+    "megatron_bridge": Dialect(
+        "a Megatron-Bridge configuration",
+        ("model|model.tensor_model_parallel_size train.micro_batch_size|train.global_batch_size|mixed_precision ddp|checkpoint|rng",),
+        "megatron_bridge:from_megatron_bridge",
+    ),
     "nanotron": Dialect("a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron:from_nanotron"),
     "torchtune": Dialect("a torchtune recipe", ("model._component_",), "torchtune:from_torchtune"),
     "torchtitan": Dialect(
@@ -198,7 +203,7 @@ NOTHING = Beside()
 PROGRAMS = {
     "llamafactory-cli": ("llamafactory_v1", "llamafactory_megatron", "llamafactory"), "axolotl": ("axolotl",),
     "axolotl.cli.train": ("axolotl",), "tune": ("torchtune",), "litgpt": ("litgpt",),
-    "openrlhf": ("openrlhf",), "verl": ("verl",), "automodel": ("automodel",), "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",), "run_train.sh": ("torchtitan",),
+    "openrlhf": ("openrlhf",), "verl": ("verl",), "automodel": ("automodel",), "run_recipe.py": ("megatron_bridge",), "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",), "run_train.sh": ("torchtitan",),
 }  # fmt: skip
 """Programs that read one project's configurations only -> its dialects; the last where no sign of the others is there."""
 
