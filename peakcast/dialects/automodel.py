@@ -88,6 +88,8 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
     compiled = settings.switch("compile.enabled")
     target = settings.text("loss_fn._target_")
     fused = "FusedLinear" in target or "linear_ce" in target
+    if target and not re.search(r"FusedLinear|linear_ce|Chunked|MaskedCrossEntropy|TEParallelCrossEntropy", target):
+        notes.unsupported.append(f"The loss {target} is not modelled; the cross entropy of whole logits is taken.", "loss_fn")
     if "Chunked" in target:
         notes.unsupported.append("The loss in chunks (loss_fn) is not modelled; whole logits are taken.", "loss_fn", "less")
     liger = settings.switch("model.use_liger_kernel")
@@ -134,6 +136,9 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
     """The adapters in peft's words: AutoModel makes them in the dtype of the weight that they are on."""
     if not settings.given("peft._target_") and not settings.given("peft.dim"):
         return None
+    kind = settings.text("peft._target_", "PeftConfig")
+    if not kind.endswith("PeftConfig"):
+        settings.notes.unsupported.append(f"peft._target_={kind} is not modelled; LoRA is taken in its place.", "peft._target_")
     targets = settings.words("peft.target_modules")
     names = [target.rpartition(".")[2] for target in targets]
     if settings.switch("load_in_4bit") or settings.switch("quantization.load_in_4bit"):
@@ -161,8 +166,8 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
 def _sharding(settings: Settings) -> dict[str, Any] | None:
     """FSDP2's settings; None for plain data parallelism."""
     target = settings.text("distributed_config._target_", settings.text("distributed._target_")).rpartition(".")[2].lower()
-    known = {"ddpconfig": "ddp", "megatronfsdpconfig": "megatron_fsdp", "megatronfsdpmanager": "megatron_fsdp", "ddpmanager": "ddp"}
-    strategy = settings.text("distributed.strategy", known.get(target, "fsdp2")).lower()
+    known = {"": "fsdp2", "fsdp2config": "fsdp2", "fsdp2manager": "fsdp2", "ddpconfig": "ddp", "megatronfsdpconfig": "megatron_fsdp", "megatronfsdpmanager": "megatron_fsdp", "ddpmanager": "ddp"}
+    strategy = settings.text("distributed.strategy", known.get(target, target)).lower()
     if strategy not in STRATEGIES:
         raise settings.refuse("distributed.strategy", f"must be one of {', '.join(STRATEGIES)}", strategy)
     replicas = settings.text("distributed.dp_replicate_size", "1")

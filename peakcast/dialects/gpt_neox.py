@@ -154,8 +154,8 @@ def _precision(settings: Settings, engine: dict[str, Any]) -> str:
     on = {key for key in ("bf16", "fp16") if str((engine.get(key) or {}).get("enabled", False)).lower() == "true"}
     half = {"bfloat16": "bf16", "fp16": "fp16", "fp32": ""}.get(word, next(iter(sorted(on)), ""))
     for key in ("bf16", "fp16"):
-        known = ("enabled", key, "type", "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale")
-        note_inner(settings, key, known)
+        scaling = ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale")
+        note_inner(settings, key, ("enabled",), (key, "type", *scaling))
         engine.pop(key, None)
     if half:
         engine[half] = {"enabled": True}

@@ -110,6 +110,7 @@ def _inside(settings: Settings, key: str) -> Settings:
 def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | None:
     peft, quantization = _inside(settings, "peft_config"), _inside(settings, "quant_config")
     bits = quantization.integer("quantization_bit")
+    quantization.one_of("name", "bnb", ("bnb", "auto"))
     known = ("name", "quantization_bit", "double_quantization", "quantization_type", "compute_dtype")
     note_inner(settings, "quant_config", known)
     name = peft.text("name", "full")

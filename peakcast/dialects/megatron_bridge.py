@@ -40,9 +40,8 @@ OF_OPTIMIZER = (
     "optimizer_cpu_offload",
 )  # fmt: skip
 OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "fp8_param_gather")
-SHAPES = {
-    "num_moe_experts": "num_experts", "share_embeddings_and_output_weights": "", "layernorm_zero_centered_gamma": "",
-}  # fmt: skip
+SHAPES = ("vocab_size", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by")
+"""Fields that a network of the hub says itself."""
 RECIPES = (
     ("mxfp8", {"fp8": "hybrid", "fp8_recipe": "mxfp8"}), ("subchannel", {"fp8": "hybrid", "fp8_recipe": "blockwise"}),
     ("current_scaling", {"fp8": "hybrid", "fp8_recipe": "tensorwise"}), ("fp8", {"fp8": "hybrid", "fp8_recipe": "delayed"}),
@@ -52,8 +51,8 @@ RECIPES = (
 NOT_FLAGS = re.compile(
     r"hf_model_id|_target_|.*(func|init|method|hook|stream|group|config|fn|timers|dtype|spec|provider|generation_config)$"
     r"|(bias_activation|masked_softmax|persist_layer|gradient_accumulation|bias_dropout)_fusion|tp_only_amax_red"
-    r"|cuda_graph_\w+|should_pad_vocab|hidden_dropout|attention_dropout|parallel_output|perform_initialization|rotary_\w+"
-    r"|seq_len_interpolation_factor|scatter_embedding_\w+|fp16_lm_cross_entropy|vocab_size|layernorm_epsilon|softmax_scale"
+    r"|cuda_graph_\w+|should_pad_vocab|parallel_output|perform_initialization|rotary_\w+"
+    r"|seq_len_interpolation_factor|scatter_embedding_\w+|fp16_lm_cross_entropy|layernorm_epsilon|softmax_scale"
     r"|calculate_per_token_loss|autocast\w*|enable_autocast|attention_softmax_in_fp32|bf16|fp16|params_dtype|pipeline_dtype"
     r"|deallocate_pipeline_outputs|batch_p2p_\w+|variable_seq_lengths|moe_(router|aux|z)_\w+|moe_token_drop\w*|inference_\w+"
     r"|symmetric_\w+|qk_clip\w*|window_\w+|barrier_\w+|use_transformer_engine\w*|restore_modelopt_state|heterogeneous_\w+"
@@ -135,7 +134,8 @@ def _flags(
     fields = {key: value for key, value in plain.items() if value is not None and key != "load_weights"}
     if described:
         fields |= _shapes(plain)
-    left = {key: value for key, value in fields.items() if not NOT_FLAGS.fullmatch(key) or key in OF_PRECISION}
+    read = lambda key: not NOT_FLAGS.fullmatch(key) and (described or key not in SHAPES)  # noqa: E731
+    left = {key: value for key, value in fields.items() if read(key)}
     notes.ignored += [f"model.{key}" for key in fields if key not in left]
     left |= {key: train[key] for key in ("micro_batch_size", "global_batch_size") if train.get(key) is not None}
     data = sections.get("dataset", {})
@@ -151,6 +151,8 @@ def _flags(
     notes.ignored += [key for key in values if key not in ("model", "ddp", "train", "optimizer", "mixed_precision")
                       and OTHER_SECTIONS.fullmatch(str(key))]  # fmt: skip
     left |= precision
+    if "accumulate_allreduce_grads_in_fp32" in precision:  # training/config.py: mixed precision's word holds
+        notes.ignored.append("ddp.grad_reduce_in_fp32")
     if left.get("use_distributed_optimizer") is None:
         left["use_distributed_optimizer"] = True
     return flags_of_yaml(left, notes)
@@ -172,7 +174,12 @@ def _dtype(value: Any) -> Any:
 def _precision(given: Any, notes: Notes) -> dict[str, Any]:
     """Mixed precision: the name of a recipe, such as bf16_with_fp8_current_scaling_mixed, or its fields."""
     if isinstance(given, Mapping):
-        return {key: given[key] for key in OF_PRECISION if given.get(key) is not None}
+        inner = Settings(given, notes, "Megatron-Bridge", lambda key: f"mixed_precision.{key}")
+        found = {key: inner.raw(key) for key in OF_PRECISION if inner.raw(key) is not None}
+        if inner.raw("grad_reduce_in_fp32") is not None:
+            found["accumulate_allreduce_grads_in_fp32"] = inner.switch("grad_reduce_in_fp32")
+        inner.note_left(re.compile(r"mixed_precision\.\w+|\w*dtype|autocast\w*|loss_scale\w*|min_loss_scale|hysteresis|fp8_\w+|_target_"))
+        return found
     word = str(given or "bf16_mixed")
     if given is None:
         notes.assumptions.append("mixed_precision is not given; bf16_mixed is taken.")

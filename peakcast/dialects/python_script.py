@@ -78,8 +78,7 @@ def values_of(calls: Sequence[Call], source: str) -> dict[str, Any]:
     versions = dict(VERSION.findall(source))
     sleeps = "UNSLOTH_VLLM_STANDBY" in source
     plain = {part: plain_value(values) for part, values in parts.items()}
-    if adapters:
-        plain["adapter"]["adapters"] = True
+    names["adapter"] = adapters[0].name if adapters else ""
     return {ROLE: {**names, "not_given": lost, "versions": versions, "standby": sleeps}, **plain}
 
 
@@ -107,12 +106,13 @@ def from_python_script(pasted: Pasted) -> Translation:
     notes.unknown += [f"trainer.{key}" for key in parts.get("trainer", {}) if key not in ON_TRAINERS]
     _model(settings, training, about, unsloth=unsloth)
     companions = {key: value for key, value in pasted.companions.items() if key not in ("training", "peft")}
-    if adapter := _adapter(parts, training, settings, unsloth=unsloth):
+    if adapter := _adapter(parts, about, settings, unsloth=unsloth):
         companions["peft"] = adapter
     _quantization(parts, training, notes)
     _say_what_is_left_out(about, notes)
     method = CONFIGS.get(str(about.get("config")), "") or TRAINERS.get(str(about.get("trainer")), "")
-    whose = Whose(bool(method), True, f"TRL's by {about['config']}" if method else f"transformers' own by {about['config']}")
+    config = about.get("config")
+    whose = Whose(bool(method), True, f"TRL's by {config}" if method else f"transformers' own by {config}")
     versions = {"unsloth": NEWEST_UNSLOTH} if unsloth else {}
     versions |= {str(name): str(version) for name, version in dict(about.get("versions") or {}).items()}
     asked = AskedVersions(FrozenMapping({**versions, **pasted.versions.given}), pasted.versions.here)
@@ -162,11 +162,11 @@ def _generation(settings: Settings, training: dict[str, Any], about: Mapping[str
 
 
 def _adapter(
-    parts: Mapping[str, Any], training: dict[str, Any], settings: Settings, *, unsloth: bool
+    parts: Mapping[str, Any], about: Mapping[str, Any], settings: Settings, *, unsloth: bool
 ) -> dict[str, Any] | None:
     """The adapters in the words of an adapter_config.json."""
-    given = {key: value for key, value in parts.get("adapter", {}).items() if key not in ("_target_", "adapters")}
-    if not parts.get("adapter"):
+    given = {key: value for key, value in parts.get("adapter", {}).items() if key != "_target_"}
+    if not about.get("adapter"):
         return None
     checkpoints = settings.raw("use_gradient_checkpointing")
     if unsloth:
@@ -206,5 +206,5 @@ def _say_what_is_left_out(about: Mapping[str, Any], notes: Notes) -> None:
         if not re.search(r"token|dataset|seed|output_dir|run_name|report_to|steps|model_init|reward|rope|device_map", key):
             notes.warnings.append(f"{key} is {source}, which only running the program would give; it is left out.", key)
     for other in about.get("others") or ():
-        notes.warnings.append(f"The program also makes a {other}, of another training; {about['config']} is read.", other)
+        notes.warnings.append(f"The program also makes a {other}, of another training; {about.get('config')} is read.", other)
     notes.ignored += [ROLE]

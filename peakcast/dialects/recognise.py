@@ -86,7 +86,7 @@ DIALECTS: dict[str, Dialect] = {
         ),
         "swift:from_swift",
     ),
-    "openrlhf": Dialect("an OpenRLHF command", ("pretrain micro_train_batch_size",), "openrlhf:from_openrlhf"),
+    "openrlhf": Dialect("an OpenRLHF command", ("pretrain micro_train_batch_size|generate_max_len|max_len|zero_stage",), "openrlhf:from_openrlhf"),
     "verl": Dialect(
         "a verl configuration",
         ("actor_rollout_ref.model|actor_rollout_ref.actor", "model.partial_pretrain", "data.train_files model|model.path trainer"),

@@ -81,8 +81,9 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
         flags = {key: value for key, value in flags.items() if not key.startswith(("moe_", "expert_"))}
     for key in ("bf16", "fp16"):
         flags.setdefault(key, settings.text("torch_dtype", "bfloat16") == {"bf16": "bfloat16", "fp16": "float16"}[key])
-    sizes = [int(flags.get(f"{kind}_parallel_size") or 1) for kind in ("tensor_model", "context", "pipeline_model")]
-    experts = int(flags.get("expert_model_parallel_size") or 1) * int(flags.get("expert_tensor_parallel_size") or 1)
+    asked = Settings(flags, notes, "ms-swift")
+    sizes = [asked.size(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context", "pipeline_model")]
+    experts = asked.size("expert_model_parallel_size", 1) * asked.size("expert_tensor_parallel_size", 1)
     least = sizes[2] * math.lcm(sizes[0] * sizes[1], experts)
     num_gpus = _gpus(pasted, environment) or pasted.gpus(notes, least, ", the least for this layout")
     flags["sequence_parallel"] = flags.get("sequence_parallel") in (True, "true") and sizes[0] > 1

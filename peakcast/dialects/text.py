@@ -25,7 +25,8 @@ ENDINGS = {
 """What a file is by its ending."""
 _COMMAND = re.compile(
     r"^#!.*\b(?:ba|z)?sh\b"
-    r"|^[ \t]*(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s)"
+    r"|^[ \t]*(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s"
+    r"|(?:swift|megatron|trl|litgpt|tune|ray|nemo|automodel|uv)[ \t]+[a-z])"
     r"|^[ \t]*\S{0,400}?pretrain_\w{1,100}\.py\b",
     re.MULTILINE,
 )
@@ -33,6 +34,8 @@ _PROGRAM = re.compile(r"(?:from\s+[\w.]+\s+import\s|import\s+[\w.]+(?:\s+as\s+\w
 """A first line that a Python program or a notebook's code has."""
 _TABLE = re.compile(r"\s*(?:\[[\w.\"-]+\]|[\w.]+\s*=\s*\S)")
 """A first line that TOML has and YAML has not."""
+_NO_JSON = re.compile(r",\s*[}\]]|^\s*#", re.MULTILINE)
+"""A comma before a bracket that closes, or a comment: YAML has them and JSON has not."""
 
 
 _FILES_ARE_READ: ContextVar[bool] = ContextVar("files_are_read", default=True)
@@ -86,7 +89,7 @@ def kind_of(text: str, ending: str = "") -> str:
         return "Python"
     table = _TABLE.match(first) is not None
     if text.lstrip()[:1] in ("{", "["):
-        return "TOML" if table else "JSON"
+        return "TOML" if table else "YAML" if _NO_JSON.search(text) else "JSON"
     if _COMMAND.search(text):
         return "shell"
     return "TOML" if table else "YAML"

@@ -148,8 +148,11 @@ def _fsdp(settings: Settings, inside: str, training: dict[str, Any]) -> dict[str
         return next((value for value in found if value is not None), default)
 
     names = ("offload_policy", "cpu_offload", "offload_params")
-    stays = [str(given(name, False)).lower() == "true" for name in names]
-    moved = [name for name in ("param_offload", "optimizer_offload") if str(given(name, False)).lower() == "true"]
+    def asks(name: str) -> bool:
+        return any([settings.switch(f"{section}{name}") for section in sections])  # a list: each is read
+
+    stays = [asks(name) for name in names]
+    moved = [name for name in ("param_offload", "optimizer_offload") if asks(name)]
     if moved:
         notes.assumptions.append(f"{' and '.join(moved)}: what leaves the GPU between phases is back during the update.")
     group = int(given("fsdp_size", -1) or -1)
@@ -194,7 +197,10 @@ def _generation(settings: Settings) -> Generation:
     what = f"{engine} takes {key}={share:g} × the same GPU's memory"
     what += ", freed during the update (free_cache_engine): what it keeps is not in the number" if frees else ", also during it"
     notes.warnings.append(f"The number is that of the actor's update; {what}.", key, "more")
-    if settings.text("algorithm.adv_estimator", "gae") == "gae":
+    estimator = settings.text("algorithm.adv_estimator", "gae")
+    if estimator != "gae":
+        notes.assumptions.append(f"algorithm.adv_estimator={estimator} has no critic.")
+    else:
         notes.unsupported.append(
             "The critic on the same GPUs (algorithm.adv_estimator=gae) is not in the number.", "algorithm.adv_estimator", "more"
         )
