@@ -33,8 +33,9 @@ FOREIGN: tuple[Foreign, ...] = (
         "a Megatron-Bridge configuration",
         FLAGS,
         ("ConfigContainer", "model_config train_config|ddp_config", "perf_matrix"),
+        ("megatron.bridge",),
+        r"setup_experiment\.py",
     ),
-    Foreign("a Megatron-Bridge program", FLAGS, (), ("megatron.bridge",), r"setup_experiment\.py"),
     Foreign("a NeMo 2 recipe", FLAGS, (), ("nemo.", "nemo_run", "nemo llm", "nemo vlm")),
     Foreign(
         "an LLM Foundry configuration",

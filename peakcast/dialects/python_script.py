@@ -94,7 +94,12 @@ def _named(loader: Call, trainer: Call) -> dict[str, Any]:
 def from_python_script(pasted: Pasted) -> Translation:
     """The job of such a program. Raises: SpecError naming the argument, its value, the rule and the way out."""
     notes = Notes()
-    about = pasted.values[ROLE]
+    about = _mapping(pasted.values.get(ROLE))
+    if not about:
+        raise SpecError(
+            f"{pasted.where} is no Python program; give the program itself, or its settings with another --dialect.",
+            parameter="dialect",
+        )
     parts = {key: dict(value) for key, value in pasted.values.items() if isinstance(value, Mapping) and key != ROLE}
     for key in pasted.values:
         if key not in ("model", "adapter", "quantization", "training", "trainer", ROLE):
@@ -114,7 +119,7 @@ def from_python_script(pasted: Pasted) -> Translation:
     config = about.get("config")
     whose = Whose(bool(method), True, f"TRL's by {config}" if method else f"transformers' own by {config}")
     versions = {"unsloth": NEWEST_UNSLOTH} if unsloth else {}
-    versions |= {str(name): str(version) for name, version in dict(about.get("versions") or {}).items()}
+    versions |= {str(name): str(version) for name, version in _mapping(about.get("versions")).items()}
     asked = AskedVersions(FrozenMapping({**versions, **pasted.versions.given}), pasted.versions.here)
     program = f"{method}.py" if method else ""
     inner = replace(pasted, values=training, companions=companions, versions=asked, program=program)
@@ -126,7 +131,7 @@ def from_python_script(pasted: Pasted) -> Translation:
 def _model(settings: Settings, training: dict[str, Any], about: Mapping[str, Any], *, unsloth: bool) -> None:
     """How the model is loaded, in the words of training arguments."""
     name = settings.text("model_name")
-    if not name and "model_name" not in (about.get("not_given") or {}):
+    if not name and "model_name" not in _mapping(about.get("not_given")):
         settings.given("model_name")
     training |= {"model_name_or_path": _base_name(name)} if name else {}
     dtype = settings.raw("dtype") or settings.raw("torch_dtype")
@@ -190,13 +195,17 @@ def _quantization(parts: Mapping[str, Any], training: dict[str, Any], notes: Not
     bits.note_left(re.compile(known))
 
 
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _base_name(name: str) -> str:
     """The network's own name: Unsloth's uploads in 4 bits have the same."""
     return re.sub(r"(-unsloth)?-bnb-4bit$", "", name)
 
 
 def _say_what_is_left_out(about: Mapping[str, Any], notes: Notes) -> None:
-    for key, source in dict(about.get("not_given") or {}).items():
+    for key, source in _mapping(about.get("not_given")).items():
         if key in ("model.model_name", "trainer.model"):
             raise SpecError(
                 f"the model's name is {source}, which only running the program would give; name it by --model.",
@@ -205,6 +214,7 @@ def _say_what_is_left_out(about: Mapping[str, Any], notes: Notes) -> None:
             )
         if not re.search(r"token|dataset|seed|output_dir|run_name|report_to|steps|model_init|reward|rope|device_map", key):
             notes.warnings.append(f"{key} is {source}, which only running the program would give; it is left out.", key)
-    for other in about.get("others") or ():
+    others = about.get("others")
+    for other in others if isinstance(others, list) else ():
         notes.warnings.append(f"The program also makes a {other}, of another training; {about.get('config')} is read.", other)
     notes.ignored += [ROLE]
