@@ -18,7 +18,8 @@ STRATEGIES = ("fsdp2", "ddp", "megatron_fsdp")
 UNSUPPORTED = {
     "distributed.tp_size": "tensor parallelism", "distributed.cp_size": "context parallelism",
     "distributed.pp_size": "pipeline parallelism", "distributed.ep_size": "expert parallelism",
-    "distributed.pipeline": "pipeline parallelism", "qat.enabled": "training for quantisation", "fp8.enabled": "FP8 training",
+    "distributed.pipeline": "pipeline parallelism", "qat.enabled": "training for quantisation",
+    "fp8.enabled": "FP8 training",
     "fp8.enable_fsdp_float8_all_gather": "FP8 training", "freeze_config": "frozen weights",
     "distributed.enable_fsdp2_prefetch": "units gathered ahead", "moe_metrics.enabled": "metrics of experts",
     "peft.lora_A_init.dora": "another start of LoRA", "neftune": "NEFTune", "distributed.multimodal": "a vision tower",
@@ -42,7 +43,9 @@ def from_automodel(pasted: Pasted) -> Translation:
     """The job of such a recipe. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(flat(pasted.values), notes, "NeMo AutoModel")
-    named = settings.text("model.pretrained_model_name_or_path", settings.text("model.config.pretrained_model_name_or_path"))
+    named = settings.text(
+        "model.pretrained_model_name_or_path", settings.text("model.config.pretrained_model_name_or_path")
+    )
     for key in ("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path"):
         settings.given(key)
     model = pasted.model or named
@@ -56,7 +59,8 @@ def from_automodel(pasted: Pasted) -> Translation:
     versions = pasted.versions.of("huggingface")
     job = notes.include(from_huggingface(model, training, adapter, None, fsdp, num_gpus, versions=versions))
     notes.warnings.append(
-        "NeMo AutoModel has layers of its own for some families (Llama, Qwen, DeepSeek, ...); those of transformers are taken.",
+        "NeMo AutoModel has layers of its own for some families (Llama, Qwen, DeepSeek, ...); those of transformers are "
+        "taken.",
         "model._target_",
     )
     settings.note_left(IGNORED)
@@ -80,7 +84,8 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
     if not length:
         length = 2048
         notes.warnings.append(
-            "The recipe does not say how long its samples are (dataset.seq_length, packed_sequence.packed_sequence_size); 2048 "
+            "The recipe does not say how long its samples are (dataset.seq_length, "
+            "packed_sequence.packed_sequence_size); 2048 "
             "tokens are taken. Give that of the longest: --sequence-length.",
             "dataset.seq_length",
             "more",
@@ -89,7 +94,9 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
     target = settings.text("loss_fn._target_")
     fused = "FusedLinear" in target or "linear_ce" in target
     if target and not re.search(r"FusedLinear|linear_ce|Chunked|MaskedCrossEntropy|TEParallelCrossEntropy", target):
-        notes.unsupported.append(f"The loss {target} is not modelled; the cross entropy of whole logits is taken.", "loss_fn")
+        notes.unsupported.append(
+            f"The loss {target} is not modelled; the cross entropy of whole logits is taken.", "loss_fn"
+        )
     if "Chunked" in target:
         notes.unsupported.append("The loss in chunks (loss_fn) is not modelled; whole logits are taken.", "loss_fn", "less")
     liger = settings.switch("model.use_liger_kernel")
@@ -123,11 +130,14 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
 
 
 def _checkpoints(settings: Settings) -> bool:
-    asked = [settings.raw(f"{place}activation_checkpointing") for place in ("distributed.", "distributed_config.", "model.")]
+    asked = [
+        settings.raw(f"{place}activation_checkpointing") for place in ("distributed.", "distributed_config.", "model.")
+    ]
     word = next((str(value).lower() for value in asked if value is not None), "false")
     if word not in ("true", "false", "full", "none"):
         settings.notes.unsupported.append(
-            f"activation_checkpointing={word} is not modelled; every layer is taken.", "distributed.activation_checkpointing"
+            f"activation_checkpointing={word} is not modelled; every layer is taken.",
+            "distributed.activation_checkpointing",
         )
     return word not in ("false", "none")
 
@@ -138,7 +148,9 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
         return None
     kind = settings.text("peft._target_", "PeftConfig")
     if not kind.endswith("PeftConfig"):
-        settings.notes.unsupported.append(f"peft._target_={kind} is not modelled; LoRA is taken in its place.", "peft._target_")
+        settings.notes.unsupported.append(
+            f"peft._target_={kind} is not modelled; LoRA is taken in its place.", "peft._target_"
+        )
     targets = settings.words("peft.target_modules")
     names = [target.rpartition(".")[2] for target in targets]
     if settings.switch("load_in_4bit") or settings.switch("quantization.load_in_4bit"):
@@ -166,7 +178,15 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
 def _sharding(settings: Settings) -> dict[str, Any] | None:
     """FSDP2's settings; None for plain data parallelism."""
     target = settings.text("distributed_config._target_", settings.text("distributed._target_")).rpartition(".")[2].lower()
-    known = {"": "fsdp2", "fsdp2config": "fsdp2", "fsdp2manager": "fsdp2", "ddpconfig": "ddp", "megatronfsdpconfig": "megatron_fsdp", "megatronfsdpmanager": "megatron_fsdp", "ddpmanager": "ddp"}
+    known = {
+        "": "fsdp2",
+        "fsdp2config": "fsdp2",
+        "fsdp2manager": "fsdp2",
+        "ddpconfig": "ddp",
+        "megatronfsdpconfig": "megatron_fsdp",
+        "megatronfsdpmanager": "megatron_fsdp",
+        "ddpmanager": "ddp",
+    }
     strategy = settings.text("distributed.strategy", known.get(target, target)).lower()
     if strategy not in STRATEGIES:
         raise settings.refuse("distributed.strategy", f"must be one of {', '.join(STRATEGIES)}", strategy)
@@ -175,7 +195,9 @@ def _sharding(settings: Settings) -> dict[str, Any] | None:
         settings.notes.unsupported.append("Megatron-FSDP is not modelled here; FSDP2 is taken.", "distributed.strategy")
     if strategy == "ddp":
         return None
-    offloads = any(key.startswith(("distributed.offload_policy", "distributed_config.offload_policy")) for key in settings.left())
+    offloads = any(
+        key.startswith(("distributed.offload_policy", "distributed_config.offload_policy")) for key in settings.left()
+    )
     for key in [key for key in settings.left() if "offload_policy" in key]:
         settings.given(key)
     return {

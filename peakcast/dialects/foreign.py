@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 JOB = "give the model and the step as a job: --model, --micro-batch-size, --sequence-length, --sharding and the like"
 TRACE = "give the step itself: peakcast explain --trace --module FILE.py:FUNCTION runs it on fake tensors"
 XLA = "give it to MaxText's own train_compile, which prints what XLA plans: peakcast counts PyTorch's allocator"
-DRYRUN = "run it on fake tensors instead, which needs no GPU: peakcast dryrun --gpu H100-80GB -- COMMAND, with its own command"
+DRYRUN = (
+    "run it on fake tensors instead, which needs no GPU: peakcast dryrun --gpu H100-80GB -- COMMAND, with its own command"
+)
 FLAGS = "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...), named as its fields are"
 
 SWIFT = ("infer", "deploy", "rollout", "eval", "export", "sample", "app", "web-ui")

@@ -1,6 +1,7 @@
 """GPT-NeoX's YAML: networks of its own under DeepSpeed, tensor and pipeline parallelism as Megatron has them.
 
-Source: EleutherAI/gpt-neox configs/neox_arguments.md, megatron/neox_arguments/neox_args.py (defaults), megatron/model/gpt2_model.py;
+Source: EleutherAI/gpt-neox configs/neox_arguments.md, megatron/neox_arguments/neox_args.py (defaults),
+megatron/model/gpt2_model.py;
 configs/20B.yml (252ddc52), configs/6-7B.yml (03547ba9).
 """
 
@@ -22,13 +23,17 @@ from peakcast.units import round_up
 POSITIONS = ("rotary", "learned", "none", "sinusoidal", "rpe", "alibi")
 ENGINE = ("zero_optimization", "optimizer", "fp16", "bf16")
 UNSUPPORTED = {
-    "sequence_parallel": "sequence parallelism", "context_parallel_size": "context parallelism", "moe_num_experts": "experts",
+    "sequence_parallel": "sequence parallelism", "context_parallel_size": "context parallelism",
+    "moe_num_experts": "experts",
     "num_experts": "experts", "gmlp_attn_dim": "gMLP", "partition_activations": "checkpoints shared by tensor ranks",
     "checkpoint_in_cpu": "checkpoints in host memory", "contiguous_checkpointing": "contiguous checkpoints",
-    "use_bnb_optimizer": "bitsandbytes' optimizer", "mup_width_scale_": "muP", "lora": "LoRA", "te_fp8_format": "FP8 training",
-    "te_fp8_mha": "FP8 attention", "te_mha": "Transformer Engine's attention", "te_layernorm_mlp": "Transformer Engine's MLP",
+    "use_bnb_optimizer": "bitsandbytes' optimizer", "mup_width_scale_": "muP", "lora": "LoRA",
+    "te_fp8_format": "FP8 training",
+    "te_fp8_mha": "FP8 attention", "te_mha": "Transformer Engine's attention",
+    "te_layernorm_mlp": "Transformer Engine's MLP",
     "te_columnparallel": "Transformer Engine's layers", "te_rowparallel": "Transformer Engine's layers",
-    "soft_prompt_tuning": "prompt tuning", "mlp_multiple_of_": "another width", "use_qk_layernorm": "norms of queries and keys",
+    "soft_prompt_tuning": "prompt tuning", "mlp_multiple_of_": "another width",
+    "use_qk_layernorm": "norms of queries and keys",
     "communication_data_type": "gradients that are sent in another dtype", "fp32_allreduce": "gradients reduced in float32",
     "sliding_window_width": "attention over a window", "kto_beta": "KTO", "dpo_beta": "DPO", "pack_impl_": "packing",
 }  # fmt: skip
@@ -57,7 +62,9 @@ def from_gpt_neox(pasted: Pasted) -> Translation:
     ranks = tensor * pipeline
     num_gpus = pasted.gpus(notes, ranks, ", the least for this layout")
     if num_gpus % ranks:
-        raise settings.refuse("pipe_parallel_size", f"times model_parallel_size is {ranks}, which must divide {num_gpus} GPUs")
+        raise settings.refuse(
+            "pipe_parallel_size", f"times model_parallel_size is {ranks}, which must divide {num_gpus} GPUs"
+        )
     network = _network(settings, tensor)
     checkpoints = settings.switch("checkpoint_activations")
     engine = {key: settings.raw(key) for key in ENGINE if isinstance(settings.raw(key), dict)}
@@ -125,7 +132,14 @@ def _network(settings: Settings, tensor: int) -> Architecture:
             "use_parallel_residual": settings.switch("gpt_j_residual"),
             "rotary_pct": settings.number("rotary_pct", 1.0),
         }
-    for key in ("gpt_j_residual", "rotary_pct", "gpt_j_tied", "use_bias_in_mlp", "use_bias_in_attn_linear", "use_bias_in_norms"):
+    for key in (
+        "gpt_j_residual",
+        "rotary_pct",
+        "gpt_j_tied",
+        "use_bias_in_mlp",
+        "use_bias_in_attn_linear",
+        "use_bias_in_norms",
+    ):
         settings.given(key)
     if norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
         settings.notes.unsupported.append(f"norm={norm} is not modelled; the family's is taken.", "norm")
@@ -174,5 +188,7 @@ def _attention(settings: Settings) -> str:
         return "eager"
     if first == "flash":
         return "flash_attention_2"
-    settings.notes.unsupported.append(f"attention_config={first} is not modelled; plain attention is taken.", "attention_config")
+    settings.notes.unsupported.append(
+        f"attention_config={first} is not modelled; plain attention is taken.", "attention_config"
+    )
     return "eager"

@@ -249,12 +249,16 @@ def _note_optimizer(settings: Settings, training: dict[str, Any], key: str, name
             training["optim_target_modules"] = "all-linear"
         if settings.switch(f"{project}_layerwise"):
             settings.notes.unsupported.append(
-                f"{project}_layerwise updates each layer in backward, which is not modelled.", f"{project}_layerwise", "less"
+                f"{project}_layerwise updates each layer in backward, which is not modelled.",
+                f"{project}_layerwise",
+                "less",
             )
     if project == "muon":
         settings.notes.unsupported.append("LLaMA-Factory's own Muon is not modelled; torch's is taken.", key)
     elif project == "adam_mini":
-        settings.notes.unsupported.append(f"{key} is not modelled; {name} is taken in its place.", key, states_direction(key))
+        settings.notes.unsupported.append(
+            f"{key} is not modelled; {name} is taken in its place.", key, states_direction(key)
+        )
 
 
 def _rest(settings: Settings) -> None:

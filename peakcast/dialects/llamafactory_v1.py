@@ -23,6 +23,12 @@ IGNORED = re.compile(
     r"|max_steps|max_grad_norm|batching_workers|lr_scheduler_config|seed|full_determinism|resume_from_checkpoint|save_\w+"
     r"|logging_steps|sample_backend|max_new_tokens|global_batch_size|report_to|run_name|eval_\w+"
 )
+ADAPTER_KEYS = (
+    "name", "r", "lora_alpha", "lora_dropout", "target_modules", "use_dora", "use_rslora", "modules_to_save",
+)  # fmt: skip
+ADAPTER_DETAILS = (
+    "export_dir", "adapter_name_or_path", "create_new_adapter", "export_size", "infer_dtype", "export_hub_model_id",
+)  # fmt: skip
 DIST_DETAILS = ("dcp_path", "pin_memory", "name", "mixed_precision")
 
 
@@ -48,7 +54,8 @@ def from_llamafactory_v1(pasted: Pasted) -> Translation:
     method = _method(settings, pasted.program)
     if method == "sft":
         notes.unsupported.append(
-            "LLaMA-Factory v1 copies the shifted logits in float32 for its loss (core/base_trainer.py), which is not modelled.",
+            "LLaMA-Factory v1 copies the shifted logits in float32 for its loss (core/base_trainer.py), which is not "
+            "modelled.",
             "cutoff_len",
             "more",
         )
@@ -63,7 +70,8 @@ def _method(settings: Settings, program: str) -> str:
     if verb in ("sft", "dpo", "rm"):
         return verb
     settings.notes.warnings.append(
-        "The command says which training runs (llamafactory-cli sft, dpo or rm), and the file does not; sft is taken, which "
+        "The command says which training runs (llamafactory-cli sft, dpo or rm), and the file does not; sft is taken, "
+        "which "
         "needs the least.",
         "train_dataset",
         "more",
@@ -78,14 +86,17 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
     strategy = settings.text("batching_strategy", "normal")
     if strategy.startswith("dynamic"):
         settings.notes.unsupported.append(
-            f"batching_strategy={strategy} fills batches by tokens, which is not modelled; micro_batch_size full rows are taken.",
+            f"batching_strategy={strategy} fills batches by tokens, which is not modelled; micro_batch_size full rows "
+            f"are taken.",
             "batching_strategy",
         )
     if not settings.switch("bf16", True):
         settings.notes.unsupported.append("FSDP without bf16 is not modelled; bfloat16 is taken.", "bf16", "more")
     checkpoints = settings.switch("enable_activation_checkpointing", True)
     if not settings.given("enable_activation_checkpointing"):
-        settings.notes.assumptions.append("enable_activation_checkpointing is not given; the default of LLaMA-Factory v1 is True.")
+        settings.notes.assumptions.append(
+            "enable_activation_checkpointing is not given; the default of LLaMA-Factory v1 is True."
+        )
     attention = settings.text("flash_attn", "sdpa")
     return {
         "per_device_train_batch_size": micro,
@@ -116,9 +127,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
     name = peft.text("name", "full")
     if name not in ("lora", "full"):
         raise peft.refuse("name", "is not modelled; lora is, and full training without peft_config")
-    note_inner(settings, "peft_config", ("name", "r", "lora_alpha", "lora_dropout", "target_modules", "use_dora", "use_rslora",
-                                         "modules_to_save"), ("export_dir", "adapter_name_or_path", "create_new_adapter",
-                                                              "export_size", "infer_dtype", "export_hub_model_id"))  # fmt: skip
+    note_inner(settings, "peft_config", ADAPTER_KEYS, ADAPTER_DETAILS)
     if name == "full":
         if bits:
             raise quantization.refuse("quantization_bit", "needs adapters; add peft_config with name: lora")
@@ -138,15 +147,15 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
     }
 
 
-def _distribution(
-    settings: Settings, pasted: Pasted
-) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+def _distribution(settings: Settings, pasted: Pasted) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
     """FSDP's settings, and DeepSpeed's; neither is plain data parallelism."""
     dist = _inside(settings, "dist_config")
     name = dist.text("name", "ddp")
     for key in ("cp_size", "ep_size", "tp_size"):
         if (dist.integer(key, 1) or 1) > 1:
-            settings.notes.unsupported.append(f"Sequences or weights shared by GPUs (dist_config.{key}) are not modelled.", key)
+            settings.notes.unsupported.append(
+                f"Sequences or weights shared by GPUs (dist_config.{key}) are not modelled.", key
+            )
     known = ("name", "cp_size", "ep_size", "tp_size", "cp_mode", "config_file", "offload_params", "reshard_after_forward")
     note_inner(settings, "dist_config", known, DIST_DETAILS)
     if name == "deepspeed":
@@ -170,7 +179,9 @@ def _optimizer(settings: Settings, *, sharded: bool) -> Optimizer | None:
         return None
     if name not in OPTIMIZERS:
         settings.notes.unsupported.append(
-            f"optim_config.name={name} is not modelled; AdamW is taken in its place.", "optim_config", states_direction(name)
+            f"optim_config.name={name} is not modelled; AdamW is taken in its place.",
+            "optim_config",
+            states_direction(name),
         )
         return None
     if sharded:
@@ -186,5 +197,7 @@ def _optimizer(settings: Settings, *, sharded: bool) -> Optimizer | None:
 def _kernels(settings: Settings) -> None:
     kernels = _inside(settings, "kernel_config")
     if kernels.raw("include_kernels") or kernels.text("name", "auto") != "auto":
-        settings.notes.unsupported.append("LLaMA-Factory's own kernels (kernel_config) are not modelled.", "kernel_config", "less")
+        settings.notes.unsupported.append(
+            "LLaMA-Factory's own kernels (kernel_config) are not modelled.", "kernel_config", "less"
+        )
     note_inner(settings, "kernel_config", ("name", "include_kernels"))

@@ -36,7 +36,8 @@ OF_DDP = (
     "data_parallel_sharding_strategy", "fp8_param_gather",
 )  # fmt: skip
 OF_OPTIMIZER = (
-    "use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer",
+    "use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
+    "optimizer",
     "optimizer_cpu_offload",
 )  # fmt: skip
 OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "fp8_param_gather")
@@ -79,8 +80,10 @@ def recipe_of(program: str, arguments: Mapping[str, Any]) -> Registered | None:
                 functions = Functions([common, text], file.name, CONTAINER)
                 return Registered(functions.config(name), tuple(functions.notes))
     raise SpecError(
-        f"recipe={name!r} is a Python function of Megatron-Bridge, which is not installed here or has none of that name; install "
-        "it (pip install --no-deps megatron-bridge), give the run_config.yaml that a run saves, or the model, layout and batch as "
+        f"recipe={name!r} is a Python function of Megatron-Bridge, which is not installed here or has none of that name; "
+        f"install "
+        "it (pip install --no-deps megatron-bridge), give the run_config.yaml that a run saves, or the model, layout and "
+        "batch as "
         "Megatron-LM flags (peakcast megatron --num-layers ...).",
         parameter="recipe",
         value=name,
@@ -103,7 +106,9 @@ def from_megatron_bridge(pasted: Pasted) -> Translation:
     num_gpus = pasted.gpus(notes, least, ", the least for this layout")
     if pasted.values.get("peft"):
         notes.unsupported.append(
-            "Adapters over Megatron's layers (peft) are not modelled; full training is taken, which needs far more.", "peft", "less"
+            "Adapters over Megatron's layers (peft) are not modelled; full training is taken, which needs far more.",
+            "peft",
+            "less",
         )
     for key in pasted.values:
         if not OTHER_SECTIONS.fullmatch(str(key)) and key != "peft":
@@ -120,12 +125,17 @@ def _hub_id(model: Mapping[str, Any]) -> str:
 
 
 def _size(flags: Mapping[str, Any], key: str) -> int:
-    value = flags.get(key)
-    return int(value) if str(value).isdecimal() and int(value) else 1
+    value = str(flags.get(key))
+    return int(value) if value.isdecimal() and int(value) else 1
 
 
 def _flags(
-    values: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], model: dict[str, Any], notes: Notes, *, described: bool
+    values: Mapping[str, Any],
+    sections: Mapping[str, Mapping[str, Any]],
+    model: dict[str, Any],
+    notes: Notes,
+    *,
+    described: bool,
 ) -> dict[str, Any]:
     """The sections as Megatron-LM's flags. `described`: the network's shapes are among them."""
     plain: dict[str, Any] = without_targets(model)
@@ -134,8 +144,9 @@ def _flags(
     fields = {key: value for key, value in plain.items() if value is not None and key != "load_weights"}
     if described:
         fields |= _shapes(plain)
-    read = lambda key: not NOT_FLAGS.fullmatch(key) and (described or key not in SHAPES)  # noqa: E731
-    left = {key: value for key, value in fields.items() if read(key)}
+    left = {
+        key: value for key, value in fields.items() if not NOT_FLAGS.fullmatch(key) and (described or key not in SHAPES)
+    }
     notes.ignored += [f"model.{key}" for key in fields if key not in left]
     left |= {key: train[key] for key in ("micro_batch_size", "global_batch_size") if train.get(key) is not None}
     data = sections.get("dataset", {})
@@ -178,7 +189,11 @@ def _precision(given: Any, notes: Notes) -> dict[str, Any]:
         found = {key: inner.raw(key) for key in OF_PRECISION if inner.raw(key) is not None}
         if inner.raw("grad_reduce_in_fp32") is not None:
             found["accumulate_allreduce_grads_in_fp32"] = inner.switch("grad_reduce_in_fp32")
-        inner.note_left(re.compile(r"mixed_precision\.\w+|\w*dtype|autocast\w*|loss_scale\w*|min_loss_scale|hysteresis|fp8_\w+|_target_"))
+        inner.note_left(
+            re.compile(
+                r"mixed_precision\.\w+|\w*dtype|autocast\w*|loss_scale\w*|min_loss_scale|hysteresis|fp8_\w+|_target_"
+            )
+        )
         return found
     word = str(given or "bf16_mixed")
     if given is None:

@@ -145,7 +145,12 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
     if four:
         training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
     whole = targets in ((), ("all-linear",))
-    return {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": "all-linear" if whole else list(targets)}
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": "all-linear" if whole else list(targets),
+    }
 
 
 def _generation(settings: Settings, training: dict[str, Any]) -> Generation:
@@ -167,7 +172,9 @@ def _generation(settings: Settings, training: dict[str, Any]) -> Generation:
         asleep = settings.switch("deepspeed_enable_sleep")
         what = "with its states on the host while the actor trains" if asleep else "with its states"
         notes.unsupported.append(
-            f"The critic on the same GPUs (colocate_all_models), {what}, is not in the number.", "colocate_all_models", "more"
+            f"The critic on the same GPUs (colocate_all_models), {what}, is not in the number.",
+            "colocate_all_models",
+            "more",
         )
     if together and (settings.raw("reward_pretrain") and not settings.switch("ref_reward_offload")):
         notes.unsupported.append(

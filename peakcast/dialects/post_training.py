@@ -62,7 +62,8 @@ def with_method(
     whole_logits: str = "",
 ) -> TrainingJob:
     """`job` as the training method `name` runs it. `precomputed`: the reference's log-probabilities are made beforehand.
-    `generation`: that of GRPO and its kin. `whole_logits`: who computes log-probabilities of whole logits, as trl did before 1.15;
+    `generation`: that of GRPO and its kin. `whole_logits`: who computes log-probabilities of whole logits, as trl did
+    before 1.15;
     "": nobody.
 
     Raises: SpecError for methods that are not modelled, with what can be asked instead.

@@ -1,6 +1,7 @@
 """The calls that a Python program makes, with the values of their arguments as far as the text gives them; nothing is run.
 
-Names stand for what they were last assigned, fields of parsed arguments for their defaults, `torch.bfloat16` for "bfloat16".
+Names stand for what they were last assigned, fields of parsed arguments for their defaults, `torch.bfloat16` for
+"bfloat16".
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class Expressions:
-    """What expressions stand for. `keeps_calls`: a call that cannot be followed is a mapping of its arguments by name, with its
+    """What expressions stand for. `keeps_calls`: a call that cannot be followed is a mapping of its arguments by name,
+    with its
     name as `_target_`, the others as `_arguments_`, and a call whose result's method it is as `_of_`."""
 
     keeps_calls: bool = False
@@ -106,7 +108,8 @@ class Expressions:
         return _not_given(node)
 
     def _returned(self, node: ast.Call) -> Any:
-        """What a call gives: an object with the arguments by name that make it, the default of a variable that is not set."""
+        """What a call gives: an object with the arguments by name that make it, the default of a variable that is not
+        set."""
         call = self.call(node)
         last = call.name.rpartition(".")[2]
         if last in _HALF:

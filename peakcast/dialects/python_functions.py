@@ -1,4 +1,5 @@
-"""Python functions that make a configuration, followed statement by statement and never run: those of torchtitan's registries
+"""Python functions that make a configuration, followed statement by statement and never run: those of torchtitan's
+registries
 and of Megatron-Bridge's recipes."""
 
 from __future__ import annotations

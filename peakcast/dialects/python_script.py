@@ -1,4 +1,5 @@
-"""Python programs and notebooks that train with transformers, TRL, PEFT or Unsloth: the arguments of the calls by which they
+"""Python programs and notebooks that train with transformers, TRL, PEFT or Unsloth: the arguments of the calls by which
+they
 load a model, add adapters and configure a trainer, read as those libraries' configurations are.
 
 Source: transformers 5.17 TrainingArguments and `from_pretrained`, trl 0.22 to 1.16 configurations, peft 0.21 LoraConfig,
@@ -73,7 +74,11 @@ def values_of(calls: Sequence[Call], source: str) -> dict[str, Any]:
         "trainer": {key: value for key, value in trainer.keywords.items() if not _TRAINER.fullmatch(key)},
     }
     lost = {f"{part}.{key}": v.source for part, each in parts.items() for key, v in each.items() if isinstance(v, NotGiven)}
-    names = {"config": chosen.name.rpartition(".")[2], "trainer": trainer.name.rpartition(".")[2], "loader": loader.name}
+    names: dict[str, Any] = {
+        "config": chosen.name.rpartition(".")[2],
+        "trainer": trainer.name.rpartition(".")[2],
+        "loader": loader.name,
+    }
     names["others"] = sorted({call.name.rpartition(".")[2] for call in configs} - {names["config"]})
     versions = dict(VERSION.findall(source))
     sleeps = "UNSLOTH_VLLM_STANDBY" in source
@@ -216,5 +221,7 @@ def _say_what_is_left_out(about: Mapping[str, Any], notes: Notes) -> None:
             notes.warnings.append(f"{key} is {source}, which only running the program would give; it is left out.", key)
     others = about.get("others")
     for other in others if isinstance(others, list) else ():
-        notes.warnings.append(f"The program also makes a {other}, of another training; {about.get('config')} is read.", other)
+        notes.warnings.append(
+            f"The program also makes a {other}, of another training; {about.get('config')} is read.", other
+        )
     notes.ignored += [ROLE]

@@ -64,9 +64,7 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "llamafactory": Dialect(
         "a LLaMA-Factory configuration",
-        (
-            "model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target",
-        ),
+        ("model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target",),
         "llamafactory:from_llamafactory",
         ("model_name_or_path lora_rank",),
     ),
@@ -74,7 +72,8 @@ DIALECTS: dict[str, Dialect] = {
         "an ms-swift configuration for Megatron",
         (
             "model micro_batch_size|global_batch_size|recompute_granularity|tensor_model_parallel_size"
-            "|pipeline_model_parallel_size|expert_model_parallel_size train_type|tuner_type|max_length|finetune|load_safetensors",
+            "|pipeline_model_parallel_size|expert_model_parallel_size "
+            "train_type|tuner_type|max_length|finetune|load_safetensors",
         ),
         "swift_megatron:from_swift_megatron",
     ),
@@ -86,21 +85,30 @@ DIALECTS: dict[str, Dialect] = {
         ),
         "swift:from_swift",
     ),
-    "openrlhf": Dialect("an OpenRLHF command", ("pretrain micro_train_batch_size|generate_max_len|max_len|zero_stage",), "openrlhf:from_openrlhf"),
+    "openrlhf": Dialect(
+        "an OpenRLHF command",
+        ("pretrain micro_train_batch_size|generate_max_len|max_len|zero_stage",),
+        "openrlhf:from_openrlhf",
+    ),
     "verl": Dialect(
         "a verl configuration",
-        ("actor_rollout_ref.model|actor_rollout_ref.actor", "model.partial_pretrain", "data.train_files model|model.path trainer"),
+        (
+            "actor_rollout_ref.model|actor_rollout_ref.actor",
+            "model.partial_pretrain",
+            "data.train_files model|model.path trainer",
+        ),
         "verl:from_verl",
     ),
     "automodel": Dialect(
         "a NeMo AutoModel recipe", ("step_scheduler model|model.pretrained_model_name_or_path",), "automodel:from_automodel"
     ),
-    "gpt_neox": Dialect(
-        "a GPT-NeoX configuration", ("pipe_parallel_size|pipe-parallel-size",), "gpt_neox:from_gpt_neox"
-    ),
+    "gpt_neox": Dialect("a GPT-NeoX configuration", ("pipe_parallel_size|pipe-parallel-size",), "gpt_neox:from_gpt_neox"),
     "megatron_bridge": Dialect(
         "a Megatron-Bridge configuration",
-        ("model|model.tensor_model_parallel_size train.micro_batch_size|train.global_batch_size|mixed_precision ddp|checkpoint|rng",),
+        (
+            "model|model.tensor_model_parallel_size train.micro_batch_size|train.global_batch_size|mixed_precision "
+            "ddp|checkpoint|rng",
+        ),
         "megatron_bridge:from_megatron_bridge",
     ),
     "nanotron": Dialect("a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron:from_nanotron"),
@@ -203,7 +211,9 @@ NOTHING = Beside()
 PROGRAMS = {
     "llamafactory-cli": ("llamafactory_v1", "llamafactory_megatron", "llamafactory"), "axolotl": ("axolotl",),
     "axolotl.cli.train": ("axolotl",), "tune": ("torchtune",), "litgpt": ("litgpt",),
-    "openrlhf": ("openrlhf",), "verl": ("verl",), "automodel": ("automodel",), "run_recipe.py": ("megatron_bridge",), "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",), "run_train.sh": ("torchtitan",),
+    "openrlhf": ("openrlhf",), "verl": ("verl",), "automodel": ("automodel",), "run_recipe.py": ("megatron_bridge",),
+    "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",),
+    "run_train.sh": ("torchtitan",),
 }  # fmt: skip
 """Programs that read one project's configurations only -> its dialects; the last where no sign of the others is there."""
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from peakcast.dialects.shell_expansion import MAX_CHARACTERS, MOST_NESTED, Variables
+from peakcast.dialects.shell_expansion import MAX_CHARACTERS as MAX_CHARACTERS
+from peakcast.dialects.shell_expansion import MOST_NESTED, Variables
 from peakcast.dialects.shell_values import is_whole, tested
 from peakcast.errors import SpecError
 
@@ -20,7 +21,21 @@ MOST_STEPS = 20_000
 """Statements that a script may have run, those of its loops and functions included."""
 MOST_BLOCKS = 40
 """Blocks, functions and conditions inside one another."""
-_WITHOUT_EFFECT = (":", "echo", "printf", "mkdir", "cd", "set", "unset", "exit", "return", "module", "true", "wait", "sleep")
+_WITHOUT_EFFECT = (
+    ":",
+    "echo",
+    "printf",
+    "mkdir",
+    "cd",
+    "set",
+    "unset",
+    "exit",
+    "return",
+    "module",
+    "true",
+    "wait",
+    "sleep",
+)
 Node = Any
 """A `tree_sitter.Node`."""
 
@@ -78,7 +93,7 @@ def _named(node: Node) -> list[Node]:
     return [child for child in node.named_children if child.type != "comment"]
 
 
-class _Leaves(Exception):
+class _LoopLeftError(Exception):
     """`break` or `continue` of a loop."""
 
 
@@ -185,7 +200,7 @@ class _Reader:
         blocks, before = self._blocks, self._steps
         try:
             self._follow([body])
-        except _Leaves as left:
+        except _LoopLeftError as left:
             self._blocks = blocks
             return str(left) == "continue"
         return self._steps > before
@@ -234,7 +249,8 @@ class _Reader:
                 self._variable_assignment(child)
             elif child.type in ("concatenation", "string", "raw_string"):  # export "NAME=value"
                 text = self._text(child)
-                self.variables.variables.update([text.split("=", 1)] if "=" in text else [])
+                key, equals, value = text.partition("=")
+                self.variables.variables |= {key: value} if equals else {}
             name = re.match(r"\w+", text)
             if exports and name is not None:
                 self.exported.add(name[0])
@@ -274,7 +290,7 @@ class _Reader:
         if not words:
             self.variables.variables.update(prefix)
         elif words[0] in ("break", "continue"):
-            raise _Leaves(words[0])
+            raise _LoopLeftError(words[0])
         elif words[0] == "shift":
             left, count = self.variables.items("@"), words[1] if words[1:] else "1"
             if is_whole(count) and 0 <= int(count) <= len(left):
@@ -370,7 +386,9 @@ def _command_nodes(node: Node) -> list[Node]:
 
 
 def _descendants(node: Node, kind: str) -> list[Node]:
-    return [found for child in node.named_children for found in ([child] if child.type == kind else _descendants(child, kind))]
+    return [
+        found for child in node.named_children for found in ([child] if child.type == kind else _descendants(child, kind))
+    ]
 
 
 def _as_text(value: str | list[str]) -> str:

@@ -1,4 +1,5 @@
-"""ms-swift's command lines and YAML (`swift pt`, `swift sft`, `swift rlhf`): a Hugging Face Trainer run with defaults of its own.
+"""ms-swift's command lines and YAML (`swift pt`, `swift sft`, `swift rlhf`): a Hugging Face Trainer run with defaults of
+its own.
 
 Source: modelscope/ms-swift 3.0 to 4 docs/source_en/Instruction/Command-line-parameters.md, swift/arguments (sft_args.py,
 rlhf_args.py), swift/config/zero*.json and fsdp2.json, which the words "zero2" and "fsdp2" stand for.
@@ -27,7 +28,8 @@ ADAPTERS: Mapping[str, Mapping[str, str]] = {
     },
     "adalora": {"adalora_init_r": "init_r", "adalora_target_r": "target_r", "modules_to_save": "modules_to_save"},
     "vera": {"vera_rank": "r", "modules_to_save": "modules_to_save"},
-    "boft": {"boft_block_size": "boft_block_size", "boft_block_num": "boft_block_num", "modules_to_save": "modules_to_save"},
+    "boft": {"boft_block_size": "boft_block_size", "boft_block_num": "boft_block_num",
+    "modules_to_save": "modules_to_save"},
     "fourierft": {"fourier_n_frequency": "n_frequency", "modules_to_save": "modules_to_save"},
     "bone": {"modules_to_save": "modules_to_save"},
 }  # fmt: skip
@@ -38,11 +40,13 @@ ADAPTER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 UNSUPPORTED = {
     "sequence_parallel_size": "sequence parallelism over GPUs", "deepspeed_autotp_size": "DeepSpeed's tensor parallelism",
-    "zero_hpz_partition_size": "ZeRO++", "lorap_lr_ratio": "LoRA+", "use_galore": "GaLore", "galore_quantization": "Q-GaLore",
+    "zero_hpz_partition_size": "ZeRO++", "lorap_lr_ratio": "LoRA+", "use_galore": "GaLore",
+    "galore_quantization": "Q-GaLore",
     "lisa_activated_layers": "LISA", "freeze_parameters": "frozen weights", "freeze_parameters_regex": "frozen weights",
     "freeze_parameters_ratio": "frozen weights", "trainable_parameters_regex": "frozen weights",
     "new_special_tokens": "added tokens", "enable_dft_loss": "the DFT loss",
-    "target_regex": "adapters by a pattern of names", "device_map": "layers spread over GPUs", "optimizer": "an own optimizer",
+    "target_regex": "adapters by a pattern of names", "device_map": "layers spread over GPUs",
+    "optimizer": "an own optimizer",
     "use_cce": "cut cross entropy", "enable_channel_loss": "the loss by channels", "use_ray": "Ray's groups of GPUs",
     "offload_model": "a model that leaves the GPU while it generates", "reward_model": "a reward model",
     "experts_impl": "another implementation of experts", "packing_length": "rows of another length than max_length",
@@ -102,7 +106,13 @@ def from_swift(pasted: Pasted) -> Translation:
         else:
             training[key] = settings.raw(key)
     translation = from_huggingface(
-        model, training, adapter, training.pop("deepspeed", None), None, num_gpus, versions=pasted.versions.of("huggingface")
+        model,
+        training,
+        adapter,
+        training.pop("deepspeed", None),
+        None,
+        num_gpus,
+        versions=pasted.versions.of("huggingface"),
     )
     job = notes.include(translation)
     who = "ms-swift (rlhf_trainers)" if method not in ("sft", "pt") else ""
@@ -140,7 +150,8 @@ def _gpus(settings: Settings, pasted: Pasted) -> int:
     if not sizes[0].isdecimal():
         if seen > 1:
             settings.notes.unsupported.append(
-                f"Without NPROC_PER_NODE ms-swift spreads the layers over the {seen} GPUs of CUDA_VISIBLE_DEVICES, which is "
+                f"Without NPROC_PER_NODE ms-swift spreads the layers over the {seen} GPUs of CUDA_VISIBLE_DEVICES, which "
+                f"is "
                 "not modelled: all of them are counted on one.",
                 "CUDA_VISIBLE_DEVICES",
                 "less",
@@ -156,7 +167,9 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
     steps = settings.integer("gradient_accumulation_steps", settings.integer("gradient_accumulation_steps", None))
     if steps is None:
         steps = -(-16 // (batch * num_gpus))
-        notes.assumptions.append(f"gradient_accumulation_steps is not given; ms-swift takes {steps}, for 16 samples in all.")
+        notes.assumptions.append(
+            f"gradient_accumulation_steps is not given; ms-swift takes {steps}, for 16 samples in all."
+        )
     training: dict[str, Any] = {
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": steps,
@@ -167,7 +180,8 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
     if training["max_length"] is None:
         training["max_length"] = 2048
         notes.warnings.append(
-            "max_length is not given, which ms-swift takes to be the longest that the model can; 2048 tokens are taken. Give "
+            "max_length is not given, which ms-swift takes to be the longest that the model can; 2048 tokens are taken. "
+            "Give "
             "that of the longest sample.",
             "max_length",
             "more",
@@ -202,7 +216,12 @@ def engine_of(name: Any, pasted: Pasted) -> Mapping[str, Any]:
         return pasted.file(name, "deepspeed", "deepspeed")
     stage, offloads = int(match[1]), bool(match[2])
     device = {"device": "cpu" if offloads else "none", "pin_memory": True}
-    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": device, "contiguous_gradients": True, "overlap_comm": False}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "offload_optimizer": device,
+        "contiguous_gradients": True,
+        "overlap_comm": False,
+    }
     if stage == 3:
         names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
         zero |= {"offload_param": device, "sub_group_size": 1_000_000_000, **dict.fromkeys(names, "auto")}
@@ -269,7 +288,9 @@ def _quantization(settings: Settings, training: dict[str, Any]) -> None:
         return
     if method != "bnb" or bits not in (4, 8):
         settings.notes.unsupported.append(
-            f"quant_method={method} with {bits} bits is not modelled; bitsandbytes' 4 bits are taken.", "quant_method", "more"
+            f"quant_method={method} with {bits} bits is not modelled; bitsandbytes' 4 bits are taken.",
+            "quant_method",
+            "more",
         )
     if bits == 8 and method == "bnb":
         training["quantization_config"] = {"load_in_8bit": True}
@@ -306,9 +327,9 @@ def _generation(settings: Settings) -> dict[str, Any]:
 def _say_logits(settings: Settings, method: str) -> None:
     if method in ("sft", "pt") and settings.raw("use_logits_to_keep") is None:
         settings.notes.warnings.append(
-            "ms-swift computes logits of the tokens with labels alone where it can (use_logits_to_keep); those of all tokens "
+            "ms-swift computes logits of the tokens with labels alone where it can (use_logits_to_keep); those of all "
+            "tokens "
             "are counted.",
             "use_logits_to_keep",
             "less",
         )
-

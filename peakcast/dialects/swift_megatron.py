@@ -1,4 +1,5 @@
-"""ms-swift's command lines and YAML for Megatron (`megatron pt`, `megatron sft`): Megatron-LM's flags around a network of the
+"""ms-swift's command lines and YAML for Megatron (`megatron pt`, `megatron sft`): Megatron-LM's flags around a network of
+the
 hub, with defaults of ms-swift's own.
 
 Source: modelscope/ms-swift 3.9 docs/source_en/Megatron-SWIFT/Command-line-parameters.md.
@@ -17,7 +18,8 @@ from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.translation import FALSE, TRUE, Notes, Settings, Translation, note_unsupported
 
 DEFAULTS: dict[str, Any] = {
-    "micro_batch_size": 1, "recompute_granularity": "selective", "use_distributed_optimizer": True, "attention_backend": "flash",
+    "micro_batch_size": 1, "recompute_granularity": "selective", "use_distributed_optimizer": True,
+    "attention_backend": "flash",
     "expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "alltoall", "moe_router_dtype": "fp32",
     "calculate_per_token_loss": True,
 }  # fmt: skip
@@ -25,11 +27,14 @@ DEFAULTS: dict[str, Any] = {
 SINCE_4 = {"cross_entropy_loss_fusion": True, "moe_grouped_gemm": True, "apply_rope_fusion": False}
 """Where those of ms-swift 4 are not those of 3, told by `tuner_type`, which was `train_type`."""
 UNSUPPORTED = {
-    "freeze_parameters": "frozen weights", "freeze_parameters_regex": "frozen weights", "freeze_parameters_ratio": "frozen weights",
-    "enable_dft_loss": "the DFT loss", "extra_megatron_kwargs": "further flags of Megatron's", "rpo_alpha": "RPO's likelihood term",
+    "freeze_parameters": "frozen weights", "freeze_parameters_regex": "frozen weights",
+    "freeze_parameters_ratio": "frozen weights",
+    "enable_dft_loss": "the DFT loss", "extra_megatron_kwargs": "further flags of Megatron's",
+    "rpo_alpha": "RPO's likelihood term",
     "use_ray": "Ray's groups of GPUs", "mtp_num_layers": "multi-token prediction", "teacher_model": "a teacher",
     "teacher_model_server": "a teacher", "optimizer_cuda_graph": "CUDA graphs", "engram_tokenizer_map": "Engram's tables",
-    "sequence_packing_scheduler": "changing sizes of context parallelism", "megatron_extra_kwargs": "further flags of Megatron's",
+    "sequence_packing_scheduler": "changing sizes of context parallelism",
+    "megatron_extra_kwargs": "further flags of Megatron's",
     "use_fused_mhc": "hyper-connections", "apply_dsa_kernel_fusion": "fused sparse attention",
 }  # fmt: skip
 OWN = re.compile(
@@ -56,7 +61,8 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     """The job of such a command or file. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     values = {str(key).replace("-", "_"): _plain(value) for key, value in pasted.values.items()}
-    environment = values.get("ENV") if isinstance(values.get("ENV"), dict) else {}
+    given = values.get("ENV")
+    environment: dict[str, Any] = given if isinstance(given, dict) else {}
     settings = Settings(values, notes, "ms-swift")
     named = pasted.model or settings.text("model")
     if not named:
@@ -87,7 +93,11 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     least = sizes[2] * math.lcm(sizes[0] * sizes[1], experts)
     num_gpus = _gpus(pasted, environment) or pasted.gpus(notes, least, ", the least for this layout")
     flags["sequence_parallel"] = flags.get("sequence_parallel") in (True, "true") and sizes[0] > 1
-    env = {name: value for name, value in {**pasted.env, **environment}.items() if name.startswith(("PYTORCH_", "NVTE_", "NCCL_"))}
+    env = {
+        name: value
+        for name, value in {**pasted.env, **environment}.items()
+        if name.startswith(("PYTORCH_", "NVTE_", "NCCL_"))
+    }
     notes.ignored += [key for key in values if OWN.fullmatch(key)]
     flags = flags_of_yaml(flags, notes)
     job = notes.include(from_megatron(flags, num_gpus, env, pasted.versions.of("megatron"), network))

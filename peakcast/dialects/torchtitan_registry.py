@@ -30,7 +30,8 @@ class Registered(NamedTuple):
 
 
 def registered(program: str, module: str, files: Sequence[str], folder: Path | None) -> Registered | None:
-    """What a torchtitan command with `--module` and `--config` (one of `files`) trains with before its other flags change it;
+    """What a torchtitan command with `--module` and `--config` (one of `files`) trains with before its other flags change
+    it;
     None for any other command. Raises: SpecError."""
     names = [file for file in files if "." not in file.rsplit("/", 1)[-1]]
     if not program.startswith(("torchtitan", "run_train")) or not names:
@@ -77,7 +78,8 @@ def _registry(module: str, folder: Path | None) -> str:
         if is_file(place / inside):
             return read_text(place / inside, named=False)
     raise SpecError(
-        f"module={module!r} names Python functions of torchtitan, and neither a checkout around the command nor an installed "
+        f"module={module!r} names Python functions of torchtitan, and neither a checkout around the command nor an "
+        f"installed "
         f"torchtitan has {inside}; install torchtitan (pip install --no-deps torchtitan), give that file with one "
         "configuration, or its values as a TOML, YAML or JSON mapping with the sections model, training, parallelism, ....",
         parameter="module",

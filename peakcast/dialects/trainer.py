@@ -209,7 +209,8 @@ def _drop(training: dict[str, Any], notes: Notes, chosen: Callable[[str], bool])
 
 
 def _generation(training: dict[str, Any], notes: Notes, method: str) -> Generation:
-    """What completions make of a run of GRPO or its kin; `training` says how long its sequences are, and no more of them."""
+    """What completions make of a run of GRPO or its kin; `training` says how long its sequences are, and no more of
+    them."""
     if Settings(training, notes, "trl").switch("cast_lm_head_to_fp32"):
         notes.unsupported.append(
             "The head's weight in float32 (cast_lm_head_to_fp32) is not modelled.", "cast_lm_head_to_fp32", "more"

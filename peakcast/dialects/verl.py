@@ -1,6 +1,7 @@
 """verl's configurations and command lines: supervised fine-tuning, and the actor's update of its reinforcement learning.
 
-Source: volcengine/verl verl/trainer/config (sft_trainer.yaml 005a83db, sft_trainer_engine.yaml 0611191e, actor/dp_actor.yaml
+Source: volcengine/verl verl/trainer/config (sft_trainer.yaml 005a83db, sft_trainer_engine.yaml 0611191e,
+actor/dp_actor.yaml
 0978b9dc, engine/fsdp.yaml and model/hf_model.yaml 17aa18cb), workers/fsdp_workers.py: float32 weights under FSDP's mixed
 precision, the reference's weights in host memory, log-probabilities of the reference and the old policy made beforehand.
 """
@@ -68,7 +69,8 @@ def _refuse_megatron(settings: Settings, inside: str, pasted: Pasted) -> None:
         settings.given(key)
     if strategy not in ("fsdp", "fsdp2") or any(key.startswith(f"{inside}megatron.") for key in settings.left()):
         raise SpecError(
-            f"{pasted.where} is a verl configuration whose weights are Megatron's or another engine's, which is not read here; "
+            f"{pasted.where} is a verl configuration whose weights are Megatron's or another engine's, which is not read "
+            f"here; "
             "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...).",
             parameter=f"{inside}strategy",
             value=strategy,
@@ -82,9 +84,7 @@ def _gpus(settings: Settings, pasted: Pasted) -> int:
     return nodes * each if each else pasted.gpus(settings.notes, 8 * nodes, ", the default of verl for each node")
 
 
-def _training(
-    settings: Settings, inside: str, model: str, num_gpus: int, generation: Generation | None
-) -> dict[str, Any]:
+def _training(settings: Settings, inside: str, model: str, num_gpus: int, generation: Generation | None) -> dict[str, Any]:
     """The step in the words of transformers' training arguments."""
     notes = settings.notes
     own = f"{inside}ppo_" if inside else "data."
@@ -93,7 +93,7 @@ def _training(
     micro = settings.integer(f"{own}micro_batch_size_per_gpu", settings.integer(f"{own}micro_batch_size"))
     tokens = settings.integer(tokens_key, 16384 if inside else 8192)
     total = settings.integer(f"{own}mini_batch_size" if inside else "data.train_batch_size", 256)
-    length = generation.sequence_length if generation else settings.size("data.max_length", 1024, assume=True)
+    length: int | None = generation.sequence_length if generation else settings.size("data.max_length", 1024, assume=True)
     if dynamic:
         micro, length = 1, tokens
         notes.assumptions.append(f"use_dynamic_bsz fills micro-batches up to {settings.spell(tokens_key)}={tokens} tokens.")
@@ -109,12 +109,19 @@ def _training(
     dtype = settings.text("model.fsdp_config.model_dtype", dtype)
     if dtype not in DTYPES:
         raise settings.refuse(f"{inside}fsdp_config.model_dtype", f"must be one of {', '.join(DTYPES)}", dtype)
-    for key in (f"{inside}fsdp_config.model_dtype", "engine.model_dtype", f"{own}mini_batch_size", f"{own}micro_batch_size"):
+    for key in (
+        f"{inside}fsdp_config.model_dtype",
+        "engine.model_dtype",
+        f"{own}mini_batch_size",
+        f"{own}micro_batch_size",
+    ):
         settings.given(key)
     fused = settings.switch(f"{model}use_fused_kernels") or settings.switch(f"{inside}use_fused_kernels")
     if fused:
         notes.unsupported.append(
-            "verl's fused kernels (use_fused_kernels), which make no whole logits, are not modelled.", "use_fused_kernels", "less"
+            "verl's fused kernels (use_fused_kernels), which make no whole logits, are not modelled.",
+            "use_fused_kernels",
+            "less",
         )
     if settings.number(f"{inside}entropy_coeff", 0) and not settings.switch(f"{inside}entropy_checkpointing"):
         notes.unsupported.append("The entropy of all logits (entropy_coeff) is not modelled.", "entropy_coeff", "more")
@@ -137,7 +144,8 @@ def _training(
 
 
 def _fsdp(settings: Settings, inside: str, training: dict[str, Any]) -> dict[str, Any]:
-    """FSDP's settings as accelerate has them. `param_offload` and `optimizer_offload` move states between the phases: during
+    """FSDP's settings as accelerate has them. `param_offload` and `optimizer_offload` move states between the phases:
+    during
     the update they are on the GPU."""
     notes = settings.notes
     strategy = settings.text(f"{inside}strategy", settings.text("engine.strategy", settings.text("model.strategy", "fsdp")))
@@ -148,8 +156,9 @@ def _fsdp(settings: Settings, inside: str, training: dict[str, Any]) -> dict[str
         return next((value for value in found if value is not None), default)
 
     names = ("offload_policy", "cpu_offload", "offload_params")
+
     def asks(name: str) -> bool:
-        return any([settings.switch(f"{section}{name}") for section in sections])  # a list: each is read
+        return True in [settings.switch(f"{section}{name}") for section in sections]
 
     stays = [asks(name) for name in names]
     moved = [name for name in ("param_offload", "optimizer_offload") if asks(name)]
@@ -157,7 +166,7 @@ def _fsdp(settings: Settings, inside: str, training: dict[str, Any]) -> dict[str
         notes.assumptions.append(f"{' and '.join(moved)}: what leaves the GPU between phases is back during the update.")
     group = int(given("fsdp_size", -1) or -1)
     reshards = str(given("reshard_after_forward", True)).lower() != "false"
-    hybrid = 1 < group
+    hybrid = group > 1
     return {
         "fsdp_version": 2 if strategy == "fsdp2" else 1,
         "fsdp_sharding_strategy": "hybrid_shard" if hybrid else "full_shard",
@@ -181,30 +190,40 @@ def _adapter(settings: Settings, model: str) -> dict[str, Any] | None:
 
 
 def _sequence_parallelism(settings: Settings, inside: str) -> None:
-    names = (f"{inside}ulysses_sequence_parallel_size", f"{inside}fsdp_config.ulysses_sequence_parallel_size")
-    names += ("engine.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size")
+    key = "ulysses_sequence_parallel_size"
+    names = (f"{inside}{key}", f"{inside}fsdp_config.{key}", f"engine.{key}", key)
     note_unsupported(settings, dict.fromkeys(dict.fromkeys(names), "Ulysses sequence parallelism over GPUs"))
 
 
 def _generation(settings: Settings) -> Generation:
     """The actor's update: prompts with completions, and what else is on its GPUs while it runs."""
     notes = settings.notes
-    prompt, answer = settings.size("data.max_prompt_length", 512, assume=True), settings.size("data.max_response_length", 512)
-    notes.assumptions.append(f"the sequences of the actor's update are prompts with their completions, of {prompt + answer} tokens.")
+    prompt, answer = (
+        settings.size("data.max_prompt_length", 512, assume=True),
+        settings.size("data.max_response_length", 512),
+    )
+    notes.assumptions.append(
+        f"the sequences of the actor's update are prompts with their completions, of {prompt + answer} tokens."
+    )
     key = f"{ROLES}.rollout.gpu_memory_utilization"
     share, frees = settings.number(key, 0.5) or 0.5, settings.switch(f"{ROLES}.rollout.free_cache_engine", True)
     engine = settings.text(f"{ROLES}.rollout.name", "vllm")
     what = f"{engine} takes {key}={share:g} × the same GPU's memory"
-    what += ", freed during the update (free_cache_engine): what it keeps is not in the number" if frees else ", also during it"
+    what += (
+        ", freed during the update (free_cache_engine): what it keeps is not in the number" if frees else ", also during it"
+    )
     notes.warnings.append(f"The number is that of the actor's update; {what}.", key, "more")
     estimator = settings.text("algorithm.adv_estimator", "gae")
     if estimator != "gae":
         notes.assumptions.append(f"algorithm.adv_estimator={estimator} has no critic.")
     else:
         notes.unsupported.append(
-            "The critic on the same GPUs (algorithm.adv_estimator=gae) is not in the number.", "algorithm.adv_estimator", "more"
+            "The critic on the same GPUs (algorithm.adv_estimator=gae) is not in the number.",
+            "algorithm.adv_estimator",
+            "more",
         )
     notes.assumptions.append(
-        "log-probabilities of the reference are made before the update, and its weights are in host memory then (verl's FSDP)."
+        "log-probabilities of the reference are made before the update, and its weights are in host memory then (verl's "
+        "FSDP)."
     )
     return Generation(sequence_length=prompt + answer, refers=False, other_memory_fraction=0.0 if frees else share)

@@ -45,7 +45,13 @@ class Hub(BaseHTTPRequestHandler):
         elif name == "slow":
             time.sleep(2)
         else:
-            body = {"tiny": json.dumps(CONFIG), "gated": json.dumps(CONFIG), "big": " " * (hub.MAX_BYTES + 2), "list": "[]", "html": "<html>"}[name]
+            body = {
+                "tiny": json.dumps(CONFIG),
+                "gated": json.dumps(CONFIG),
+                "big": " " * (hub.MAX_BYTES + 2),
+                "list": "[]",
+                "html": "<html>",
+            }[name]
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body.encode())
@@ -167,7 +173,10 @@ def test_a_gated_model_is_opened_by_the_users_token(server, monkeypatch):
 @pytest.mark.parametrize(
     ("token", "says"),
     [
-        ("bad", r"it is gated: its licence must be accepted first. Accept .* the account of your token, which does not open it"),
+        (
+            "bad",
+            r"it is gated: its licence must be accepted first. Accept .* the account of your token, which does not open it",
+        ),
         (None, r"log in \(hf auth login, or HF_TOKEN\)"),
     ],
 )
@@ -179,5 +188,5 @@ def test_a_token_that_does_not_open_a_model_is_said(server, monkeypatch, token, 
 
 def test_somebody_elses_question_uses_no_token(server, monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "good")
-    with no_files(), pytest.raises(CatalogError, match="Accept its licence on .* and give its config.json"):
+    with no_files(), pytest.raises(CatalogError, match=r"Accept its licence on .* and give its config.json"):
         resolve_architecture("some/gated")

@@ -94,7 +94,9 @@ def test_v1_trains_what_its_command_says():
 
 
 def test_v1s_muon_is_a_jobs_muon():
-    found = translated(Pasted(values={**V1, "optim_config": {"name": "muon"}, "dist_config": {"name": "fsdp2"}}, num_gpus=2))
+    found = translated(
+        Pasted(values={**V1, "optim_config": {"name": "muon"}, "dist_config": {"name": "fsdp2"}}, num_gpus=2)
+    )
     assert (found.job.optimizer.name, found.job.parallelism.sharding) == ("muon", "fsdp2")
     assert [finding.direction for finding in found.findings if "Muon" in finding.sentence] == ["more"]
 

@@ -55,7 +55,7 @@ def test_what_only_running_gives_is_said():
     text = TRAINING.replace("max_seq_length=512", "max_seq_length=longest(dataset)")
     read = translation_of(text)
     assert any("trainer.max_seq_length is longest(dataset), which only running" in warning for warning in read.warnings)
-    with pytest.raises(SpecError, match="the model's name is sys.argv.*; name it by --model"):
+    with pytest.raises(SpecError, match=r"the model's name is sys.argv.*; name it by --model"):
         translation_of(TRAINING.replace('"meta-llama/Llama-3.2-1B"', "sys.argv[1]"))
 
 
@@ -64,7 +64,8 @@ def test_values_are_followed_through_names_and_defaults():
         call
         for call in calls_of(
             "n = 3\nparser.add_argument('--length', default=64)\nargs = parser.parse_args()\n"
-            "f(a=n * 2 + 1, b=args.length, c=torch.bfloat16, d=not is_bfloat16_supported(), e=os.environ.get('E', '5'), g=h(1),"
+            "f(a=n * 2 + 1, b=args.length, c=torch.bfloat16, d=not is_bfloat16_supported(), e=os.environ.get('E', '5'), "
+            "g=h(1),"
             " k={'x': [n]}, **dict(m=n))",
             "a program",
         )
@@ -92,7 +93,7 @@ def test_a_program_without_training_arguments_is_refused_with_the_way_out(tmp_pa
         translation_of(path)
 
 
-REGISTRY = '''
+REGISTRY = """
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.trainer import Trainer
 from . import model_registry
@@ -114,7 +115,7 @@ def llama3_8b_full() -> Trainer.Config:
     config.training.local_batch_size = 4
     change(config)
     return config
-'''
+"""
 
 
 @pytest.fixture
@@ -128,7 +129,8 @@ def checkout(tmp_path):
 @pytest.mark.parametrize(
     "command",
     [
-        "torchrun --nproc_per_node=8 -m torchtitan.train --module llama3 --config {} --parallelism.tensor_parallel_degree 2\n",
+        "torchrun --nproc_per_node=8 -m torchtitan.train --module llama3 --config {} "
+        "--parallelism.tensor_parallel_degree 2\n",
         "NGPU=8 MODULE=llama3 CONFIG={} ./run_train.sh --parallelism.tensor_parallel_degree 2\n",
     ],
 )
@@ -141,7 +143,9 @@ def test_a_torchtitan_command_is_read_from_the_registry_around_it(checkout, comm
 
 
 def test_functions_that_change_another_configuration_are_followed(checkout):
-    (checkout / "run.sh").write_text("torchrun --nproc_per_node=8 -m torchtitan.train --module llama3 --config llama3_8b_full\n")
+    (checkout / "run.sh").write_text(
+        "torchrun --nproc_per_node=8 -m torchtitan.train --module llama3 --config llama3_8b_full\n"
+    )
     read = translation_of(checkout / "run.sh")
     assert (read.job.micro_batch_size, read.job.attention) == (4, "flash_attention_2")
     assert read.job.activation_checkpointing.mode == "full"
@@ -158,7 +162,7 @@ def test_a_registry_alone_must_have_one_configuration(tmp_path):
     assert opened(path).values["training"] == {"local_batch_size": 1, "seq_len": 8192, "steps": 1000}
 
 
-RECIPES = '''
+RECIPES = """
 def small_pretrain_config() -> ConfigContainer:
     cfg = _pretrain_common()
     cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Llama-3.2-1B").to_megatron_provider(load_weights=False)
@@ -167,17 +171,18 @@ def small_pretrain_config() -> ConfigContainer:
     cfg.model.seq_length = 4096
     cfg.train.micro_batch_size = 4
     return cfg
-'''
-COMMON = '''
+"""
+COMMON = """
 def _pretrain_common() -> ConfigContainer:
     cfg = ConfigContainer(
         model=None,
         train=TrainingConfig(global_batch_size=32, micro_batch_size=2),
-        ddp=DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+        ddp=DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True),
         mixed_precision="bf16_mixed",
     )
     return cfg
-'''
+"""
 
 
 def test_a_recipe_of_megatron_bridge_is_read_from_the_package(tmp_path, monkeypatch):

@@ -30,7 +30,8 @@ SCRIPTS = {
     "empty prefix": "X= Y=2 show a\nshow [$X]",
     "for": 'for size in 1 "b c"; do\n  if [ "$size" = 1 ]; then continue; fi\n  show "$size"\ndone\nshow $size',
     "for over an array": 'A=(x y)\nfor i in "${A[@]}"; do show $i; [[ $i == x ]] && break; done',
-    "while": "set -- --a 1 --b\nwhile [[ $# -gt 0 ]]; do\n case $1 in\n --a) A=$2; shift 2;;\n *) B=1; shift;;\n esac\ndone\nshow $A $B",
+    "while": "set -- --a 1 --b\nwhile [[ $# -gt 0 ]]; do\n"
+    " case $1 in\n --a) A=$2; shift 2;;\n *) B=1; shift;;\n esac\ndone\nshow $A $B",
     "case": 'M=llama-7b\ncase "$M" in\n  qwen*|*72b) A=1 ;;\n  *-7b) A=2 ;;\n  *) A=3 ;;\nesac\nshow $A',
     "function": 'run() {\n  local n=$1; shift\n  show $n "$@"\n}\nrun 7b "x y"\nfunction other { show o; }\nother',
     "pattern": "D=fp8_hybrid\nif [[ $D == fp8* && ! -z $D ]]; then show yes; fi\n[[ $D != *x ]] && show no",
@@ -108,7 +109,9 @@ def test_files_that_are_at_hand_are_sourced():
 
 
 def test_here_documents_are_files_that_the_script_writes():
-    script = read_script('B=2\ncat > a.json << EOF\n{"b": $B}\nEOF\ncat <<\'X\' > b.json\n{"b": "$B"}\nX\ntee c.json <<EOF\n1\nEOF')
+    script = read_script(
+        'B=2\ncat > a.json << EOF\n{"b": $B}\nEOF\ncat <<\'X\' > b.json\n{"b": "$B"}\nX\ntee c.json <<EOF\n1\nEOF'
+    )
     assert script.files == {"a.json": '{"b": 2}\n', "b.json": '{"b": "$B"}\n', "c.json": "1\n"}
 
 
