@@ -137,11 +137,19 @@ def _launch(command: Command) -> Launch | None:
             found = _program([name], words[1:], int(gpus) if re.fullmatch(r"[1-9]\d{0,5}", gpus) else None, launcher, env)
             named = tuple(env[key] for key in ("CONFIG_FILE", "CONFIG") if key in env)
             return replace(found, files=(*named, *found.files))
+        elif name.endswith(".py") and (begins := _after_dashes(words)):
+            words = begins  # a program that starts another elsewhere: mason.py ... -- accelerate launch ...
         elif name.endswith(".py") or (launcher and not name.startswith("-")):
             return replace(_program([name], words[1:], num_gpus, launcher, env), launched_by=by)
         else:
             return None
     return None
+
+
+def _after_dashes(words: list[str]) -> list[str]:
+    """The command behind `--`, where one of the launchers or Python stands there; empty for any other."""
+    rest = words[words.index("--") + 1 :] if "--" in words else []
+    return rest if rest and (rest[0] in SIZES or re.fullmatch(r"python[\d.]*", rest[0])) else []
 
 
 def _after_python(words: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """OpenRLHF's command lines: `train_sft`, `train_dpo`, `train_rm`, `train_kto`, and the actor's update of `train_ppo_ray`.
 
 Source: OpenRLHF/OpenRLHF openrlhf/cli/train_*.py (006cd708, 021d1b09), utils/deepspeed/deepspeed_utils.py
-`get_train_ds_config` (0a3fbcef), models/actor.py (log-probabilities of whole logits in float32).
+`get_train_ds_config` (0a3fbcef), utils/fsdp2/strategy.py (012aae8c), models/actor.py (log-probabilities of whole logits in float32).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from peakcast.dialects.generation import Generation
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import with_method
-from peakcast.dialects.translation import Notes, Settings, Translation, note_unsupported
+from peakcast.dialects.translation import Notes, Reading, Settings, Translation, note_unsupported
 from peakcast.spec import TrainingJob
 
 METHODS = {"sft": "sft", "dpo": "dpo", "rm": "rm", "kto": "kto", "ppo": "grpo", "ppo_ray": "grpo"}
@@ -23,7 +23,7 @@ METHODS = {"sft": "sft", "dpo": "dpo", "rm": "rm", "kto": "kto", "ppo": "grpo", 
 UNSUPPORTED = {
     "ring_attn_size": "ring attention", "ds_tensor_parallel_size": "DeepSpeed's tensor parallelism", "zpg": "ZeRO++",
     "grad_accum_dtype": "gradients added up in another dtype", "deepcompile": "DeepCompile",
-    "freezing_actor_steps": "an actor that is frozen at first", "fsdp2": "FSDP2 in DeepSpeed's place",
+    "freezing_actor_steps": "an actor that is frozen at first",
 }  # fmt: skip
 COUNTED = {"aux_loss_coef": "The experts' balancing loss", "nll_loss_coef": "A likelihood term beside the preferences"}
 """What is asked for by any number but 0."""
@@ -53,17 +53,28 @@ def from_openrlhf(pasted: Pasted) -> Translation:
     training = _training(settings, num_gpus)
     generation = _generation(settings, training) if method == "grpo" else None
     adapter = _adapter(settings, training)
-    engine = _engine(settings)
+    engine, fsdp, sure = _engine(settings), _fsdp2(settings), settings.given("zero_stage") or settings.given("backend")
     note_unsupported(settings, UNSUPPORTED)
     for key, what in COUNTED.items():
         if settings.number(key, 0):
             notes.unsupported.append(f"{what} ({key}) is not modelled.", key, "more")
-    versions = pasted.versions.of("huggingface")
-    job = notes.include(from_huggingface(model, training, adapter, engine, None, num_gpus, versions=versions))
-    who = "OpenRLHF (models/actor.py)"
-    job = with_method(job, method, "the program", notes, generation=generation, whole_logits="" if method == "sft" else who)
+
+    def job_of(under: Notes, *, shards: bool) -> TrainingJob:
+        half = {"torch_dtype": "float32"} if shards else {}  # masters; FSDP2's policy computes in param_dtype
+        given = (model, {**training, **half}, adapter, None if shards else engine, fsdp if shards else None, num_gpus)
+        job = under.include(from_huggingface(*given, versions=pasted.versions.of("huggingface")))
+        who = "" if method == "sft" else "OpenRLHF (models/actor.py)"
+        return with_method(job, method, "the program", under, generation=generation, whole_logits=who)
+
+    shards = fsdp is not None
+    job = _with_reference(job_of(notes, shards=shards), settings, notes, shards=shards)
+    if not shards and not sure:
+        fsdp = {"fsdp_version": 2, "mixed_precision": "bf16"}
+        other = _with_reference(job_of(Notes(), shards=True), settings, Notes(), shards=True)
+        way_out = "Say which by --zero_stage or by --backend fsdp2 in the command."
+        notes.others.append(Reading("OpenRLHF's FSDP2, which its releases of 2026 train with", other, way_out))
     settings.note_left(IGNORED)
-    return notes.finish(_with_reference(job, settings, method))
+    return notes.finish(job)
 
 
 def _method(settings: Settings, program: str) -> str:
@@ -134,6 +145,23 @@ def _engine(settings: Settings) -> Mapping[str, Any]:
     return {"zero_optimization": zero, "optimizer": {"type": "AdamW"}}
 
 
+def _fsdp2(settings: Settings) -> dict[str, Any] | None:
+    """FSDP2's settings where the command asks for it; None for DeepSpeed (utils/fsdp2/strategy.py `_apply_fsdp`)."""
+    asked = settings.one_of("backend", "deepspeed", ("deepspeed", "fsdp2")) == "fsdp2"
+    given = [key for key in settings.left() if key.startswith("fsdp2_")]
+    offloads, reshards = settings.switch("fsdp2_cpu_offload"), settings.switch("fsdp2_reshard_after_forward", True)
+    settings.given("fsdp2_enable_sleep")
+    if not asked and not given:
+        return None
+    settings.notes.assumptions.append("weights and states under OpenRLHF's FSDP2 are taken as float32.")
+    return {
+        "fsdp_version": 2,
+        "mixed_precision": "bf16",
+        "fsdp_offload_params": offloads,
+        "fsdp_reshard_after_forward": reshards,
+    }
+
+
 def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | None:
     rank, alpha = settings.integer("lora_rank", 0, least=0), settings.number("lora_alpha", 16)
     dropout, targets = settings.number("lora_dropout", 0), settings.words("target_modules")
@@ -184,13 +212,14 @@ def _generation(settings: Settings, training: dict[str, Any]) -> Generation:
     return Generation(sequence_length=length, refers=refers, other_memory_fraction=0.0 if sleeps else share)
 
 
-def _with_reference(job: TrainingJob, settings: Settings, method: str) -> TrainingJob:
+def _with_reference(job: TrainingJob, settings: Settings, notes: Notes, *, shards: bool) -> TrainingJob:
     """`job` with OpenRLHF's reference: a frozen copy beside the network, beside adapters too."""
-    offloads = settings.switch("ref_offload") or settings.switch("ref_reward_offload")
+    asked = [settings.switch("ref_offload"), settings.switch("ref_reward_offload")]
+    offloads = any(asked) or shards  # `prepare_ref` of FSDP2 keeps it in host memory
     if job.reference not in ("model", "adapter_off"):
         return job
     if offloads:
-        settings.notes.unsupported.append(
+        notes.unsupported.append(
             "The reference's weights in host memory (ref_offload) are not modelled: they are counted on the GPU.",
             "ref_offload",
             "less",

@@ -34,7 +34,8 @@ CONFIGS = {
 """Classes of training arguments -> the training method; "" where the trainer tells."""
 TRAINERS = {
     "SFTTrainer": "sft", "UnslothTrainer": "sft", "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo",
-    "CPOTrainer": "cpo", "GRPOTrainer": "grpo", "RewardTrainer": "reward",
+    "CPOTrainer": "cpo", "GRPOTrainer": "grpo", "RewardTrainer": "reward", "RLOOTrainer": "rloo", "TPOTrainer": "tpo",
+    "BCOTrainer": "bco", "GMPOTrainer": "gmpo", "Trainer": "", "Seq2SeqTrainer": "",
 }  # fmt: skip
 LOADERS = re.compile(r"(Auto(Peft)?Model\w*|Fast\w*Model|\w+For(CausalLM|ConditionalGeneration))\.from_pretrained")
 ADAPTERS = re.compile(r"LoraConfig|(Fast\w*Model\.)get_peft_model")

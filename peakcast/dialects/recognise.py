@@ -282,12 +282,13 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
     name = found[0].name if found else None
     if name not in HUGGING_FACE_PARTS and pasted.model is None and "hf_config" in pasted.companions:
         pasted = replace(pasted, model=pasted.companions["hf_config"], used={"hf_config"})
-    if name is None and set(pasted.values) & {field.name for field in fields(TrainingJob)}:
+    if name is None and not pasted.program and set(pasted.values) & {field.name for field in fields(TrainingJob)}:
         name = "job"
     if name is None:
         raise SpecError(
             f"{pasted.where} is no configuration that is known here (its keys: {_some(pasted.values)}). Known are "
-            f"{', '.join(dialect.title for dialect in DIALECTS.values())}; --dialect of the command line forces one.",
+            f"{', '.join(dialect.title for dialect in DIALECTS.values())}; --dialect of the command line forces one."
+            + (f" Or run it on fake tensors: peakcast dryrun -- {pasted.program} ..." if pasted.program else ""),
             parameter="job",
         )
     if name != "job":
