@@ -52,7 +52,9 @@ def kernels_reason(job: TrainingJob) -> Finding | None:
             "attention",
         ),
         (
-            flash and job.precision.parameters == "float32" and not (conventions(job).get("autocast") or mixes_precision(job)),
+            flash
+            and job.precision.parameters == "float32"
+            and not (conventions(job).get("autocast") or mixes_precision(job)),
             "flash_attention_2 has no kernel for float32; use autocast or half precision.",
             FAILS,
             "attention",

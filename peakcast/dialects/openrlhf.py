@@ -1,7 +1,8 @@
 """OpenRLHF's command lines: `train_sft`, `train_dpo`, `train_rm`, `train_kto`, and the actor's update of `train_ppo_ray`.
 
 Source: OpenRLHF/OpenRLHF openrlhf/cli/train_*.py (006cd708, 021d1b09), utils/deepspeed/deepspeed_utils.py
-`get_train_ds_config` (0a3fbcef), utils/fsdp2/strategy.py (012aae8c), models/actor.py (log-probabilities of whole logits in float32).
+`get_train_ds_config` (0a3fbcef), utils/fsdp2/strategy.py (012aae8c), models/actor.py (log-probabilities of whole logits in
+float32).
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted, flat
 from peakcast.dialects.post_training import with_method
 from peakcast.dialects.translation import Notes, Settings, Translation, note_unsupported
+from peakcast.dialects.verl_megatron import megatron_job
 from peakcast.errors import SpecError
+from peakcast.spec import TrainingJob
 
 ROLES = "actor_rollout_ref"
 IGNORED = re.compile(
@@ -47,34 +49,64 @@ def from_verl(pasted: Pasted) -> Translation:
         settings.given(f"{model}{key}")
     if not name:
         raise settings.refuse(f"{model}path", "is required: the model's hub id, its folder, or its config.json", None)
-    _refuse_megatron(settings, inside, pasted)
     num_gpus = _gpus(settings, pasted)
     generation = _generation(settings) if updates else None
     training = _training(settings, inside, model, num_gpus, generation)
-    fsdp = _fsdp(settings, inside, training)
-    adapter = _adapter(settings, model)
-    _sequence_parallelism(settings, inside)
-    versions = pasted.versions.of("huggingface")
-    job = notes.include(from_huggingface(name, training, adapter, None, fsdp, num_gpus, versions=versions))
-    if generation is not None:
-        who = "verl (workers/actor/dp_actor.py)"
-        job = with_method(job, "grpo", "the program", notes, generation=generation, whole_logits=who)
+    section = _megatron(settings, inside, pasted)
+    if section:
+        job = _megatron_job(settings, section, name, pasted, num_gpus, training)
+    else:
+        fsdp = _fsdp(settings, inside, training)
+        adapter = _adapter(settings, model)
+        _sequence_parallelism(settings, inside)
+        versions = pasted.versions.of("huggingface")
+        job = notes.include(from_huggingface(name, training, adapter, None, fsdp, num_gpus, versions=versions))
+        if generation is not None:
+            notes.assumptions.append(
+                "log-probabilities of the reference are made before the update, and its weights are in host memory then."
+            )
+            who = "verl (workers/actor/dp_actor.py)"
+            job = with_method(job, "grpo", "the program", notes, generation=generation, whole_logits=who)
     settings.note_left(IGNORED)
     return notes.finish(job)
 
 
-def _refuse_megatron(settings: Settings, inside: str, pasted: Pasted) -> None:
-    strategy = settings.text(f"{inside}strategy", settings.text("engine.strategy", settings.text("model.strategy", "fsdp")))
+def _megatron(settings: Settings, inside: str, pasted: Pasted) -> str:
+    """The section of Megatron's settings, "" where FSDP shards. Raises: SpecError where another engine does."""
+    strategy = settings.text(f"{inside}strategy", settings.text("engine.strategy", settings.text("model.strategy")))
     for key in (f"{inside}strategy", "engine.strategy", "model.strategy"):
         settings.given(key)
-    if strategy not in ("fsdp", "fsdp2") or any(key.startswith(f"{inside}megatron.") for key in settings.left()):
+    section = f"{inside}megatron." if inside else "engine."
+    there = any(key.startswith((f"{inside}megatron.", "engine.tensor_model")) for key in settings.left())
+    if strategy == "megatron" or (there and not strategy):
+        return section
+    if strategy not in ("", "fsdp", "fsdp2"):
         raise SpecError(
-            f"{pasted.where} is a verl configuration whose weights are Megatron's or another engine's, which is not read "
-            f"here; "
-            "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...).",
+            f"{inside}strategy={strategy!r} of {pasted.where} is not modelled; fsdp, fsdp2 and megatron are.",
             parameter=f"{inside}strategy",
             value=strategy,
         )
+    return ""
+
+
+def _megatron_job(
+    settings: Settings, section: str, name: Any, pasted: Pasted, num_gpus: int, training: dict[str, Any]
+) -> TrainingJob:
+    """The job of an actor under Megatron, with what of verl's step it does not say."""
+    settings.notes.unsupported.append(
+        "The loss over log-probabilities of Megatron's vocabulary-parallel logits is not modelled; the cross entropy's "
+        "is taken.",
+        f"{section}tensor_model_parallel_size",
+    )
+    key = f"{ROLES}.ref.megatron.param_offload"
+    refers = settings.switch(f"{ROLES}.actor.use_kl_loss") or settings.switch("algorithm.use_kl_in_reward")
+    if refers and not settings.switch(key):
+        settings.notes.unsupported.append(
+            f"The reference's weights, which stay on the GPU ({key} is off), are not in the number.", key, "more"
+        )
+    if training["padding_free"]:
+        settings.notes.assumptions.append("micro-batches are taken as full rows of tokens without padding.")
+    return megatron_job(settings, section, name, pasted, num_gpus, training)
 
 
 def _gpus(settings: Settings, pasted: Pasted) -> int:
@@ -222,8 +254,4 @@ def _generation(settings: Settings) -> Generation:
             "algorithm.adv_estimator",
             "more",
         )
-    notes.assumptions.append(
-        "log-probabilities of the reference are made before the update, and its weights are in host memory then (verl's "
-        "FSDP)."
-    )
     return Generation(sequence_length=prompt + answer, refers=False, other_memory_fraction=0.0 if frees else share)
