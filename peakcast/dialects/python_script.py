@@ -22,6 +22,7 @@ from peakcast.dialects.translation import Notes, Settings, Translation
 from peakcast.dialects.whose_trainer import Whose
 from peakcast.errors import SpecError
 from peakcast.fields import FrozenMapping
+from peakcast.versions import release
 
 CONFIGS = {
     "TrainingArguments": "", "Seq2SeqTrainingArguments": "", "UnslothTrainingArguments": "sft", "SFTConfig": "sft",
@@ -85,6 +86,11 @@ def values_of(calls: Sequence[Call], source: str) -> dict[str, Any]:
     sleeps = "UNSLOTH_VLLM_STANDBY" in source
     plain = {part: plain_value(values) for part, values in parts.items()}
     names["adapter"] = adapters[0].name if adapters else ""
+    last = {call.name.rpartition(".")[2]: call for call in calls}
+    names["widens"] = "prepare_model_for_kbit_training" in last
+    prepared = last.get("prepare_model_for_kbit_training", Call("", (), {"use_gradient_checkpointing": False}))
+    asked = prepared.keywords.get("use_gradient_checkpointing", True) is True
+    names["checkpoints"] = asked or "gradient_checkpointing_enable" in last
     return {ROLE: {**names, "not_given": lost, "versions": versions, "standby": sleeps}, **plain}
 
 
@@ -116,6 +122,7 @@ def from_python_script(pasted: Pasted) -> Translation:
     training |= {key: value for key, value in parts.get("trainer", {}).items() if key in ON_TRAINERS and value is not None}
     notes.unknown += [f"trainer.{key}" for key in parts.get("trainer", {}) if key not in ON_TRAINERS]
     _model(settings, training, about, unsloth=unsloth)
+    _prepared(about, training, notes)
     companions = {key: value for key, value in pasted.companions.items() if key not in ("training", "peft")}
     if adapter := _adapter(parts, about, settings, unsloth=unsloth):
         companions["peft"] = adapter
@@ -143,6 +150,9 @@ def _model(settings: Settings, training: dict[str, Any], about: Mapping[str, Any
     dtype = settings.raw("dtype") or settings.raw("torch_dtype")
     if dtype and dtype != "auto":
         training["torch_dtype"] = dtype
+    elif about.get("loader"):  # else the trainer loads it
+        old = release(str(_mapping(about.get("versions")).get("transformers", ""))) or (5,)
+        training["torch_dtype"] = "float32" if old < (5,) and not unsloth else "auto"
     if attention := settings.text("attn_implementation"):
         training["attn_implementation"] = attention
     eight = settings.switch("load_in_8bit")
@@ -161,6 +171,20 @@ def _model(settings: Settings, training: dict[str, Any], about: Mapping[str, Any
         settings.notes.ignored.append("load_in_16bit")
     _generation(settings, training, about)
     settings.given("quantization_config")
+
+
+def _prepared(about: Mapping[str, Any], training: dict[str, Any], notes: Notes) -> None:
+    """What calls on the loaded network change before it is trained."""
+    if about.get("checkpoints") and not training.get("gradient_checkpointing"):
+        training["gradient_checkpointing"] = True
+        notes.assumptions.append("gradient checkpointing is on, by a call on the network.")
+    if about.get("widens"):
+        notes.unsupported.append(
+            "peft's prepare_model_for_kbit_training widens weights that are not quantised, such as the embedding and the "
+            "head, to float32, which is not modelled: 2 bytes more for each of their parameters.",
+            "prepare_model_for_kbit_training",
+            "more",
+        )
 
 
 def _generation(settings: Settings, training: dict[str, Any], about: Mapping[str, Any]) -> None:

@@ -142,6 +142,9 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
         _take_trl_defaults(training, notes)
     else:
         _take_examples_defaults(pasted, training, notes)
+    if whose.trl and not {"dtype", "torch_dtype"} & set(training) and "hf_config" not in parts:
+        training["torch_dtype"] = "float32"  # trl 1.16 trainer/utils.py create_model_from_path, trainer/model_config.py
+        notes.assumptions.append("dtype is not given; trl loads weights in float32 (dtype: bfloat16 halves them).")
     if "hf_config" in parts:
         _leave_dtype_to_network(training)
     model = _model(pasted, parts, training)

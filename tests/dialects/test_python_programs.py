@@ -59,6 +59,19 @@ def test_what_only_running_gives_is_said():
         translation_of(TRAINING.replace('"meta-llama/Llama-3.2-1B"', "sys.argv[1]"))
 
 
+def test_calls_on_the_loaded_network_count():
+    prepared = TRAINING.replace("adapters = ", "model = prepare_model_for_kbit_training(model)\nadapters = ")
+    read = translation_of(prepared)
+    assert read.job.activation_checkpointing.mode == "full"
+    assert [finding.direction for finding in read.findings if "kbit_training" in finding.parameter] == ["more"]
+
+
+def test_a_loader_of_transformers_4_loads_float32():
+    whole = TRAINING.replace("quantization_config=bits, ", "")
+    assert translation_of(f"# pip install transformers==4.56.2\n{whole}").job.precision.parameters == "float32"
+    assert translation_of(whole).job.precision.parameters == "bfloat16"
+
+
 def test_values_are_followed_through_names_and_defaults():
     (call,) = (
         call
