@@ -81,7 +81,7 @@ def _tree(text: str) -> Node:
             "them, or give the configuration itself."
         ) from error
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
-    return parser.parse(text.encode()).root_node
+    return parser.parse(text.encode(errors="replace")).root_node
 
 
 def _source(node: Node) -> str:
