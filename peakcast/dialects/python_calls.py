@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import operator
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -167,18 +168,25 @@ class _Reader(ast.NodeVisitor):
         self.calls.append(call)
 
 
+def parsed(source: str, where: str) -> ast.Module:
+    """The tree of a Python program. Raises: SpecError where it is none, or too long to be one that configures a run."""
+    if len(source) > MAX_SLOW_CHARACTERS:
+        raise SpecError(f"{where} has {len(source):,} characters; a training script is not that long.")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd literals and escapes in somebody's program
+            return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise SpecError(f"{where} is not valid Python: {' '.join(str(error).split())}.") from error
+
+
 def calls_of(source: str, where: str) -> list[Call]:
     """The calls of a Python program in the order of its text; of a notebook's cells, without the lines of its shell.
 
     Raises: SpecError where it is no Python.
     """
-    if len(source) > MAX_SLOW_CHARACTERS:
-        raise SpecError(f"{where} has {len(source):,} characters; a training script is not that long.")
     lines = ("" if line.lstrip()[:1] in ("!", "%") else line for line in source.split("\n"))
-    try:
-        tree = ast.parse("\n".join(lines))
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise SpecError(f"{where} is not valid Python: {' '.join(str(error).split())}.") from error
+    tree = parsed("\n".join(lines), where)
     reader = _Reader()
     try:
         reader.visit(tree)

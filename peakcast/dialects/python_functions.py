@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from peakcast.dialects.python_calls import Expressions, NotGiven, call_name, plain_value
-from peakcast.dialects.text import MAX_SLOW_CHARACTERS
+from peakcast.dialects.python_calls import Expressions, NotGiven, call_name, parsed, plain_value
 from peakcast.errors import SpecError, near_misses
 
 MOST_CALLS = 20
@@ -27,12 +26,7 @@ class Functions:
         """Statements that only running would follow, as sentences."""
         self._depth = 0
         for source in sources:
-            if len(source) > MAX_SLOW_CHARACTERS:
-                raise SpecError(f"{where} has {len(source):,} characters; a configuration is not that big.")
-            try:
-                body = ast.parse(source).body
-            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-                raise SpecError(f"{where} is not valid Python: {' '.join(str(error).split())}.") from error
+            body = parsed(source, where).body
             self.functions |= {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
 
     def names(self) -> list[str]:
