@@ -7,13 +7,13 @@ Source of the rules: the Bash manual, "Shell Commands", "Shell Parameters", "Bas
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 from peakcast.dialects.shell_expansion import MAX_CHARACTERS as MAX_CHARACTERS
 from peakcast.dialects.shell_expansion import MOST_NESTED, Variables
+from peakcast.dialects.shell_tree import Node, command_nodes, descendants, joined, named, source_of, tree_of
 from peakcast.dialects.shell_values import is_whole, tested
 from peakcast.errors import SpecError
 
@@ -36,8 +36,6 @@ _WITHOUT_EFFECT = (
     "wait",
     "sleep",
 )
-Node = Any
-"""A `tree_sitter.Node`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +69,6 @@ def read_script(
     return reader.script
 
 
-def _tree(text: str) -> Node:
-    try:
-        import tree_sitter
-        import tree_sitter_bash
-    except ImportError as error:
-        raise SpecError(
-            "a shell script is read with the packages tree-sitter and tree-sitter-bash, which are not installed; install "
-            "them, or give the configuration itself."
-        ) from error
-    parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
-    return parser.parse(text.encode(errors="replace")).root_node
-
-
-def _source(node: Node) -> str:
-    """A node's text as it is written."""
-    return bytes(node.text).decode(errors="replace")
-
-
-def _named(node: Node) -> list[Node]:
-    return [child for child in node.named_children if child.type != "comment"]
-
-
 class _LoopLeftError(Exception):
     """`break` or `continue` of a loop."""
 
@@ -113,7 +89,7 @@ class _Reader:
         self._texts += 1
         if self._texts > MOST_NESTED:
             raise SpecError("the script runs text inside text too deeply to be a launch script.")
-        self._follow(_named(_tree(text)))
+        self._follow(named(tree_of(text)))
         self._texts -= 1
 
     # -- statements ---------------------------------------------------------------------------------------------------
@@ -135,20 +111,20 @@ class _Reader:
         self._blocks -= 1
 
     def _inside(self, node: Node) -> None:
-        self._follow(_named(node))
+        self._follow(named(node))
 
     _pipeline = _subshell = _ERROR = _do_group = _else_clause = _inside
 
     def _not_followed(self, node: Node) -> None:
-        self.script.notes.append(f"The script's {' '.join(_source(node).split())[:60]!r} is not followed.")
+        self.script.notes.append(f"The script's {' '.join(source_of(node).split())[:60]!r} is not followed.")
 
     def _compound_statement(self, node: Node) -> None:
-        if not _source(node).startswith("(("):
+        if not source_of(node).startswith("(("):
             self._inside(node)
 
     def _list(self, node: Node) -> None:
         """`a && b`, `a || b`: a command is taken to succeed."""
-        left, right = _named(node)[0], _named(node)[-1]
+        left, right = named(node)[0], named(node)[-1]
         if left.type in ("test_command", "negated_command"):
             holds = self._holds(left)
         else:
@@ -175,23 +151,23 @@ class _Reader:
         if node.children[0].type == "select":
             self._not_followed(node)
             return
-        name, *values = _named(node)
+        name, *values = named(node)
         body = next((child for child in values if child.type in ("do_group", "compound_statement")), None)
         words = self._words([child for child in values if child is not body])
         if not any(child.type == "in" for child in node.children):
             words = self.variables.items("@")
         for word in words:
-            self.variables.variables[_source(name)] = word
+            self.variables.variables[source_of(name)] = word
             if body is None or not self._turn(body):
                 break
 
     def _while_statement(self, node: Node) -> None:
-        condition, body = _named(node)[0], _named(node)[-1]
+        condition, body = named(node)[0], named(node)[-1]
         until = node.children[0].type == "until"
-        if condition.type not in ("test_command", "negated_command", "list") and _source(condition) not in ("true", ":"):
+        if condition.type not in ("test_command", "negated_command", "list") and source_of(condition) not in ("true", ":"):
             self._not_followed(node)
             return
-        endless = _source(condition) in ("true", ":")
+        endless = source_of(condition) in ("true", ":")
         while (endless or self._holds(condition)) != until and self._turn(body):
             self._steps += 1
 
@@ -206,7 +182,7 @@ class _Reader:
         return self._steps > before
 
     def _case_statement(self, node: Node) -> None:
-        value, *items = _named(node)
+        value, *items = named(node)
         text = self._text(value)
         for item in items:
             ends = next(index for index, child in enumerate(item.children) if child.type == ")")
@@ -215,8 +191,8 @@ class _Reader:
                 return
 
     def _function_definition(self, node: Node) -> None:
-        name, *rest = _named(node)
-        self.functions[_source(name)] = rest[-1]
+        name, *rest = named(node)
+        self.functions[source_of(name)] = rest[-1]
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
@@ -229,22 +205,22 @@ class _Reader:
 
     def _assigned(self, node: Node) -> tuple[str, str | list[str]]:
         """The variable that an assignment names, and what it has after it."""
-        name, *values = _named(node)
+        name, *values = named(node)
         appends = any(child.type == "+=" for child in node.children)
-        key = _source(name)
+        key = source_of(name)
         if values and values[0].type == "array":
-            items = self._words(_named(values[0]))
+            items = self._words(named(values[0]))
             return key, [*(self.variables.items(key) if appends else []), *items]
-        written = _source(node).partition("=")[2]
+        written = source_of(node).partition("=")[2]
         text = " ".join(self.variables.expand(written, split=False))
         if name.type == "subscript":
-            self.script.notes.append(f"The script's {_source(node)[:60]!r} is not followed.")
+            self.script.notes.append(f"The script's {source_of(node)[:60]!r} is not followed.")
         return key, (self.variables.value(key) if appends else "") + text
 
     def _declaration_command(self, node: Node) -> None:
-        exports = node.children[0].type == "export" or any(_source(child) == "-x" for child in node.children)
-        for child in _named(node):
-            text = _source(child)
+        exports = node.children[0].type == "export" or any(source_of(child) == "-x" for child in node.children)
+        for child in named(node):
+            text = source_of(child)
             if child.type == "variable_assignment":
                 self._variable_assignment(child)
             elif child.type in ("concatenation", "string", "raw_string"):  # export "NAME=value"
@@ -259,15 +235,15 @@ class _Reader:
 
     def _redirected_statement(self, node: Node) -> None:
         """A command with what it reads from a here-document, which `cat` writes to a file and `read` puts in a variable."""
-        body, *others = _named(node)
+        body, *others = named(node)
         document = next((other for other in others if other.type == "heredoc_redirect"), None)
         text = None if document is None else self._document(document)
-        words = self._words(_command_nodes(body)) if text is not None and body.type == "command" else []
+        words = self._words(command_nodes(body)) if text is not None and body.type == "command" else []
         if text is not None and words[:1] == ["read"] and len(words) > 1:
             self.variables.variables[words[-1]] = text
         elif text is not None and words[:1] in (["cat"], ["tee"]):
-            for target in _descendants(node, "file_redirect"):
-                self.script.files[self._text(_named(target)[-1])] = text
+            for target in descendants(node, "file_redirect"):
+                self.script.files[self._text(named(target)[-1])] = text
             for word in words[1:] if words[0] == "tee" else ():
                 self.script.files[word] = text
         elif body.type != "heredoc_redirect":
@@ -275,15 +251,15 @@ class _Reader:
 
     def _document(self, node: Node) -> str:
         """What a here-document holds, with its variables put in unless its end is quoted."""
-        start = next((_source(child) for child in node.children if child.type == "heredoc_start"), "")
-        text = "".join(_source(child) for child in node.children if child.type == "heredoc_body")
+        start = next((source_of(child) for child in node.children if child.type == "heredoc_start"), "")
+        text = "".join(source_of(child) for child in node.children if child.type == "heredoc_body")
         if start[:1] in ("'", '"', "\\"):
             return text
         return " ".join(self.variables.expand('"' + re.sub(r'(["`])', r"\\\1", text) + '"', split=False))
 
     def _command(self, node: Node) -> None:
         prefix = dict(self._assigned(child) for child in node.children if child.type == "variable_assignment")
-        self._run(self._words(_command_nodes(node)), {key: _as_text(value) for key, value in prefix.items()})
+        self._run(self._words(command_nodes(node)), {key: _as_text(value) for key, value in prefix.items()})
 
     def _run(self, words: list[str], prefix: dict[str, str]) -> None:
         """A command that the script starts, with the variables set before it."""
@@ -341,7 +317,7 @@ class _Reader:
         elif node.type.endswith("_expression") or (node.parent is not None and node.parent.type == "test_command"):
             known = tested(words)
         if known is None:
-            shown = " ".join(_source(node).split())[:60]
+            shown = " ".join(source_of(node).split())[:60]
             self.script.notes.append(f"The script's condition {shown!r} is not known; it is taken as not holding.")
         return bool(known)
 
@@ -349,46 +325,22 @@ class _Reader:
 
     def _words(self, nodes: Iterable[Node]) -> list[str]:
         """The words that nodes stand for; nodes that touch are one word."""
-        return [word for written in _joined(nodes) for word in self.variables.expand(written)]
+        return [word for written in joined(nodes) for word in self.variables.expand(written)]
 
     def _text(self, node: Node) -> str:
-        return " ".join(self.variables.expand(_source(node), split=False))
+        return " ".join(self.variables.expand(source_of(node), split=False))
 
     def _substituted(self, text: str) -> str | None:
         """What `$(...)` gives of a command that only prints: `cat` with a here-document, `echo`; None for all others."""
-        nodes = _named(_tree(text))
+        nodes = named(tree_of(text))
         if len(nodes) != 1:
             return None
-        documents = _descendants(nodes[0], "heredoc_redirect")
+        documents = descendants(nodes[0], "heredoc_redirect")
         if nodes[0].type == "redirected_statement" and text.split()[:1] == ["cat"] and documents:
             return self._document(documents[0]).rstrip("\n")
         if nodes[0].type == "command" and text.split()[:1] == ["echo"]:
-            return " ".join(self._words(_command_nodes(nodes[0]))[1:])
+            return " ".join(self._words(command_nodes(nodes[0]))[1:])
         return None
-
-
-def _joined(nodes: Iterable[Node]) -> Iterator[str]:
-    """The texts of `nodes`, those that touch joined."""
-    text, end = "", -1
-    for node in nodes:
-        if text and node.start_byte != end:
-            yield text
-            text = ""
-        text, end = text + _source(node), node.end_byte
-    if text:
-        yield text
-
-
-def _command_nodes(node: Node) -> list[Node]:
-    """The name and the arguments of a command."""
-    left_out = ("variable_assignment", "file_redirect", "herestring_redirect", "heredoc_redirect", "comment")
-    return [child for child in node.named_children if child.type not in left_out]
-
-
-def _descendants(node: Node, kind: str) -> list[Node]:
-    return [
-        found for child in node.named_children for found in ([child] if child.type == kind else _descendants(child, kind))
-    ]
 
 
 def _as_text(value: str | list[str]) -> str:
