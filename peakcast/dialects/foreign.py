@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 JOB = "give the model and the step as a job: --model, --micro-batch-size, --sequence-length, --sharding and the like"
 TRACE = "give the step itself: peakcast explain --trace --module FILE.py:FUNCTION runs it on fake tensors"
 XLA = "give it to MaxText's own train_compile, which prints what XLA plans: peakcast counts PyTorch's allocator"
-SECTIONS = (
-    "give its values as a TOML, YAML or JSON mapping with the sections model, training, parallelism, ..., as torchtitan's "
-    "train_configs/*.toml have them"
+DRYRUN = (
+    "run it on fake tensors instead, which needs no GPU: peakcast dryrun --gpu H100-80GB -- COMMAND, with its own command"
 )
 FLAGS = "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...), named as its fields are"
+
+SWIFT = ("infer", "deploy", "rollout", "eval", "export", "sample", "app", "web-ui")
 
 
 class Foreign(NamedTuple):
@@ -35,30 +36,26 @@ FOREIGN: tuple[Foreign, ...] = (
         FLAGS,
         ("ConfigContainer", "model_config train_config|ddp_config", "perf_matrix"),
         ("megatron.bridge",),
+        r"setup_experiment\.py",
     ),
-    Foreign("a Megatron-Bridge launcher", FLAGS, (), (), r"run_recipe\.py|setup_experiment\.py"),
-    Foreign("a NeMo AutoModel recipe", JOB, ("step_scheduler model",), ("nemo_automodel", "automodel")),
     Foreign("a NeMo 2 recipe", FLAGS, (), ("nemo.", "nemo_run", "nemo llm", "nemo vlm")),
-    Foreign("a GPT-NeoX configuration", FLAGS, ("pipe_parallel_size|pipe-parallel-size",), (), r"deepy\.py"),
     Foreign(
         "an LLM Foundry configuration",
         JOB,
         ("global_train_batch_size device_train_microbatch_size|max_seq_len",),
         ("composer",),
     ),
-    Foreign("a verl configuration", JOB, ("actor_rollout_ref", "model.partial_pretrain", "data.train_files"), ("verl.",)),
-    Foreign("an OpenRLHF command", JOB, ("pretrain micro_train_batch_size",), ("openrlhf",)),
-    Foreign("an ms-swift command for Megatron", FLAGS, (), ("megatron sft", "megatron pt", "megatron rlhf")),
-    Foreign("an ms-swift command", JOB, ("train_type model", "tuner_type model"), ("swift",)),
+    Foreign("an ms-swift command that trains nothing", JOB, (), tuple(f"swift {verb}" for verb in SWIFT)),
     Foreign(
         "a nanochat run",
-        JOB,
+        DRYRUN,
         (
             "model_config.n_kv_head model_config.sequence_len",
             "depth device_batch_size|target_param_data_ratio|aspect_ratio",
         ),
         ("nanochat", "scripts.base_train", "scripts.mid_train", "scripts.chat_sft", "scripts.chat_rl"),
     ),
+    Foreign("a nanoGPT run", DRYRUN, ("block_size n_layer|n_head|n_embd",)),
     Foreign(
         "a MaxText configuration",
         XLA,
@@ -94,20 +91,13 @@ def foreign_python(text: str) -> str:
     return next(filter(None, (foreign((), {}, name) for name in _IMPORT.findall(text))), "")
 
 
-def foreign_launch(program: str, files: Iterable[str]) -> str:
-    """What `foreign` says of a launch command's `program`, or of its configuration `files`; "" for all that is read."""
-    registered = [file for file in files if "." not in file.rsplit("/", 1)[-1]]
-    if program.startswith("torchtitan") and registered:
-        return f"is a torchtitan command for {registered[0]!r}, a Python function of its config registry; {SECTIONS}."
-    return foreign((), {}, program)
-
-
 def foreign(keys: Iterable[str], values: Mapping[str, Any], program: str) -> str:
     """The sentence that names the project which a mapping's `keys` and `values` are of, or whose `program` is run; "" where
     none is known."""
     known = set(keys)
     places = [place for place in (values, values.get("model")) if isinstance(place, Mapping)]
-    named = [program, *(str(place.get(key, "")) for place in places for key in ("_target_", "recipe"))]
+    run = {"ddp", "train", "model"} <= known  # what a run of Megatron-Bridge saves
+    named = [program, *(str(place.get(key, "")) for place in places for key in ("_target_", "recipe") if not run)]
     for each in FOREIGN:
         calls = bool(each.words) and any(name.startswith(each.words) for name in named)
         calls |= bool(each.programs) and re.fullmatch(each.programs, program.rsplit("/", 1)[-1]) is not None

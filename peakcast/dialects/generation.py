@@ -13,6 +13,8 @@ from peakcast.dialects.translation import Settings
 PROMPT, COMPLETION, UTILIZATION = 512, 512, 0.3
 """trl's defaults: of `max_prompt_length`, which releases since 1.0 do not have, of `max_completion_length`, and of
 `vllm_gpu_memory_utilization`."""
+RLOO_BETA = 0.05
+"""trl's default of `beta` in RLOOConfig; GRPO's is 0."""
 READ = (
     "num_generations", "max_prompt_length", "max_completion_length", "beta", "use_vllm", "vllm_mode", "vllm_device",
     "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
@@ -23,6 +25,7 @@ SAMPLING = re.compile(
     r"|mask_truncated_completions|num_iterations|log_completions.*|log_(unique_prompts|multimodal)|shuffle_dataset"
     r"|max_tool_calling_iterations|off_policy_.*|use_bias_correction_kl|use_transformers_.*|sync_ref_model"
     r"|transformers_continuous_batching_config|entropy_.*|use_adaptive_entropy|use_vllm|max_(prompt|completion)_length|beta"
+    r"|ds3_gather_for_generation|chat_template_kwargs|top_entropy_quantile|normalize_advantages"
 )
 """Settings of GRPO that are read here or that its optimisation step does not feel."""
 

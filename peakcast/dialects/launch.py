@@ -26,6 +26,9 @@ CONFIG_FLAGS = ("config", "config_file", "c", "job.config_file", "config-file", 
 """Flags by which programs are given their configuration file."""
 _CLIS = ("llamafactory-cli", "axolotl", "tune", "litgpt", "trl", "nemo", "automodel", "megatron", "swift")
 _FILE = re.compile(r".+\.(ya?ml|json|toml)")
+_PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
+_OF_VERL = re.compile(r"(ppo|sft)(_megatron|_veomni)?_trainer(_engine)?(\.ya?ml)?")
+"""verl's own configurations, whose values are its defaults."""
 _BEFORE = re.compile(r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|nsys|ncu|exec|uv|poetry|run|conda|stdbuf)")
 
 
@@ -77,11 +80,11 @@ def flags_to_mapping(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, .
             flag, equals, value = word.lstrip("-").partition("=")
             values[flag] = value if equals else True
             flag = None if equals else flag
-        elif flag is not None and (values[flag] is True or not re.match(r"[A-Za-z_][\w.]*=", word)):
+        elif flag is not None and (values[flag] is True or not _PAIR.match(word)):
             old = values[flag]
             values[flag] = word if old is True else [*old, word] if isinstance(old, list) else [old, word]
-        elif re.match(r"[A-Za-z_][\w.]*=", word):
-            key, _, value = word.partition("=")
+        elif _PAIR.match(word):
+            key, _, value = word.lstrip("+").partition("=")
             values[key] = value
         else:
             others.append(word)
@@ -91,6 +94,8 @@ def flags_to_mapping(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, .
 def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """`command` without programs that run the rest of it (srun, time, env), and the variables that they set."""
     words, env = list(command), {}
+    if words[:3] == ["ray", "job", "submit"] and "--" in words:
+        words = words[words.index("--") + 1 :]
     while words and _BEFORE.fullmatch(words[0]):
         words = words[1:]
         while words and (words[0].startswith("-") or "=" in words[0] or words[0].isdigit()):
@@ -132,11 +137,19 @@ def _launch(command: Command) -> Launch | None:
             found = _program([name], words[1:], int(gpus) if re.fullmatch(r"[1-9]\d{0,5}", gpus) else None, launcher, env)
             named = tuple(env[key] for key in ("CONFIG_FILE", "CONFIG") if key in env)
             return replace(found, files=(*named, *found.files))
+        elif name.endswith(".py") and (begins := _after_dashes(words)):
+            words = begins  # a program that starts another elsewhere: mason.py ... -- accelerate launch ...
         elif name.endswith(".py") or (launcher and not name.startswith("-")):
             return replace(_program([name], words[1:], num_gpus, launcher, env), launched_by=by)
         else:
             return None
     return None
+
+
+def _after_dashes(words: list[str]) -> list[str]:
+    """The command behind `--`, where one of the launchers or Python stands there; empty for any other."""
+    rest = words[words.index("--") + 1 :] if "--" in words else []
+    return rest if rest and (rest[0] in SIZES or re.fullmatch(r"python[\d.]*", rest[0])) else []
 
 
 def _after_python(words: list[str]) -> list[str]:
@@ -158,7 +171,8 @@ def _program(
     files += [word for word in others if _FILE.fullmatch(word)]
     if (hydra := values.pop("config-name", None)) is not None:
         values.pop("config-path", None)
-        files.append(str(hydra) if _FILE.fullmatch(str(hydra)) else f"{hydra}.yaml")
+        own = name and name[0].startswith("verl.") and _OF_VERL.fullmatch(str(hydra))
+        files += [] if own else [str(hydra) if _FILE.fullmatch(str(hydra)) else f"{hydra}.yaml"]
     return Launch(
         program=name[0] if name else "",
         arguments=values,

@@ -23,8 +23,8 @@ from peakcast.dialects.translation import (
     states_direction,
     words,
 )
-from peakcast.errors import SpecError
 from peakcast.images import sees_images
+from peakcast.spec import Optimizer
 
 TRAINING = {
     "per_device_train_batch_size": "per_device_train_batch_size",
@@ -45,8 +45,7 @@ ADAPTER = {
 }  # fmt: skip
 ATTENTION = {"auto": "sdpa", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 OPTIMIZERS = {
-    "use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_adam_mini": "adamw_torch",
-    "use_muon": "adamw_torch",
+    "use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_adam_mini": "adamw_torch", "use_muon": "adamw_torch",
 }  # fmt: skip
 """Switches of optimizers, with the nearest of transformers'."""
 UNSUPPORTED = {
@@ -108,13 +107,6 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     """The job of a LLaMA-Factory configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "LLaMA-Factory")
-    if settings.given("model_class"):
-        raise SpecError(
-            "model_class is a key of LLaMA-Factory's v1 configurations, which are not read; write the run with the keys of "
-            "the others (model_name_or_path, finetuning_type, per_device_train_batch_size, cutoff_len, deepspeed).",
-            parameter="model_class",
-            value=settings.raw("model_class"),
-        )
     training = renamed(settings, TRAINING)
     training["max_length"] = settings.integer("cutoff_len", 2048, assume=True)
     training["neat_packing"] = settings.switch("neat_packing")
@@ -160,6 +152,9 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         spell=speller(TRAINING, ADAPTER),
     )
     translation = _freezing(settings, translation)
+    if settings.switch("use_muon"):
+        muon = Optimizer(name="muon", implementation="loop")
+        translation = translation.changed(lambda job: job.replace(optimizer=muon))
     if stage == "rm":  # train/rm/trainer.py: a value head beside the lm_head, and every layer's hidden states
         raise settings.refuse(
             "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
@@ -262,9 +257,29 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     for key, name in OPTIMIZERS.items():
         if settings.switch(key):
             training["optim"] = name
+            _note_optimizer(settings, training, key, name)
+
+
+def _note_optimizer(settings: Settings, training: dict[str, Any], key: str, name: str) -> None:
+    """Say what of an optimizer's switch is not modelled, and keep the rank to which gradients are projected."""
+    project = key.removeprefix("use_")
+    if project in ("galore", "apollo"):
+        training["optim_args"] = f"rank={settings.size(f'{project}_rank', 16, assume=True)}"
+        training["optim_target_modules"] = settings.raw(f"{project}_target", "all-linear")
+        if training["optim_target_modules"] == "all":
+            training["optim_target_modules"] = "all-linear"
+        if settings.switch(f"{project}_layerwise"):
             settings.notes.unsupported.append(
-                f"{key} is not modelled; {name} is taken in its place.", key, states_direction(key)
+                f"{project}_layerwise updates each layer in backward, which is not modelled.",
+                f"{project}_layerwise",
+                "less",
             )
+    if project == "muon":
+        settings.notes.unsupported.append("LLaMA-Factory's own Muon is not modelled; torch's is taken.", key)
+    elif project == "adam_mini":
+        settings.notes.unsupported.append(
+            f"{key} is not modelled; {name} is taken in its place.", key, states_direction(key)
+        )
 
 
 def _rest(settings: Settings) -> None:

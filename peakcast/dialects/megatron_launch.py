@@ -18,7 +18,7 @@ from peakcast.errors import SpecError
 
 SECTIONS = ("language_model", "model_parallel")
 RENAMED = {
-    "fp8": "fp8_format",
+    "fp8": "fp8_format", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }  # fmt: skip
 """Fields of TransformerConfig, which the YAML sections have, whose flags are called otherwise."""

@@ -33,6 +33,9 @@ class Dialect(NamedTuple):
 
 DIALECTS: dict[str, Dialect] = {
     "job": Dialect("a peakcast job", ("architecture",), "job_file:from_job"),
+    "python_script": Dialect(
+        "a Python program around transformers' trainers", ("trainer_calls",), "python_script:from_python_script"
+    ),
     "axolotl": Dialect(
         "an Axolotl configuration",
         ("base_model micro_batch_size|sequence_len|adapter|datasets|sample_packing",),
@@ -54,14 +57,59 @@ DIALECTS: dict[str, Dialect] = {
         ),
         "llamafactory_megatron:from_llamafactory_megatron",
     ),
+    "llamafactory_v1": Dialect(
+        "a LLaMA-Factory v1 configuration",
+        ("model_class train_dataset|peft_config|dist_config",),
+        "llamafactory_v1:from_llamafactory_v1",
+    ),
     "llamafactory": Dialect(
         "a LLaMA-Factory configuration",
-        (
-            "model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target",
-            "model_class train_dataset|peft_config|dist_config",
-        ),
+        ("model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target",),
         "llamafactory:from_llamafactory",
         ("model_name_or_path lora_rank",),
+    ),
+    "swift_megatron": Dialect(
+        "an ms-swift configuration for Megatron",
+        (
+            "model micro_batch_size|global_batch_size|recompute_granularity|tensor_model_parallel_size"
+            "|pipeline_model_parallel_size|expert_model_parallel_size "
+            "train_type|tuner_type|max_length|finetune|load_safetensors",
+        ),
+        "swift_megatron:from_swift_megatron",
+    ),
+    "swift": Dialect(
+        "an ms-swift configuration",
+        (
+            "model train_type|tuner_type|sft_type|rlhf_type|attn_impl|quant_bits|loss_scale",
+            "model model_author|split_dataset_ratio|dataset_num_proc per_device_train_batch_size|deepspeed|max_length",
+        ),
+        "swift:from_swift",
+    ),
+    "openrlhf": Dialect(
+        "an OpenRLHF command",
+        ("pretrain micro_train_batch_size|generate_max_len|max_len|zero_stage",),
+        "openrlhf:from_openrlhf",
+    ),
+    "verl": Dialect(
+        "a verl configuration",
+        (
+            "actor_rollout_ref.model|actor_rollout_ref.actor",
+            "model.partial_pretrain",
+            "data.train_files model|model.path trainer",
+        ),
+        "verl:from_verl",
+    ),
+    "automodel": Dialect(
+        "a NeMo AutoModel recipe", ("step_scheduler model|model.pretrained_model_name_or_path",), "automodel:from_automodel"
+    ),
+    "gpt_neox": Dialect("a GPT-NeoX configuration", ("pipe_parallel_size|pipe-parallel-size",), "gpt_neox:from_gpt_neox"),
+    "megatron_bridge": Dialect(
+        "a Megatron-Bridge configuration",
+        (
+            "model|model.tensor_model_parallel_size train.micro_batch_size|train.global_batch_size|mixed_precision "
+            "ddp|checkpoint|rng",
+        ),
+        "megatron_bridge:from_megatron_bridge",
     ),
     "nanotron": Dialect("a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron:from_nanotron"),
     "torchtune": Dialect("a torchtune recipe", ("model._component_",), "torchtune:from_torchtune"),
@@ -161,9 +209,11 @@ NOTHING = Beside()
 
 
 PROGRAMS = {
-    "llamafactory-cli": ("llamafactory_megatron", "llamafactory"), "axolotl": ("axolotl",),
+    "llamafactory-cli": ("llamafactory_v1", "llamafactory_megatron", "llamafactory"), "axolotl": ("axolotl",),
     "axolotl.cli.train": ("axolotl",), "tune": ("torchtune",), "litgpt": ("litgpt",),
-    "torchtitan.train": ("torchtitan",), "run_train.sh": ("torchtitan",),
+    "openrlhf": ("openrlhf",), "verl": ("verl",), "automodel": ("automodel",), "run_recipe.py": ("megatron_bridge",),
+    "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",),
+    "run_train.sh": ("torchtitan",),
 }  # fmt: skip
 """Programs that read one project's configurations only -> its dialects; the last where no sign of the others is there."""
 
@@ -180,6 +230,7 @@ class Recognised(NamedTuple):
 def recognised(values: Mapping[str, Any], program: str = "") -> list[Recognised]:
     """The dialects that a mapping may be written in, the likeliest first; those after a sure one are left out."""
     word = program.split(" ")[0].rsplit("/", 1)[-1]
+    word = word if word in PROGRAMS else word.split(".")[0]  # openrlhf.cli.train_sft
     keys = _keys(values)
     found: list[Recognised] = []
     for name, dialect in DIALECTS.items():
@@ -231,12 +282,13 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
     name = found[0].name if found else None
     if name not in HUGGING_FACE_PARTS and pasted.model is None and "hf_config" in pasted.companions:
         pasted = replace(pasted, model=pasted.companions["hf_config"], used={"hf_config"})
-    if name is None and set(pasted.values) & {field.name for field in fields(TrainingJob)}:
+    if name is None and not pasted.program and set(pasted.values) & {field.name for field in fields(TrainingJob)}:
         name = "job"
     if name is None:
         raise SpecError(
             f"{pasted.where} is no configuration that is known here (its keys: {_some(pasted.values)}). Known are "
-            f"{', '.join(dialect.title for dialect in DIALECTS.values())}; --dialect of the command line forces one.",
+            f"{', '.join(dialect.title for dialect in DIALECTS.values())}; --dialect of the command line forces one."
+            + (f" Or run it on fake tensors: peakcast dryrun -- {pasted.program} ..." if pasted.program else ""),
             parameter="job",
         )
     if name != "job":

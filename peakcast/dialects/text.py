@@ -20,17 +20,22 @@ MAX_SLOW_CHARACTERS = 2**19
 
 ENDINGS = {
     ".json": "JSON", ".yaml": "YAML", ".yml": "YAML", ".toml": "TOML",
-    ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".py": "Python",
+    ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".py": "Python", ".ipynb": "JSON",
 }  # fmt: skip
 """What a file is by its ending."""
 _COMMAND = re.compile(
     r"^#!.*\b(?:ba|z)?sh\b"
-    r"|^[ \t]*(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s)"
+    r"|^[ \t]*(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s"
+    r"|(?:swift|megatron|trl|litgpt|tune|ray|nemo|automodel|uv)[ \t]+[a-z])"
     r"|^[ \t]*\S{0,400}?pretrain_\w{1,100}\.py\b",
     re.MULTILINE,
 )
+_PROGRAM = re.compile(r"(?:from\s+[\w.]+\s+import\s|import\s+[\w.]+(?:\s+as\s+\w+)?\s*(?:[,;#]|$))|(?:!|%)pip\s")
+"""A first line that a Python program or a notebook's code has."""
 _TABLE = re.compile(r"\s*(?:\[[\w.\"-]+\]|[\w.]+\s*=\s*\S)")
 """A first line that TOML has and YAML has not."""
+_NO_JSON = re.compile(r",\s*[}\]]|^\s*#", re.MULTILINE)
+"""A comma before a bracket that closes, or a comment: YAML has them and JSON has not."""
 
 
 _FILES_ARE_READ: ContextVar[bool] = ContextVar("files_are_read", default=True)
@@ -44,6 +49,11 @@ def no_files() -> Iterator[None]:
         yield
     finally:
         _FILES_ARE_READ.reset(token)
+
+
+def files_are_read() -> bool:
+    """Whether the question is one of the user whose files and token are here: false inside `no_files`."""
+    return _FILES_ARE_READ.get()
 
 
 PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
@@ -74,9 +84,12 @@ def kind_of(text: str, ending: str = "") -> str:
     if ending.lower() in ENDINGS:
         return ENDINGS[ending.lower()]
     begins = (line for line in io.StringIO(text) if line.strip() and not line.lstrip().startswith("#"))
-    table = _TABLE.match(next(begins, "")) is not None
+    first = next(begins, "")
+    if _PROGRAM.match(first):
+        return "Python"
+    table = _TABLE.match(first) is not None
     if text.lstrip()[:1] in ("{", "["):
-        return "TOML" if table else "JSON"
+        return "TOML" if table else "YAML" if _NO_JSON.search(text) else "JSON"
     if _COMMAND.search(text):
         return "shell"
     return "TOML" if table else "YAML"

@@ -46,7 +46,7 @@ IGNORED = re.compile(
     r"|parallelism\.(enable_async_tensor_parallel|context_parallel_rotate_method|context_parallel_load_balancer|enable_compiled_autograd"
     r"|expert_parallel_comm_backend|pipeline_parallel_expert_parallel_overlap|module_fqns_per_model_part"
     r"|pipeline_parallel_schedule_csv)"
-    r"|compile\.(backend|mode|enable_async_tensor_parallel)"
+    r"|override(\..*|$)|compile\.(backend|mode|enable_async_tensor_parallel)"
     r"|loss\.(global_vocab_size|loss_fn\..*|ignore_index|mtp_scale)"
     r"|optimizer\.optimizer_factory_kwargs.*|parallelism\.(spmd_backend|context_parallel_ptrr_mask_key)"
 )
@@ -98,7 +98,7 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         gradient_accumulation_steps=steps,
         precision=precision,
         optimizer=_optimizer(settings),
-        attention=described_attention(pasted) or ("flex" if settings.switch("model.use_flex_attn") else "sdpa"),
+        attention=described_attention(pasted) or _attention(settings),
         activation_checkpointing=_checkpointing(settings, pasted),
         loss=Loss(fused_linear_cross_entropy=chunks > 0),
         compile=bool(compiled),
@@ -110,6 +110,12 @@ def from_torchtitan(pasted: Pasted) -> Translation:
     _note_experts(job, notes)
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _attention(settings: Settings) -> Literal["sdpa", "flex", "flash_attention_2"]:
+    if settings.text("model.attn_backend") == "varlen":
+        return "flash_attention_2"
+    return "flex" if settings.switch("model.use_flex_attn") else "sdpa"
 
 
 def _release(pasted: Pasted, notes: Notes) -> str:

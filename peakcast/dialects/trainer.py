@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from peakcast.dialects.accelerate import Launcher, launcher_of, refuse_twice
-from peakcast.dialects.generation import READ, SAMPLING, Generation, generation_of
+from peakcast.dialects.generation import READ, RLOO_BETA, SAMPLING, Generation, generation_of
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import METHODS, NOT_MODELLED, with_method
@@ -43,7 +43,7 @@ _SCRIPT = re.compile(
     r"dataset_.*|datasets?|model_(revision|code_revision|adapter_name)|base_model_revision|chat_template|trust_remote_code"
     r"|ignore_bias_buffers|columns.*|streaming|test_split_size|config|system_prompt|router_aux_loss_coef|disable_dropout"
     r"|pad_to_multiple_of|pad_token|truncation_mode|tools|max_prompt_length|max_completion_length"
-    r"|label_pad_token_id|padding_value|generate_during_eval|discopop_tau|ld_alpha|loss_weights|f_.*|label_smoothing"
+    r"|cpo_alpha|simpo_gamma|alpha|is_encoder_decoder|tpo_(alpha|l_gamma)|label_pad_token_id|padding_value|generate_during_eval|discopop_tau|ld_alpha|loss_weights|f_.*|label_smoothing"
     r"|use_weighting|use_logits_to_keep|precompute_ref_batch_size|ref_.*|base_model_attribute_name|force_use_ref_model"
     r"|benchmarks|callbacks|hub_model_revision|wandb_.*|overwrite_hub_revision|push_to_hub_revision|num_completions_to_print"
 )
@@ -59,6 +59,7 @@ _OF_METHOD = {
     "grpo": ("num_generations", "use_vllm"),
     "kto": ("desirable_weight", "undesirable_weight"),
     "reward": ("center_rewards_coefficient",),
+    "distillation": ("teacher_model_server_url", "lmbda", "distillation_mode", "teacher_server_urls"),
     "dpo": ("precompute_ref_log_probs", "beta", "rpo_alpha", "reference_free", "sync_ref_model"),
 }
 """Keys by which TRL's trainers other than SFTTrainer are told apart."""
@@ -141,6 +142,9 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
         _take_trl_defaults(training, notes)
     else:
         _take_examples_defaults(pasted, training, notes)
+    if whose.trl and not {"dtype", "torch_dtype"} & set(training) and "hf_config" not in parts:
+        training["torch_dtype"] = "float32"  # trl 1.16 trainer/utils.py create_model_from_path, trainer/model_config.py
+        notes.assumptions.append("dtype is not given; trl loads weights in float32 (dtype: bfloat16 halves them).")
     if "hf_config" in parts:
         _leave_dtype_to_network(training)
     model = _model(pasted, parts, training)
@@ -152,7 +156,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     if quantization:
         training["quantization_config"] = quantization
     method = _method(pasted.program, training)
-    generation = _generation(training, notes) if method == "grpo" else None
+    generation = _generation(training, notes, method) if METHODS.get(method, METHODS["sft"]).kind == "grpo" else None
     _note_loss(training, method, notes)
     if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
         notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
@@ -207,8 +211,16 @@ def _drop(training: dict[str, Any], notes: Notes, chosen: Callable[[str], bool])
         del training[key]
 
 
-def _generation(training: dict[str, Any], notes: Notes) -> Generation:
-    """What GRPO's completions make of the run; `training` says how long its sequences are, and no more of them."""
+def _generation(training: dict[str, Any], notes: Notes, method: str) -> Generation:
+    """What completions make of a run of GRPO or its kin; `training` says how long its sequences are, and no more of
+    them."""
+    if Settings(training, notes, "trl").switch("cast_lm_head_to_fp32"):
+        notes.unsupported.append(
+            "The head's weight in float32 (cast_lm_head_to_fp32) is not modelled.", "cast_lm_head_to_fp32", "more"
+        )
+    training.pop("cast_lm_head_to_fp32", None)
+    if method == "rloo":
+        training.setdefault("beta", RLOO_BETA)
     given = {key: training[key] for key in READ if key in training}
     generation = generation_of(Settings(given, notes, "trl"), "per_device_train_batch_size")
     for key in [key for key in training if SAMPLING.fullmatch(key)]:
@@ -315,10 +327,10 @@ def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Not
 
 def _method(program: str, training: Mapping[str, Any]) -> str:
     """The training method: as the program is called, else as keys of one trainer say, else sft."""
-    words = re.findall(r"[a-z]+", program.lower().rsplit("/", 1)[-1])
-    for word in words:
-        if word in METHODS or word in NOT_MODELLED:
-            return str(word)
+    stem = re.sub(r"\W+", " ", program.lower().rsplit("/", 1)[-1]).replace("_", " ")
+    for name in (*NOT_MODELLED, *METHODS):  # "online_dpo" before "dpo"
+        if re.search(rf"\b{name.replace('_', ' ')}\b", stem):
+            return name
     for name, keys in _OF_METHOD.items():
         if any(training.get(key) is not None for key in keys):
             return name

@@ -33,6 +33,8 @@ FEWER_STATES = (
     "mini",
 )
 """Words in the names of optimizers that keep one state, or narrower ones."""
+MORE_STATES = ("ademamix", "grokadamw")
+"""Words in the names of optimizers that keep three states."""
 NOT_MODELLED, UNKNOWN = "setting_not_modelled", "setting_unknown"
 """Codes of findings (`findings.KINDS`)."""
 
@@ -251,7 +253,9 @@ def gpu_count(number: object) -> int:
 
 def states_direction(optimizer: str) -> Direction:
     """Which way the peak moves where AdamW stands in for `optimizer`: down for those known to keep less than two states of
-    four bytes for each parameter."""
+    four bytes for each parameter, up for those with a third."""
+    if any(word in optimizer.lower() for word in MORE_STATES):
+        return "more"
     return "less" if any(word in optimizer.lower() for word in FEWER_STATES) else "either"
 
 

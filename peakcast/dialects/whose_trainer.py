@@ -25,7 +25,9 @@ train whether it is given or not."""
 OF_EITHER = re.compile(r"dataset_(name|config)|max_seq_length|lora_(r|alpha|dropout|target_modules)")
 """Keys that are of TRL, and of scripts around transformers' Trainer as well."""
 EXAMPLE_SCRIPT = re.compile(r"run_\w+\.py")
-TRL_SCRIPT = re.compile(r"trl( .*)?|((run_)?(sft|dpo|kto|grpo|orpo|cpo|reward)|reward_modeling|sft_vlm|sft_video_llm)\.py")
+TRL_SCRIPT = re.compile(
+    r"trl( .*)?|((run_)?(sft|dpo|kto|bco|grpo|orpo|cpo|tpo|rloo|gmpo|reward)|reward_modeling|sft_vlm|sft_video_llm)\.py"
+)
 
 
 class Whose(NamedTuple):
