@@ -27,11 +27,11 @@ COMPILED = {
     "are counted.",
     "fsdp": "FSDP's hooks break the graph of a compiled network at each unit: layers compiled one by one are counted.",
 }
-"""What torch.compile makes of the network, by how it is distributed."""
+"""How the network is distributed -> which part of it torch.compile compiles."""
 FLOAT8 = ("THUN-007", "THUN-008", "THUN-009", "THUN-010")
 RECOMPUTED_FLOAT8 = ("THUN-008", "THUN-010")
 APART = ("THUN-006",)
-"""Embedding, last norm and head are wrapped as units of their own."""
+"""Rows in which embedding, last norm and head are wrapped as units of their own."""
 
 
 def read_lightning_thunder(path: Path) -> list[Measurement]:
