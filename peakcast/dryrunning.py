@@ -1,4 +1,5 @@
-"""What `api.dryrun` does: a user's own training script on fake tensors, then an answer as `predict` gives it."""
+"""The implementation of `api.dryrun`: runs a user's training script on fake tensors, then gives an answer like
+`predict`."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 600.0
 ADVISED = 0.01
-"""How far the ledger's peak of the job that was seen may be from the script's for its advice to hold."""
+"""How far the ledger's peak of the job that was seen may be from the script's, as a fraction, for advice to be given."""
 MEMORY_SHARE = 0.8
-"""Of the machine's free memory, what the script may use unless it is said."""
+"""Fraction of the machine's free memory that the script may use by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dryrun:
-    """What a dry run found: the answer, the job that the script turned out to run, and the timelines of its rank."""
+    """The result of a dry run: the answer, the job that the script turned out to run, and the timelines of its rank."""
 
     answer: Answer
     job: TrainingJob
@@ -49,17 +50,17 @@ class Dryrun:
     steps: int
     seconds: float
     kept: Kept | None = None
-    """The recipe that was kept, where one was asked for."""
+    """The recipe that was saved, if one was asked for."""
     not_kept: str = ""
-    """Why none was."""
+    """Why no recipe was saved."""
 
     @property
     def fits(self) -> str:
-        """As the answer has it."""
+        """The answer's verdict."""
         return self.answer.fits
 
     def to_mapping(self) -> dict[str, Any]:
-        """The answer's mapping, and what ran."""
+        """The answer's mapping, and what was run."""
         from peakcast.spec import job_to_mapping
 
         ran = {"command": list(self.command), "steps": self.steps, "seconds": round(self.seconds, 1)}
@@ -151,7 +152,7 @@ def _with_recipe(
 def answered(
     job: TrainingJob, device: Device, rank: int, seen: Seen, calibration: Calibration | str | Path | None = None
 ) -> Answer:
-    """As `predict --baseline trace` answers, of timelines that were seen already."""
+    """The answer that `predict --baseline trace` gives, from timelines that were recorded already."""
     from peakcast.answers import answer_from_trace
     from peakcast.models.baseline_choice import SeenRun
 
@@ -168,8 +169,8 @@ def answered(
 
 
 def _advice(job: TrainingJob, device: Device, rank: int, seen: Seen) -> tuple[Advice, ...]:
-    """What `predict` would say to `job`, where its own peak of that is the script's; nothing where the script does other
-    things, or trains a network that is none of transformers'."""
+    """The advice that `predict` gives for `job`, if its own peak equals the script's. Empty if the script does something
+    else, or trains a network that is not from transformers."""
     from peakcast.explaining.advice import first_to_try
     from peakcast.keeping import UNDESCRIBED
     from peakcast.models.analytical.ledger import ledger
@@ -205,7 +206,7 @@ def _few_steps(seen: Seen) -> tuple[Finding, ...]:
 
 
 def _lengths(length: int | None, lengths: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Tokens of the shortest and the longest row; None where nobody has said."""
+    """Tokens of the shortest and of the longest row; None if neither argument is given."""
     if length is not None and lengths is not None:
         raise SpecError("length and lengths contradict each other; give one of them.", parameter="lengths", value=lengths)
     shortest, longest = lengths or (length, length)

@@ -1,4 +1,4 @@
-"""A step of installing peakcast; nothing else imports it."""
+"""A step of peakcast's installation; no other module imports this one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from setuptools.command.build_py import build_py
 
 
 class BuildPy(build_py):  # type: ignore[misc]
-    """Byte-compiles the modules of an editable install, as installers do those of any other. Python would do it at the
-    first import, where it may write beside them; where not (PYTHONDONTWRITEBYTECODE, a read-only folder), every start
-    would compile two hundred modules anew."""
+    """Byte-compiles the modules of an editable install, as installers do for other installs. Otherwise Python compiles them
+    at the first import, if it may write beside them; if not (PYTHONDONTWRITEBYTECODE, a read-only folder), every start
+    would compile two hundred modules again."""
 
     def run(self) -> None:
         super().run()

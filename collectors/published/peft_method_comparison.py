@@ -21,8 +21,9 @@ COMMON_ASSUMPTIONS = (
     "Rows of a batch are taken as equally long: the source pads them, and says neither by how much nor which batch it was.",
 )
 UNPADDED = {"sdpa_repeats_key_value": False, "sdpa_copies": False}
-"""Conventions of older releases for batches without padding. The source's batches are padded, so these are overridden: rows
-of transformers 4.52.4 and 4.57.1 measured the same bytes, while unpadded ones would have needed 5 % less from 4.54 on."""
+"""Copies that older releases make for batches without padding, switched off: the job's unpadded batches only stand for the
+source's padded ones. Rows of transformers 4.52.4 and 4.57.1 measured the same bytes, while unpadded batches would have
+needed 5 % less from 4.54 on."""
 OPTIMIZERS = {"AdamW": "adamw", "lora-fa": "adamw"}
 """The source's name -> peakcast's. LoRA-FA is AdamW over lora_B, with lora_A frozen (peft optimizers/lorafa.py)."""
 
