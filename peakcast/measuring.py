@@ -1,5 +1,5 @@
-"""Rows: the doors `collect`, which measures or traces them, `verify`, which lays the ledger beside traces, and
-`import_published`, which takes over what others measured; and `collect_constants`, which reads what no tensor has."""
+"""Rows: the implementation of `collect`, which measures or traces them; `verify`, which compares the ledger with traces;
+`import_published`, which imports measurements of others; and `collect_constants`, which reads memory outside of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SELECTIONS = ("grid", "informative")
 UNNAMED_GPU = "A100-80GB"
-"""What cells are compared on when the GPU type is not named: only their order depends on it."""
+"""The GPU type on which cells are compared if none is named; only their order depends on it."""
 
 
 def collect(
