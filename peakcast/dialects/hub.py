@@ -31,9 +31,8 @@ def is_hub_id(name: str) -> bool:
 def config_of(hub_id: str) -> dict[str, Any]:
     """The config.json of `hub_id`, from the cache that Hugging Face's libraries share, else from the hub.
 
-    `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` hold as in huggingface_hub. No token is sent.
-    Raises: CatalogError saying which of the two failed and what to do instead.
-    """
+    `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` work as in huggingface_hub. No token is sent. Raises:
+    CatalogError saying which of the two failed and what to do instead."""
     cached = _cached(hub_id)
     if cached is not None:
         return _mapping(read_text(cached, named=False), hub_id)
@@ -47,7 +46,7 @@ def config_of(hub_id: str) -> dict[str, Any]:
 
 
 def _cached(hub_id: str) -> Path | None:
-    """The newest cached config.json of `hub_id`, None for none."""
+    """The newest cached config.json of `hub_id`; None if there is none."""
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     try:
@@ -59,7 +58,7 @@ def _cached(hub_id: str) -> Path | None:
 
 @functools.lru_cache(maxsize=256)
 def _fetched(url: str) -> tuple[str, str]:
-    """The text at `url`, or "" and why there is none; each URL is asked for once, failures included."""
+    """(the text at `url`, ""), or ("", why there is none). Each URL is requested once, even if it fails."""
     import http.client
     import urllib.error
     import urllib.request
