@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peakcast.errors import CalibrationError, CatalogError, RecordError, near_misses
+from peakcast.extras import need
 from peakcast.places import calibration_folder, checkout_folder, explained
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from peakcast.records import Measurement
     from peakcast.searching.search import Progress
     from peakcast.tracking import Tracker
+
+FITTING, DRAWING = ("sklearn", "scipy"), ("matplotlib", "jinja2")
+"""What fits, and what writes reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,9 @@ def fit(
 
     Written to `output`/<gpu>.json, by default where `predict` looks. If the rows are the same as before, the file keeps its
     content and its date. `tracker` registers each calibration, and moves the GPU type's alias to it unless it is worse on
-    unseen architectures than the one that has the alias. Raises: RecordError, CatalogError or CalibrationError."""
+    unseen architectures than the one that has the alias. Raises: MissingPackageError, RecordError, CatalogError or
+    CalibrationError."""
+    need("fitting a calibration", *FITTING)
     from peakcast.models.samples import prepare
 
     rows = _rows(datasets)
@@ -104,7 +110,9 @@ def evaluate(
     """How accurate the predictor is on architectures, layouts and GPU types that it was not fitted on (DESIGN section 6).
 
     `gpu` must have rows; every row is used all the same, since GPU types learn from each other. `new_hardware` also
-    computes how the error on each GPU type falls with rows of its own; `calibrations` are stored with what is tracked."""
+    computes how the error on each GPU type falls with rows of its own; `calibrations` are stored with what is tracked.
+    Raises: MissingPackageError, RecordError or CatalogError."""
+    need("judging the predictor", *FITTING, *(DRAWING if tracker else ()))
     from peakcast.models.evaluation import SPLITS
     from peakcast.models.samples import prepare
 
@@ -175,7 +183,9 @@ def report(
     """Write the accuracy report of `gpu` (None: of every GPU type that has rows), and the page that lists them all.
 
     HTML, Markdown and CSV in `output`/<gpu>/, by default in the checkout's `reports/`. The same rows give the same bytes.
+    Raises: MissingPackageError, RecordError or CatalogError.
     """
+    need("an accuracy report", *(() if evaluation else FITTING), *DRAWING)
     from peakcast.reports.render import write_index, write_report
 
     folder = _made(Path(output) if output is not None else checkout_folder("reports"))
@@ -200,7 +210,9 @@ def reproduce(
 ) -> tuple[list[Fitted], Evaluation, list[Path]]:
     """Fit every GPU type, evaluate on what was held out, and write all reports: everything published, from the rows.
 
-    With `output`, calibrations go to `output`/calibration and reports to `output`/reports, and no other file is changed."""
+    With `output`, calibrations go to `output`/calibration and reports to `output`/reports, and no other file is changed.
+    Raises: MissingPackageError, RecordError or CatalogError."""
+    need("reproducing what is published", *FITTING, *DRAWING)
     from peakcast.models.evaluation import SPLITS
     from peakcast.models.samples import prepare
 

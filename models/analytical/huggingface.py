@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from peakcast.allocator import Allocator
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
-from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs, tied_in_graph
 from peakcast.models.analytical.blocks.hf_traits import traits
@@ -91,7 +90,7 @@ def huggingface_ledger(
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
     hold_reference(timeline, job)
-    timeline.run_again(_workspaces(device, job.versions))
+    timeline.run_again(_workspaces(training_workspaces(device, job)))
     _hold_before_forward(timeline, job)
     _micro_batches(timeline, job, context, layout, step)
     if alone:
@@ -104,7 +103,7 @@ def huggingface_ledger(
 def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
     """A step of one micro-batch on one GPU, assembled from recorded parts that similar jobs share."""
     before, context, start, ended = _one_micro_batch(_graph_job(job), kernels_of(device))
-    timeline = before.fork(_resident(weights_job(job)), _workspaces(device, job.versions))
+    timeline = before.fork(_resident(weights_job(job)), _workspaces(training_workspaces(device, job)))
     if step == "steady":
         _hold_previous_outputs(timeline, job, context, start, ended)
     else:
@@ -181,10 +180,10 @@ def _resident(job: TrainingJob) -> Recording:
 
 
 @lru_cache(maxsize=64)
-def _workspaces(device: Device | None, versions: FrozenMapping) -> Recording:
-    """The library workspaces that exist from the step's beginning on, as a recording."""
+def _workspaces(workspaces: tuple[tuple[str, str, int], ...]) -> Recording:
+    """The library workspaces that exist from the step's beginning on, (name, thread, bytes) each, as a recording."""
     step = Step()
-    step.hold_all(training_workspaces(device, versions), Category.WORKSPACES)
+    step.hold_all(workspaces, Category.WORKSPACES)
     return step.record()
 
 

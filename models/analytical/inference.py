@@ -23,7 +23,7 @@ from peakcast.models.analytical.quantization import scratch_bytes
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.models.analytical.stored_parameters import quantised_shapes
 from peakcast.models.analytical.template import Template
-from peakcast.models.analytical.workspaces import training_workspaces
+from peakcast.models.analytical.workspaces import FORWARD_THREAD, training_workspaces
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline
 
@@ -62,7 +62,8 @@ def inference_ledger(
     hold_buffers(timeline, job)
     unpacked = scratch_bytes(str(conventions(job).get("gptq_kernel", "")), quantised_shapes(job))
     timeline.hold("exllama.scratch", Category.WORKSPACES, unpacked, 0)
-    timeline.hold_all(training_workspaces(device, job.versions)[:1], Category.WORKSPACES)  # no autograd thread
+    alone = [entry for entry in training_workspaces(device, job) if entry[1] == FORWARD_THREAD]
+    timeline.hold_all(alone, Category.WORKSPACES)
     prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
     token = job.micro_batch_size * INT64
     timeline.hold("input_ids", Category.INPUTS, prompt * token, 0)  # the caller's own; those that grow are held below

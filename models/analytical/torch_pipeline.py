@@ -66,7 +66,7 @@ def pipeline_ledger(
     held = _layout(job, chunks)
     timeline = Step(hooks=held)
     held.hold_resident(timeline)
-    timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
+    timeline.hold_all(training_workspaces(device, job), Category.WORKSPACES)
     sequences = job.gradient_accumulation_steps * job.micro_batch_size
     for name in ("input_ids", "labels"):
         timeline.hold(name, Category.INPUTS, sequences * job.sequence_length * INT64, 0)

@@ -46,7 +46,7 @@ def recipe_ledger(
     hand_updates(job, layout, step)
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
-    timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
+    timeline.hold_all(training_workspaces(device, job), Category.WORKSPACES)
     network.run(timeline, layout, min(job.gradient_accumulation_steps, DIFFERENT_MICRO_BATCHES))
     place_optimizer_step(timeline, job, layout, step)
     network.hold_across(timeline, first_step=step == "first")
