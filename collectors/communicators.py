@@ -2,7 +2,8 @@
 peakcast.collectors.communicators FILE.json`), and rank 0 writes the file.
 
 First every rank makes a communicator of its own, which loads NCCL; then come communicators of 2 ranks, of 4, ..., of all.
-For each it records the bytes on rank 0's GPU that the driver counts and PyTorch's allocator does not."""
+For each it records the bytes on rank 0's GPU that the driver counts and PyTorch's allocator does not.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def read_constants(gpu: str | None, timeout_seconds: float, probe: Probe | None 
     """Read the GPU of this machine, which is of type `gpu` (None: the type that CUDA reports). `timeout_seconds` limits
     each program.
 
-    Raises: CollectorError, in a sentence, without a GPU, torch or NVML, or for a GPU that the catalog does not have."""
+    Raises: CollectorError, in a sentence, without a GPU, torch or NVML, or for a GPU that the catalog does not have.
+    """
     probe = probe or run_probe
     alone = probe(FIRST_USES, 1, timeout_seconds)
     if alone.get("context_bytes") is None:

@@ -3,7 +3,8 @@
 All steps of `STEPS` run in this one process, in order. Each gets three figures: `outside_bytes`, what the driver counts and
 PyTorch's allocator does not (handles, kernels, communicators); `kept_bytes`, what stays allocated (workspaces);
 `temporary_bytes`, what was allocated beyond that and freed again. For a library that is not installed or fails, a sentence
-says so, and the other steps still run."""
+says so, and the other steps still run.
+"""
 
 from __future__ import annotations
 

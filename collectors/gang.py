@@ -2,7 +2,8 @@
 
 `run` is the launcher. `python -m peakcast.collectors.gang FOLDER WORK` is a rank: it reads the question in `FOLDER`, does
 `WORK` and writes its answer there. When a rank is lost, torchrun ends the others. It starts ranks in sessions of their own,
-so each also asks Linux to end it when torchrun ends: a rank that lived on would hold its GPU."""
+so each also asks Linux to end it when torchrun ends: a rank that lived on would hold its GPU.
+"""
 
 from __future__ import annotations
 

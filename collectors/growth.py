@@ -1,7 +1,8 @@
 """GPU memory outside PyTorch's allocator, step by step: how much each library takes when it is first used.
 
 The driver counts the CUDA context, the code of kernels, handles and communicators; PyTorch does not. In a measured cell the
-steps are the phases of its first training step; in `collectors/first_uses.py` there is one for each library."""
+steps are the phases of its first training step; in `collectors/first_uses.py` there is one for each library.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ The history is `torch.cuda.memory._snapshot()["device_traces"]`: a mapping for e
 it is recorded, every operator stamps the actions of its thread with its number (`_set_memory_metadata`, torch 2.10 or
 newer): "17" while it runs, "17+" after it. An allocation is *visible* if, while it lived, the storage of a tensor that an
 operator took or returned was at its address; any other is *hidden*: a workspace of a kernel or a library. Nothing here
-imports torch, so recorded histories can be read anywhere."""
+imports torch, so recorded histories can be read anywhere.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ list of these, one for each rank ("others" has all but the first). The parent im
 process has a group of its own: when its time is up or it has ended, everything that it started is killed. A forked process
 cannot use CUDA if its parent has touched it. If a library touches CUDA on import, the cell is started as a program of its
 own, which is slower and otherwise the same. The parent leads a session; when it is ended from outside, it ends the whole
-session."""
+session.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """NVML: memory in use on the GPU as the driver counts it, which processes use it, and sentences that say what cannot be
 read here and why.
 
-Facts about NVML are from docs/where-memory-goes.md, section B, and from NVIDIA's NVML API reference."""
+Facts about NVML are from docs/where-memory-goes.md, section B, and from NVIDIA's NVML API reference.
+"""
 
 from __future__ import annotations
 

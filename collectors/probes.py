@@ -1,6 +1,7 @@
 """Readings of the machine: the CUDA allocator's statistics, versions, host memory. Bytes are ints.
 
-A reading is None if a driver or a permission is missing; the measurement then says less, but nothing wrong."""
+A reading is None if a driver or a permission is missing; the measurement then says less, but nothing wrong.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +159,8 @@ def attention_in_graph(loss: Any) -> str | None:
 def attention_backend(job: TrainingJob) -> str:
     """The kernel that scaled dot product attention would use on this GPU for the job's heads, as PyTorch chooses it.
 
-    Allocates on the GPU, so it must be called after the last step."""
+    Allocates on the GPU, so it must be called after the last step.
+    """
     import torch
 
     architecture, dtype = job.architecture, getattr(torch, job.precision.compute, torch.bfloat16)  # float8 attends in bf16

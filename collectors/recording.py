@@ -37,7 +37,8 @@ class Library:
 class Recorder:
     """Records walks in the environment of the interpreter `python`, one job at a time. Used as a context manager.
 
-    Raises: CollectorError with the message of the process there."""
+    Raises: CollectorError with the message of the process there.
+    """
 
     def __init__(self, python: str = sys.executable, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self._python, self._timeout_seconds = python, timeout_seconds

@@ -3,7 +3,8 @@ FILE`. FOLDER has timelines as a collection keeps them (`--history`); FILE gets,
 each, with and without expandable segments.
 
 Compared with what the simulated allocator reserves for the same calls (`peakcast.models.replayed`), this tests the
-simulation byte by byte, without anything else that a training run does."""
+simulation byte by byte, without anything else that a training run does.
+"""
 
 from __future__ import annotations
 

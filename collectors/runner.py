@@ -3,7 +3,8 @@ place.
 
 A cell that hangs is killed with its whole process group. A cell that fails becomes a row that says why. Cells that the
 shard already has are skipped, so a collection can be stopped at any time and continued later. An engine decides where cells
-run."""
+run.
+"""
 
 from __future__ import annotations
 

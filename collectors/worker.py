@@ -3,7 +3,8 @@
 The question: `{"job": {...}, "gpu": "H100-80GB" | null, "trace": false, "steps": 3, "history": false, "ranks": "auto"}`.
 With a GPU the job is measured; with `trace` it is traced on fake tensors; with `history` the run's timelines are returned
 too, packed; `ranks` says whether a job of many ranks runs with all of them. Out of memory is a valid outcome. Besides
-peakcast's own light modules, only the standard library, torch, pynvml and the stack under test are imported."""
+peakcast's own light modules, only the standard library, torch, pynvml and the stack under test are imported.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 `PYTORCH_ALLOC_CONF`), under the same names.
 
 Rules are those of torch 2.13 `c10/core/AllocatorConfig.h` and `.cpp`, `c10/cuda/CUDAAllocatorConfig.h`. Settings that do
-not change the placement (locks, pinned host memory, IPC handles, error messages) are accepted and ignored."""
+not change the placement (locks, pinned host memory, IPC handles, error messages) are accepted and ignored.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ def parse_divisions(text: str) -> tuple[int, ...]:
     """The divisions of each interval that `roundup_power2_divisions:text` sets (`parseRoundUpPower2Divisions`).
 
     Intervals below the first one listed get its value; intervals that a list skips stay 0; ">" stands for all after the
-    last. Raises: SpecError."""
+    last.
+    Raises: SpecError.
+    """
     name = "roundup_power2_divisions"
     text = "".join(text.split())
     if re.fullmatch(r"\d+", text):

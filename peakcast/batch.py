@@ -49,8 +49,10 @@ def predict_batch(
 
     If `processes` is above 1, all lines are read first and then distributed; with 1, each line is answered before the next
     is read. A line that takes longer than `timeout_seconds`, or whose process is killed, gets an error, and the others are
-    answered. Raises: SpecError if `processes` is more than a machine like this one can use, or the time limit is not a
-    positive number."""
+    answered.
+    Raises: SpecError if `processes` is more than a machine like this one can use, or the time limit is not a positive
+    number.
+    """
     check_processes(processes)
     if not 0 < timeout_seconds < math.inf:
         raise SpecError(

@@ -1,7 +1,8 @@
 """Limits on input from outside (files, lines, and JSON, YAML and TOML texts), checked before anything is built from it.
 
 Every reader of a file or a text that this package did not write itself uses this module. A file is read as a whole only if
-it is a regular file, and never beyond its limit, whatever size it claims; a text is checked before it is parsed."""
+it is a regular file, and never beyond its limit, whatever size it claims; a text is checked before it is parsed.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def file_bytes(path: Path, most_bytes: int) -> bytes:
     """The bytes of the file at `path`, or of a pipe that delivers them soon.
 
     Raises: OSError whose `strerror` gives the reason: larger than `most_bytes`, a device or a folder, or the system's
-    reason."""
+    reason.
+    """
     descriptor = _opened(path)
     try:
         status = os.fstat(descriptor)
@@ -153,7 +155,8 @@ def lines_of(stream: IO[bytes], most_bytes: int) -> Iterator[bytes]:
 def json_value(text: str, *, strict: bool = False) -> Any:
     """The plain value of a JSON text. `strict`: NaN, infinities and repeated keys are refused.
 
-    Raises: ValueError saying what is wrong with it."""
+    Raises: ValueError saying what is wrong with it.
+    """
     weight = sum(map(text.count, ",[{"))
     if weight > MAX_VALUES:
         raise ValueError(f"it has more than {MAX_VALUES:,} values")

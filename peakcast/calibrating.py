@@ -1,6 +1,7 @@
 """Calibrations and their accuracy: the implementation of `fit`, `evaluate`, `check`, `report` and `reproduce`.
 
-Heavy libraries are imported inside the functions that need them, as in all such modules."""
+Heavy libraries are imported inside the functions that need them, as in all such modules.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +58,9 @@ def fit(
 
     Written to `output`/<gpu>.json, by default where `predict` looks. If the rows are the same as before, the file keeps its
     content and its date. `tracker` registers each calibration, and moves the GPU type's alias to it unless it is worse on
-    unseen architectures than the one that has the alias. Raises: MissingPackageError, RecordError, CatalogError or
-    CalibrationError."""
+    unseen architectures than the one that has the alias.
+    Raises: MissingPackageError, RecordError, CatalogError or CalibrationError.
+    """
     need("fitting a calibration", *FITTING)
     from peakcast.models.samples import prepare
 
@@ -111,7 +113,8 @@ def evaluate(
 
     `gpu` must have rows; every row is used all the same, since GPU types learn from each other. `new_hardware` also
     computes how the error on each GPU type falls with rows of its own; `calibrations` are stored with what is tracked.
-    Raises: MissingPackageError, RecordError or CatalogError."""
+    Raises: MissingPackageError, RecordError or CatalogError.
+    """
     need("judging the predictor", *FITTING, *(DRAWING if tracker else ()))
     from peakcast.models.evaluation import SPLITS
     from peakcast.models.samples import prepare
@@ -152,8 +155,9 @@ class Checked:
 def check(against: Path, gpu: str | None = None, *, calibration: Calibration | str | Path | None = None) -> Checked:
     """Whether the calibrations still hold on the measurements in `against` (a table or a shard), of `gpu` if given.
 
-    `calibration`: a calibration or its path, tested instead of the one that `predict` uses for each GPU type. Raises:
-    RecordError when the file is no table of measurements or has no row that counts."""
+    `calibration`: a calibration or its path, tested instead of the one that `predict` uses for each GPU type.
+    Raises: RecordError when the file is no table of measurements or has no row that counts.
+    """
     from peakcast.models.calibration import calibration_for, load_calibration
     from peakcast.models.checking import check as check_samples
     from peakcast.models.samples import prepare
@@ -211,7 +215,8 @@ def reproduce(
     """Fit every GPU type, evaluate on what was held out, and write all reports: everything published, from the rows.
 
     With `output`, calibrations go to `output`/calibration and reports to `output`/reports, and no other file is changed.
-    Raises: MissingPackageError, RecordError or CatalogError."""
+    Raises: MissingPackageError, RecordError or CatalogError.
+    """
     need("reproducing what is published", *FITTING, *DRAWING)
     from peakcast.models.evaluation import SPLITS
     from peakcast.models.samples import prepare

@@ -66,7 +66,8 @@ class Compared:
 class Collected:
     """The rows of a collection and their predictions; `picture` (.png or .svg) is drawn again as rows come.
 
-    Predictions are computed in a thread of their own, so that the GPU's next cell does not wait for them."""
+    Predictions are computed in a thread of their own, so that the GPU's next cell does not wait for them.
+    """
 
     def __init__(self, picture: Path | None = None) -> None:
         from peakcast.explaining.picture import check_picture_path

@@ -105,7 +105,8 @@ def constants_state() -> tuple[str, int]:
 def own_constants(gpu: str) -> Constants | None:
     """The readings on this machine for the GPU type `gpu`, a catalog name; None if there are none.
 
-    Raises: RecordError if the file is damaged; it is never ignored silently."""
+    Raises: RecordError if the file is damaged; it is never ignored silently.
+    """
     path = constants_path(gpu)
     if not path.exists():
         return None

@@ -4,7 +4,8 @@ A convention is a named value ("logits_upcast", "transformer_impl", ...). The ba
 of each. Stanzas with `when` override it in file order; `when` may name packages and version ranges, a `model_type`, a
 property of the job in `_facts`, or a convention that earlier stanzas have set. A job's `framework_options` override all of
 them. A ledger thus asks for a convention and never compares versions. In a base stanza, `choices` lists the allowed values
-of conventions that are names, and `patterns` gives the form of lists of names and sizes."""
+of conventions that are names, and `patterns` gives the form of lists of names and sizes.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +171,8 @@ def default_of(framework: str, name: str) -> Any:
 def check_framework_options(job: TrainingJob) -> None:
     """Refuse an option that is not a convention of the job's framework, or a value that the convention cannot have.
 
-    Raises: SpecError."""
+    Raises: SpecError.
+    """
     known = known_conventions(job.framework)
     for name, value in job.framework_options.items():
         if name not in known:

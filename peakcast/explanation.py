@@ -1,6 +1,7 @@
 """`Explanation`: why a job needs its memory. Plain values; `peakcast.explaining` makes them, and its `text` prints them.
 
-Bytes are ints and of one rank unless a name says otherwise."""
+Bytes are ints and of one rank unless a name says otherwise.
+"""
 
 from __future__ import annotations
 

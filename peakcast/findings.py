@@ -1,7 +1,8 @@
 """`Finding`: a warning that a program can read, about something that an answer does not count, has not measured or could
 not read.
 
-A prediction carries its findings (`Prediction.findings`); its `warnings` are their sentences. `KINDS` lists every code."""
+A prediction carries its findings (`Prediction.findings`); its `warnings` are their sentences. `KINDS` lists every code.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def sentences(findings: Iterable[Finding]) -> tuple[str, ...]:
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """`findings` without repeated sentences, those that may change the answer most first.
 
-    First those that are not counted, a known direction before an unknown one; then by how much they widen the bars."""
+    First those that are not counted, a known direction before an unknown one; then by how much they widen the bars.
+    """
     once = {finding.sentence: finding for finding in findings}.values()
     return tuple(sorted(once, key=lambda f: (not f.uncounted, f.uncounted and f.direction == "either", -f.severity)))
 

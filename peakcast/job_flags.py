@@ -1,7 +1,8 @@
 """A job from the command line: the flags that change a job, declared once for every command that asks about one.
 
 A command is decorated with `takes_job` and has a parameter `asked: AskedJob`. On the command line, that parameter becomes
-the argument JOB, every flag of `FLAGS`, and `--set`."""
+the argument JOB, every flag of `FLAGS`, and `--set`.
+"""
 
 from __future__ import annotations
 
@@ -188,7 +189,9 @@ def job_from_flags(
 
     `flags` have the field's path as key ("parallelism.zero_stage"); `settings` are texts "path=value" whose values are read
     as YAML. A configuration of another project is read first, with the options in `beside` and with the architecture that
-    `flags` name; the other flags then change its job. Raises: SpecError."""
+    `flags` name; the other flags then change its job.
+    Raises: SpecError.
+    """
     from peakcast.dialects.job_file import job_from_mapping
     from peakcast.dialects.opening import opened
     from peakcast.questions import is_configuration, translation_of

@@ -1,6 +1,7 @@
 """Recipes that dry runs save: the network that a script trains, recorded and checked against the script's own steps.
 
-A saved recipe is for the job that was seen, with micro-batches of one sequence and of several."""
+A saved recipe is for the job that was seen, with micro-batches of one sequence and of several.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +52,9 @@ def keep(
     """Record the network of `job` and write its recipes to `path`, if they give the peak of the steady step that was seen.
 
     A network of transformers is recorded as transformers trains it. If the script does something else, or its network is
-    not from transformers, its own steps are recorded: `walks` runs them with batches of other sizes. Raises: SpecError or
-    CollectorError with the reason when nothing is saved."""
+    not from transformers, its own steps are recorded: `walks` runs them with batches of other sizes.
+    Raises: SpecError or CollectorError with the reason when nothing is saved.
+    """
     if reason := cannot_be_recorded(job):
         raise _not_kept(reason)
     if progress is not None:

@@ -89,7 +89,8 @@ def read_kept(path: Path) -> Kept:
 def recipe_from(kept: Kept, path: Path, job: TrainingJob) -> Iterator[str]:
     """A context in which answers about `job` use the recipes in the file at `path`; its value is a sentence about them.
 
-    Raises: SpecError if they are not valid for `job`."""
+    Raises: SpecError if they are not valid for `job`.
+    """
     found = kept.lent()
     if others := found.other_fields(job):
         way = "dry-run the script with that" if kept.command else "record it with that"

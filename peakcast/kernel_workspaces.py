@@ -1,7 +1,8 @@
 """Memory that kernels request from PyTorch's allocator for themselves while an operator runs; it belongs to no tensor.
 
 By operator, GPU and torch release; the trace and the ledger both use it. Each rule is tested against recordings on GPUs
-(`tests/test_kernel_workspaces.py` on `datasets/published/histories`)."""
+(`tests/test_kernel_workspaces.py` on `datasets/published/histories`).
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def reduction(
     multiple of it. If outputs are contiguous, this is accumulator × outputs × 128 × min(⌈reduced/64⌉, ⌈SMs · (threads per
     SM/128) / ⌈outputs/128⌉⌉) from 1,021 reduced elements on.
 
-    Source: torch 2.x aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig`, `global_memory_size`, `semaphore_size`."""
+    Source: torch 2.x aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig`, `global_memory_size`, `semaphore_size`.
+    """
     if num_outputs < 1 or num_reduced < 2:
         return NOTHING
     width, height, loaded = num_outputs, num_reduced, vector
@@ -103,7 +105,8 @@ def sort_bytes(num_indices: int, num_keys: int) -> int:
 
     1 byte for up to 2,048 indices, which one block sorts. Beyond, CUB's onesweep sort has a second copy of keys and values
     (8 bytes each), digit counts of every pass of 8 bits, and counts for each block: of 1,024 indices, inferred from the
-    only recording above 2,048 (72,191 bytes at 4,096 indices of 10,000 rows)."""
+    only recording above 2,048 (72,191 bytes at 4,096 indices of 10,000 rows).
+    """
     if num_indices <= 2048:
         return 1
     passes = _ceil(max(num_keys, 2).bit_length(), 8)
@@ -123,7 +126,8 @@ def cublas_bytes(device: Device, release: tuple[int, ...], config: str | None = 
 
     Source: torch 2.11 / 2.13 shipped binaries, `getChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp
     (where-memory-goes C). Confirmed by published runs: an A100 with torch 2.4.1 holds 17,039,360 B after the step beyond
-    its tensors, which is 2 × 8,519,680; and by every history that recorded one (33,554,432 on an H100 with torch 2.6)."""
+    its tensors, which is 2 × 8,519,680; and by every history that recorded one (33,554,432 on an H100 with torch 2.6).
+    """
     if config:
         pairs = re.findall(r":(\d+):(\d+)", config)
         return sum(int(kib) * 1024 * int(count) for kib, count in pairs)

@@ -1,7 +1,8 @@
 """Lengths that change from step to step (`batch.shortest_sequence`): each micro-batch as a job of its own lengths.
 
 The longest micro-batch decides what is allocated. What is reserved also depends on those before it: blocks that were cached
-for shorter sequences do not fit longer ones. Measurement and replay therefore draw the same lengths, from the same seed."""
+for shorter sequences do not fit longer ones. Measurement and replay therefore draw the same lengths, from the same seed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def steps(job: TrainingJob, rank: int = 0) -> Iterator[tuple[TrainingJob, ...]]:
 
     Lengths are drawn uniformly from `batch.shortest_sequence` to `sequence_length`: one for each sequence, or, if
     batch.form is rows, one for all, because rows without a mask have equal lengths. Ranks that share a sequence get equal
-    parts; the longest sequence is padded so that they can."""
+    parts; the longest sequence is padded so that they can.
+    """
     drawn, longest = random.Random(f"{job.batch.seed}.{rank}.lengths"), longest_step(job, rank)
     for step in itertools.count():
         yield tuple(

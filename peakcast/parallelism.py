@@ -77,7 +77,8 @@ def layers_beside_ends(num_layers: int, num_stages: int, first: int = 1, last: i
     """Number of layers on each of `num_stages` stages, if in an even split the embedding counts as `first` layers and the
     head as `last`. Remaining layers go to the earlier stages. 126 layers on 8 stages: 15, six times 16, and 15.
 
-    Source: torchtitan 0.2.0 distributed/pipeline_parallel.py `generate_llm_fqn_per_model_part`."""
+    Source: torchtitan 0.2.0 distributed/pipeline_parallel.py `generate_llm_fqn_per_model_part`.
+    """
     each, extra = divmod(num_layers + first + last, num_stages)
     layers = [each + (stage < extra) for stage in range(num_stages)]
     layers[0] -= first
@@ -88,7 +89,8 @@ def layers_beside_ends(num_layers: int, num_stages: int, first: int = 1, last: i
 def check_layout(layout: Parallelism, architecture: Architecture, framework: str, sequence_length: int) -> None:
     """Refuse a layout that does not divide the network or the sequence evenly, or that no framework runs.
 
-    Raises: SpecError."""
+    Raises: SpecError.
+    """
     _check_size(layout)
     t = layout.tensor_parallel_size
     if architecture.num_attention_heads % t:

@@ -5,7 +5,8 @@ def test_memory(peak_memory):
     peak_memory(train, "H100-80GB")  # train: a function of no arguments, or the words of a command
 ```
 
-The peaks of the first run are saved in `peaks.json` beside the test; `pytest --update-peaks` saves new ones."""
+The peaks of the first run are saved in `peaks.json` beside the test; `pytest --update-peaks` saves new ones.
+"""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
     architecture, which is then trained with all defaults. `beside`: other files that belong to it, the number of GPUs,
     another model; a text may contain other files itself, each after a line of `---` (see `documents`).
 
-    Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out."""
+    Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
+    """
     return with_versions(_read(job, beside), beside.versions)
 
 

@@ -157,7 +157,8 @@ def _traced(trace: Callable[..., dict[str, Timeline]]) -> Trace:
 def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
     """Record the recipe of `job` in the environment of the interpreter `python`, and store it.
 
-    Raises: CollectorError when the library there cannot run the job on fake tensors."""
+    Raises: CollectorError when the library there cannot run the job on fake tensors.
+    """
     from peakcast.collectors.recording import Recorder
     from peakcast.models.recipes.recipe import recorded
     from peakcast.models.recipes.regime import regime

@@ -1,7 +1,8 @@
 """`Measurement`: one measured (or published, or traced) run of one rank. This is the schema; `peakcast.store` has the
 files.
 
-Schema history: 1 (first)."""
+Schema history: 1 (first).
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class Measurement:
     def key(self) -> str:
         """16 hex digits that identify this row: the same configuration measured in the same way has the same key.
 
-        `environment["readings"]` (wall time and the like) differs from run to run and is not part of the key."""
+        `environment["readings"]` (wall time and the like) differs from run to run and is not part of the key.
+        """
         identity = [
             self.job.config_hash,
             self.gpu,

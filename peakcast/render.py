@@ -55,7 +55,8 @@ def _wrapped(text: str) -> str:
 def job_text(job: object, *, as_json: bool) -> str:
     """The job in the form of a job file with every default; the architecture by its name if the catalog has it.
 
-    As YAML, comments at the top say what was assumed and ignored in reading it."""
+    As YAML, comments at the top say what was assumed and ignored in reading it.
+    """
     from peakcast import catalog
     from peakcast.errors import CatalogError
     from peakcast.questions import translation_of

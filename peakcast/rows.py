@@ -1,7 +1,8 @@
 """`Measurement` to and from one row: a JSON mapping (shards) or text cells (CSV). One table has the rules of all columns.
 
 A text cell that a spreadsheet could run (beginning with `=`, `+`, `-`, `@`) or that would break a line is written as `'`
-and a JSON string, and is converted back when it is read; every other text is written unchanged."""
+and a JSON string, and is converted back when it is read; every other text is written unchanged.
+"""
 
 from __future__ import annotations
 

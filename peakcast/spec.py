@@ -1,7 +1,8 @@
 """`TrainingJob`: what is trained and how. Frozen, hashable, plain values; equal jobs are interchangeable.
 
 Terms: a *rank* is a process on one GPU; *data_parallel_size* counts full replicas of the data stream (sharded or not);
-sizes of 1 change nothing. A YAML or JSON job file has the same keys as the dataclasses."""
+sizes of 1 change nothing. A YAML or JSON job file has the same keys as the dataclasses.
+"""
 
 from __future__ import annotations
 

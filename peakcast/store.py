@@ -1,7 +1,8 @@
 """The store of `Measurement` rows: JSON-lines shards while collecting, one sorted CSV per GPU type for keeping.
 
 Any number of processes may append to a shard, and may be killed at any time; a CSV is only ever replaced as a whole.
-Reading a CSV is strict: a damaged file is refused, never repaired by guessing."""
+Reading a CSV is strict: a damaged file is refused, never repaired by guessing.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +53,9 @@ def append(path: Path, measurement: Measurement) -> None:
     """Add `measurement` to the shard at `path`, durably: after this returns, a crash cannot lose or damage the row.
 
     One `write` of a whole line under an advisory lock, then fsync. If a process was killed during its write, its unfinished
-    line is closed first, so that this row begins on a new one. Raises: RecordError when the row cannot be stored or the
-    file cannot be written."""
+    line is closed first, so that this row begins on a new one.
+    Raises: RecordError when the row cannot be stored or the file cannot be written.
+    """
     path = Path(path)
     try:
         line = canonical_json(to_row(measurement)).encode() + b"\n"
@@ -209,7 +211,8 @@ def merge(shards: Iterable[Path], table: Path) -> Merged:
     """Add the rows of `shards` to the CSV `table`. No key of the table is ever lost. Of two rows with one key, the one with
     the newest `observed` is kept (with equal dates, the shard's).
 
-    Raises: RecordError when the table cannot be read or written; then nothing is changed."""
+    Raises: RecordError when the table cannot be read or written; then nothing is changed.
+    """
     table = Path(table)
     with explained(table.parent, "written"):
         table.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
 An *instant* is a moment of the step between two operations, counted from 0; each belongs to a phase. An entry lives at the
 instants `born <= t < dies`. The peak is the largest sum: it has an instant, and the entries that live then. The ledger, the
-trace and the allocator's snapshot all produce this type, so any two can be compared."""
+trace and the allocator's snapshot all produce this type, so any two can be compared.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class Timeline:
     `labels[t]` says what happens at instant t ("" if unknown). Bytes are ints.
 
     `reusable`: the instant from which the allocator may reuse an entry's block (None: from `dies` for all). Until then the
-    block no longer counts as allocated, but cannot be used for other requests: another stream still uses it."""
+    block no longer counts as allocated, but cannot be used for other requests: another stream still uses it.
+    """
 
     names: Sequence[str]
     modules: Sequence[str]

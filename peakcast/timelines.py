@@ -1,7 +1,8 @@
 """Timelines in files: compressed JSON of limited size. It is pure data; reading it runs nothing.
 
 A file contains the first and a steady step of one run, and the allocations that belong to no tensor of the framework:
-`{"first": {...}, "steady": {...}, "hidden": [{"operator", "phase", "count", "largest_bytes", "bytes_at_peak"}, ...]}`."""
+`{"first": {...}, "steady": {...}, "hidden": [{"operator", "phase", "count", "largest_bytes", "bytes_at_peak"}, ...]}`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """MLflow behind one adapter: evaluations as runs, calibrations as versions of one registered model.
 
 The only module that imports mlflow, and only when a `Tracker` is made. It uses `MlflowClient` with an explicit address, so
-it neither reads nor changes MLflow's global active run."""
+it neither reads nor changes MLflow's global active run.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Tracker:
     """Writes to one MLflow store.
 
     `folder` gets a SQLite database `mlflow.db` and the folder `artifacts`; `uri` is the address of another store or of a
-    server, and then `folder` may be None."""
+    server, and then `folder` may be None.
+    """
 
     def __init__(self, folder: Path | None = None, *, uri: str | None = None, experiment: str = "peakcast") -> None:
         if folder is None and uri is None:
@@ -108,7 +110,8 @@ class Tracker:
 
         It gets its GPU type's slug as alias, unless a `comparison` with the calibration in use says that it is worse; the
         comparison is stored as an artefact and in the version's tags. `run_id` is the run that stores the artefacts;
-        without it, a run is made."""
+        without it, a run is made.
+        """
         if run_id is None:
             self._end_abandoned()
             with self._running(f"calibration {calibration.gpu}") as made:

@@ -1,7 +1,8 @@
 """Version texts: which release a text means, which versions a container has, and what is installed here.
 
 A version text is a release ("2.11.0+cu130"; a nightly or alpha counts as the release that it leads to), a moving head
-("main": newer than every release), or neither, such as the hash of a commit, which is not compared with releases."""
+("main": newer than every release), or neither, such as the hash of a commit, which is not compared with releases.
+"""
 
 from __future__ import annotations
 

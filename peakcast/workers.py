@@ -1,6 +1,7 @@
 """Processes that answer questions, each question within a time limit and, if given, a memory limit.
 
-If a question takes too long, or its process is killed, only its own answer is lost: its process is replaced."""
+If a question takes too long, or its process is killed, only its own answer is lost: its process is replaced.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Workers:
     """`size` processes that answer questions by `answer`, a function of a module.
 
     `method` is how processes start: "fork" inherits everything that this process has loaded; "forkserver" is for a process
-    with threads. Use it as a context manager, or `close` it."""
+    with threads. Use it as a context manager, or `close` it.
+    """
 
     def __init__(self, answer: Callable[[Any], Any], size: int, limits: Limits, *, method: str = "fork") -> None:
         known = multiprocessing.get_all_start_methods()

@@ -1,7 +1,8 @@
 """Known causes of errors in predictions: `findings.toml`, with a cause for each kind of row.
 
 A finding names a tensor that the ledger lacks or a fact that the source of the row does not give, and how that is known. It
-changes no figure: the errors of rows remain."""
+changes no figure: the errors of rows remain.
+"""
 
 from __future__ import annotations
 

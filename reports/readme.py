@@ -2,7 +2,8 @@
 
 `python -P -m peakcast.reports.readme [FILE]` refreshes FILE (README.md of the working folder): the table between the two
 markers, and what follows each `$ command` inside a ```console block. The commands of a file run in order, in a folder that
-is empty at first."""
+is empty at first.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 attacks.
 
 `python -P -m peakcast.reports.reliability` runs every test that is marked `attacks`, which takes some ten minutes on two
-cores, and writes the table between the two markers of docs/reliability.md in the checkout of the working folder."""
+cores, and writes the table between the two markers of docs/reliability.md in the checkout of the working folder.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Writes the reports: one folder per GPU type with HTML, Markdown and CSV, and a page that lists them.
 
-Pages load nothing from the network and contain no date: the same rows give the same bytes."""
+Pages load nothing from the network and contain no date: the same rows give the same bytes.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ comes.
 
 An engine is a function `(questions, timeout_seconds, work=..., **options) -> iterator of (question, answer)`; an answer is
 `{"row": ...}` or `{"reason": ...}`. It fetches the next question only when it has a free place, so the caller can stop at
-any time. Engines do not resume: the caller does not ask again for what the shard has."""
+any time. Engines do not resume: the caller does not ask again for what the shard has.
+"""
 
 from __future__ import annotations
 

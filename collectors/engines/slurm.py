@@ -1,6 +1,7 @@
 """Cells as jobs of a SLURM cluster, or as processes of this machine if it has no SLURM, by submitit.
 
-A job that is lost (preempted, or its node failed) is submitted again. A job whose cell failed has answered and is not."""
+A job that is lost (preempted, or its node failed) is submitted again. A job whose cell failed has answered and is not.
+"""
 
 from __future__ import annotations
 

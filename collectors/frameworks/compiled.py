@@ -40,7 +40,8 @@ def compile_layers(model: Any, job: TrainingJob) -> Any:
     `huggingface`: accelerate's `compile_regions`, which also compiles each other module without layers (embedding, final
     norm, head) by itself. Before FSDP2 it compiles in place, hooks that are added later break the graph, and checkpointing
     is around it. `torch`: torchtitan's `apply_compile`, or torchtune's `compile_model`, whose checkpoints are around what
-    is compiled in place. The loss is compiled if the release does that, or alone."""
+    is compiled in place. The loss is compiled if the release does that, or alone.
+    """
     chosen = conventions(job)
     if job.framework == "huggingface":
         from accelerate.utils.other import compile_regions, compile_regions_fsdp2

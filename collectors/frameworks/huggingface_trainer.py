@@ -2,7 +2,8 @@
 Trainer's calls itself; this one checks it, as the rows of both can be compared.
 
 The Trainer makes its optimizer, its batches and every call; nothing of it is replaced. Its callbacks report the phases, and
-so does a subclass that reports when a loss is computed and when a backward has run."""
+so does a subclass that reports when a loss is computed and when a backward has run.
+"""
 
 from __future__ import annotations
 

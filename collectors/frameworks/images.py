@@ -47,7 +47,8 @@ def with_images(batch: Mapping[str, torch.Tensor], job: TrainingJob, model: Any,
     """`batch` with `job.images` in every sequence. Their tokens come first, and one text token comes before each image.
 
     Raises: CollectorError when the images do not fit in the sequence, or the library has no rule for the network's
-    images."""
+    images.
+    """
     seen = inputs_of(job, model)
     tokens = _features_of_image(job, model, seen, device)
     check_fit(job, tokens)
@@ -100,7 +101,8 @@ def inputs_of(job: TrainingJob, model: Any) -> dict[str, np.ndarray[Any, Any]]:
 def image_processor_of(config: Any) -> Any:
     """The image processor of the network's family, with its class's defaults and the sizes that the configuration has.
 
-    Raises: CollectorError if the family has none in this library."""
+    Raises: CollectorError if the family has none in this library.
+    """
     classes = _processor_classes(config)
     if not classes:
         raise CollectorError(

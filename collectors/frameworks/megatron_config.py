@@ -1,7 +1,8 @@
 """A job as megatron-core's configuration: the fields of `TransformerConfig`, and the jobs that the stack refuses.
 
 An option of a job that has the name of a field sets that field: `framework_options` and the conventions use the names of
-Megatron-LM's flags, which are the names of the fields with a few exceptions (`RENAMED`)."""
+Megatron-LM's flags, which are the names of the fields with a few exceptions (`RENAMED`).
+"""
 
 from __future__ import annotations
 

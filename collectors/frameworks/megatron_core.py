@@ -2,7 +2,8 @@
 
 The code around them is as in Megatron-LM's training script (`pretrain_gpt.py`, `megatron/training/training.py`): a batch
 for each micro-batch, the masked loss, zeroed gradients before a step. The process group is torch's fake one, so a row's
-`collectives` say `fake`. The library's own schedule runs forward and backward, so this class has `forward_backward`."""
+`collectives` say `fake`. The library's own schedule runs forward and backward, so this class has `forward_backward`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """TRL's trainers as a measurable stack: their own losses and heads, called on networks and batches that are made here.
 
 A trainer's `__init__` needs a tokenizer and a data set, which leave no tensor in a step. It is not called: the attributes
-that a loss reads are set here instead. `tests/collectors/test_preference.py` compares them with a real trainer's."""
+that a loss reads are set here instead. `tests/collectors/test_preference.py` compares them with a real trainer's.
+"""
 
 from __future__ import annotations
 

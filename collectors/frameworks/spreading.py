@@ -3,7 +3,8 @@
 If a rank that keeps an eighth of a network made all of it on the GPU, its peak would be before the first step, where no
 real run has it; a network of 70 billion parameters would run out of memory. Libraries also avoid this: accelerate and
 torchtitan shard weights that are on the CPU or on no device, and transformers reads only each rank's part of a
-checkpoint."""
+checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 all-to-all sends tokens to the experts and back.
 
 Source: torchtitan 0.3.0 models/common/token_dispatcher.py (AllToAllTokenDispatcher), moe_sharding.py, distributed/fsdp.py
-(`apply_fsdp`: two meshes for the parameters of one block) and distributed/utils.py (`_clip_grad_norm_with_ep`)."""
+(`apply_fsdp`: two meshes for the parameters of one block) and distributed/utils.py (`_clip_grad_norm_with_ep`).
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ CONSTANTS = "device_constants_h100.jsonl"
 def import_published(sources: Path, folder: Path) -> list[Measurement]:
     """Read every published row of the files in `sources`, write one table per source file to `folder`, and return the rows.
 
-    Raises: RecordError when a source is missing or damaged, or `folder` cannot be written."""
+    Raises: RecordError when a source is missing or damaged, or `folder` cannot be written.
+    """
     rows_of = {name: read(sources / name) for name, read in READERS.items()}  # all are read before any table is written
     readings = read_device_constants(sources / CONSTANTS)
     for name, rows in rows_of.items():

@@ -1,7 +1,8 @@
 """The cases of foundation-model-stack/fms-acceleration's benchmark as jobs; its tables of all dates share them.
 
 A case is a network, a number of GPUs, a batch, a method and a `framework_config`, which names the plug-ins in use. Settings
-that all cases share (packed sequences, flash attention, checkpointing, AdamW) are in `_translation`."""
+that all cases share (packed sequences, flash attention, checkpointing, AdamW) are in `_translation`.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def case_of(
     `rows_multiple_of`: the rows of token table and lm_head were rounded up to a multiple of this. `loads_on_hosts`: whether
     the plug-ins made every rank load quantised weights on its host, whatever transformers would do.
 
-    Raises: KeyError or ValueError when a column is missing or holds something that the benchmark does not write."""
+    Raises: KeyError or ValueError when a column is missing or holds something that the benchmark does not write.
+    """
     model, setup = record["model_name_or_path"], record["framework_config"]
     config = dict(NETWORKS[model][1])
     quantized, facts = _quantization(setup, config)

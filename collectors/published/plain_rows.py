@@ -2,7 +2,8 @@
 
 A row has `id source commit path gpu num_gpus framework versions model method batch sequence_length accumulation precision
 optimizer checkpointing attention compile layout allocator measured grade note rank` and usually `job`. Bytes are whole
-numbers. Grade A: every input is known; B: something was assumed, which `note` says."""
+numbers. Grade A: every input is known; B: something was assumed, which `note` says.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ def measurement(record: Mapping[str, Any], reading: Reading) -> Measurement:
 def job_of(record: Mapping[str, Any], **changes: Any) -> TrainingJob:
     """The row's own job with `changes`, or, if the row has none, the nearest job that its other fields describe.
 
-    `changes` are keys of a job file. Raises: SpecError, as a job file does."""
+    `changes` are keys of a job file.
+    Raises: SpecError, as a job file does.
+    """
     return job_from_mapping({**(record.get("job") or _described(record)), **changes})
 
 

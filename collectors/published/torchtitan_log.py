@@ -1,7 +1,8 @@
 """pytorch/torchtitan's own runs, recorded in its commit messages, as `Measurement` rows.
 
 Source: `torchtitan_log.jsonl`; the facts about it are in `datasets/README.md`. A row names a commit, not a release. Its
-conventions are given by the release that has most of them, and by options for those that differ."""
+conventions are given by the release that has most of them, and by options for those that differ.
+"""
 
 from __future__ import annotations
 

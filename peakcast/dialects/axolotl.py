@@ -1,6 +1,7 @@
 """Axolotl's YAML: a run of the Hugging Face Trainer, with other names for its settings.
 
-Source: axolotl 0.4-0.13 src/axolotl/utils/schemas/config.py, core/builders/base.py and causal.py, loaders/model.py."""
+Source: axolotl 0.4-0.13 src/axolotl/utils/schemas/config.py, core/builders/base.py and causal.py, loaders/model.py.
+"""
 
 from __future__ import annotations
 

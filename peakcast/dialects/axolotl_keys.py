@@ -1,7 +1,8 @@
 """Axolotl's keys as data: the names of their equivalents, keys that a job cannot express, and keys without effect on
 memory.
 
-Source: axolotl 0.4-0.13 src/axolotl/utils/schemas/config.py."""
+Source: axolotl 0.4-0.13 src/axolotl/utils/schemas/config.py.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 examples.
 
 Source: deepspeedai/DeepSpeedExamples training/DeepSpeed-SuperOffload, finetune_*.sh for finetune_zero3.py. Layout,
-precision and offloading are those of the file that deepspeed_config names."""
+precision and offloading are those of the file that deepspeed_config names.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,9 @@ def architecture_from_hf_config(config: Mapping[str, Any], name: str | None = No
 
     `name` (or the mapping's own "name") appears in messages and reports. For a multimodal configuration, its `text_config`
     is read; the architecture is marked `kind="multimodal"` and contains the whole configuration, so that recipes can be
-    recorded. Raises: SpecError naming the key, its value, the rule and the way out."""
+    recorded.
+    Raises: SpecError naming the key, its value, the rule and the way out.
+    """
     return read_hf_config(config, name)[0]
 
 

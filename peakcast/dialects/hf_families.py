@@ -1,6 +1,7 @@
 """The table of Hugging Face model families: for each `model_type`, the source of every field of `Architecture`.
 
-The families are grouped by shape in `hf_dense`, `hf_classic`, `hf_experts`, `hf_encoders` and `hf_state_space`."""
+The families are grouped by shape in `hf_dense`, `hf_classic`, `hf_experts`, `hf_encoders` and `hf_state_space`.
+"""
 
 from __future__ import annotations
 

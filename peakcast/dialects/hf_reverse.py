@@ -17,7 +17,8 @@ from peakcast.errors import SpecError
 def hf_config_of(architecture: Architecture) -> dict[str, Any]:
     """A configuration that `architecture_from_hf_config` reads as `architecture` (except its name).
 
-    Raises: SpecError when the family cannot express the architecture."""
+    Raises: SpecError when the family cannot express the architecture.
+    """
     family = FAMILIES.get(architecture.model_type)
     if family is None:
         raise SpecError(

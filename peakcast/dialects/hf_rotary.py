@@ -29,7 +29,8 @@ ROTARY_DIM: Mapping[str, int] = {"gptj": 64, "codegen": 64}
 def read_rotary(config: Mapping[str, Any], values: Row) -> None:
     """Set `rotary_fraction` if `config` has another value than its family's default.
 
-    Source: transformers 5.17 modeling_rope_utils.py `standardize_rope_params`: `rope_parameters` has priority."""
+    Source: transformers 5.17 modeling_rope_utils.py `standardize_rope_params`: `rope_parameters` has priority.
+    """
     family, width = str(config.get("model_type")), values["head_dim"]
     key, said = "rotary_dim", config.get("rotary_dim")
     usual: float | None = ROTARY_DIM.get(family)

@@ -1,7 +1,8 @@
 """The kinds of rules in `hf_families`, and sets of rules that many families share.
 
 A family maps each field of `Architecture` to a rule: a plain value is fixed by the family; `Key` reads a key of
-config.json; `Choice` turns a flag into the field's value; `Product` multiplies keys."""
+config.json; `Choice` turns a flag into the field's value; `Product` multiplies keys.
+"""
 
 from __future__ import annotations
 

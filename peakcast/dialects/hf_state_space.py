@@ -1,7 +1,8 @@
 """Hugging Face families with state-space layers: Mamba by itself, or together with attention (hybrids).
 
 Defaults are those of the family's config class in transformers 5.17. Each family has its own function that reads the parts
-of a layer; configurations that share blocks between layers (Zamba) are not described."""
+of a layer; configurations that share blocks between layers (Zamba) are not described.
+"""
 
 from __future__ import annotations
 

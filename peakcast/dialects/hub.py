@@ -31,8 +31,9 @@ def is_hub_id(name: str) -> bool:
 def config_of(hub_id: str) -> dict[str, Any]:
     """The config.json of `hub_id`, from the cache that Hugging Face's libraries share, else from the hub.
 
-    `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` work as in huggingface_hub. No token is sent. Raises:
-    CatalogError saying which of the two failed and what to do instead."""
+    `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` work as in huggingface_hub. No token is sent.
+    Raises: CatalogError saying which of the two failed and what to do instead.
+    """
     cached = _cached(hub_id)
     if cached is not None:
         return _mapping(read_text(cached, named=False), hub_id)

@@ -1,6 +1,7 @@
 """Reads peft's configurations (`adapter_config.json`, LoraConfig and the like) as the adapters of a job.
 
-Sources: peft 0.21 config.py, tuners/*/config.py."""
+Sources: peft 0.21 config.py, tuners/*/config.py.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def adapter_of(
     """The adapters that `adapter` asks for, on weights quantised as `kind`. `dtype`: the adapters', None for peft's
     default.
 
-    Raises: SpecError naming the key, its value and the rule."""
+    Raises: SpecError naming the key, its value and the rule.
+    """
     named = adapter.text("peft_type", "LORA").rpartition(".")[2]
     method = _method(named.lower(), adapter, notes)
     if adapter.text("bias", "none") != "none":

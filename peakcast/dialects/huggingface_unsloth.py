@@ -1,7 +1,8 @@
 """Unsloth's own arguments, as its notebooks give them to `FastLanguageModel`, translated into TrainingArguments.
 
 Source: unsloth 2025.11.4 `models/llama.py` from_pretrained and get_peft_model; unsloth_zoo 2025.11.5
-`gradient_checkpointing.py`."""
+`gradient_checkpointing.py`.
+"""
 
 from __future__ import annotations
 

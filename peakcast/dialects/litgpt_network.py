@@ -1,6 +1,7 @@
 """LitGPT's networks, given by a name, by the folder of a checkpoint, or by the fields of its `Config`.
 
-Source: litgpt 0.5.13 config.py (Config and its defaults), pretrain.py (`model_config` replaces `model_name`)."""
+Source: litgpt 0.5.13 config.py (Config and its defaults), pretrain.py (`model_config` replaces `model_name`).
+"""
 
 from __future__ import annotations
 

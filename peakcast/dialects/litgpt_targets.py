@@ -2,7 +2,8 @@
 in every family.
 
 Source: litgpt 0.5.13 lora.py LoRAQKVLinear (`enable_lora`: a part for each of query, key and value), finetune/lora.py
-(`lora_query`, ..., `lora_head`)."""
+(`lora_query`, ..., `lora_head`).
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 parallelism.
 
 Source: accelerate 1.15 parallelism_config.py (`total_size`, `fsdp_dim_names`: the weights are divided over shards and over
-the ranks that share a sequence, and replicas hold them again), utils/launch.py for the keys of its configuration file."""
+the ranks that share a sequence, and replicas hold them again), utils/launch.py for the keys of its configuration file.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
     """`job`, whose ranks are all data-parallel, with those moved that `settings` gives to other axes; `keys`: axis -> the
     key for its size. `fills`: the axis that gets all remaining ranks if its size is not given.
 
-    Raises: SpecError if the sizes do not multiply to the ranks of the run."""
+    Raises: SpecError if the sizes do not multiply to the ranks of the run.
+    """
     given = [axis for axis in AXES if axis in keys and settings.given(keys[axis])]
     sizes = {axis: (settings.integer(keys[axis], 1) or 1) if axis in given else 1 for axis in AXES}
     ranks, made = job.parallelism.world_size, prod(sizes.values())

@@ -1,7 +1,8 @@
 """nanotron's networks: `model.model_config` with Hugging Face's names, and its experts.
 
 Source: nanotron 0.4 and main (2025) src/nanotron/config/models_config.py (LlamaConfig, Qwen2Config, Starcoder2Config,
-MoEConfig), models/llama.py, models/qwen.py, models/starcoder2.py, nn/moe.py."""
+MoEConfig), models/llama.py, models/qwen.py, models/starcoder2.py, nn/moe.py.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Source: NVIDIA/NeMo nlp/models/language_modeling/megatron_gpt_model.py, megatron_base_model.py and
 examples/nlp/language_modeling/conf/megatron_gpt_config.yaml (1.x); its `model` section has Megatron-LM's arguments under
-their names or those below."""
+their names or those below.
+"""
 
 from __future__ import annotations
 

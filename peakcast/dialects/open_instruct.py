@@ -2,7 +2,8 @@
 
 Source: allenai/open-instruct open_instruct/finetune.py (FlatArguments, main), 2025: bfloat16 weights, adapters on seven
 projections, bitsandbytes' paged AdamW for QLoRA, otherwise torch's fused AdamW. With adapters on weights that are not
-quantised, gradient_checkpointing has no effect (`if args.use_lora: ... elif args.gradient_checkpointing`)."""
+quantised, gradient_checkpointing has no effect (`if args.use_lora: ... elif args.gradient_checkpointing`).
+"""
 
 from __future__ import annotations
 

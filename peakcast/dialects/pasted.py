@@ -71,7 +71,8 @@ class Pasted:
         """The mapping in the file `name`, to which `key` refers: from a file that was given as well, else (for a path) from
         that file.
 
-        Raises: SpecError saying that it is missing and how to give it."""
+        Raises: SpecError saying that it is missing and how to give it.
+        """
         if isinstance(name, Mapping):
             return name
         path = Path(str(name))

@@ -1,7 +1,8 @@
 """torchtitan's networks: a model and its flavor by name, or the network's values in a Python configuration.
 
 Source: torchtitan 0.3.0 trainer.py `Trainer.Config.to_dict`, protocols/model_spec.py, models/common/attention.py, moe.py,
-models/llama3, qwen3, deepseek_v3, gpt_oss."""
+models/llama3, qwen3, deepseek_v3, gpt_oss.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Changes that lower a job's peak: each piece of advice is a changed job whose peak was really computed.
 
 A candidate is an entry of `CANDIDATES`. It is shown only if it applies to the job, the ledger covers the changed job as
-well as the job itself, and the changed job's peak is lower."""
+well as the job itself, and the changed job's peak is lower.
+"""
 
 from __future__ import annotations
 

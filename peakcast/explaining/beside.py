@@ -4,7 +4,8 @@ predicted.
 A recording has no names of tensors, but exact sizes and times, so tensors are matched by size: as many tensors of one size
 (rounded to 512 bytes) as both have at the compared moments are as predicted. In each phase, the moment at which the
 recording has most bytes is compared with that moment of the prediction in the same phase that has most in common with
-it."""
+it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Moment:
     """The moment of a phase at which the recording has most bytes, and the nearest moment of the prediction.
 
     `as_predicted_bytes + unpredicted_bytes + hidden_bytes + slack_bytes` is what was recorded; `as_predicted_bytes +
-    missing_bytes` is what was predicted."""
+    missing_bytes` is what was predicted.
+    """
 
     phase: str
     recorded_instant: int

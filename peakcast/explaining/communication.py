@@ -1,7 +1,8 @@
 """What one rank of a job sends, to which ranks and when: every kind of collective of a step, from shapes and layout.
 
 A rule yields `Call`s of one pipeline stage; `communication` turns them into volumes. Volumes are those of ring algorithms,
-which NCCL's tests use to judge bandwidth. Source: NVIDIA/nccl-tests doc/PERFORMANCE.md."""
+which NCCL's tests use to judge bandwidth. Source: NVIDIA/nccl-tests doc/PERFORMANCE.md.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Which ranks communicate with each other: the groups of a layout in Megatron's order of ranks.
 
 Source: megatron-core 0.13.1 `parallel_state.py`, `RankGenerator` and `generate_masked_orthogonal_rank_groups`: the first
-axis of the order varies fastest. Dense layers use the order tp-cp-dp-pp, experts tp-ep-dp-pp with sizes of their own."""
+axis of the order varies fastest. Dense layers use the order tp-cp-dp-pp, experts tp-ep-dp-pp with sizes of their own.
+"""
 
 from __future__ import annotations
 

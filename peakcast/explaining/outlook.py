@@ -30,7 +30,8 @@ def gpu_verdicts(
     """Whether `rank` of `job` would fit on each GPU type of the catalog, the smallest first.
 
     Tensors are assumed to be as on `device`: GPU types differ in the context and in their calibration's bars, and otherwise
-    only by some tens of MiB of library workspaces. `findings` are those from reading the question."""
+    only by some tens of MiB of library workspaces. `findings` are those from reading the question.
+    """
     base, known = baseline(job, device, rank), (*findings, *known_of(job))
     verdicts = []
     for found in sorted(map(catalog.gpu, catalog.gpu_names()), key=lambda gpu: gpu.cuda_memory_bytes):

@@ -3,7 +3,8 @@
 A text is `operator[<outer operator] [raw:caller] [grad:node] [py:function<caller]`, as in the published histories. `raw:`
 marks memory that belongs to no tensor: a kernel or a library requested it from the allocator. Stacks are those of
 `torch.cuda.memory._record_memory_history(stacks="all")`, innermost frame first. With stacks="python" there is only `py:`,
-and tensors cannot be told from workspaces."""
+and tensors cannot be told from workspaces.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """One GPU's allocator history as a value: the state before the first event, the events in order, and recorded totals.
 
 Addresses and sizes are bytes. Events have the names of PyTorch's own trace (`torch.cuda.memory._snapshot`, torch 2.13
-`torch/csrc/cuda/memory_snapshot.cpp`)."""
+`torch/csrc/cuda/memory_snapshot.cpp`).
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Python's own unpickler calls things that its input names. Even with every global refused, a file can make it reserve
 gigabytes (an index of 2**32 in its memo, a length of 2**60) or overflow its stack (a key nested a million deep). This
 module reads the same opcodes (protocol 2 to 5, Python 3.11 `Lib/pickle.py`), accepts only those that make plain values and
-only texts and whole numbers as keys, and counts what it makes."""
+only texts and whole numbers as keys, and counts what it makes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Reads the histories of `datasets/published/histories`: one JSON value a line, first a header, then the events.
 
 `datasets/published/histories/README.md` describes the format. Files may also come from strangers, so the memory that they
-can take is limited, and anything unexpected becomes one sentence."""
+can take is limited, and anything unexpected becomes one sentence.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Reads `torch.cuda.memory._snapshot()` as `_dump_snapshot` pickles it: the allocator's state at the end, and its latest
 actions. The state before the first of these is reconstructed by undoing them from the end.
 
-The format is that of torch 2.13 `torch/csrc/cuda/memory_snapshot.cpp` and `torch/cuda/memory.py`."""
+The format is that of torch 2.13 `torch/csrc/cuda/memory_snapshot.cpp` and `torch/cuda/memory.py`.
+"""
 
 from __future__ import annotations
 

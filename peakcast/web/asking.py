@@ -1,7 +1,8 @@
 """One question of the page: what was pasted or chosen, the knobs that change it, and the answer with its explanation.
 
 Anything wrong with it becomes a `PeakcastError` whose message the page shows; sizes are limited before anything is
-computed."""
+computed.
+"""
 
 from __future__ import annotations
 
