@@ -1,4 +1,5 @@
-"""Training methods beyond plain next-token loss (DPO and its kin): what they change about a job, or why they are refused.
+"""Training methods with another loss than plain next-token loss (DPO and similar ones): what they change about a job, or
+why they are refused.
 
 Sources: trl 1.16.0 trainer/dpo_trainer.py and reward_trainer.py, trl 0.13-0.24 dpo_trainer.py `concatenated_forward`
 (chosen and rejected sequences in one batch); orpo_trainer.py, cpo_trainer.py (the same batch, no reference).
@@ -21,9 +22,9 @@ class Method(NamedTuple):
     """How a method's step differs from supervised fine-tuning."""
 
     sequences: int
-    """Sequences that pass the network for each sample."""
+    """Sequences that pass through the network for each sample."""
     kind: LossKind
-    """The job's; the cross entropy's stands in for losses that are not modelled."""
+    """The job's loss kind; cross entropy for losses that are not modelled."""
 
 
 METHODS: dict[str, Method] = {
@@ -55,9 +56,9 @@ def with_method(
     generation: Generation | None = None,
     whole_logits: str = "",
 ) -> TrainingJob:
-    """`job` as the training method `name` runs it. `precomputed`: the reference's log-probabilities are made beforehand.
-    `generation`: GRPO's. `whole_logits`: who computes log-probabilities of whole logits, as trl did before 1.15;
-    "": nobody.
+    """`job` as the training method `name` runs it. `precomputed`: the reference's log-probabilities are computed before
+    training. `generation`: GRPO's. `whole_logits`: the project that computes log-probabilities from whole logits, as trl
+    did before 1.15; "" if none does.
 
     Raises: SpecError for methods that are not modelled, with what can be asked instead.
     """

@@ -1,9 +1,9 @@
-"""Candidates in the order of what they cost beside memory, those that have room with their peaks.
+"""Walks through candidates in the order of their costs other than memory, and finds those that have room, with their peaks.
 
-Candidates that differ in the micro-batch alone are a *series*: they cost the same, and each needs at least as much as the
-one before, so the first that has no room ends it. A series is passed over without a timeline where what stands on its ranks
-is already too much, with one that many share where the same shards with sequence parallelism and without interleaving have
-no room (these take away, or add), and with two short ones where shallower networks show that a deep one has none.
+Candidates that differ only in the micro-batch are a *series*: they cost the same, and each needs at least as much memory as
+the one before, so the first that has no room ends the series. A series is skipped without a full timeline in three cases:
+if what its ranks hold between steps is already too much; if a shared lower bound, the same shards with sequence parallelism
+and without interleaving, has no room; or if two shallower networks show that the deep one has none.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from peakcast.spec import TrainingJob
 from peakcast.workers import LostError
 
 ANY = 2**62
-"""Room for everything."""
+"""More room than any job needs."""
 AT_ONCE = 64
-"""Series that are looked at together by each process: few enough that little is in vain when the walk ends."""
+"""Series that each process handles together; few, so that little work is wasted when the walk ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One that has room: its place among all, what it sends and the peak of its fullest stage, both in bytes."""
+    """A candidate that has room: its number, what it sends and the peak of its fullest stage, both in bytes."""
 
     index: int
     sent_bytes: int
@@ -46,20 +46,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is walked: every candidate, the GPU type, and what it has room for."""
+    """The input of the walk: every candidate, the GPU type, and the room on it."""
 
     every: Sequence[TrainingJob]
     device: Device
     room_bytes: int
     findings: tuple[Finding, ...] = ()
-    """Those of reading the question."""
+    """Findings from reading the question."""
     lent: Lent | None = None
-    """The recipes that answer, where they are brought along."""
+    """Recipes that must be used, if the question brought any."""
 
 
 class Workers:
-    """Asks `function(question, item)` of many items, in order, on some processes; one process asks itself. The question is
-    handed to each process once."""
+    """Calls `function(question, item)` for many items, in order, on several processes; with one, in this process. The
+    question is sent to each process once."""
 
     def __init__(self, question: Question, processes: int) -> None:
         self.question, self.processes = question, processes
@@ -73,7 +73,7 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[Question, Any], Any], items: Sequence[Any]) -> list[Any]:
-        """The answers, item by item. Raises: LostError where a process was ended from outside."""
+        """The results, item by item. Raises: LostError if a process was ended from outside."""
         if self.processes < 2 or len(items) < 2:
             return [function(self.question, item) for item in items]
         if self._pool is None:
@@ -92,9 +92,9 @@ _asked: list[Question] = []
 
 
 def _remember(question: Question) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are left to the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     _asked[:] = [question]
-    lending(question.lent).__enter__()  # for good
+    lending(question.lent).__enter__()  # until the process ends
 
 
 def _ask(function: Callable[[Question, Any], Any], item: Any) -> Any:
@@ -102,14 +102,15 @@ def _ask(function: Callable[[Question, Any], Any], item: Any) -> Any:
 
 
 LEAST = 1.01
-"""The job of the same shards that needs least may need so many times what another does: sequence parallelism gathers into
-buffers of its own, and a schedule without interleaving keeps an output longer. Both are below a hundredth of a peak."""
+"""The job of the same shards that needs least may need up to this multiple of what another one needs: sequence parallelism
+gathers into buffers of its own, and a schedule without interleaving keeps an output longer. Both are below a hundredth of a
+peak."""
 Series = tuple[int, ...]
-"""Places of candidates that differ in the micro-batch alone, by rising micro-batch."""
+"""Numbers of candidates that differ only in the micro-batch, from the smallest micro-batch to the largest."""
 
 
 def series(every: Sequence[TrainingJob]) -> list[Series]:
-    """All candidates in series."""
+    """All candidates, grouped into series."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, job in enumerate(every):
         layout = job.parallelism
@@ -120,13 +121,13 @@ def series(every: Sequence[TrainingJob]) -> list[Series]:
 
 
 def standing(every: Sequence[TrainingJob], members: Series) -> int:
-    """What stands on the fullest of the ends of the pipeline."""
+    """Bytes of weights, gradients and optimizer states on the fuller one of the first and the last stage."""
     job = every[members[0]]
     return max(standing_bytes(job, stage) for stage in {0, job.parallelism.pipeline_parallel_size - 1})
 
 
 def in_order(workers: Workers, left: Iterable[Series], say: Callable[[str], None]) -> Iterator[Candidate]:
-    """The candidates of `left` that have room, by what is done again, offloaded, sent, then by their peak."""
+    """The candidates of `left` that have room, ordered by recomputation, offloading, bytes sent, and then by their peak."""
     every = workers.question.every
     by_price = sorted(left, key=lambda members: costs.price(every[members[0]]))
     num_looked = 0
@@ -145,7 +146,7 @@ def in_order(workers: Workers, left: Iterable[Series], say: Callable[[str], None
 
 
 def _waves(ordered: Sequence[Series], sent: dict[Series, int], size: int) -> Iterator[list[Series]]:
-    """`ordered` in pieces of about `size`, ties together."""
+    """`ordered` in pieces of about `size`; equal costs stay in one piece."""
     wave: list[Series] = []
     for _, ties in groupby(ordered, key=lambda members: sent[members]):
         wave += ties
@@ -165,7 +166,7 @@ def _sent(question: Question, members: Series) -> int:
 
 
 def _peaks(question: Question, members: Series) -> list[int]:
-    """The peaks of a series up to the first that has no room."""
+    """The peaks of a series, up to the first that has no room."""
     every, device, room = question.every, question.device, question.room_bytes
     least = least_of(every[members[0]])
     if no_less(least, device) > room * LEAST:
@@ -182,24 +183,24 @@ def _peaks(question: Question, members: Series) -> list[int]:
 
 
 def no_less(job: TrainingJob, device: Device) -> int:
-    """A bound below `fullest`; 0 where none is cheaper."""
+    """A lower bound of `fullest`; 0 if there is none that is cheaper to compute."""
     if job.framework == "megatron" or wants_recipe(job):  # of a shallower network there may be no recipe
         return 0
     return bound_by_depth(job, lambda shallow: fullest(shallow, device, ANY))
 
 
 def least_of(job: TrainingJob) -> TrainingJob:
-    """The job of the same shards that needs least: interleaving adds to memory, sequence parallelism only takes away."""
+    """The job of the same shards that needs least memory: interleaving only adds to it, sequence parallelism only saves."""
     layout = job.parallelism
-    shares = layout.tensor_parallel_size > 1 and job.framework != "huggingface"  # whose plans have none
+    shares = layout.tensor_parallel_size > 1 and job.framework != "huggingface"  # huggingface plans have none
     least = replace(layout, sequence_parallel=shares, virtual_pipeline_stages=1, pipeline_schedule="1f1b")
     return job.replace(parallelism=least)
 
 
 def fullest(job: TrainingJob, device: Device, room_bytes: int) -> int:
-    """Peak bytes of the pipeline stage that needs most; of one that has no room where there is one."""
+    """Peak bytes of the pipeline stage that needs most; if a stage has no room, the peak of such a stage."""
     layout, steps = job.parallelism, job.gradient_accumulation_steps
-    # as many micro-batches as make the same peak: more of them differ in nothing
+    # as few micro-batches as give the same peak: further ones change nothing
     stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
     enough = max(min(steps, 2), representative_micro_batches(stages, virtual, 0, steps))
     return _fullest(job if enough == steps else job.replace(gradient_accumulation_steps=enough), device, room_bytes)
