@@ -1,7 +1,8 @@
-"""Files of tokens that a script reads and that are not there: some are made in the temporary folder, and it is said.
+"""Makes files of tokens in the temporary folder that a script reads and that do not exist, and reports it.
 
-Their form is the one that the script expects: after the header of 256 numbers that llm.c and its descendants begin with,
-where the script names its first one; else tokens alone, as nanoGPT has them, or a numpy array where the name says so.
+They have the form that the script expects. If the script contains the first number of llm.c's header, it is that header of
+256 numbers, then tokens, as in llm.c and its descendants; else tokens only, as in nanoGPT, or a numpy array if the name
+says so.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from peakcast.collectors.dryrun.noted import Notes, is_own
 
 SUFFIXES = (".bin", ".npy")
 NUM_FILES, NUM_TOKENS = 4, 2**24
-"""Of each pattern of names; and tokens of each file."""
+"""Number of files for each pattern of names, and of tokens in each file."""
 HEADER_LENGTH = 256
 HEADERS: dict[int, tuple[int, type[np.generic]]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
-"""First number of a header, and the second and the tokens' type that go with it. Source: llm.c, dev/data/data_common.py."""
+"""First number of a header -> (second number, dtype of tokens). Source: llm.c, dev/data/data_common.py."""
 TEXT_END, DOCUMENT_LENGTH = 50256, 768
-"""GPT-2's token between two documents, which data loaders look for, and tokens from one to the next."""
+"""GPT-2's token between two documents, for which data loaders search, and its distance in tokens."""
 
 
 class TokenFiles:
-    """Makes the files that a script's own code asks for."""
+    """Makes the files that a script's own code opens."""
 
     def __init__(self, overlay: Overlay, notes: Notes) -> None:
         self._overlay = overlay
         self._notes = notes
 
     def install(self) -> None:
-        """For this process."""
+        """Install it in this process."""
         import torch
 
         builtins.open = io.open = self._opening(builtins.open)  # type: ignore[assignment]
@@ -69,7 +70,7 @@ class TokenFiles:
         return opened
 
     def _globbed(self, found: list[Any], pattern: Any) -> Iterator[Any]:
-        """What a pattern has found; where it is of token files and finds none, those that are made now."""
+        """The files that a pattern has found; if it is for token files and finds none, files that are made now."""
         name = os.fsdecode(pattern)
         if not found and _asker() is not None and name.endswith(SUFFIXES) and "*" in name:
             found = [name.replace("*", f"{number:06d}") for number in range(NUM_FILES)]
@@ -78,7 +79,7 @@ class TokenFiles:
         return iter(found)
 
     def _make_if_asked(self, path: Any) -> bool:
-        """Whether `path` is a token file of the script's, which is there from now on."""
+        """Whether `path` is a token file that the script opens; if so, it is made."""
         asker = _asker()
         if asker is None or not isinstance(path, (str, os.PathLike)) or not os.fspath(path).endswith(SUFFIXES):
             return False
@@ -95,8 +96,8 @@ _iglob, _path_glob = glob.iglob, pathlib.Path.glob
 
 
 def _asker() -> str | None:
-    """The file of the script whose code asks for a file, itself or by numpy, torch or Python's own; None where a library
-    does."""
+    """The file of the script whose code opens a file, directly or through numpy, torch or Python's library; None if another
+    library does."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "").partition(".")[0]

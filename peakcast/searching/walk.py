@@ -2,7 +2,7 @@
 
 Candidates that differ only in the micro-batch are a *series*: they cost the same, and each needs at least as much memory as
 the one before, so the first that has no room ends the series. A series is skipped without a full timeline in three cases:
-if what its ranks hold between steps is already too much; if a shared lower bound, the same shards with sequence parallelism
+if what its ranks hold throughout a step is already too much; if a shared lower bound, the same shards with sequence parallelism
 and without interleaving, has no room; or if two shallower networks show that the deep one has none.
 """
 
@@ -121,7 +121,7 @@ def series(every: Sequence[TrainingJob]) -> list[Series]:
 
 
 def standing(every: Sequence[TrainingJob], members: Series) -> int:
-    """Bytes of weights, gradients and optimizer states on the fuller one of the first and the last stage."""
+    """Bytes that the first or the last stage, whichever has more, holds throughout a steady step."""
     job = every[members[0]]
     return max(standing_bytes(job, stage) for stage in {0, job.parallelism.pipeline_parallel_size - 1})
 
