@@ -113,8 +113,8 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
 
 
 def _build_nothing(module: Any) -> None:
-    """Replace kernels that a library would compile now by functions that, as fake tensors show it, change their
-    arguments."""
+    """Replace kernels that a library would compile by functions that do nothing: a change of a fake tensor's values cannot
+    be seen."""
     module.load = module.load_inline = lambda *_, **__: _Kernels()
     module.CUDA_HOME = module.CUDA_HOME or "/usr/local/cuda"
 

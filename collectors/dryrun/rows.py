@@ -16,7 +16,8 @@ OWN = ("text", "prompt", "chosen", "rejected")
 NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index")
 """Columns with numbers, which are 0 in every row; others have text."""
 AROUND = 1
-"""Tokens around a prompt or an answer: a sequence begins and ends with one. TRL's reward trainer drops longer sequences."""
+"""Number of tokens that a trainer adds around a prompt or an answer. They count, because TRL's reward trainer drops rows
+that are too long."""
 MOST_COLUMNS = 16
 
 

@@ -25,7 +25,7 @@ from peakcast.collectors.dryrun.noted import Notes, is_own
 
 SUFFIXES = (".bin", ".npy")
 NUM_FILES, NUM_TOKENS = 4, 2**24
-"""Number of files for each pattern of names, and of tokens in each file."""
+"""Number of files for each pattern of names, and number of tokens in each file."""
 HEADER_LENGTH = 256
 HEADERS: dict[int, tuple[int, type[np.generic]]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
 """First number of a header -> (second number, dtype of tokens). Source: llm.c, dev/data/data_common.py."""

@@ -2,8 +2,8 @@
 
 Candidates that differ only in the micro-batch are a *series*: they cost the same, and each needs at least as much memory as
 the one before, so the first that has no room ends the series. A series is skipped without a full timeline in three cases:
-if what its ranks hold throughout a step is already too much; if a shared lower bound, the same shards with sequence parallelism
-and without interleaving, has no room; or if two shallower networks show that the deep one has none.
+if what its ranks hold throughout a step is already too much; if a shared lower bound, the same shards with sequence
+parallelism and without interleaving, has no room; or if two shallower networks show that the deep one has none.
 """
 
 from __future__ import annotations
