@@ -44,8 +44,8 @@ BUFFER = "empty_strided.default"
 """Memory that compiled code allocates before the kernel that fills it."""
 READS = frozenset({"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.equal.default"})
 COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
-"""Operators for which the CPU waits until the GPU has finished everything: those that read a value, and copies between the
-two unless they are asked not to block (ATen `native/cuda/Copy.cu`)."""
+"""READS and COPIES are operators for which the CPU waits until the GPU has finished everything: those that read a value,
+and copies between the two unless they are asked not to block (ATen `native/cuda/Copy.cu`)."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc]
@@ -139,7 +139,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """False while torch.compile compiles, true while the compiled code runs; otherwise Dynamo would compile nothing."""
+        """True: torch leaves the mode while it compiles, not while the compiled code runs; otherwise nothing is compiled."""
         return True
 
     def launched(self, label: str, tensors: Iterable[torch.Tensor]) -> None:

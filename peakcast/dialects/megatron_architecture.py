@@ -27,7 +27,8 @@ NORMALIZATIONS: dict[str, Normalization] = {"LayerNorm": "layernorm", "RMSNorm":
 
 
 def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
-    """The network that the flags describe, its vocabulary padded for `tensor` ranks. Raises: SpecError naming the flag."""
+    """The network that the flags describe, with its vocabulary padded for `tensor` ranks. Raises: SpecError naming the
+    flag."""
     hidden, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
     bias = not settings.switch("disable_bias_linear")
     swiglu, squared_relu = settings.switch("swiglu"), settings.switch("squared_relu")
@@ -92,7 +93,7 @@ def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
 
 
 def one_of_table(settings: Settings, key: str, default: str, table: Mapping[str, Any]) -> Any:
-    """The entry of `table` that the flag `key` names. Raises: SpecError with near misses."""
+    """The entry of `table` for the value of the flag `key`. Raises: SpecError with near misses."""
     return table[settings.one_of(key, default, table)]
 
 
@@ -119,7 +120,7 @@ def _num_layers(settings: Settings) -> int:
 
 
 def _vocabulary(settings: Settings, tensor: int, kind: str) -> int:
-    """The padded vocabulary, rows of the embedding over all tensor-parallel ranks."""
+    """The padded vocabulary: rows of the embedding over all tensor-parallel ranks."""
     tokenizer = settings.text("tokenizer_type")
     usual = "BertWordPieceLowerCase" if kind == "encoder" else ""
     size = settings.integer("vocab_size")

@@ -18,8 +18,8 @@ from peakcast.spec import TrainingJob
 
 MOST = {"micro_batch_size": 65_536, "sequence_length": 2**24}
 STEP = {"micro_batch_size": 1, "sequence_length": 128}
-"""Lengths are searched in steps of 128 tokens, times what the layout must divide; where a table of positions ends soon, in
-the smallest that the layout can divide."""
+"""Lengths are searched in steps of 128 tokens, multiplied by what the layout must divide; if a table of positions ends
+soon, in the smallest steps that the layout can divide."""
 FEW = 64
 
 
@@ -32,8 +32,8 @@ def largest(
     lent: Lent | None = None,
 ) -> Largest:
     """The largest `name` ("micro_batch_size" or "sequence_length") with which `job` surely fits. Memory grows with both, so
-    halving finds it. `findings`: those of reading the question; `record` and `lent`: as in
-    `search`. What recipes do not cover is not asked."""
+    bisection finds it. `findings`: from reading the question; `record` and `lent`: as in `search`. Sizes that recipes do
+    not cover are not tried."""
     step, least, most = _range(job, name)
     if lent is not None:
         low, high = lent.covered(name, job)
@@ -73,7 +73,7 @@ def largest(
 
 
 def _range(job: TrainingJob, name: str) -> tuple[int, int, int]:
-    """In which steps `name` is searched, the least that the batch of `job` needs, and the most that is asked."""
+    """(step in which `name` is searched, least value that the batch of `job` allows, largest value tried)."""
     layout, tokens = job.parallelism, job.batch.num_tokens or 1
     if name == "micro_batch_size":
         return STEP[name], -(-tokens // job.sequence_length), MOST[name]
@@ -107,7 +107,7 @@ def biggest_model(
     progress: Callable[[str], None] | None = None,
     findings: tuple[Finding, ...] = (),
 ) -> Largest:
-    """The architecture of the catalog with the most parameters with which `job`, else as it is, surely fits."""
+    """The architecture of the catalog with the most parameters with which `job`, otherwise unchanged, surely fits."""
     beyond, verdict = None, None
     for number, (name, candidate) in enumerate(_by_size(job)):
         if progress:
