@@ -258,12 +258,12 @@ def search(
     processes: int = 1,
     progress: Progress | None = None,
 ) -> Found | Largest:
-    """The layouts, batches, checkpointing, sharding and offloading with which `job` fits on `num_gpus` of `gpu`, the best
-    first.
+    """Which layouts, batches, checkpointing, sharding and offloading let `job` fit on `num_gpus` of `gpu`, the best first.
 
     `find`: "plans", or an inverse question: the largest "micro_batch_size" or "sequence_length", the fewest "num_gpus", the
-    biggest "model" of the catalog. `job` as in `predict`; its GPUs and batch are used if the arguments do not give them.
-    `host_memory_gib`: of a node, as in `predict`. `recipe` as in `predict`; candidates that it does not cover are left out.
+    biggest "model" of the catalog. `job` as in `predict`; what it says of GPUs and batch stands where no argument does.
+    `host_memory_gib`: that of a node, weighed as in `predict`. `recipe` as in `predict`: it answers for all candidates that
+    it covers, and others are left out.
     Raises: SpecError, RecordError or CatalogError naming the parameter, the value, the rule and the way out.
     """
     from dataclasses import replace

@@ -31,7 +31,7 @@ class MixtureOfExperts:
     first_k_dense_replace: int = 0
     """Layers at the start that keep a dense feed-forward of `intermediate_size`."""
     moe_layer_freq: int = 1
-    """After those, every `moe_layer_freq`-th layer has a routed feed-forward; the others have a dense one."""
+    """After those, every `moe_layer_freq`-th layer is routed; the others are dense."""
     router_correction_bias: bool = False
     """DeepSeek-V3's per-expert correction bias (a buffer of num_experts fp32 values, not trained by gradient)."""
     expert_bias: bool = False

@@ -164,7 +164,7 @@ class Answer(Prediction):
     not_modelled: tuple[str, ...]
     """What a run may allocate that no number includes."""
     ranks: tuple[RankPeak, ...] = ()
-    """One entry per distinct rank, if asked for."""
+    """A line per distinct rank, where that was asked."""
 
     @cached_property
     def gpus(self) -> tuple[GpuVerdict, ...]:

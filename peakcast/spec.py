@@ -100,7 +100,7 @@ class Finetuning:
     quantization: Literal["nf4", "gptq", "int8"] | None = None
     double_quantization: bool = False
     settings: FrozenMapping = unsaid(FrozenMapping())  # noqa: RUF009  # a frozen value
-    """Sizes of the method besides its rank, under peft's names (`decompose_factor`, `n_frequency`, ...)."""
+    """Sizes that the method has beside its rank, under peft's names (`decompose_factor`, `n_frequency`, ...)."""
 
     def __post_init__(self) -> None:
         require_positive(self, "rank", where="finetuning.")

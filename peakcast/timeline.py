@@ -34,7 +34,7 @@ class Category(IntEnum):
     INPUTS = 10
     OTHER = 11
     REFERENCE_PARAMETERS = 12
-    """Parameters of a frozen reference network, with which preference losses compare the trained one."""
+    """Of a frozen network beside the trained one, which preference losses measure it by."""
 
 
 class Phase(IntEnum):

@@ -33,11 +33,11 @@ PACKAGES = {
     "deepspeed": "deepspeed", "megatron_core": "megatron-core", "transformer_engine": "transformer-engine",
     "torchao": "torchao", "torchtitan": "torchtitan", "torchtune": "torchtune", "litgpt": "litgpt",
 }  # fmt: skip
-"""Keys of `versions` that an installed package can answer -> the name under which the package is installed."""
+"""The keys of `versions` that packages installed here can answer -> the name that the package is installed under."""
 STACKS = ("unsloth", "torchtitan", "torchtune", "litgpt", "nanotron")
-"""Packages that run the training if a job mentions them. If one is only installed here, that means nothing."""
+"""Packages whose mere mention says that their code runs the training; one that only is installed here says nothing."""
 OWN_NETWORKS = ("torchtitan", "torchtune", "litgpt", "nanotron")
-"""Those with networks of their own, whichever version of transformers is given."""
+"""Those that train networks of their own, whatever transformers is beside them."""
 _RELEASE = re.compile(
     r"v?(?:\d{1,4}|(\d{1,6}(?:\.\d{1,9}){1,5})(?:[._-]?(?:a|b|c|rc|alpha|beta|pre|preview)[._-]?\d*)?"
     r"(?:[._-]?(?:post|rev|r)[._-]?\d*)?(?:[._-]?dev[._-]?\d*)?)(?:[+-][\w.+-]*)?",
@@ -60,8 +60,8 @@ def release(version: object) -> tuple[int, ...]:
 
 
 def compare(version: object, clause: str) -> bool:
-    """Whether `version` satisfies the clause of a convention: ">=2.4" and other comparisons of releases, "==a|b" for names,
-    "*" for any version. A text that is no release satisfies no comparison of releases. Raises: ValueError."""
+    """Whether `version` is as the clause of a convention says: ">=2.4" and its kin between releases, "==a|b" for names, "*"
+    for any version at all. What is no release is as no clause between releases says. Raises: ValueError."""
     if clause.strip() == "*":
         return True
     match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\w.|]+)\s*", clause)
@@ -100,7 +100,7 @@ def tag_of(container: object) -> str:
 
 
 def resolved(versions: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`versions` with those of its container added; versions that are given directly have priority."""
+    """`versions` with what the container among them has; those that are given themselves hold."""
     if CONTAINER not in versions:
         return versions
     tag = tag_of(versions[CONTAINER])
@@ -128,7 +128,7 @@ def remarks(versions: Mapping[str, Any]) -> list[str]:
 
 
 def not_compared(versions: Mapping[str, Any]) -> list[Finding]:
-    """A finding for each version that is no release, and for a container that is not in the table."""
+    """A finding for each version that is no release, and for a container that the table does not have."""
     said = {}
     for name, version in versions.items():
         if name == CONTAINER:

@@ -1,4 +1,4 @@
-"""Tells the user what to put in place of a missing file that a script reads: the least that is enough."""
+"""What to put in the place of a file that a script reads and that is not there: the least that would do."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ WRITERS = {".json": "to_json", ".parquet": "to_parquet", ".csv": "to_csv"}
 
 
 def hint(lines: Sequence[str]) -> str:
-    """A sentence about the file that is missing, from the last `lines` that a failing script printed; "" if none is
-    missing."""
+    """What the last of the `lines` that a failing script printed asks for; "" where no file is missing."""
     found = next((match for line in reversed(lines) if (match := ERROR.match(line.strip())) is not None), None)
     if found is None:
         return ""

@@ -29,7 +29,7 @@ from peakcast.units import format_gib
 CRASHED, NEVER_STEPPED, INTERRUPTED = 10, 11, 130
 """Exit codes of the process (`collectors/dryrun/session.py`): the script raised, no optimizer stepped, Ctrl-C."""
 MOST_LINES = 12
-"""How many of the last lines that a failed script printed are shown."""
+"""Of what the script printed last, when it failed."""
 POLL_SECONDS = 0.05
 LOG, ANSWER = "output.txt", "answer.json"
 """Files in a dry run's folder: the script's output, and the result."""

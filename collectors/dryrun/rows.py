@@ -10,7 +10,7 @@ from peakcast.collectors.dryrun.lengths import drawn
 
 NUM_ROWS = 512
 PREFERENCE = ("dpo", "reward", "kto", "orpo", "cpo")
-"""Trainers of TRL that use two answers to a prompt."""
+"""Trainers of TRL that learn from two answers to a prompt."""
 OWN = ("text", "prompt", "chosen", "rejected")
 """Columns that rows have from the beginning."""
 NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index")

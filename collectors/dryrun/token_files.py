@@ -1,8 +1,7 @@
-"""Makes files of tokens in the temporary folder that a script reads and that do not exist, and reports it.
+"""Files of tokens that a script reads and that are not there: some are made in the temporary folder, and it is said.
 
-They have the form that the script expects. If the script contains the first number of llm.c's header, it is that header of
-256 numbers, then tokens, as in llm.c and its descendants; else tokens only, as in nanoGPT, or a numpy array if the name
-says so.
+Their form is the one that the script expects: after the header of 256 numbers that llm.c and its descendants begin with,
+where the script names its first one; else tokens alone, as nanoGPT has them, or a numpy array where the name says so.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from peakcast.collectors.dryrun.noted import Notes, is_own
 
 SUFFIXES = (".bin", ".npy")
 NUM_FILES, NUM_TOKENS = 4, 2**24
-"""Number of files for each pattern of names, and number of tokens in each file."""
+"""Of each pattern of names; and tokens of each file."""
 HEADER_LENGTH = 256
 HEADERS: dict[int, tuple[int, type[np.generic]]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
 """First number of a header -> (second number, dtype of tokens). Source: llm.c, dev/data/data_common.py."""
@@ -79,7 +78,7 @@ class TokenFiles:
         return iter(found)
 
     def _make_if_asked(self, path: Any) -> bool:
-        """Whether `path` is a token file that the script opens; if so, it is made."""
+        """Whether `path` is a token file of the script's, which is there from now on."""
         asker = _asker()
         if asker is None or not isinstance(path, (str, os.PathLike)) or not os.fspath(path).endswith(SUFFIXES):
             return False
@@ -96,8 +95,8 @@ _iglob, _path_glob = glob.iglob, pathlib.Path.glob
 
 
 def _asker() -> str | None:
-    """The file of the script whose code opens a file, directly or through numpy, torch or Python's library; None if another
-    library does."""
+    """The file of the script whose code asks for a file, itself or by numpy, torch or Python's own; None where a library
+    does."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "").partition(".")[0]

@@ -27,7 +27,7 @@ ALIKE = {
 }
 """Sizes of image processors -> the names that configurations use for them."""
 IDEFICS_TILES = 4
-"""Tiles along the longer side of an image, which Idefics3 and SmolVLM cut into tiles (`size` over `max_image_size`)."""
+"""Along the longer side of an image that Idefics3 and SmolVLM cut into tiles (`size` over `max_image_size`)."""
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """Names that processors use for the tensor that marks image tokens with 1."""
 
@@ -119,7 +119,7 @@ def image_processor_of(config: Any) -> Any:
 
 
 def _processor_classes(config: Any) -> list[Any]:
-    """The classes that may be used, those with fewest dependencies first: Pillow's before torchvision's."""
+    """Those that need the least first: Pillow's before torchvision's."""
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
     try:

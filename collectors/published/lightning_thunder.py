@@ -27,7 +27,7 @@ COMPILED = {
     "are counted.",
     "fsdp": "FSDP's hooks break the graph of a compiled network at each unit: layers compiled one by one are counted.",
 }
-"""How the network is distributed -> which part of it torch.compile compiles."""
+"""What torch.compile makes of the network, by how it is distributed."""
 FLOAT8 = ("THUN-007", "THUN-008", "THUN-009", "THUN-010")
 RECOMPUTED_FLOAT8 = ("THUN-008", "THUN-010")
 APART = ("THUN-006",)

@@ -1,5 +1,5 @@
-"""A `flash_attn` whose kernels do nothing, for tracing `attention: flash_attention_2`. Tensors that its functions save or
-allocate around the kernels are seen; what the backward kernel allocates for itself is not.
+"""A `flash_attn` whose kernels do nothing, for tracing `attention: flash_attention_2`: what its functions keep and make
+around the kernels is seen; what the backward kernel takes inside itself is not.
 
 Source: flash-attention 2.8 flash_attn/flash_attn_interface.py (`FlashAttnFunc`, `FlashAttnVarlenFunc`) and the rules for
 fake tensors there: query, key, value and output are saved, an fp32 statistic for each query of each head, and the state of
@@ -24,7 +24,7 @@ WIDTH = 8
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """Shapes: [batch, sequence, heads, width], or [tokens, heads, width] for sequences of any length."""
+    """Shapes: [batch, sequence, heads, width], or with sequences of any length [tokens, heads, width]."""
 
     @staticmethod
     def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

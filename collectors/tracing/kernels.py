@@ -114,4 +114,4 @@ RULES: dict[Any, Callable[[Sequence[Any], Any, Device], list[Taken]]] = {
     aten.baddbmm.default: _product,
     aten.addmm.default: _addmm,
 }
-"""Operators whose workspaces were recorded (`datasets/published/histories`) -> what each allocates."""
+"""Operators whose workspaces were recorded (`datasets/published/histories`), and what each takes."""

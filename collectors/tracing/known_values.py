@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
 MOST_ELEMENTS = 2**21
-"""Most elements of a tensor whose values are kept: more than the tokens of the largest recorded batch."""
+"""Of a tensor whose values are kept: more than the tokens of the largest batch that is recorded."""
 _WITHOUT_VALUES = ("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like", "aten.randn", "aten.native_dropout")
-"""Prefixes of operators whose outputs are uninitialised memory or random."""
+"""How operators begin whose results are memory that nobody has written yet, or noise."""
 
 
 label = functools.cache(str)
@@ -30,8 +30,8 @@ label = functools.cache(str)
 
 
 def install() -> None:
-    """Let `torch.tensor` accept numbers that are fake tensors (it reads them outside of any mode), and let `tolist` read
-    all values at once; permanently in this process."""
+    """Let `torch.tensor` take numbers that are fake tensors, which it reads where no mode sees it, and let `tolist` read
+    all values at once; in this process, for good."""
     if hasattr(torch.tensor, "__wrapped__"):
         return
     make, to_list = torch.tensor, FakeTensor.tolist

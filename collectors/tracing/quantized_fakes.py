@@ -1,5 +1,5 @@
-"""bitsandbytes' 4-bit layers on fake tensors. The weight is an ordinary parameter of packed bytes, because a subclass of a
-fake tensor cannot be made; its product is the one that the library runs on a GPU for more than about 1,500 tokens.
+"""bitsandbytes' 4-bit layers on fake tensors: the weight is an ordinary parameter of packed bytes, since a subclass of a
+fake tensor cannot be made, and its product is what the library runs on a GPU for more than some 1,500 tokens.
 
 Source: bitsandbytes 0.50.2 `nn/modules.py` (Params4bit), `backends/cuda/ops.py` (_dequant_linear_fallback), which releases
 before 0.50 have in `autograd/_functions.py`.
@@ -28,13 +28,13 @@ def packed(weight: torch.Tensor, device: str, made: Any, **options: Any) -> torc
 
 
 def install() -> None:
-    """Replace the fused product by its single operations, in this process."""
+    """Take the fused product apart, in this process."""
     imported("bitsandbytes", "bitsandbytes", parameter="finetuning.quantization", value="nf4")
     torch.ops.bitsandbytes.gemm_4bit = _Product()  # type: ignore[assignment]
 
 
 class _Product:
-    """Replaces the operator and its only overload."""
+    """Stands for the operator and its only overload."""
 
     @property
     def default(self) -> _Product:
@@ -55,6 +55,6 @@ class _Product:
     ) -> torch.Tensor:
         if absmax_8bit is not None:
             absmax = torch.empty_like(absmax_8bit, dtype=torch.float32) + absmax_offset
-        assert absmax is not None  # it is alive until the product is computed
+        assert absmax is not None  # it lives until the product is there
         whole = torch.empty(tuple(shape), dtype=given.dtype, device=given.device)
         return torch.nn.functional.linear(given, whole, bias)

@@ -200,7 +200,7 @@ def _import_torchtitan() -> None:
     from peakcast.collectors.tracing import triton_stub
 
     for torchs_own in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
-        importlib.import_module(torchs_own)  # these look for Triton too, and must not find the stub
+        importlib.import_module(torchs_own)  # these look for Triton as well, and must not find the stub
     missing = importlib.util.find_spec("triton") is None
     with triton_stub.while_importing("triton") if missing else contextlib.nullcontext():
         torchtitan_experts.modules()

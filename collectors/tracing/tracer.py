@@ -139,7 +139,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: torch leaves the mode while it compiles, not while the compiled code runs; otherwise nothing is compiled."""
+        """True: torch leaves the mode while it compiles, not while compiled code runs; otherwise nothing is compiled."""
         return True
 
     def launched(self, label: str, tensors: Iterable[torch.Tensor]) -> None:

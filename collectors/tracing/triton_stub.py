@@ -89,8 +89,7 @@ def install(*packages: str) -> None:
 
 @contextlib.contextmanager
 def while_importing(*packages: str) -> Iterator[None]:
-    """A context in which imported modules get the stub, and no module afterwards: for kernels that are imported and not
-    launched."""
+    """Give the stub to what is imported meanwhile, and to nobody after: kernels that are imported and not launched."""
     finder = _Finder(packages)
     sys.meta_path.insert(0, finder)
     try:

@@ -71,7 +71,7 @@ class Walker:
         self._knows_values |= bool(asked.images.per_sequence)
         try:
             found = self._walked(asked, steps)
-        except TypeError:  # sizes depend on values: how many tokens a router gives each expert
+        except TypeError:  # where sizes are computed from values: how many tokens a router gives each expert
             if self._knows_values:
                 raise
             self._knows_values = True

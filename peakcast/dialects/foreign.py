@@ -95,8 +95,7 @@ def foreign_python(text: str) -> str:
 
 
 def foreign_launch(program: str, files: Iterable[str]) -> str:
-    """The sentence of `foreign` about a launch command's `program`, or about its configuration `files`; "" if all can be
-    read."""
+    """What `foreign` says of a launch command's `program`, or of its configuration `files`; "" for all that is read."""
     registered = [file for file in files if "." not in file.rsplit("/", 1)[-1]]
     if program.startswith("torchtitan") and registered:
         return f"is a torchtitan command for {registered[0]!r}, a Python function of its config registry; {SECTIONS}."

@@ -21,7 +21,7 @@ _SIZES = {
     "intermediate_size": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim"),
     "vocab_size": ("vocab_size",),
 }
-"""Sizes that are shown for such a network, and their usual names; nothing is computed from them."""
+"""What is shown of such a network, and its usual spellings; nothing is computed from it."""
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where configurations of vision-language models have their language model."""
 
@@ -42,7 +42,7 @@ def is_traced() -> bool:
 
 
 def kept_configuration(config: Mapping[str, Any]) -> str:
-    """The text from which transformers builds the network of `config`."""
+    """What transformers builds the network of `config` from."""
     return canonical_json({key: value for key, value in config.items() if key not in _LEFT_OUT})
 
 

@@ -31,7 +31,7 @@ def is_hub_id(name: str) -> bool:
 def config_of(hub_id: str) -> dict[str, Any]:
     """The config.json of `hub_id`, from the cache that Hugging Face's libraries share, else from the hub.
 
-    `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` work as in huggingface_hub. No token is sent.
+    `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` hold as in huggingface_hub. No token is sent.
     Raises: CatalogError saying which of the two failed and what to do instead.
     """
     cached = _cached(hub_id)
@@ -59,7 +59,7 @@ def _cached(hub_id: str) -> Path | None:
 
 @functools.lru_cache(maxsize=256)
 def _fetched(url: str) -> tuple[str, str]:
-    """(the text at `url`, ""), or ("", why there is none). Each URL is requested once, even if it fails."""
+    """The text at `url`, or "" and why there is none; each URL is asked for once, failures included."""
     import http.client
     import urllib.error
     import urllib.request

@@ -31,7 +31,7 @@ def with_layers(architecture: Architecture, layers: int) -> Architecture:
 
 
 def _shortened(config: Mapping[str, Any], before: int, layers: int) -> dict[str, Any]:
-    """`config` with every count of `before` layers, and every list with as many entries, shortened at any depth."""
+    """Every count of `before` layers, and every list of as many entries, shortened, at any depth."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and key not in TOWERS:

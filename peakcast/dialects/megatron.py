@@ -42,9 +42,9 @@ def from_megatron(
     env: Mapping[str, Any] | None = None,
     versions: Mapping[str, Any] | None = None,
 ) -> Translation:
-    """The job of a Megatron-LM command line. `arguments`: flag name -> value (dashes or underscores, with or without the
-    leading ones; values may be texts); `num_gpus`: of the whole run; `env`: environment variables; `versions` of packages
-    (`megatron_core: "0.14"`, or `ngc_pytorch: "26.04"`), whose defaults are used.
+    """The job of a Megatron-LM command line: `arguments` by flag name (dashes or underscores, with or without the leading
+    ones; values may be texts), on `num_gpus` GPUs in all, with the environment variables `env` and the package `versions`
+    (`megatron_core: "0.14"`, or `ngc_pytorch: "26.04"`), whose defaults hold.
 
     Raises: SpecError naming the flag, its value, the rule and the way out.
     """

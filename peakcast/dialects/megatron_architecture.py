@@ -120,7 +120,7 @@ def _num_layers(settings: Settings) -> int:
 
 
 def _vocabulary(settings: Settings, tensor: int, kind: str) -> int:
-    """The padded vocabulary: rows of the embedding over all tensor-parallel ranks."""
+    """The padded vocabulary, rows of the embedding over all tensor-parallel ranks."""
     tokenizer = settings.text("tokenizer_type")
     usual = "BertWordPieceLowerCase" if kind == "encoder" else ""
     size = settings.integer("vocab_size")

@@ -78,7 +78,7 @@ OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {
     "adam_library": "transformer_engine",
     "fp8_recipe": "delayed",
 }
-"""Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image, which importers set),
+"""Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image; importers set it),
 `adam_library` (what is installed), `fp8_recipe` (one of `FP8_RECIPES`)."""
 
 FP8_FORMATS = ("hybrid", "e4m3")
@@ -185,7 +185,7 @@ IGNORED = _words("""
     use_persistent_ckpt_worker verify_integrity vocab_file wandb_exp_name wandb_project wandb_save_dir weight_decay
     weight_decay_incr_style
 """)
-"""Known flags that do not change a training step's memory, or that only refine something in `UNSUPPORTED`."""
+"""Flags that are known and do not change a training step's memory, or only refine something in `UNSUPPORTED`."""
 
 TOKENIZERS: dict[str, int] = {
     "GPT2BPETokenizer": 50257,
@@ -193,7 +193,7 @@ TOKENIZERS: dict[str, int] = {
     "BertWordPieceCase": 28996 + 2,
     "Llama2Tokenizer": 32000,
 }
-"""Tokenizer types that determine the vocabulary size -> the size; BERT's includes the two tokens that Megatron adds."""
+"""Vocabulary sizes that a tokenizer's type settles; BERT's with the two tokens that Megatron adds."""
 
 LIKELY_TOKENIZERS: dict[str, int] = {"": 50257, "GPTSentencePieceTokenizer": 32000, "HuggingFaceTokenizer": 128256}
 """Vocabulary sizes assumed (with a warning) for types whose size is in a model file; "" means GPT-2's, Megatron's usual

@@ -15,7 +15,7 @@ CONV_KERNEL = 4
 
 
 def hybrid_pattern(settings: Settings) -> str:
-    """The symbols of all layers, without separators of pipeline stages and without the part for multi-token prediction."""
+    """The symbols of all layers, without the bounds of pipeline stages and what follows them for multi-token prediction."""
     pattern = settings.text("hybrid_layer_pattern") or settings.text("hybrid_override_pattern")
     return pattern.replace("|", "").split("/")[0]
 

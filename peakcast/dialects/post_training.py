@@ -56,9 +56,9 @@ def with_method(
     generation: Generation | None = None,
     whole_logits: str = "",
 ) -> TrainingJob:
-    """`job` as the training method `name` runs it. `precomputed`: the reference's log-probabilities are computed before
-    training. `generation`: GRPO's. `whole_logits`: the project that computes log-probabilities from whole logits, as trl
-    did before 1.15; "" if none does.
+    """`job` as the training method `name` runs it. `precomputed`: the reference's log-probabilities are made beforehand.
+    `generation`: GRPO's. `whole_logits`: who computes log-probabilities of whole logits, as trl did before 1.15;
+    "": nobody.
 
     Raises: SpecError for methods that are not modelled, with what can be asked instead.
     """

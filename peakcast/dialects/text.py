@@ -30,7 +30,7 @@ _COMMAND = re.compile(
     re.MULTILINE,
 )
 _TABLE = re.compile(r"\s*(?:\[[\w.\"-]+\]|[\w.]+\s*=\s*\S)")
-"""A first line that is possible in TOML and not in YAML."""
+"""A first line that TOML has and YAML has not."""
 
 
 _FILES_ARE_READ: ContextVar[bool] = ContextVar("files_are_read", default=True)

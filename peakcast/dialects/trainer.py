@@ -209,7 +209,7 @@ def _drop(training: dict[str, Any], notes: Notes, chosen: Callable[[str], bool])
 
 
 def _generation(training: dict[str, Any], notes: Notes) -> Generation:
-    """Read GRPO's completions; afterwards `training` has the length of its sequences and no other key about them."""
+    """What GRPO's completions make of the run; `training` says how long its sequences are, and no more of them."""
     given = {key: training[key] for key in READ if key in training}
     generation = generation_of(Settings(given, notes, "trl"), "per_device_train_batch_size")
     for key in [key for key in training if SAMPLING.fullmatch(key)]:
@@ -315,7 +315,7 @@ def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Not
 
 
 def _method(program: str, training: Mapping[str, Any]) -> str:
-    """The training method: from the program's name, else from keys that only one trainer has, else sft."""
+    """The training method: as the program is called, else as keys of one trainer say, else sft."""
     words = re.findall(r"[a-z]+", program.lower().rsplit("/", 1)[-1])
     for word in words:
         if word in METHODS or word in NOT_MODELLED:

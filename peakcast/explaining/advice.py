@@ -39,7 +39,7 @@ class Candidate:
     price: str
     changes: Callable[[TrainingJob], Changes]
     same_training: bool = True
-    """Whether the change trains the same, up to rounding."""
+    """Whether the same is learned, up to rounding."""
 
 
 def _when(holds: bool, changes: Changes) -> Changes:

@@ -1,4 +1,4 @@
-"""Costs of a plan other than memory: recomputed operations and bytes sent. Both decide the order of plans that fit."""
+"""What a plan costs beside memory: operations done again, and bytes sent. Both decide the order of plans that fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from peakcast.explaining.communication import sent_per_iteration
 from peakcast.spec import TrainingJob
 
 FORWARD_SHARE = 1 / 3
-"""Fraction of a step's operations; backward has twice as many (Narayanan et al. 2021, arXiv:2104.04473, appendix)."""
+"""Of a step's operations; backward has twice as many (Narayanan et al. 2021, arXiv:2104.04473, appendix)."""
 
 
 def recompute(job: TrainingJob) -> float:
@@ -24,11 +24,11 @@ def recompute(job: TrainingJob) -> float:
 
 
 def price(job: TrainingJob) -> tuple[float, int]:
-    """The first criteria for the order of plans: recomputed operations, then number of kinds of offloaded tensors."""
+    """What a plan is ordered by before what it sends: operations done again, then kinds of tensors that are offloaded."""
     return recompute(job), sum((job.offload.optimizer, job.offload.parameters, job.offload.activations))
 
 
 def sent_bytes(job: TrainingJob) -> int:
-    """Bytes that a rank of the first or of the last pipeline stage sends per optimizer step, whichever is more."""
+    """What the first or the last pipeline stage's rank sends per optimizer step, whichever sends more."""
     last = job.parallelism.world_size - 1
     return max(sent_per_iteration(job, rank) for rank in {0, last})

@@ -21,11 +21,11 @@ class Plan:
     peak_device_bytes: Interval
     peak_host_bytes: Interval
     headroom_bytes: int
-    """Capacity minus the 95 % bound; negative if the bound is above the capacity."""
+    """Capacity less the 95 % bound; negative where that is beyond it."""
     recompute: float
-    """Recomputed operations as a fraction of a step's operations."""
+    """Operations done again as a share of all of a step's."""
     sent_bytes: int
-    """Bytes per optimizer step that the rank sends that sends most."""
+    """What the rank that sends most sends per optimizer step."""
 
     def to_mapping(self) -> dict[str, Any]:
         """JSON values: what the search changed in the job, and the numbers."""

@@ -32,8 +32,8 @@ def largest(
     lent: Lent | None = None,
 ) -> Largest:
     """The largest `name` ("micro_batch_size" or "sequence_length") with which `job` surely fits. Memory grows with both, so
-    bisection finds it. `findings`: from reading the question; `record` and `lent`: as in `search`. Sizes that recipes do
-    not cover are not tried."""
+    halving finds it. `findings`: those of reading the question; `record` and `lent`: as in
+    `search`. What recipes do not cover is not asked."""
     step, least, most = _range(job, name)
     if lent is not None:
         low, high = lent.covered(name, job)

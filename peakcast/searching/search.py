@@ -49,10 +49,10 @@ def search(
     record: Record = lambda jobs: None,
     lent: Lent | None = None,
 ) -> Found:
-    """The `top` plans for `job` on `num_gpus` of `device`: first those that surely fit, then those that may; within each,
-    least recomputation first, then least offloading, then least communication. `global_batch_size` None: that of `job`, but
-    at least a micro-batch for each GPU. `findings`: from reading the question. `record` is called with the jobs whose
-    recipes are needed because the ledger does not know the network. `lent`: recipes that are used instead of all others.
+    """The `top` plans for `job` on `num_gpus` of `device`: those that surely fit first, then those that may; within each
+    the least recomputation, then the least offloading, then the least communication. `global_batch_size` None: that of
+    `job`, but at least a micro-batch for each GPU. `findings`: those of reading the question; `record` is given the jobs
+    whose recipes are wanted, where the ledger does not know the network. `lent`: the recipes that answer, and no others.
 
     Raises: SpecError when there is no candidate at all.
     """
@@ -162,7 +162,7 @@ def _planned(question: Question, candidate: Candidate) -> Plan | None:
 
 
 def planned(job: TrainingJob, device: Device, sent: int | None = None, findings: tuple[Finding, ...] = ()) -> Plan | None:
-    """The plan of one candidate; None if it cannot be predicted."""
+    """The plan of one candidate; None where it cannot be answered."""
     try:
         answer = predict(job, device, findings=findings)
     except (PeakcastError, NotImplementedError):

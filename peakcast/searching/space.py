@@ -137,8 +137,8 @@ def _grids(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[tupl
 
 
 def _variants(job: TrainingJob, tensor: int, pipeline: int, context: int, expert: int, data: int) -> Iterator[Parallelism]:
-    """Layouts with and without sequence parallelism and the distributed optimizer, if they have an effect. Interleaving
-    stays as in the job: it costs memory and communication, and its gain, a smaller bubble, is not among the criteria."""
+    """Sequence parallelism and the distributed optimizer, where they do something; interleaving as the job has it, since it
+    costs memory and communication, and what it buys, a smaller bubble, is no part of the order."""
     per_stage, asked = job.architecture.num_hidden_layers // pipeline, job.parallelism.virtual_pipeline_stages
     for virtual in {1, asked if pipeline > 1 and per_stage % asked == 0 else 1}:
         for sequence_parallel in (False, True) if tensor > 1 else (False,):

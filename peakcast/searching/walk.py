@@ -1,9 +1,9 @@
 """Walks through candidates in the order of their costs other than memory, and finds those that have room, with their peaks.
 
-Candidates that differ only in the micro-batch are a *series*: they cost the same, and each needs at least as much memory as
-the one before, so the first that has no room ends the series. A series is skipped without a full timeline in three cases:
-if what its ranks hold throughout a step is already too much; if a shared lower bound, the same shards with sequence
-parallelism and without interleaving, has no room; or if two shallower networks show that the deep one has none.
+Candidates that differ in the micro-batch alone are a *series*: they cost the same, and each needs at least as much as the
+one before, so the first that has no room ends it. A series is passed over without a timeline where what stands on its ranks
+is already too much, with one that many share where the same shards with sequence parallelism and without interleaving have
+no room (these take away, or add), and with two short ones where shallower networks show that a deep one has none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A candidate that has room: its number, what it sends and the peak of its fullest stage, both in bytes."""
+    """One that has room: its place among all, what it sends and the peak of its fullest stage, both in bytes."""
 
     index: int
     sent_bytes: int
@@ -127,7 +127,7 @@ def standing(every: Sequence[TrainingJob], members: Series) -> int:
 
 
 def in_order(workers: Workers, left: Iterable[Series], say: Callable[[str], None]) -> Iterator[Candidate]:
-    """The candidates of `left` that have room, ordered by recomputation, offloading, bytes sent, and then by their peak."""
+    """The candidates of `left` that have room, by what is done again, offloaded, sent, then by their peak."""
     every = workers.question.every
     by_price = sorted(left, key=lambda members: costs.price(every[members[0]]))
     num_looked = 0
@@ -146,7 +146,7 @@ def in_order(workers: Workers, left: Iterable[Series], say: Callable[[str], None
 
 
 def _waves(ordered: Sequence[Series], sent: dict[Series, int], size: int) -> Iterator[list[Series]]:
-    """`ordered` in pieces of about `size`; equal costs stay in one piece."""
+    """`ordered` in pieces of about `size`, ties together."""
     wave: list[Series] = []
     for _, ties in groupby(ordered, key=lambda members: sent[members]):
         wave += ties
@@ -166,7 +166,7 @@ def _sent(question: Question, members: Series) -> int:
 
 
 def _peaks(question: Question, members: Series) -> list[int]:
-    """The peaks of a series, up to the first that has no room."""
+    """The peaks of a series up to the first that has no room."""
     every, device, room = question.every, question.device, question.room_bytes
     least = least_of(every[members[0]])
     if no_less(least, device) > room * LEAST:
