@@ -1,11 +1,11 @@
-"""Half an hour on a GPU, spent on what tells most: `python -P -m peakcast.collectors.campaign FOLDER`.
+"""Half an hour on a GPU, spent on the most informative measurements: `python -P -m peakcast.collectors.campaign FOLDER`.
 
-The same command again goes on where the last one stopped, so that three of them fill half an hour of short sessions. What
-it does, in this order: what each library takes when it is first used (`first_uses.json`); timelines through PyTorch's own
-allocator (`replays.json`: those that a rehearsal with `--trace` has left in FOLDER); the anchors, with the allocator's
-history; then the other grids, interleaved, each with its share of whatever time there is; and repeats at last. Rows are in
-`campaign.shard.jsonl` there. `--trace` rehearses it without a GPU: every cell that can be traced is. It imports nothing but
-the collectors, so it runs where torch and the stacks are and nothing else.
+The same command continues where the last one stopped, so that three of them fill half an hour in short sessions. In this
+order it measures: what each library takes when it is first used (`first_uses.json`); timelines through PyTorch's own
+allocator (`replays.json`, for those that a rehearsal with `--trace` has left in FOLDER); the anchors, with the allocator's
+history; the other grids, interleaved, each with its share of the time; and repeats. Rows are in `campaign.shard.jsonl` in
+FOLDER. `--trace` rehearses without a GPU: every cell that can be traced is traced. It imports only the collectors, so it
+needs nothing but torch and the stacks.
 """
 
 from __future__ import annotations

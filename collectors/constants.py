@@ -1,7 +1,7 @@
-"""`peakcast collect constants`: what the GPU at hand holds outside PyTorch's allocator, read by processes of their own.
+"""`peakcast collect constants`: reads, in separate processes, what this machine's GPU holds outside PyTorch's allocator.
 
-One process reads the CUDA context and what each library takes when it is first used (`first_uses.py`). Where there are more
-GPUs than one, torchrun starts one for each, and they read NCCL's communicators (`communicators.py`).
+One process reads the CUDA context and what each library takes when it is first used (`first_uses.py`). If there are several
+GPUs, torchrun starts one process for each, and they read NCCL's communicators (`communicators.py`).
 """
 
 from __future__ import annotations

@@ -100,17 +100,16 @@ def collect(
     work: str = WORK,
 ) -> Summary:
     """Measure (or `trace`) the jobs of `grid` that `shard` does not have; rows are appended to `shard` as they come. A job
-    that is there twice, or all `repeats` times over, is measured again as a repeat (`case: repeat 2`).
+    that is in `grid` twice, or every job if `repeats` is above 1, is measured again as a repeat (`case: repeat 2`).
 
     `budget_minutes` stops between cells; `timeout_seconds` is for one cell; `gpu` names the GPU type (default: what CUDA
-    reports; a trace must be told which one it stands for, default A100-80GB). `processes` cells run at a time (default:
-    one for measuring, as many as there are cores, though at most four, for traces) with the engine "local"; "ray" and
-    "slurm" use more than one machine, and `engine_options` are theirs. `history` also keeps each run's timelines, in the
-    folder `timelines_folder(shard)`, one file named after each row's key. `ranks`: a job of several ranks runs with all of
-    them where there are GPUs enough, else as one that stands for the others ("auto"); always ("real", which traces with
-    gloo on the CPU); or never ("one": one stands for the others, of a pipeline one of each kind of
-    stage); numbers ("0,3") are the ranks to stand for, one at a time. `progress(cell, done, total)` is called before each
-    cell, `on_row(row)` after a row is on disk.
+    reports; for a trace, the type that it represents, default A100-80GB). With the engine "local", `processes` cells run at
+    a time (default: one for measuring; for traces one per core, at most four); "ray" and "slurm" use more than one machine,
+    and `engine_options` are for them. `history` also stores each run's timelines, in the folder `timelines_folder(shard)`,
+    one file named after each row's key. `ranks`: a job of several ranks runs with all of them if there are enough GPUs,
+    else as one that represents the others ("auto"); always with all ("real", which traces with gloo on the CPU); or never
+    ("one": one rank, or in a pipeline one of each kind of stage); numbers ("0,3") are the ranks to represent, one at a
+    time. `progress(cell, done, total)` is called before each cell, `on_row(row)` after a row is on disk.
     Raises: CollectorError for bad options; a failing cell never raises.
     """
     _check_bounds(budget_minutes=budget_minutes, timeout_seconds=timeout_seconds, processes=processes, repeats=repeats)

@@ -53,7 +53,7 @@ class SharedShard:
             return ""
         if row.outcome == "failed" and self._locks is None:  # failed before: one collector tries it again
             return ""
-        # of real ranks the first one's row is written last; one of them that ran out of memory stands for all
+        # with real ranks, the first one's row is written last; the row of any rank that ran out of memory counts for all
         if row.outcome == "out_of_memory" and row.collectives in ("nccl", "gloo"):
             self._together.add(row.key)
         return cell_identity(row.job, 0 if row.key in self._together else row.rank, row.case)

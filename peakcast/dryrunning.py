@@ -84,18 +84,18 @@ def dryrun(
     progress: Callable[[str], None] | None = None,
     output: Callable[[str], None] | None = None,
 ) -> Dryrun:
-    """Run `command` on fake CUDA tensors until its third optimizer step has ended; the four peaks of `rank` of it on `gpu`,
-    in bytes, with error bars, as `predict` has them of traces.
+    """Run `command` on fake CUDA tensors until its third optimizer step has ended. Returns the four peaks of its `rank` on
+    `gpu`, in bytes, with error bars, as `predict` gives them for traces.
 
-    `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function of no
-    arguments that trains, a copy of which runs in another process. `rank`: 0 unless given; `world_size`: where no launcher
-    says it. `length`: tokens of rows that stand in for data that cannot be fetched; `lengths`: of the shortest and the
-    longest of them, where they are to change from step to step. `skip_evaluation`: evaluation does not count.
-    `save_recipe`: a file to which the network is written, recorded, where that gives the script's own peak; `predict` takes
-    it as `recipe`. `timeout_seconds` and `memory_gib` (of the host) bound the script; `progress` is told what is done,
-    `output` what the script prints.
-    Raises: SpecError or CatalogError for a question that cannot be, ScriptError with the script's last lines when it fails,
-    MissingPackageError where there is no torch.
+    `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function without
+    arguments that trains, a copy of which runs in another process. `rank`: 0 by default; `world_size`: if no launcher says
+    it. `length`: tokens of synthetic rows for data that cannot be downloaded; `lengths`: tokens of the shortest and the
+    longest of these, if they are to change from step to step. `skip_evaluation`: evaluation does not count. `save_recipe`:
+    a file in which the recorded network is saved, if the recipe gives the script's own peak; `predict` accepts it as
+    `recipe`. `timeout_seconds` and `memory_gib` (of the host) limit the script; `progress` is called with what is being
+    done, `output` with what the script prints.
+    Raises: SpecError or CatalogError for an impossible question, ScriptError with the script's last lines when it fails,
+    MissingPackageError without torch.
     """
     need("a dry run", "torch", *(["cloudpickle"] if callable(command) else []))
     from peakcast.collectors.dryrun.command import Command, read_command

@@ -117,7 +117,7 @@ def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
         precision=replace(job.precision, main_parameters=None),
     )
     if job.loss.kind != "cross_entropy" and job.finetuning.method != "full" and job.parallelism.zero_stage == 3:
-        plain = plain.replace(  # as TRL's trainers have it (trl 1.16.0), whatever is said
+        plain = plain.replace(  # as in TRL's trainers (trl 1.16.0), always
             finetuning=replace(job.finetuning, adapter_dtype=job.precision.parameters),
             activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=True),
         )

@@ -43,13 +43,13 @@ class _Nobody:
     now = 0
 
     def switched(self, stream: int) -> None:
-        """Nobody cares."""
+        """Does nothing."""
 
     def used(self, tensor: torch.Tensor, stream: int) -> None:
-        """Nor here."""
+        """Does nothing."""
 
     def done(self, until: int) -> None:
-        """Nor here."""
+        """Does nothing."""
 
 
 _WATCHER: Watcher = _Nobody()

@@ -23,7 +23,7 @@ class Recording(Tracer):
 
     def __init__(self, device_type: str = "cuda") -> None:
         super().__init__(device_type)
-        self._addresses: dict[int, int] = {}  # number of the entry -> where it lies
+        self._addresses: dict[int, int] = {}  # number of the entry -> its address
         self._ran_in: list[str] = []
         self._steps: list[int] = []
 

@@ -228,7 +228,7 @@ def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
 
     with tracer:
         training = build(job, device, longest=True)
-        gc.collect()  # what wrapping has replaced hangs in cycles of references
+        gc.collect()  # objects that wrapping has replaced are in reference cycles
         tracer.name(training.model.named_parameters(), Category.PARAMETERS)
         steps = Steps(training, tracer)
         with tracer.watching(training.model), _cycles_kept() if compiles(job) else contextlib.nullcontext():

@@ -329,7 +329,7 @@ def _some(values: Mapping[str, Any]) -> str:
 def from_arguments(
     words: Sequence[str], env: Mapping[str, str], num_gpus: int | None = None, versions: AskedVersions = NO_VERSIONS
 ) -> Translation:
-    """The job of Megatron-LM's own command line: what stands after `pretrain_gpt.py`. Raises: SpecError."""
+    """The job of Megatron-LM's own command line: the words after `pretrain_gpt.py`. Raises: SpecError."""
     from peakcast.dialects.launch import flags_to_mapping
     from peakcast.dialects.megatron_launch import from_megatron_flags
 

@@ -1,7 +1,8 @@
 """Data-parallel layouts as the libraries make them: one small module per stack, all with `wrap(model, job) -> Layout`.
 
-A run stands for one rank of many: its process group is torch's own fake one, whose collectives return at once and
-move nothing (`torch.testing._internal.distributed.fake_pg`), so what NCCL itself allocates is missing and rows say so.
+A run represents one rank of many: its process group is torch's own fake one, whose collectives return at once and move
+nothing (`torch.testing._internal.distributed.fake_pg`), so memory that NCCL itself allocates is missing, and rows say
+so.
 """
 
 from __future__ import annotations
