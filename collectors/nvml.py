@@ -23,7 +23,7 @@ WHY = {
     "InvalidArgument": "CUDA_VISIBLE_DEVICES names a GPU that the driver does not have",
     "GpuIsLost": "the GPU has fallen off the bus; reboot",
 }
-"""What the vendor's errors (pynvml.NVMLError_...) mean here."""
+"""The meaning of the vendor's errors (pynvml.NVMLError_...) here."""
 QUANTUM_BYTES = 64 * 2**20
 """If more than this is in use before our context exists, another process uses the GPU: an idle driver reports some MiB, a
 context several hundred."""

@@ -20,7 +20,7 @@ SOURCE = "local"
 """`source` of rows made here: they are of a user's own run, not measured by this project."""
 
 MOST_EVENTS = 1_000_000
-"""Of a history that is kept: the last so many actions of the allocator, some hundred steps of a large network."""
+"""Number of the allocator's latest actions that a history keeps: some hundred steps of a large network."""
 
 
 class Observation:

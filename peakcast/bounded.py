@@ -216,7 +216,7 @@ def yaml_value(text: str) -> Any:
         raise ValueError(_TOO_DEEP if "nesting depth" in str(error) else error) from error
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    except (OverflowError, AttributeError, TypeError, KeyError, IndexError) as error:  # of its readers of dates and numbers
+    except (OverflowError, AttributeError, TypeError, KeyError, IndexError) as error:  # its parsers of dates and numbers
         raise ValueError(f"a value cannot be read ({error})") from error
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from peakcast.tracking import Tracker
 
 FITTING, DRAWING = ("sklearn", "scipy"), ("matplotlib", "jinja2")
-"""What fits, and what writes reports."""
+"""FITTING are the packages that a fit needs, DRAWING those that write reports."""
 
 
 @dataclass(frozen=True, kw_only=True)

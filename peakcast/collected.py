@@ -161,7 +161,7 @@ class Collected:
             for axis in (both.xaxis, both.yaxis):
                 axis.set_major_formatter(StrMethodFormatter("{x:g}"))
                 axis.set_minor_formatter(NullFormatter())
-                if ends[1] < NARROW * ends[0]:  # of a narrow range no power of ten, or one, lies inside
+                if ends[1] < NARROW * ends[0]:  # a narrow range contains at most one power of ten
                     axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             figure.savefig(buffer, format=self.picture.suffix[1:].lower(), dpi=130)
         replace_file(self.picture, buffer.getvalue())

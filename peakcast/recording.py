@@ -101,7 +101,7 @@ class Recorded:
     written: str = ""
 
     def to_mapping(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """The mapping that `--json` prints."""
         return {**vars(self), "versions": dict(self.versions)}
 
     def text(self) -> str:

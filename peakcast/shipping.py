@@ -63,7 +63,7 @@ class Shipment:
     """Family -> why something could not be recorded."""
 
     def to_mapping(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """The mapping that `--json` prints."""
         return {"kinds": self.kinds, "refused": self.refused}
 
     def text(self) -> str:

@@ -118,7 +118,7 @@ class Evaluations:
                 return _Metrics()
             try:
                 return evaluate(self, *arguments, **keywords)
-            except Exception as error:  # of what comes later than the steps that are asked for
+            except Exception as error:  # from code after the required steps
                 traceback.print_exc()
                 notes.add(CODE, PARAMETER, f"the Trainer's evaluation cannot be followed ({error}), and is not counted.")
                 return _Metrics()

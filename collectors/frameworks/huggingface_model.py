@@ -72,7 +72,7 @@ def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
     (`config.use_cache`), whatever its configuration says."""
     config.use_cache = config.get_text_config().use_cache = False
     classes = dict.fromkeys([VISION_LANGUAGE, *AUTO_MODELS.values()])
-    if getattr(config, "is_encoder_decoder", False):  # of which some can be a decoder alone as well
+    if getattr(config, "is_encoder_decoder", False):  # some of these can also be a decoder alone
         classes = dict.fromkeys([AUTO_MODELS["encoder_decoder"], *classes])
     for auto in classes:
         known = getattr(transformers, auto, None)  # releases before 4.45 have no class of vision-language models
@@ -126,7 +126,7 @@ TASK_TYPES = {"encoder_decoder": "SEQ_2_SEQ_LM", "encoder": None}
 def _task_type(model: Any, job: TrainingJob) -> str | None:
     if job.loss.kind == "reward":
         return "SEQ_CLS"
-    if not hasattr(model, "prepare_inputs_for_generation"):  # which peft asks for where words are to be generated
+    if not hasattr(model, "prepare_inputs_for_generation"):  # peft needs it for networks that generate
         return None
     return TASK_TYPES.get(job.architecture.kind, "CAUSAL_LM")
 

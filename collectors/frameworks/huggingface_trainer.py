@@ -80,7 +80,7 @@ class Followed(transformers.Trainer):  # type: ignore[misc]
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
         """The Trainer's own, reported."""
         loss = super().training_step(*arguments, **keywords)
-        if self.accelerator.sync_gradients:  # of the last micro-batch: clipping is next
+        if self.accelerator.sync_gradients:  # last micro-batch: clipping is next
             self.follower.gradients_made()
             self.follower.begin(Phase.GRADIENT_CLIPPING)
         return loss

@@ -60,7 +60,7 @@ def with_images(batch: Mapping[str, torch.Tensor], job: TrainingJob, model: Any,
         if name in accepted:
             found[name] = _placeholders(job, tokens, found["input_ids"].device).to(torch.long)
             break
-    if "cross_attention_mask" in accepted:  # every token may look at every tile
+    if "cross_attention_mask" in accepted:  # every token attends to every tile
         tiles = seen["aspect_ratio_mask"].shape[1:] if "aspect_ratio_mask" in seen else (job.images.per_sequence,)
         found["cross_attention_mask"] = torch.ones((*found["input_ids"].shape, *tiles), dtype=torch.long, device=device)
     return found | _on_device(seen, job.micro_batch_size, device)

@@ -40,7 +40,7 @@ PROPERTIES = types.SimpleNamespace(
     max_threads_per_block=1024,
     regs_per_multiprocessor=65536,
     warp_size=32,
-    gcnArchName="",  # of AMD only, but asked of all
+    gcnArchName="",  # for AMD only, but read for all
 )
 """The GPU for which Inductor compiles: it splits long reductions by the number of multiprocessors. Source: NVIDIA A100
 architecture whitepaper, table 1; CUDA C++ programming guide, technical specifications of compute capability 8.0."""

@@ -139,7 +139,7 @@ class StretchTracer(Tracer):
     def _follow(self, node: Any, func: Any, args: Any) -> None:
         """Move to the place where the backward node was made, never back to one that was left. Nodes made by a
         recomputation are younger than the forward."""
-        variable = getattr(node, "variable", None)  # of AccumulateGrad, which has no place
+        variable = getattr(node, "variable", None)  # AccumulateGrad has one, and no place
         if variable is not None:
             self._accumulated(self._parameters.get(id(variable), ""), func, args)
             return
