@@ -18,7 +18,7 @@ OF_LIMIT = {
     "peak_reserved_bytes": " for PyTorch's allocator",
     "peak_host_bytes": " of host memory",
 }
-"""Words after the size of a limit that say whose it is."""
+"""What a limit is of, after its size."""
 METHODS = {"full": "all weights trained", "lora": "LoRA", "qlora": "QLoRA"}
 """`finetuning.method` -> what is trained."""
 PHASE_NAMES = {

@@ -251,8 +251,8 @@ def gpu_count(number: object) -> int:
 
 
 def states_direction(optimizer: str) -> Direction:
-    """Direction of the error if AdamW is assumed in place of `optimizer`: less for those known to have less than two states
-    of four bytes per parameter."""
+    """Which way the peak moves where AdamW stands in for `optimizer`: down for those known to keep less than two states of
+    four bytes for each parameter."""
     return "less" if any(word in optimizer.lower() for word in FEWER_STATES) else "either"
 
 
