@@ -31,9 +31,9 @@ class MixtureOfExperts:
     first_k_dense_replace: int = 0
     """Layers at the start that keep a dense feed-forward of `intermediate_size`."""
     moe_layer_freq: int = 1
-    """After those, every `moe_layer_freq`-th layer is routed; the others are dense."""
+    """After those, every `moe_layer_freq`-th layer has a routed feed-forward; the others have a dense one."""
     dense_layers: tuple[int, ...] = unsaid(())
-    """Further dense layers, by number from 0, where these come in no such order."""
+    """Numbers (from 0) of further dense layers, if they do not follow that order."""
     router_correction_bias: bool = False
     """DeepSeek-V3's per-expert correction bias (a buffer of num_experts fp32 values, not trained by gradient)."""
     expert_bias: bool = False

@@ -34,11 +34,11 @@ PACKAGES = {
     "deepspeed": "deepspeed", "megatron_core": "megatron-core", "transformer_engine": "transformer-engine",
     "torchao": "torchao", "torchtitan": "torchtitan", "torchtune": "torchtune", "litgpt": "litgpt",
 }  # fmt: skip
-"""The keys of `versions` that packages installed here can answer -> the name that the package is installed under."""
+"""Keys of `versions` that an installed package can answer -> the name under which the package is installed."""
 STACKS = ("unsloth", "torchtitan", "torchtune", "litgpt", "nanotron", "lightning_thunder")
-"""Packages whose mere mention says that their code runs the training; one that only is installed here says nothing."""
+"""Packages that run the training if a job mentions them. If one is only installed here, that means nothing."""
 OWN_NETWORKS = ("torchtitan", "torchtune", "litgpt", "nanotron")
-"""Those that train networks of their own, whatever transformers is beside them."""
+"""Those with networks of their own, whichever version of transformers is given."""
 _MONTH = re.compile(r"20\d\d-(?:0[1-9]|1[0-2])(?:-\d\d)?")
 _RELEASE = re.compile(
     r"v?(?:\d{1,4}|(\d{1,6}(?:\.\d{1,9}){1,5})(?:[._-]?(?:a|b|c|rc|alpha|beta|pre|preview)[._-]?\d*)?"
@@ -62,9 +62,9 @@ def release(version: object) -> tuple[int, ...]:
 
 
 def compare(version: object, clause: str) -> bool:
-    """Whether `version` is as the clause of a convention says: ">=2.4" and its kin between releases, "==a|b" for names,
-    "===2.5.0" for a text that begins so, "*" for any version at all. What is no release is as no clause between releases
-    says. Raises: ValueError."""
+    """Whether `version` satisfies the clause of a convention: ">=2.4" and other comparisons of releases, "==a|b" for names,
+    "===2.5.0" for a text with this beginning, "*" for any version. A text that is no release satisfies no comparison of
+    releases. Raises: ValueError."""
     if clause.strip() == "*":
         return True
     match = re.fullmatch(r"\s*(>=|<=|===|==|<|>)\s*([\w.|]+)\s*", clause)
@@ -105,8 +105,8 @@ def tag_of(container: object) -> str:
 
 
 def resolved(versions: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`versions` with what the container among them has, and the releases of the time of those that are commits or months;
-    those that are given themselves hold."""
+    """`versions` with those of its container added, and with the releases of the time for versions that are commits or
+    months; versions that are given directly have priority."""
     if CONTAINER in versions:
         tag = tag_of(versions[CONTAINER])
         image = {name: version for name, version in containers().get(tag, {}).items() if name != "source"}
@@ -116,15 +116,15 @@ def resolved(versions: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @functools.cache
 def _dates() -> Mapping[str, Mapping[str, str]]:
-    """Package -> release -> month, in the order of time (catalog/dates.toml)."""
+    """Package -> release -> month in which it appeared, in chronological order (catalog/dates.toml)."""
     text = resources.files("peakcast").joinpath("catalog", "dates.toml").read_text(encoding="utf-8")
     table: dict[str, dict[str, str]] = tomllib.loads(text)
     return table
 
 
 def of_their_time(versions: Mapping[str, Any]) -> dict[str, str]:
-    """The releases that stand for commits among `versions`, and for a torch that is not given beside a version that is a
-    month ("2024-09"): of the month that a nightly of torch, or that version, says."""
+    """The releases assumed for commits in `versions`, and for torch if it is not given and another version is a month
+    ("2024-09"). The month is that of torch's nightly, or of that version."""
     commits = [name for name in versions if name in _dates() and name != "torch" and not release(versions[name])]
     months = [str(version)[:7] for version in versions.values() if _MONTH.fullmatch(str(version))]
     torch = [] if "torch" in versions or not months else [max(months)]
@@ -142,7 +142,8 @@ def of_their_time(versions: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _month_of_torch(version: str) -> str:
-    """The month of a build of torch: of a nightly what it says, else three months before its release; "" where unknown."""
+    """The month of a build of torch: a nightly contains it; for a release, three months before it appeared; "" if
+    unknown."""
     if match := re.search(r"dev(20\d\d)(0[1-9]|1[0-2])", version):
         return f"{match[1]}-{match[2]}"
     out = _dates()["torch"].get(".".join(map(str, (*release(version)[:2], 0))))
@@ -175,7 +176,7 @@ def remarks(versions: Mapping[str, Any]) -> list[str]:
 
 
 def not_compared(versions: Mapping[str, Any]) -> list[Finding]:
-    """A finding for each version that is no release, and for a container that the table does not have."""
+    """A finding for each version that is no release, and for a container that is not in the table."""
     said, taken = {}, of_their_time(versions)
     for name, version in versions.items():
         if name in taken:

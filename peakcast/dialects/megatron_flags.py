@@ -87,7 +87,7 @@ OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {
     "moe_router_load_balancing_type": "aux_loss",
     "offload_modules": "",
 }
-"""Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image; importers set it),
+"""Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image, which importers set),
 `adam_library` (what is installed), `fp8_recipe` (one of `FP8_RECIPES`), `offload_modules` (words), and the router's
 balancing losses."""
 
@@ -175,7 +175,7 @@ UNSUPPORTED: dict[str, tuple[str, Direction]] = {
     "vision_pretraining": ("a vision model", "either"),
     "yaml_cfg": ("further arguments in a file", "either"),
 }
-"""Flags that ask for something a TrainingJob or the ledgers cannot express: its name, and which way it moves the peak."""
+"""Flags for something that a TrainingJob or the ledgers cannot express -> (its name, how it changes the peak)."""
 
 MUON: dict[str, str] = {"muon_tp_mode": "blockwise", "muon_scalar_optimizer": "adam"}
 """Flags of Muon that affect memory, with Megatron's default, the only value that the ledger knows: whether ranks gather
@@ -240,8 +240,8 @@ IGNORED = _words("""
     use_torch_optimizer_for_cpu_offload valid_data_path verify_integrity vocab_file weight_decay
     weight_decay_incr_style window_attn_skip_freq
 """)
-"""Flags that are known and do not change a training step's memory, or only refine something in `UNSUPPORTED`. Sliding
-windows are among them: Transformer Engine keeps the same tensors with and without (2.8 `dot_product_attention/`)."""
+"""Known flags that do not change a training step's memory, or that only refine something in `UNSUPPORTED`. Sliding windows
+are among them: Transformer Engine saves the same tensors with and without (2.8 `dot_product_attention/`)."""
 
 TOKENIZERS: dict[str, int] = {
     "GPT2BPETokenizer": 50257,
@@ -250,11 +250,11 @@ TOKENIZERS: dict[str, int] = {
     "Llama2Tokenizer": 32000,
     "TikTokenizer": 2**17,
 }
-"""Vocabulary sizes that a tokenizer's type settles; BERT's with the two tokens that Megatron adds. Of TikTokenizer unless
-vocab-size says otherwise (megatron/training/tokenizer/tokenizer.py `CustomTikTokenizer`)."""
+"""Tokenizer types that determine the vocabulary size -> the size; BERT's includes the two tokens that Megatron adds.
+TikTokenizer's is used unless vocab-size says otherwise (megatron/training/tokenizer/tokenizer.py `CustomTikTokenizer`)."""
 
 COUNT_ONE_MORE = ("NullTokenizer", "NullMultimodalTokenizer")
-"""Tokenizers that have one token more than vocab-size."""
+"""Tokenizers with one token more than vocab-size."""
 
 LIKELY_TOKENIZERS: dict[str, int] = {"": 50257, "GPTSentencePieceTokenizer": 32000, "HuggingFaceTokenizer": 128256}
 """Vocabulary sizes assumed (with a warning) for types whose size is in a model file; "" means GPT-2's, Megatron's usual

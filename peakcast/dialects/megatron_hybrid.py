@@ -15,13 +15,13 @@ CONV_KERNEL = 4
 
 
 def hybrid_pattern(settings: Settings) -> str:
-    """The symbols of all layers, without the bounds of pipeline stages and what follows them for multi-token prediction."""
+    """The symbols of all layers, without separators of pipeline stages and without the part for multi-token prediction."""
     return _whole_pattern(settings).replace("|", "").split("/")[0]
 
 
 def _whole_pattern(settings: Settings) -> str:
     pattern = settings.text("hybrid_layer_pattern") or settings.text("hybrid_override_pattern")
-    return pattern.strip("\\\"' ")  # quoted once more, as YAML and shells need it
+    return pattern.strip("\\\"' ")  # without the extra quotes that YAML and shells need
 
 
 def hybrid_parts(settings: Settings) -> tuple[str, ...]:
