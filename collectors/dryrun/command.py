@@ -1,4 +1,4 @@
-"""Reads a command line that trains: which script, its arguments, how many ranks, and in which Python."""
+"""Reads a command line that trains: which script, its arguments, how many ranks, and with which Python."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MODULES = {
     "torch.distributed.launch": "torchrun",
     "accelerate.commands.launch": "accelerate",
 }
-"""Launchers by the module that `python -m` runs."""
+"""Module that `python -m` runs -> the launcher."""
 SWITCHES = LAUNCHER_SWITCHES | {"debug", "quiet", "use_megatron_lm", "tpu", "cpu", "dynamo_use_fullgraph", "no_ssh"}
-"""Flags of launchers that take no value."""
+"""Flags of launchers without a value."""
 PER_NODE = {"torchrun": ("nproc_per_node",), "deepspeed": ("num_gpus",), "accelerate": ()}
 NODES = {"torchrun": ("nnodes",), "deepspeed": ("num_nodes",), "accelerate": ("num_machines",)}
 GPUS_PER_NODE = 8
@@ -34,25 +34,25 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A training command, taken apart."""
+    """The parts of a training command."""
 
     script: str
-    """The file, or the module that `-m` names."""
+    """The file, or the module of `-m`."""
     arguments: tuple[str, ...] = ()
     as_module: bool = False
     python: str = sys.executable
     world_size: int = 1
     ranks_per_node: int = 1
     environment: tuple[str, ...] = ()
-    """NAME=value, as written before the command."""
+    """NAME=value words, as written before the command."""
     accelerate: tuple[str, ...] = ()
-    """The words of `accelerate launch`, which tells the script its settings by the environment."""
+    """The words of `accelerate launch`, which gives the script its settings in the environment."""
     launched: bool = False
-    """Whether a launcher starts the script, and tells it its rank by the environment."""
+    """Whether a launcher starts the script and gives it its rank in the environment."""
 
 
 def read_command(command: Sequence[str]) -> Command:
-    """The command that `command` is, word by word. Raises: SpecError for one that runs no Python script."""
+    """Read a command, word by word. Raises: SpecError if it runs no Python script."""
     words = list(command)
     variables: list[str] = []
     while words and ((not variables and words[0] == "env") or re.fullmatch(r"[A-Za-z_]\w*=.*", words[0])):
@@ -94,7 +94,7 @@ def _is_shell_script(word: str) -> bool:
 
 
 def _shell(words: Sequence[str]) -> Command:
-    """The last command that trains of those that a shell is given, which are read and not run."""
+    """The last training command among those of a shell; they are read and not run."""
     words = list(words)
     while words and words[0].startswith("-") and words[0] not in ("-c", "-lc", "-xc", "-ec"):
         words = words[1:]
@@ -123,12 +123,12 @@ def _shell(words: Sequence[str]) -> Command:
 
 
 def is_python(command: Command) -> bool:
-    """Whether what it runs is Python by its name."""
+    """Whether the command runs Python, judging by its name."""
     return command.as_module or command.script.endswith(".py")
 
 
 def _interpreter(word: str) -> str:
-    """The interpreter that a command names by its path; a bare name is the one that peakcast runs in."""
+    """The interpreter if a command names it by its path; for a bare name, the one that runs peakcast."""
     if "/" not in word:
         return sys.executable
     if not is_file(word):
@@ -137,7 +137,7 @@ def _interpreter(word: str) -> str:
 
 
 def _after_options(words: list[str]) -> list[str]:
-    """Without the interpreter's own options (-u, -W ignore)."""
+    """`words` without the interpreter's own options (-u, -W ignore)."""
     while words and words[0].startswith("-") and words[0] != "-m":
         words = words[2:] if words[0] in ("-W", "-X") else words[1:]
     return words
@@ -189,7 +189,7 @@ def _launched(launcher: str, words: list[str]) -> Command:
 
 
 def _ranks(launcher: str, flags: dict[str, str]) -> tuple[int, int]:
-    """All ranks, and those of a node."""
+    """(number of all ranks, number of ranks on a node)."""
     nodes = next((_number(flags[name].rpartition(":")[2], name) for name in NODES[launcher] if name in flags), 1)
     if launcher == "accelerate":
         settings = _accelerate_settings(flags.get("config_file"))

@@ -1,4 +1,4 @@
-"""The job that a script turned out to run, as far as error bars and findings need to know it."""
+"""Describes the job that a script turned out to run, as far as error bars and findings need it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ OPTIMIZERS = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "adafactor": "adafactor", "muon": "muon", "lion": "lion",
     "adagrad": "adagrad", "rmsprop": "rmsprop",
 }  # fmt: skip
-"""Beginnings of class names of optimizers, longest first where one begins another, and what jobs call them."""
+"""Prefix of an optimizer's class name -> the name in jobs; if one prefix begins with another, the longer comes first."""
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "torchao", "bitsandbytes")
 
 
 @dataclass(frozen=True)
 class Described:
-    """A job's mapping, and what was taken for granted in it."""
+    """A job's mapping, and the assumptions in it."""
 
     job: dict[str, Any]
     assumptions: tuple[str, ...]
@@ -70,13 +70,13 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
 
 
 def _sizes(steps: ScriptSteps) -> tuple[int, int]:
-    """Length and number of the sequences of the largest micro-batch."""
+    """(length, number) of the sequences of the largest micro-batch."""
     *outer, length = steps.tokens or steps.inputs or (1,)
     return max(1, length), max(1, math.prod(outer))
 
 
 def _dtype(parameters: Iterable[torch.Tensor]) -> str:
-    """That most elements have, of those that a job can name."""
+    """The dtype of most elements, among those that a job can name."""
     counts: dict[str, int] = {}
     for parameter in parameters:
         if parameter.dtype in DTYPES:
@@ -86,8 +86,8 @@ def _dtype(parameters: Iterable[torch.Tensor]) -> str:
 
 
 def _mixed(networks: Sequence[torch.nn.Module]) -> tuple[str, str]:
-    """The dtypes that FSDP casts weights to and reduces gradients in, as most of its units have it; "" where it does none
-    of it."""
+    """(dtype to which FSDP casts weights, dtype in which it reduces gradients), as in most of its units; "" without mixed
+    precision."""
     policies: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
     for part in (part for network in networks for part in network.modules()):
         state: Any = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
@@ -101,7 +101,7 @@ def _mixed(networks: Sequence[torch.nn.Module]) -> tuple[str, str]:
 
 
 def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
-    """By its configuration, where it is of transformers; else by the shapes that are seen."""
+    """The architecture from the configuration of a transformers network; else from the shapes that were seen."""
     if config is not None:
         from peakcast.dialects.hf_config import architecture_from_hf_config
         from peakcast.errors import PeakcastError
@@ -162,7 +162,7 @@ def _optimizer(optimizers: list[Any]) -> dict[str, Any]:
 
 
 def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
-    """Low-rank adapters, as peft names them."""
+    """The settings of low-rank adapters, by peft's names."""
     adapters = {name: parameter for name, parameter in network.named_parameters() if ".lora_A." in name}
     if not adapters:
         return {}
@@ -178,7 +178,7 @@ def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
 
 
 def _of_transformers(network: torch.nn.Module, config: Any) -> dict[str, Any]:
-    """What networks of transformers say of themselves: whether they checkpoint, and their kernels of attention."""
+    """Settings that networks of transformers have as attributes: checkpointing, and the attention kernel."""
     found: dict[str, Any] = {}
     if any(getattr(part, "gradient_checkpointing", False) is True for part in network.modules()):
         calls = (getattr(part, "_gradient_checkpointing_func", None) for part in network.modules())
@@ -199,11 +199,12 @@ def _compiled(network: torch.nn.Module) -> bool:
 
 
 MESH_NAMES = {"tp": "tensor", "tensor": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
-"""What scripts call dimensions of a mesh, and jobs the parallelism along them."""
+"""Names of mesh dimensions in scripts -> the parallelism along them."""
 
 
 def _parallelism(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Ranks by what holds the networks: sharded, replicated, or neither; and by the meshes that the script has made."""
+    """The layout, from what wraps the networks (sharded, replicated, or neither) and from the meshes that the script has
+    made."""
     if not dist.is_initialized():
         return {}
     sizes = {MESH_NAMES[name]: size for name, size in MESH_SIZES.items() if name in MESH_NAMES and size > 1}
@@ -221,7 +222,7 @@ def _parallelism(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
 
 
 def _told(job: dict[str, Any]) -> dict[str, Any]:
-    """`job`, with its ranks all alike where a job cannot divide the network as the script does."""
+    """`job`; if a job cannot divide the network as the script does, with all its ranks alike."""
     from peakcast.dialects.job_file import job_from_mapping
     from peakcast.errors import PeakcastError
 

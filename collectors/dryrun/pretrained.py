@@ -1,5 +1,5 @@
-"""What scripts fetch by name: networks become shapes without weights, and where a name cannot be fetched, the catalog's
-network, a tokenizer that splits at blanks, and rows of text stand in."""
+"""Replaces what scripts download by name: networks have shapes but no weights; and if a name cannot be downloaded, the
+catalog's network, a tokenizer that splits at blanks, and synthetic rows of text are used."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
 from peakcast.collectors.dryrun.rows import Rows
 
 DEFAULT_LENGTH = 4096
-"""Tokens of a synthetic row, where no `--length` says how many; collators cut them to what they are configured for."""
+"""Tokens of a synthetic row without `--length`; collators cut rows to their configured length."""
 FEWEST_WORDS = 256
-"""A tokenizer of the hub that knows no more was not fetched."""
+"""A tokenizer of the hub with fewer words was not really downloaded."""
 SPLITS = ("train", "test", "validation")
 HUB_KEYWORDS = {
     *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "user_agent"),
     *("code_revision", "trust_remote_code", "return_unused_kwargs", "name_or_path", "_from_auto", "_commit_hash"),
 }
-"""Of `from_pretrained`, which say how a file is fetched."""
+"""Arguments of `from_pretrained` about how a file is downloaded."""
 DTYPE_KEYWORDS = ("dtype", "torch_dtype")
 _HEADER_BYTES = 2**27
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class Stand:
-    """Stands in for what cannot be fetched; `notes` is told of it."""
+    """Replaces what cannot be downloaded, and reports it to `notes`."""
 
     def __init__(self, notes: Notes, lengths: Sequence[int] | None) -> None:
         self.notes = notes
         self._rows = Rows(*(lengths or (DEFAULT_LENGTH, DEFAULT_LENGTH)))
 
     def install(self) -> None:
-        """For what the script will import."""
+        """Change the modules that the script will import."""
         when_imported("transformers.modeling_utils", self._in_modeling)
         when_imported("transformers.models.auto.configuration_auto", self._in_configurations)
         when_imported("transformers.models.auto.tokenization_auto", self._in_tokenizers)
@@ -52,7 +52,7 @@ class Stand:
         module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
     def _network(self, cls: Any, name: str, arguments: Any, config: Any, keywords: dict[str, Any]) -> Any:
-        """The network called `name` with the weights' shapes and dtype, on the device that is asked for."""
+        """The network called `name` with its weights' shapes and dtype, on the requested device."""
         import torch
         from transformers import AutoConfig
 
@@ -124,7 +124,7 @@ class Stand:
     def _in_datasets(self, module: Any) -> None:
         fetch = module.load_dataset
         module.disable_caching()
-        for user in (module.fingerprint, module.arrow_dataset):  # nothing is kept that would be found again by its content
+        for user in (module.fingerprint, module.arrow_dataset):  # nothing is cached by its content
             user.update_fingerprint = lambda *_, **__: module.fingerprint.generate_random_fingerprint()
 
         def load_dataset(path: str, *arguments: Any, split: Any = None, **keywords: Any) -> Any:
@@ -147,8 +147,8 @@ class Stand:
 
 
 def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
-    """The configuration of a network that is not in the cache, and whose it is: the catalog's of that name, owner left out,
-    or the hub's, by one plain request."""
+    """(configuration, where it is from) of a network that is not in the cache: from the catalog by its name without owner,
+    or from the hub by one plain request. None if neither has it."""
     from peakcast import catalog
     from peakcast.dialects import hub
     from peakcast.dialects.hf_reverse import hf_config_of
@@ -171,7 +171,7 @@ def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
 
 
 def _with_class(config: Any) -> Any:
-    """A `config` that also names the class, as every one on the hub does."""
+    """`config` with the name of its class, which every configuration on the hub has."""
     from transformers.models.auto import modeling_auto as classes
 
     for table in (classes.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, classes.MODEL_FOR_MASKED_LM_MAPPING_NAMES):
@@ -181,7 +181,7 @@ def _with_class(config: Any) -> Any:
 
 
 def _dtype_of(name: str) -> str | None:
-    """The dtype of the first weights of a local checkpoint, from the header of its first safetensors file."""
+    """The dtype of a local checkpoint's first weights, from the header of its first safetensors file."""
     for file in sorted(Path(name).glob("*.safetensors"))[:1] if Path(name).is_dir() else ():
         with file.open("rb") as content:
             (size,) = struct.unpack("<Q", content.read(8))

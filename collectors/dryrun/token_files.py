@@ -27,20 +27,20 @@ NUM_FILES, NUM_TOKENS = 4, 2**24
 """Of each pattern of names; and tokens of each file."""
 HEADER_LENGTH = 256
 HEADERS: dict[int, tuple[int, type[np.generic]]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
-"""First number of a header, and the second and the tokens' type that go with it. Source: llm.c, dev/data/data_common.py."""
+"""First number of a header -> (second number, dtype of tokens). Source: llm.c, dev/data/data_common.py."""
 TEXT_END, DOCUMENT_LENGTH = 50256, 768
-"""GPT-2's token between two documents, which data loaders look for, and tokens from one to the next."""
+"""GPT-2's token between two documents, for which data loaders search, and its distance in tokens."""
 
 
 class TokenFiles:
-    """Makes the files that a script's own code asks for."""
+    """Makes the files that a script's own code opens."""
 
     def __init__(self, overlay: Overlay, notes: Notes) -> None:
         self._overlay = overlay
         self._notes = notes
 
     def install(self) -> None:
-        """For this process."""
+        """Install it in this process."""
         import torch
 
         builtins.open = io.open = self._opening(builtins.open)  # type: ignore[assignment]
@@ -69,7 +69,7 @@ class TokenFiles:
         return opened
 
     def _globbed(self, found: list[Any], pattern: Any) -> Iterator[Any]:
-        """What a pattern has found; where it is of token files and finds none, those that are made now."""
+        """The files that a pattern has found; if it is for token files and finds none, files that are made now."""
         name = os.fsdecode(pattern)
         if not found and _asker() is not None and name.endswith(SUFFIXES) and "*" in name:
             found = [name.replace("*", f"{number:06d}") for number in range(NUM_FILES)]

@@ -2,8 +2,8 @@
 around the kernels is seen; what the backward kernel takes inside itself is not.
 
 Source: flash-attention 2.8 flash_attn/flash_attn_interface.py (`FlashAttnFunc`, `FlashAttnVarlenFunc`) and the rules for
-fake tensors there: queries, keys, values and the output are kept, a statistic in fp32 for each query of each head, and the
-state of the random numbers; head widths are padded to multiples of 8.
+fake tensors there: query, key, value and output are saved, an fp32 statistic for each query of each head, and the state of
+the random numbers; head widths are padded to multiples of 8.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "al
 
 
 def _function(*tensors_and_lengths: str) -> Callable[..., Any]:
-    """Attention that is asked with these and OPTIONS: transformers reads from a signature what it may pass."""
+    """Attention with these arguments and OPTIONS in its signature, from which transformers reads what it may pass."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
         return _Attention.apply(q, k, v)
@@ -63,24 +63,24 @@ def _function(*tensors_and_lengths: str) -> Callable[..., Any]:
 
 
 flash_attn_func = _function("q", "k", "v")
-"""Of rows that are equally long."""
+"""For rows of equal lengths."""
 flash_attn_varlen_func = _function("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-"""Of sequences of any length, one after the other."""
+"""For sequences of any length, joined in one row."""
 
 
 FUNCTIONS = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
 
 
 def _mask(*, kv_length: int, attention_mask: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
-    """transformers' `flash_attention_mask` where no token pads, which fake ones cannot tell: a mask is kept where a static
-    cache is longer."""
+    """transformers' `flash_attention_mask` for batches without padding, which fake tensors cannot show: a mask is only kept
+    if a static cache is longer."""
     sliced = None if attention_mask is None else attention_mask[:, -kv_length:]
     return None if sliced is None or sliced.shape[1] == kv_length else sliced
 
 
 def install(*, packed: bool, padded: bool = True) -> None:
-    """Put it in the place of the package, in this process; `packed`: the row of a batch holds several sequences, and
-    `padded`: a batch's mask says which tokens pad, which fake ones cannot tell."""
+    """Install it in place of the package, in this process. `packed`: a row of the batch has several sequences; `padded`:
+    the batch's mask has padding, which fake tensors cannot show."""
     import transformers.modeling_flash_attention_utils as utils
     from transformers import PreTrainedModel
 
@@ -103,8 +103,9 @@ def install(*, packed: bool, padded: bool = True) -> None:
 
 
 def _install_in_old(utils: Any, packed: bool) -> None:
-    """The same for transformers before 4.54, which imports flash_attn's names while it is imported, if they are there, and
-    looks in each layer at positions that fake tensors do not have. Rows of several sequences are left to fail there."""
+    """The same for transformers before 4.54. It imports flash_attn's names, if they exist, when it is imported itself, and
+    reads positions in each layer, which fake tensors do not have. Rows of several sequences are not supported and fail
+    there."""
     import transformers.utils as shared
     from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""What the kernel of an operator takes from the allocator for itself, worked out from the tensors it was given."""
+"""What an operator's kernel allocates for itself, computed from the tensors that it was given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Bytes that a kernel takes: while it runs, or `kept` by its library from then on."""
+    """Bytes that a kernel allocates: while it runs, or, if `kept`, from then on by its library."""
 
     name: str
     num_bytes: int
@@ -27,7 +27,7 @@ class Taken:
 
 
 def taken(operator: Any, arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
-    """What `operator` took of `device` to make `result`. Empty for operators of which nothing is known."""
+    """What `operator` allocated on `device` to make `result`; empty for operators without a rule."""
     rule = RULES.get(operator)
     return rule(arguments, result, device) if rule is not None else []
 
@@ -45,7 +45,7 @@ def _reduces(accumulator_bytes: int) -> Callable[[Sequence[Any], Any, Device], l
 
 
 def reduction_of(source: torch.Tensor, dims: Any, device: Device, accumulator_bytes: int) -> kernel_workspaces.Workspace:
-    """What a reduction of `source` over `dims` (None, or none: over all) takes, by its shape and strides."""
+    """What a reduction of `source` over `dims` (None or empty: all) allocates, from its shape and strides."""
     given = (dims,) if isinstance(dims, int) else tuple(dims or range(source.dim()))
     reduced = {dim % source.dim() for dim in given} if source.dim() else set()
     sides: list[list[int]] = [[], []]
@@ -67,7 +67,7 @@ def reduction_of(source: torch.Tensor, dims: Any, device: Device, accumulator_by
 
 def _index_put(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
     """With `accumulate`, indices are sorted first: four copies of them (torch 2.11 `Indexing.cu`,
-    `index_put_with_sort_kernel`; a fifth is gone by then), and what the sort takes."""
+    `index_put_with_sort_kernel`; a fifth is freed by then), and the sort's own memory."""
     target, indices, _, *rest = arguments
     if not (rest and rest[0]):
         return []

@@ -1,7 +1,7 @@
 """Fake tensors whose values are known: token ids, grids of patches, and what is computed from them.
 
-A fake tensor has a shape and no values. Where values decide shapes (how many tokens stand for images, where a window of
-patches ends), small tensors that follow from known ones are computed for real as well, on the CPU, unseen by any tracer.
+A fake tensor has a shape and no values. If values decide shapes (how many tokens stand for images, where a window of
+patches ends), small tensors that follow from known ones are also computed for real, on the CPU, invisible to any tracer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WITHOUT_VALUES = (
 
 
 label = functools.cache(str)
-"""The name of an operator, "aten.add.Tensor": torch puts it together anew each time."""
+"""The name of an operator, "aten.add.Tensor". Cached, because torch builds the text at each call."""
 
 
 def install() -> None:
@@ -62,10 +62,11 @@ def install() -> None:
 
 
 class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
-    """Fake tensors, of which small ones have values where all that they follow from has."""
+    """Makes fake tensors; small ones have values if everything from which they follow has."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The fake result, and the real one where it is known. Raises what FakeTensorMode raises where it is not."""
+        """The fake result, with the real values if they are known. If they are not, it raises what FakeTensorMode
+        raises."""
         kwargs = kwargs or {}
         known = self._follows(func, args, kwargs)
         values = _on_the_cpu(args, kwargs) if known else ((), {})  # now: what runs inside may forget them
@@ -89,15 +90,15 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
         return result
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the values of the result of `func` are to be known."""
+        """Whether the values of `func`'s result should be computed."""
         return _are_known(func, args, kwargs)
 
     def _keeps(self, result: torch.Tensor) -> bool:
-        """Whether those of this one are kept."""
+        """Whether the values of this result are kept."""
         return bool(result.numel() <= MOST_ELEMENTS)
 
     def _faked(self, real: Any, args: Any) -> Any:
-        """Fake tensors with the values of `real`, on the device of what they were made from."""
+        """Fake tensors with the values of `real`, on the device of the arguments from which they were made."""
         device = next(one.device for one in tree_iter(args) if isinstance(one, torch.Tensor))
 
         def fake(value: torch.Tensor) -> torch.Tensor:
@@ -130,20 +131,20 @@ def _largest(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[torch.Tens
 
 
 def _in_turn(chosen: torch.Tensor, choices: int) -> torch.Tensor:
-    """The largest of numbers that nobody knows: each as often as any other, which is how a router is to spread tokens."""
+    """The largest of unknown numbers: every index equally often, as a balanced router would spread tokens."""
     with _disable_current_modes():
         return (torch.arange(chosen.numel()) % choices).reshape(chosen.shape)
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a tensor; None where nobody knows them."""
+    """The values of a tensor; None if they are not known."""
     if isinstance(tensor, FakeTensor):
         return getattr(tensor, "known_value", None)
     return tensor if tensor.device.type == "cpu" and tensor.numel() <= MOST_ELEMENTS else None
 
 
 def _plain(data: Any) -> Any:
-    """Numbers that are fake tensors of a list, as numbers."""
+    """`data` in which fake tensors of a list are replaced by their numbers."""
     if isinstance(data, (list, tuple)):
         return [_plain(one) for one in data]
     return data.item() if isinstance(data, FakeTensor) and data.ndim == 0 else data
@@ -157,7 +158,7 @@ def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _on_the_cpu(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments with the values of tensors in their places."""
+    """The arguments with tensors replaced by their values."""
     leaves, spec = tree_flatten((args, kwargs))
     found: tuple[Any, Any] = tree_unflatten([_on_cpu(leaf) for leaf in leaves], spec)
     return found
@@ -181,7 +182,8 @@ def _on_cpu(leaf: Any) -> Any:
 
 
 def _positions(indices: Any) -> list[Any] | None:
-    """`indices` with masks as the positions that they choose; None where the values of a mask are not known."""
+    """`indices` in which masks are replaced by the positions that they select; None if the values of a mask are not
+    known."""
     found: list[Any] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -200,7 +202,7 @@ def _on(index: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _forget_written(func: Any, args: Any) -> None:
-    """What is overwritten has other values from here on."""
+    """Forget the values of tensors that the operator overwrites."""
     for argument, given in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, FakeTensor):
             given.known_value = None

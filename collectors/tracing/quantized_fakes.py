@@ -15,7 +15,8 @@ from peakcast.collectors.packages import imported
 
 
 def packed(weight: torch.Tensor, device: str, made: Any, **options: Any) -> torch.nn.Parameter:
-    """What stands for the 4-bit weight of the layer `made`, with the attributes that the library and peft ask for."""
+    """The parameter that represents the 4-bit weight of the layer `made`, with the attributes that the library and peft
+    read."""
     functional = imported("bitsandbytes.functional", "bitsandbytes", parameter="finetuning.quantization", value="nf4")
     data, state = functional.quantize_4bit(weight.contiguous().to(device), **options)
     parameter = torch.nn.Parameter(data, requires_grad=False)

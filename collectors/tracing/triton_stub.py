@@ -1,6 +1,6 @@
-"""A `triton` whose kernels do nothing, for tracing code that launches them: what such code allocates itself is seen.
+"""A `triton` whose kernels do nothing, for tracing code that launches them: the tensors that such code allocates are seen.
 
-Only for the process that traces, and only where the real package is missing or there is no GPU to launch on.
+Only for the process that traces, and only if the real package is missing or there is no GPU on which to launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARED_MEMORY_BYTES = 163 * 1024
 
 
 class _Anything:
-    """Stands for whatever Triton names: attributes, calls, types and launches all give it back."""
+    """Replaces any object of Triton: its attributes, calls, types and launches all return it."""
 
     __name__ = "kernel"
 
@@ -62,7 +62,7 @@ class _Module(types.ModuleType):
         number = re.fullmatch(r"u?int(\d+)|b?float(\d+)", name)
         if number is not None:
             return _Number(int(number[1] or number[2]))
-        # torch 2.13 utils/flop_counter.py asks of what it is given whether it is one
+        # torch 2.13 utils/flop_counter.py tests whether its argument is one
         return _Anything if name == "JITFunction" else _Anything()
 
 
@@ -97,8 +97,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(*packages: str) -> None:
-    """Make `import triton` (and of `packages`) give the stub in this process, and answer what code asks of a GPU before it
-    launches: a current device, one multiprocessor (partial sums of which each makes a row stay negligible)."""
+    """Make `import triton` (and of `packages`) give the stub in this process, and answer what code asks about a GPU before
+    a launch: a current device, one multiprocessor (so that partial sums, one row for each, are negligible)."""
     find_stubs(*packages or ("triton",))
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=1)  # type: ignore[assignment]
@@ -125,8 +125,8 @@ def while_importing(*packages: str) -> Iterator[None]:
 
 
 def find_stubs(*packages: str) -> None:
-    """Make `import` of `packages` give the stub in this process, also where the real one was imported: a CUDA build of
-    torch brings its Triton along and has loaded it."""
+    """Make `import` of `packages` give the stub in this process, even if the real one was imported: a CUDA build of torch
+    includes Triton and has loaded it."""
     for name in [name for name in sys.modules if name.split(".")[0] in packages]:
         del sys.modules[name]
     sys.meta_path.insert(0, _Finder(packages))

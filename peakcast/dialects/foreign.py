@@ -1,4 +1,4 @@
-"""Projects whose configurations are not read here, told by what they contain, and what to give in their place."""
+"""Projects whose configurations are not read here: how they are recognised, and what the user can give instead."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SWIFT = ("infer", "deploy", "rollout", "eval", "export", "sample", "app", "web-u
 
 
 class Foreign(NamedTuple):
-    """What the configuration of such a project looks like."""
+    """How the configuration of such a project is recognised."""
 
     title: str
     way_out: str
     signs: tuple[str, ...] = ()
-    """As those of a dialect: sets of keys."""
+    """Sets of keys, as for a dialect."""
     words: tuple[str, ...] = ()
-    """Beginnings of its `_target_`, `recipe`, program or imports."""
+    """Prefixes of its `_target_`, `recipe`, program or imports."""
     programs: str = ""
-    """A pattern of the file names of its scripts."""
+    """A regular expression for the file names of its scripts."""
 
 
 FOREIGN: tuple[Foreign, ...] = (
@@ -82,18 +82,18 @@ _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+([A-Za-z_][\w.]*)", re.MULTIL
 
 
 def foreign_program(text: str) -> str:
-    """What `foreign` says of a program that a script's `text` names at the beginning of a line."""
+    """The sentence of `foreign` about a program that a script's `text` runs at the beginning of a line."""
     return next(filter(None, (foreign((), {}, name) for name in _PROGRAM.findall(text))), "")
 
 
 def foreign_python(text: str) -> str:
-    """What `foreign` says of a Python program with this `text`, by what it imports."""
+    """The sentence of `foreign` about a Python program with this `text`, recognised by its imports."""
     return next(filter(None, (foreign((), {}, name) for name in _IMPORT.findall(text))), "")
 
 
 def foreign(keys: Iterable[str], values: Mapping[str, Any], program: str) -> str:
-    """The sentence that names the project which a mapping's `keys` and `values` are of, or whose `program` is run; "" where
-    none is known."""
+    """The sentence that names the project to which a mapping's `keys` and `values`, or the `program`, belong; "" if it is
+    not known."""
     known = set(keys)
     places = [place for place in (values, values.get("model")) if isinstance(place, Mapping)]
     run = {"ddp", "train", "model"} <= known  # what a run of Megatron-Bridge saves

@@ -1,6 +1,5 @@
-"""Networks of transformers that no row of `hf_families` describes: known by their configuration alone, from which the
-installed library builds them, to be recorded or traced.
-"""
+"""Networks of transformers that no rules in `hf_families` describe. Only their configuration is known; the installed
+library builds them from it, so that they can be recorded or traced."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from peakcast.spec import canonical_json
 
 _FOR_TRACING: ContextVar[bool] = ContextVar("for_tracing", default=False)
 _LEFT_OUT = ("name", "_name_or_path", "torch_dtype", "dtype", "transformers_version", "architectures")
-"""Keys that change nothing of the network."""
+"""Keys that do not change the network."""
 _SIZES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
@@ -28,12 +27,12 @@ _SIZES = {
 _FLOAT = "__float__"
 """The key under which transformers writes numbers that JSON has not (5.17 `configuration_utils.py` `_FLOAT_TAG_KEY`)."""
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Where configurations of vision-language models keep what their language model is."""
+"""Where configurations of vision-language models have their language model."""
 
 
 @contextlib.contextmanager
 def for_tracing() -> Iterator[None]:
-    """In here a configuration of an unknown family is never guessed to be one like Llama's."""
+    """A context in which a configuration of an unknown family is never treated like Llama's."""
     token = _FOR_TRACING.set(True)
     try:
         yield
@@ -42,7 +41,7 @@ def for_tracing() -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Whether what is read is to be traced, which needs no guess."""
+    """Whether the network that is read will be traced, so that its shapes need not be guessed."""
     return _FOR_TRACING.get()
 
 
@@ -75,7 +74,7 @@ def _untagged(value: Any) -> Any:
 
 
 def undescribed(config: Mapping[str, Any], name: str | None) -> Architecture:
-    """The network of `config`, which holds what transformers builds it from."""
+    """The network of `config`, as an `Architecture` that contains the configuration."""
     called = name or config.get("name") or config.get("_name_or_path") or config["model_type"]
     return Architecture(
         name=str(called),

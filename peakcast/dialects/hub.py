@@ -71,7 +71,7 @@ def _token(page: str) -> tuple[str, str]:
 
 
 def _cached(hub_id: str) -> Path | None:
-    """The newest cached config.json of `hub_id`, None for none."""
+    """The newest cached config.json of `hub_id`; None if there is none."""
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     try:

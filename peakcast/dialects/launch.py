@@ -1,4 +1,5 @@
-"""What a launch command starts: the program, its arguments, and how many processes torchrun and its like make of it."""
+"""What a launch command starts: the program, its arguments, and the number of processes that torchrun or a similar launcher
+starts."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ SIZES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "deepspeed": (("num_gpus",), ("num_nodes",)),
     "accelerate": (("num_processes",), ()),
 }
-"""Of each launcher: the flags with processes per node (accelerate: in all), and with nodes."""
+"""Launcher -> (flags for the processes per node (accelerate: of all nodes), flags for the number of nodes)."""
 LAUNCHER_SWITCHES = words("""
     standalone multi_gpu use_fsdp use_deepspeed no_python use_env no_local_rank same_network use_cpu module m
 """)
-"""Flags of launchers that take no value."""
+"""Flags of launchers without a value."""
 CONFIG_FLAGS = ("config", "config_file", "c", "job.config_file", "config-file", "yaml_cfg", "yaml-cfg")
-"""Flags by which programs are given their configuration file."""
+"""Flags with which programs are given their configuration file."""
 _CLIS = ("llamafactory-cli", "axolotl", "tune", "litgpt", "trl", "nemo", "automodel", "megatron", "swift")
 _FILE = re.compile(r".+\.(ya?ml|json|toml)")
 _PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
@@ -34,13 +35,13 @@ _BEFORE = re.compile(r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|ns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A training command, taken apart."""
+    """The parts of a training command."""
 
     program: str
     """The script or command line tool: "pretrain_gpt.py", "llamafactory-cli train"."""
     arguments: Mapping[str, Any]
     files: tuple[str, ...] = ()
-    """Configuration files that it is given."""
+    """Configuration files in its arguments."""
     num_gpus: int | None = None
     launcher: Mapping[str, Any] = field(default_factory=dict)
     """The launcher's own flags."""
@@ -67,10 +68,10 @@ def launch_of(script: Script, text: str, where: str) -> Launch:
 
 
 def flags_to_mapping(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Command line words as flags with values, and the words that belong to none.
+    """Command-line words as (flags with their values, words that belong to no flag).
 
-    `--flag`, `--flag value`, `--flag=value`, `--flag a b` (a list); `key=value` as Hydra and LLaMA-Factory have it. The
-    last of two equal flags holds, as argparse has it.
+    `--flag`, `--flag value`, `--flag=value`, `--flag a b` (a list); `key=value` as in Hydra and LLaMA-Factory. If a flag is
+    repeated, the last one counts, as in argparse.
     """
     values: dict[str, Any] = {}
     others: list[str] = []
@@ -92,7 +93,7 @@ def flags_to_mapping(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, .
 
 
 def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """`command` without programs that run the rest of it (srun, time, env), and the variables that they set."""
+    """(`command` without programs that run the rest of it (srun, time, env), the variables that they set)."""
     words, env = list(command), {}
     if words[:3] == ["ray", "job", "submit"] and "--" in words:
         words = words[words.index("--") + 1 :]
@@ -153,7 +154,7 @@ def _after_dashes(words: list[str]) -> list[str]:
 
 
 def _after_python(words: list[str]) -> list[str]:
-    """What Python runs: a launcher that is run as a module is named as its command is."""
+    """The words that Python runs; a launcher run as a module gets its command's name."""
     while words and words[0].startswith("-") and words[0] != "-m":
         words = words[1:]
     if words[:2] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
@@ -184,7 +185,7 @@ def _program(
 
 
 def _launcher_flags(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """A launcher's own flags at the start of `words`, and the words from its program on."""
+    """(a launcher's own flags at the start of `words`, the words from its program on)."""
     own: dict[str, Any] = {}
     while words and words[0].startswith("-"):
         flag, equals, value = words[0].lstrip("-").partition("=")
@@ -212,7 +213,7 @@ def _processes(launcher: str, own: Mapping[str, Any]) -> int | None:
 
 
 def _sbatch_gpus(text: str) -> int | None:
-    """Nodes × GPUs (or tasks) per node of #SBATCH lines, None where they do not say."""
+    """Nodes × GPUs (or tasks) per node in #SBATCH lines; None if they do not say."""
     found: dict[str, int] = {}
     for name, value in re.findall(r"^#SBATCH\s+(?:--)?([\w-]+)[ =]([^\s#]+)", text, re.MULTILINE):
         number = re.search(r"(\d{1,6})$", value)

@@ -1,4 +1,4 @@
-"""A network with fewer layers: of the same kinds, in the same order, from the first on."""
+"""A network with fewer layers, which are the first layers of the original."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peakcast.architecture import Architecture
 from peakcast.spec import canonical_json
 
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
-"""How configurations spell the number of layers."""
+"""Names that configurations use for the number of layers."""
 TOWERS = ("vision_config", "audio_config", "vq_config", "qformer_config", "vision_tower_config")
 """Parts of a configuration that have layers of their own."""
 

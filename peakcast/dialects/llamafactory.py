@@ -1,7 +1,7 @@
-"""LLaMA-Factory's YAML: a Hugging Face Trainer run with defaults of its own.
+"""LLaMA-Factory's YAML: a run of the Hugging Face Trainer, with other defaults.
 
-Source: LLaMA-Factory 0.9 src/llamafactory/hparams (model_args, data_args, finetuning_args), model/adapter.py
-`init_adapter` (trained parameters in float32), model/model_utils/checkpointing.py, quantization.py, attention.py.
+Source: LLaMA-Factory 0.9 src/llamafactory/hparams (model_args, data_args, finetuning_args), model/adapter.py `init_adapter`
+(trained parameters in float32), model/model_utils/checkpointing.py, quantization.py, attention.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ATTENTION = {"auto": "sdpa", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_
 OPTIMIZERS = {
     "use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_adam_mini": "adamw_torch", "use_muon": "adamw_torch",
 }  # fmt: skip
-"""Switches of optimizers, with the nearest of transformers'."""
+"""Switches for optimizers -> the most similar optimizer of transformers."""
 UNSUPPORTED = {
     "use_unsloth": "Unsloth", "use_unsloth_gc": "Unsloth's checkpointing", "use_llama_pro": "LLaMA Pro",
     "use_v1_kernels": "LLaMA-Factory's own kernels", "mixture_of_depths": "mixture of depths",
@@ -187,7 +187,7 @@ def _sharded(deepspeed: Any) -> bool:
 
 
 def _precision(settings: Settings, training: dict[str, Any], *, upcast: bool) -> None:
-    """Trained parameters become float32 unless pure_bf16, ZeRO-3 or FSDP (model/adapter.py, `init_adapter`)."""
+    """Trained parameters are cast to float32 unless with pure_bf16, ZeRO-3 or FSDP (model/adapter.py, `init_adapter`)."""
     pure = settings.switch("pure_bf16")
     bf16, fp16 = settings.switch("bf16"), settings.switch("fp16")
     half = "bfloat16" if bf16 or pure else "float16" if fp16 else None

@@ -1,4 +1,5 @@
-"""A configuration's values from a file, a text or a mapping; of a launch script, what it starts and how wide."""
+"""The values of a configuration in a file, a text or a mapping; for a launch script, of what it starts, and the number of
+GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ NO_FILES: Mapping[str, Mapping[str, Any]] = {}
 
 
 def is_text(source: str) -> bool:
-    """Whether `source` is a configuration's text and not a name or a path: several lines, JSON, or flags."""
+    """Whether `source` is the text of a configuration rather than a name or a path: it has several lines, or is JSON or
+    flags."""
     return "\n" in source or source.lstrip().startswith("{") or " --" in f" {source}" or len(source) > 1000
 
 
@@ -79,7 +81,7 @@ def notebook_source(values: Mapping[str, Any]) -> str:
 def _launched(
     text: str, where: str, folder: Path | None, files: Mapping[str, Mapping[str, Any]], *, counted: bool = True
 ) -> Pasted:
-    """A launch script: the mapping of its program's arguments, on top of the configuration file that it names."""
+    """A launch script as the mapping of its program's arguments, which override the configuration file that it names."""
     from peakcast.dialects.accelerate import of_flags
     from peakcast.dialects.launch import launch_of
     from peakcast.dialects.megatron_bridge import recipe_of
@@ -135,7 +137,7 @@ def _sourced(name: str, folder: Path | None) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """A command line value as YAML reads it: numbers and switches are no texts."""
+    """A command-line value as YAML reads it, so that numbers and switches are not texts."""
     if isinstance(value, str) and len(value) < 100 and value.replace(".", "").replace("-", "").isalnum():
         try:
             return parse(value, "YAML", "an argument")

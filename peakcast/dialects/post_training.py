@@ -1,4 +1,5 @@
-"""Training methods beyond plain next-token loss (DPO and its kin): what they change about a job, or why they are refused.
+"""Training methods with another loss than plain next-token loss (DPO and similar ones): what they change about a job, or
+why they are refused.
 
 Sources: trl 1.16.0 trainer/dpo_trainer.py and reward_trainer.py, trl 0.13-0.24 dpo_trainer.py `concatenated_forward`
 (chosen and rejected sequences in one batch); orpo_trainer.py, cpo_trainer.py (the same batch, no reference).
@@ -21,9 +22,9 @@ class Method(NamedTuple):
     """How a method's step differs from supervised fine-tuning."""
 
     sequences: int
-    """Sequences that pass the network for each sample."""
+    """Sequences that pass through the network for each sample."""
     kind: LossKind
-    """The job's; the cross entropy's stands in for losses that are not modelled."""
+    """The job's loss kind; cross entropy for losses that are not modelled."""
 
 
 METHODS: dict[str, Method] = {

@@ -1,4 +1,4 @@
-"""Configuration files and texts: what kind each is, and its plain values. Bounds are those of `bounded`; nothing is run."""
+"""Configuration files and texts: the kind of each, and its plain values. `bounded` has the limits; nothing is run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from peakcast import bounded
 from peakcast.errors import SpecError
 
 MAX_FILE_BYTES = 4 * 2**20
-"""A configuration larger than this is not one; refused before it is parsed."""
+"""A larger file is no configuration; it is refused before it is parsed."""
 MAX_SLOW_CHARACTERS = 2**19
-"""The same for YAML and TOML, whose parsers need seconds for a megabyte."""
+"""The same limit for YAML and TOML, whose parsers take seconds for a megabyte."""
 
 ENDINGS = {
     ".json": "JSON", ".yaml": "YAML", ".yml": "YAML", ".toml": "TOML",
@@ -43,7 +43,7 @@ _FILES_ARE_READ: ContextVar[bool] = ContextVar("files_are_read", default=True)
 
 @contextmanager
 def no_files() -> Iterator[None]:
-    """Inside it no file that a question names is read: who asks may be somebody else than whose files they are."""
+    """A context in which no file is read that a question names: the person who asks may not own these files."""
     token = _FILES_ARE_READ.set(False)
     try:
         yield
@@ -57,7 +57,7 @@ def files_are_read() -> bool:
 
 
 PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
-"""What a pickle of each protocol in use begins with."""
+"""The first bytes of a pickle, for each protocol in use."""
 
 
 def read_text(path: Path, *, named: bool = True) -> str:
@@ -80,7 +80,7 @@ def read_text(path: Path, *, named: bool = True) -> str:
 
 
 def kind_of(text: str, ending: str = "") -> str:
-    """What `text` is: JSON, YAML, TOML, shell or Python; by the file's `ending` (".yml") where that says it."""
+    """The kind of `text`: JSON, YAML, TOML, shell or Python; the file's `ending` (".yml") decides if it is known."""
     if ending.lower() in ENDINGS:
         return ENDINGS[ending.lower()]
     begins = (line for line in io.StringIO(text) if line.strip() and not line.lstrip().startswith("#"))
