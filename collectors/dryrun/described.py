@@ -170,11 +170,21 @@ def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
     drops = (part.p for name, part in network.named_modules() if ".lora_dropout." in name and hasattr(part, "p"))
     return {
         "method": "lora",
+        **_quantization(network),
         "rank": int(first.shape[0]),
         "targets": sorted({name.partition(".lora_A.")[0].rpartition(".")[2] for name in adapters}),
         "dropout": float(next(drops, 0.0)),
         "adapter_dtype": DTYPES.get(first.dtype, "float32"),
     }
+
+
+def _quantization(network: torch.nn.Module) -> dict[str, Any]:
+    """Of the base under adapters, where bitsandbytes has packed it."""
+    state = next((one.quant_state for one in network.parameters() if hasattr(one, "quant_state")), None)
+    if state is not None:
+        return {"method": "qlora", "quantization": "nf4", "double_quantization": bool(state.nested)}
+    eight = any(type(part).__name__ == "Linear8bitLt" for part in network.modules())
+    return {"method": "qlora", "quantization": "int8"} if eight else {}
 
 
 def _of_transformers(network: torch.nn.Module, config: Any) -> dict[str, Any]:

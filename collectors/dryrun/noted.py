@@ -60,6 +60,18 @@ def where() -> str:
     return first or "the script"
 
 
+def asker() -> str | None:
+    """The file of the script whose code asks for something, itself or by numpy, torch or Python's own; None where a library
+    does."""
+    for frame in _frames():
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _ITS_MEANS:
+            return frame.f_code.co_filename if is_own(frame.f_code.co_filename) else None
+    return None
+
+
+_ITS_MEANS = frozenset({"peakcast", "numpy", "torch", *sys.stdlib_module_names} - {"__main__"})
+
+
 def is_own(file: str) -> bool:
     """Whether it is of the script, and not of a package that is installed."""
     installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
