@@ -29,8 +29,7 @@ def _in_tiktoken(module: Any, notes: Notes) -> None:
         notes.add(
             "script_part_skipped",
             "command",
-            f"the encoding {name} of tiktoken cannot be fetched: one of as many tokens stood in, which makes a token of each "
-            "byte.",
+            f"tiktoken cannot fetch the encoding {name}: one of as many tokens stood in, which makes a token of each byte.",
         )
         special = {"<|endoftext|>": end, **({"<|endofprompt|>": size - 1} if size - 1 > end else {})}
         ranks = {bytes([number]): number for number in range(256)}

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peakcast.collectors.dryrun.imports import when_imported
-from peakcast.collectors.dryrun.noted import Notes, asker
+from peakcast.collectors.dryrun.noted import DIRECTLY, Notes, asker
 from peakcast.collectors.tracing import inductor, triton_stub
 
 FLASH_ATTENTION = ("flash_attn", "flash_attn_interface")
@@ -39,7 +39,7 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
         """Where a package's stand-in is made, once the script itself has asked for the package."""
         package = fullname.partition(".")[0]
-        if package not in PACKAGES or (package not in self._asked and asker() is None):
+        if package not in PACKAGES or (package not in self._asked and asker(DIRECTLY) is None):
             return None
         if package not in self._asked:
             self._asked.add(package)

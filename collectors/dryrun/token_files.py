@@ -1,8 +1,8 @@
-"""Files of tokens or text that a script reads and that are not there: some are made in the temporary folder, and it is said.
+"""Files of tokens or text that a script reads and that are not there: some are made in the temporary folder, which is said.
 
 Their form is the one that the script expects: after the header of 256 numbers that llm.c and its descendants begin with,
 where the script names its first one; else tokens alone, as nanoGPT has them, or a numpy array, or words, where the name says
-so. In a folder that is listed and not there lie files whose names and forms are those that the script speaks of.
+it. In a folder that the script lists and that is not there are files for training, validation and tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from peakcast.collectors.dryrun.files import Overlay
-from peakcast.collectors.dryrun.noted import Notes, asker
+from peakcast.collectors.dryrun.noted import DIRECTLY, Notes, asker
 
 SUFFIXES = (".bin", ".npy", ".txt")
 LISTED = {".npy": (".npy", "np.load"), ".bin": (".bin", "memmap", "fromfile")}
@@ -90,7 +90,7 @@ class TokenFiles:
 
     def _make_folder_if_asked(self, folder: Any) -> None:
         """A folder that the script lists and that is not there has files from now on, where it is known of which form."""
-        whose = asker()
+        whose = asker(DIRECTLY)
         if whose is None or not isinstance(folder, (str, os.PathLike)) or os.path.exists(folder):
             return
         text = _text(whose)
