@@ -26,7 +26,7 @@ OPTIMIZERS = {
 """Beginnings of class names of optimizers, longest first where one begins another, and what jobs call them."""
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "torchao", "bitsandbytes")
 IMPORTED_BY_OTHERS = ("torchao", "bitsandbytes")
-"""Of these, those that other packages import where they are installed: they count where a network or optimizer is of them."""
+"""Of these, those that other packages import where they are there: they count where a network or optimizer is of them."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Files of tokens or text that a script reads and that are not there: some are made in the temporary folder, which is said.
 
 Their form is the one that the script expects: after the header of 256 numbers that llm.c and its descendants begin with,
-where the script names its first one; else tokens alone, as nanoGPT has them, or a numpy array, or words, where the name says
-it. In a folder that the script lists and that is not there are files for training, validation and tests.
+where the script names its first one; else tokens alone, as nanoGPT has them, or a numpy array, or words, as the name
+says. In a folder that the script lists and that is not there are files for training, validation and tests.
 """
 
 from __future__ import annotations
