@@ -72,6 +72,7 @@ def read_command(command: Sequence[str]) -> Command:
     found = _read(words)
     if ranks is not None and not found.launched:
         found = replace(found, world_size=ranks, ranks_per_node=min(ranks, GPUS_PER_NODE), launched=True)
+        variables += [f"{name}={ranks}" for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
     return replace(found, environment=(*found.environment, *(variable for variable in variables if variable != "env")))
 
 
@@ -231,6 +232,8 @@ def _launched(launcher: str, words: list[str]) -> Command:
         command = Command(script=words[0], arguments=tuple(words[1:]), as_module=True)
     else:
         command = _script(words)
+    if command.arguments[:1] == ("--",):  # argparse, by which launchers read their words, takes it to be their own
+        command = replace(command, arguments=command.arguments[1:])
     world_size, per_node = _ranks(launcher, flags)
     settings = whole if launcher == "accelerate" else ()
     return replace(command, world_size=world_size, ranks_per_node=per_node, launched=True, accelerate=settings)

@@ -147,11 +147,11 @@ def _framework(networks: list[torch.nn.Module], config: Any) -> str:
 
 
 def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:
-    """Of the packages that the script has loaded; of a network of its own, torch alone."""
+    """Of the packages that the script has loaded; of a network of its own, those that it may be made of."""
     parts = [part for network in steps.networks for part in network.modules()]
     used = {type(one).__module__.partition(".")[0] for one in (*parts, *map(_unwrapped, steps.optimizers))}
     found = {}
-    for package in PACKAGES if framework != "torch" else ("torch", *IMPORTED_BY_OTHERS):
+    for package in PACKAGES if framework != "torch" else ("torch", "transformers", *IMPORTED_BY_OTHERS):
         if package in sys.modules and (package in used or package not in IMPORTED_BY_OTHERS):
             found[package] = importlib.metadata.version(package).partition("+")[0]
     return found

@@ -1,4 +1,4 @@
-"""What a script lacked when it failed, and the way out: a package, a variable, input, or a file, the least that would do."""
+"""What a script lacked when it failed, and the way out: a package, a variable, input, or the least of a file."""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ def quantizer_of(name: str, config: Any, keywords: dict[str, Any]) -> Any:
         asked = AutoHfQuantizer.merge_quantization_configs(checkpoint, asked)
     if getattr(asked, "dequantize", False):
         return None
-    quantizer = AutoHfQuantizer.from_config(asked, pre_quantized=checkpoint is not None)
     method = str(getattr(asked.quant_method, "value", asked.quant_method))
     if method != BITSANDBYTES:
         raise NotImplementedError(
@@ -40,6 +39,7 @@ def quantizer_of(name: str, config: Any, keywords: dict[str, Any]) -> Any:
             f"values only those of bitsandbytes (4 and 8 bits) can, not those of {method}. Load it without, or ask "
             "`peakcast predict --method qlora` instead."
         )
+    quantizer = AutoHfQuantizer.from_config(asked, pre_quantized=checkpoint is not None)
     quantizer.validate_environment(device_map={"": torch.cuda.current_device()}, weights_only=True)
     return quantizer
 

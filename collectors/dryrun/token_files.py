@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from peakcast.collectors.dryrun.files import Overlay
-from peakcast.collectors.dryrun.noted import DIRECTLY, Notes, asker
+from peakcast.collectors.dryrun.noted import DIRECTLY, ITS_MEANS, Notes, asker
 
 SUFFIXES = (".bin", ".npy", ".txt")
 LISTED = {".npy": (".npy", "np.load"), ".bin": (".bin", "memmap", "fromfile")}
@@ -29,6 +29,8 @@ SPLITS = ("train", "val", "test")
 NUM_WORDS = 2**20
 NUM_FILES, NUM_TOKENS = 4, 2**24
 """Of each pattern of names; and tokens of each file."""
+BY_ITSELF = frozenset({"peakcast", "io", "codecs", "pathlib"})
+"""Packages by which a script opens a text of its own; others read files of packages that are rightly not there."""
 HEADER_LENGTH = 256
 HEADERS: dict[int, tuple[int, type[np.generic]]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
 """First number of a header, and the second and the tokens' type that go with it. Source: llm.c, dev/data/data_common.py."""
@@ -100,7 +102,7 @@ class TokenFiles:
 
     def _make_if_asked(self, path: Any) -> bool:
         """Whether `path` is a token file of the script's, which is there from now on."""
-        whose = asker()
+        whose = asker(BY_ITSELF if str(path).endswith(".txt") else ITS_MEANS)
         if whose is None or not isinstance(path, (str, os.PathLike)) or not os.fspath(path).endswith(SUFFIXES):
             return False
         name = os.fspath(path)

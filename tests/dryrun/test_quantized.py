@@ -17,6 +17,11 @@ LLAMA = {
 LENGTH = 256
 MATRICES = [(512, 512)] * 4 + [(1024, 512)] * 2 + [(512, 1024)]
 """Of a layer."""
+RANK = 4
+ADAPTERS = 2 * sum(RANK * (rows + columns) for rows, columns in MATRICES)
+"""Parameters of the adapters of both layers."""
+REST = 2 * (2 * 1000 * 512 + 5 * 512)
+"""Bytes of the table, the head and the norms in bfloat16."""
 
 
 @pytest.fixture
@@ -29,38 +34,46 @@ def checkpoint(tmp_path, monkeypatch):
     return "llama"
 
 
-def parameters_of(found):
-    return found.timelines["steady"].composition(0)[Category.PARAMETERS]
+def composition(found):
+    return found.timelines["steady"].composition(0)
 
 
-def weights(tuning):
-    """Bytes of the base: packed matrices, and in bfloat16 the table, the head and the norms; and of adapters of rank 4."""
-    packed = sum(size for shape in MATRICES for _, size in quantized_linear_bytes(shape, tuning))
-    adapters = 4 * sum(4 * (rows + columns) for rows, columns in MATRICES)
-    return 2 * (packed + adapters) + 2 * (2 * 1000 * 512 + 5 * 512)
-
-
-def test_packed_weights_are_those_of_the_job_and_adapters_train_on_them(run_script, traced, checkpoint):
+def test_packed_weights_are_those_of_the_job_and_adapters_train_on_them(run_script, traced, of_tensors, checkpoint):
     found = run_script("qlora.py", checkpoint, "4", str(LENGTH))
     tuning = found.job.finetuning
-    assert (tuning.method, tuning.quantization, tuning.rank) == ("qlora", "nf4", 4)
-    job = job_from_mapping(
-        {"architecture": LLAMA, "sequence_length": LENGTH, "finetuning": {**mapping_of(tuning), "adapter_dtype": "float32"}}
+    assert (tuning.method, tuning.quantization, tuning.rank) == ("qlora", "nf4", RANK)
+    assert sum(size for shape in MATRICES for _, size in quantized_linear_bytes(shape, tuning)) * 2 == pytest.approx(
+        composition(found)[Category.PARAMETERS] + composition(found).get(Category.INPUTS, 0) - REST - 4 * ADAPTERS, rel=0.02
     )
+    adapters = {"method": "qlora", "rank": RANK, "targets": ["all-linear"], "quantization": "nf4"}
+    job = job_from_mapping({"architecture": LLAMA, "sequence_length": LENGTH, "finetuning": adapters})
     for step, timeline in traced(job).items():
-        assert found.timelines[step].peak().num_bytes == pytest.approx(timeline.peak().num_bytes, rel=0.01)
-
-
-def mapping_of(tuning):
-    return {"method": "qlora", "rank": 4, "targets": list(tuning.targets), "quantization": "nf4"}
+        ours, theirs = of_tensors(found.timelines[step]).peak(), of_tensors(timeline).peak()
+        assert ours.num_bytes == pytest.approx(theirs.num_bytes, rel=1e-3)
+        assert ours.phase == theirs.phase
 
 
 def test_weights_of_eight_bits_have_a_byte_an_element(run_script, checkpoint):
     found = run_script("qlora.py", checkpoint, "8", str(LENGTH))
     assert found.job.finetuning.quantization == "int8"
-    assert any("too large for 8 bits" in warning for warning in found.answer.warnings)
+    weights = 2 * sum(rows * columns + 4 * rows for rows, columns in MATRICES)  # and a scale for each row
+    held = composition(found)[Category.PARAMETERS] + composition(found).get(Category.INPUTS, 0)
+    assert held == pytest.approx(weights + REST + 4 * ADAPTERS, rel=0.02)
+    assert any("too large for 8 bits" in finding.sentence for finding in found.answer.findings)
 
 
 def test_paged_states_are_not_of_the_allocator(run_script, checkpoint):
     found = run_script("qlora.py", checkpoint, "4", str(LENGTH), "--prepare", "--paged")
     assert found.job.optimizer.name == "paged_adamw_32bit"
+    small = 2 * 4 * ADAPTERS  # below 100,000 elements states are not paged
+    assert composition(found)[Category.OPTIMIZER_STATES] == pytest.approx(small, rel=0.02)
+
+
+def test_other_methods_are_refused_in_a_sentence():
+    from peakcast.collectors.dryrun.quantized import quantizer_of
+
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig()
+    with pytest.raises(NotImplementedError, match="only those of bitsandbytes .* not those of fp8"):
+        quantizer_of("llama", config, {"quantization_config": transformers.FineGrainedFP8Config()})
+    assert quantizer_of("llama", config, {"dtype": "bfloat16"}) is None
