@@ -30,6 +30,8 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
         self._asked: set[str] = set()
+        self._stood_in = False
+        """Whether transformers has the stand-in of flash attention."""
 
     def install(self) -> None:
         """For what the script will import."""
@@ -79,12 +81,16 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return
 
         def checked(network: Any, attention: str | None, *arguments: Any, **keywords: Any) -> Any:
-            if attention is not None and _is_flash(attention) and importlib.util.find_spec(FLASH_ATTENTION[0]) is None:
+            if attention is not None and _is_flash(attention) and self._stands_in():
                 self._say(f"the kernels of {attention} are not here: some that do nothing stood in for them.")
                 attention = self._install_flash_attention()
             return check(network, attention, *arguments, **keywords)
 
         module.PreTrainedModel._check_and_adjust_attn_implementation = checked
+
+    def _stands_in(self) -> bool:
+        """Whether flash attention is one of ours, or will be."""
+        return self._stood_in or importlib.util.find_spec(FLASH_ATTENTION[0]) is None
 
     def _install_flash_attention(self) -> str:
         """The name by which transformers has it from now on."""
@@ -92,6 +98,7 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         from peakcast.collectors.tracing import flash_attention_stub
 
+        self._stood_in = True
         is_packed = utils._is_packed_sequence  # of positions whose values are known
         flash_attention_stub.install(packed=False)
         utils._is_packed_sequence = is_packed

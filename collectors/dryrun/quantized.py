@@ -19,7 +19,8 @@ def quantizer_of(name: str, config: Any, keywords: dict[str, Any]) -> Any:
 
     Raises: NotImplementedError for methods whose layers fake tensors cannot run.
     """
-    asked, checkpoint = keywords.get("quantization_config"), getattr(config, "quantization_config", None)
+    asked: Any = keywords.get("quantization_config")
+    checkpoint = getattr(config, "quantization_config", None)
     if asked is None and checkpoint is None and not any(keywords.get(key) for key in ("load_in_4bit", "load_in_8bit")):
         return None
     from transformers import BitsAndBytesConfig

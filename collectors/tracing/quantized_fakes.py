@@ -122,7 +122,7 @@ def _mixed_product(
     return _scaled_product(rows, weight, row_scales, column_scales, bias, given.dtype), apart
 
 
-OPERATORS = {
+OPERATORS: dict[str, Callable[..., Any]] = {
     "gemm_4bit": _product_4bit,
     "int8_vectorwise_quant": _quantized_rows,
     "int8_scaled_mm": _scaled_product,

@@ -74,6 +74,6 @@ def test_other_methods_are_refused_in_a_sentence():
 
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig()
-    with pytest.raises(NotImplementedError, match="only those of bitsandbytes .* not those of fp8"):
+    with pytest.raises(NotImplementedError, match=r"only those of bitsandbytes .* not those of fp8"):
         quantizer_of("llama", config, {"quantization_config": transformers.FineGrainedFP8Config()})
     assert quantizer_of("llama", config, {"dtype": "bfloat16"}) is None

@@ -17,14 +17,14 @@ WIDTH, HEADS, LENGTH, SEQUENCES = 256, 4, 1024, 4
 
 
 @triton.jit
-def square_kernel(given, out, size, BLOCK: tl.constexpr):
+def square_kernel(given, out, size, block: tl.constexpr):
     tl.program_id(0)
 
 
 @torch.compile(dynamic=False, fullgraph=True)
 def orthogonal(gradient):
     product = torch.empty((WIDTH, WIDTH), dtype=torch.bfloat16, device=gradient.device)
-    square_kernel[(triton.cdiv(WIDTH, 64),)](gradient, product, WIDTH, BLOCK=64)
+    square_kernel[(triton.cdiv(WIDTH, 64),)](gradient, product, WIDTH, block=64)
     return product @ gradient.bfloat16()
 
 

@@ -1,4 +1,4 @@
-"""Adapters on weights that bitsandbytes packs as they are loaded, from the folder of a checkpoint that has only a config."""
+"""Adapters on weights that bitsandbytes packs as they are loaded, of a checkpoint that has only a config."""
 
 import sys
 
